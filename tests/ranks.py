@@ -1,0 +1,139 @@
+"""Start real ranks (gloo, CPU, one process each) for a test and bring their results back.
+
+A test passes a function of its own module; every rank imports that module, joins the process
+group and calls it::
+
+    def worker(scale: float) -> dict:
+        return {"rank": dist.get_rank(), "value": scale}
+
+    def test_something():
+        results = run_ranks(worker, num_ranks=2, scale=3.0)
+
+A rank that fails, or does not end in time, fails the test with that rank's own output.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_ports(count: int) -> list[int]:
+    """`count` TCP ports that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def rank_environment(rank: int, ports: list[int]) -> dict[str, str]:
+    """The variables that Paddle's launcher sets, for `rank` of ``len(ports) - 1`` ranks."""
+    master, *own = ports
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(len(own)),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(f"127.0.0.1:{port}" for port in own),
+        "PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{own[rank]}",
+        "PADDLE_MASTER": f"127.0.0.1:{master}",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+
+
+def run_ranks(
+    worker: Callable[..., Any], num_ranks: int, *, timeout: float = 90.0, **arguments: Any
+) -> list[Any]:
+    """Call ``worker(**arguments)`` on `num_ranks` ranks; returns their results in rank order.
+
+    Args:
+        worker: A module-level function of a test module. Its result must be picklable.
+        num_ranks: How many processes; each is one gloo rank on this machine.
+        timeout: Seconds for all ranks together.
+        **arguments: Picklable keyword arguments, the same for every rank.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        job = Path(folder) / "job.pkl"
+        job.write_bytes(pickle.dumps((worker.__module__, worker.__qualname__, arguments)))
+        ports = free_ports(num_ranks + 1)
+        deadline = time.monotonic() + timeout
+        processes, logs = [], []
+        for rank in range(num_ranks):
+            logs.append(Path(folder) / f"rank{rank}.log")
+            with logs[-1].open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.ranks", folder, str(rank)],
+                        env=rank_environment(rank, ports),
+                        cwd=ROOT,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        failed = _wait_for_all(processes, deadline)
+        if failed is not None:
+            rank, reason = failed
+            output = logs[rank].read_text(errors="replace")[-6000:]
+            pytest.fail(f"rank {rank} of {num_ranks} {reason}; its output:\n{output}", pytrace=False)
+        return [
+            pickle.loads((Path(folder) / f"result{rank}.pkl").read_bytes())
+            for rank in range(num_ranks)
+        ]
+
+
+def _wait_for_all(
+    processes: list[subprocess.Popen[bytes]], deadline: float
+) -> tuple[int, str] | None:
+    """The first rank that failed and how, after every process has ended; None if none did."""
+    failed = None
+    try:
+        for rank, process in enumerate(processes):
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                failed = failed or (rank, "did not end in time")
+                break
+        # A rank that dies makes its peers fail a moment later: blame the one with an own error.
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code not in (0, None) and (failed is None or failed[1] == "did not end in time"):
+                failed = (rank, f"ended with code {code}")
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return failed
+
+
+def _main(folder: str, rank: str) -> None:
+    import importlib
+
+    import paddle.distributed as dist
+
+    module, name, arguments = pickle.loads((Path(folder) / "job.pkl").read_bytes())
+    worker = getattr(importlib.import_module(module), name)
+    dist.init_parallel_env()
+    result = worker(**arguments)
+    (Path(folder) / f"result{rank}.pkl").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
