@@ -37,14 +37,17 @@ class Values:
         self._sound = sound
 
     def __getitem__(self, path: str) -> Any:
+        names = path.split(".")
         section: type[Section] | None = self._section
-        value: Any = self._sound
-        for name in path.split("."):
+        for name in names:
             if section is None or name not in section.model_fields:
-                raise AssertionError(f"a rule of {self._section.__name__} reads {path!r}: no field")
+                raise AssertionError(f"{self._section.__name__} has no field {path!r}")
+            section = subsection(section, name)
+        value: Any = self._sound
+        for name in names:
             if name not in value:
                 raise NotSound(path)
-            section, value = subsection(section, name), value[name]
+            value = value[name]
         return value
 
 
@@ -194,6 +197,9 @@ def unknown_key(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: Any, known: list[str]) -> str:
-    """``; did you mean ...?`` where `word` is near to one or two of the known ones."""
-    found = difflib.get_close_matches(str(word), known, n=2, cutoff=0.6)
+    """``; did you mean ...?`` with the nearest known word, and a second if about as near."""
+    text = str(word)
+    found = difflib.get_close_matches(text, known, n=2, cutoff=0.6)
+    ratios = [difflib.SequenceMatcher(None, name, text).ratio() for name in found]
+    found = [name for name, ratio in zip(found, ratios, strict=True) if ratio > ratios[0] - 0.1]
     return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -92,9 +92,11 @@ def _read(path: Path) -> _Source:
         places = dict(_places(node, path)) if node else {}
         tree = loader.construct_document(node) if node else None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {_yaml_fault(error)}") from error
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: {_yaml_fault(error)}") from error
     if not isinstance(tree, dict):
-        received = "nothing" if tree is None else f"a {type(tree).__name__}"
+        received = "nothing" if tree is None else f"only a {type(tree).__name__}"
         raise ConfigError(
             f"{path}: must hold a YAML mapping (key: value lines), it holds {received}"
         )
@@ -121,10 +123,7 @@ def _places(
 
 
 def _yaml_fault(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    problem = getattr(error, "problem", None) or str(error)
-    return f"{line}is not valid YAML: {problem}"
+    return f"is not valid YAML: {getattr(error, 'problem', None) or error}"
 
 
 def _apply(source: _Source, override: str) -> str | None:

@@ -455,7 +455,7 @@ class Config(Section):
     def learning_rate(self) -> float:
         """Highest learning rate, after the linear scaling by the global batch if it is asked."""
         tuned_for = self.train.scale_learning_rate_from or self.contrastive.global_batch
-        return self.train.learning_rate * self.contrastive.global_batch / tuned_for
+        return self.train.learning_rate * (self.contrastive.global_batch / tuned_for)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole tree in plain YAML/JSON types; ``Config.model_validate`` reads it back."""

@@ -1,0 +1,199 @@
+"""The fields and the rules between them, one test per message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paddle_recompute.config import PRESETS, Config, ModelConfig, RecomputeConfig
+from paddle_recompute.config._section import Section, Values, subsection
+
+
+def tree(**sections: dict[str, Any]) -> dict[str, Any]:
+    """The smallest valid tree, with `sections` merged into it."""
+    smallest: dict[str, dict[str, Any]] = {
+        "model": {"preset": "tiny"},
+        "contrastive": {"global_batch": 8},
+        "train": {"max_steps": 5, "learning_rate": 0.1},
+    }
+    return {
+        **{name: {**smallest.get(name, {}), **section} for name, section in sections.items()},
+        **{name: section for name, section in smallest.items() if name not in sections},
+    }
+
+
+def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
+    """(dotted path, message) of every fault of the tree."""
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate(tree(**sections))
+    return [
+        (".".join(map(str, details["loc"])), details["msg"]) for details in caught.value.errors()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "words"),
+    [
+        ({"model": {"num_heads": 5}}, "model.num_heads", "must divide hidden_size = 312"),
+        ({"model": {"preset": "huge"}}, "model.preset", "must be 'tiny', 'base' or 'large'"),
+        ({"model": {"hidden_dropout": 1.0}}, "model.hidden_dropout", "must be less than 1"),
+        ({"model": {"num_layers": True}}, "model.num_layers", "must be a valid integer"),
+        ({"model": {"num_layers": 0}}, "model.num_layers", "must be greater than or equal to 1"),
+        ({"model": {"layer_norm_epsilon": float("nan")}}, "model.layer_norm_epsilon", "finite"),
+        ({"recompute": {"policy": "budget"}}, "recompute.policy", "budget is not available yet"),
+        ({"recompute": {"policy": "segments"}}, "recompute.policy", "use all or every_n"),
+        ({"recompute": {"policy": "al"}}, "recompute.policy", "did you mean all?"),
+        ({"recompute": {"every_n": 3}}, "recompute.every_n", "no effect with policy: all"),
+        ({"recompute": {"memory_budget": 1}}, "recompute.memory_budget", "not available yet"),
+        ({"recompute": {"offload": "host"}}, "recompute.offload", "not available yet"),
+        ({"recompute": {"checkpoints": []}}, "recompute.checkpoints", "must have at least 1 item"),
+        ({"strategy": {"amp": True}}, "strategy.amp", "mixed precision is not supported yet"),
+        (
+            {"strategy": {"amp_configs": {"use_pure_bf16": True}}},
+            "strategy.amp_configs",
+            "no effect while amp is false",
+        ),
+        (
+            {"strategy": {"gradient_merge_configs": {"k_steps": 2}}},
+            "strategy.gradient_merge_configs.k_steps",
+            "no effect while gradient_merge is false",
+        ),
+        (
+            {"strategy": {"gradient_merge_configs": {"avg": False}}},
+            "strategy.gradient_merge_configs.avg",
+            "summing the micro-batches' gradients is not supported",
+        ),
+        ({"strategy": {"sharding": True}}, "strategy.sharding", "does not honour: the model is"),
+        ({"strategy": {"recompute": True}}, "strategy.recompute", "set the section recompute"),
+        ({"sync": {"mode": "overlap"}}, "sync.mode", "not available yet; use auto or fused"),
+        ({"sync": {"compression": "bf16"}}, "sync.compression", "float32 is sent"),
+        ({"contrastive": {"negatives": "global"}}, "contrastive.negatives", "use local"),
+        ({"contrastive": {"chunk_tokens": 9}}, "contrastive.chunk_tokens", "gradient cache"),
+        ({"contrastive": {"global_batch": 0}}, "contrastive.global_batch", "greater than or"),
+        ({"data": {"source": "files"}}, "data.train_file", "required with source: files"),
+        ({"data": {"train_file": "a.tsv"}}, "data.train_file", "not read with source: cedict"),
+        ({"data": {"valid_file": "a.tsv"}}, "data.valid_file", "not read with source: cedict"),
+        (
+            {"data": {"source": "files", "train_file": "a", "valid_file": "b", "valid_pairs": 9}},
+            "data.valid_pairs",
+            "no effect beside valid_file",
+        ),
+        ({"data": {"on_bad_line": "skp"}}, "data.on_bad_line", "did you mean skip?"),
+        ({"train": {"max_steps": None}}, "train.max_steps", "while num_epochs is not given"),
+        ({"train": {"warmup_steps": 6}}, "train.warmup_steps", "must be at most max_steps = 5"),
+        ({"train": {"decay": "cosin"}}, "train.decay", "did you mean cosine?"),
+        (
+            {"data": {"max_query_tokens": 3000}},
+            "data.max_query_tokens",
+            "must be at most model.max_position_embeddings = 2048",
+        ),
+        (
+            {"launch": {"num_ranks": 3}},
+            "contrastive.global_batch",
+            "must be a multiple of launch.num_ranks * launch.num_nodes * k_steps = 3 * 1 * 1 = 3; "
+            "near are 6 and 9",
+        ),
+        ({"launch": {"num_ranks": 8}}, "contrastive.global_batch", "no negatives; at least 16"),
+    ],
+)
+def test_fault(sections: dict[str, dict[str, Any]], path: str, words: str) -> None:
+    [(found, message)] = faults(**sections)
+    assert found == path
+    assert words in message
+
+
+def test_static_mode_is_refused_in_plain_words() -> None:
+    with pytest.raises(ValidationError, match="not supported yet; set mode: dygraph"):
+        Config.model_validate({**tree(), "mode": "static"})
+
+
+def test_required_fields_are_described() -> None:
+    found = dict(faults(train={"learning_rate": None}))
+    assert "must be a valid number" in found["train.learning_rate"]
+    with pytest.raises(ValidationError, match="required, and not given: the loss"):
+        Config.model_validate({"model": {"preset": "tiny"}, "train": tree()["train"]})
+
+
+def test_without_a_preset_every_dimension_is_required() -> None:
+    missing = {path.removeprefix("model.") for path, _ in faults(model={"preset": None})}
+    assert missing == set(PRESETS["tiny"])
+
+
+def test_batch_rule_runs_beside_other_faults() -> None:
+    found = dict(faults(launch={"num_ranks": 3, "nodes": 1}, model={"num_heads": "a"}))
+    assert set(found) == {"launch.nodes", "model.num_heads", "contrastive.global_batch"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_fills_and_the_file_wins(preset: str) -> None:
+    model = Config.model_validate(tree(model={"preset": preset, "num_layers": 3})).model
+    expected = {**PRESETS[preset], "num_layers": 3}
+    assert {name: getattr(model, name) for name in expected} == expected
+
+
+def test_presets_as_published() -> None:
+    sizes = {
+        name: (p["num_layers"], p["hidden_size"], p["num_heads"]) for name, p in PRESETS.items()
+    }
+    assert sizes == {"tiny": (4, 312, 12), "base": (12, 768, 12), "large": (24, 1024, 16)}
+
+
+def test_batches_and_learning_rate() -> None:
+    config = Config.model_validate(
+        tree(
+            contrastive={"global_batch": 96},
+            launch={"num_ranks": 2, "num_nodes": 2},
+            strategy={"gradient_merge": True, "gradient_merge_configs": {"k_steps": 3}},
+            train={"scale_learning_rate_from": 32},
+        )
+    )
+    assert (config.world_size, config.local_batch, config.micro_batch) == (4, 24, 8)
+    assert config.learning_rate == pytest.approx(0.3)
+
+
+def test_learning_rate_is_not_scaled_unless_asked() -> None:
+    assert Config.model_validate(tree(contrastive={"global_batch": 96})).learning_rate == 0.1
+
+
+def test_cache_dir_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_RECOMPUTE_CACHE", "/somewhere/else")
+    assert Config.model_validate(tree()).data.cache_dir == Path("/somewhere/else")
+    monkeypatch.delenv("PADDLE_RECOMPUTE_CACHE")
+    home = Path.home() / ".cache/paddle_recompute"
+    assert Config.model_validate(tree()).data.cache_dir == home
+
+
+def test_values_are_frozen() -> None:
+    config = Config.model_validate(tree())
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.seed = 3  # type: ignore[misc]
+
+
+def test_sections_may_be_built_in_python() -> None:
+    assert RecomputeConfig(checkpoints=["blocks.*"]).policy == "all"
+    assert ModelConfig(preset="tiny", num_layers=2).hidden_size == 312  # type: ignore[call-arg]
+    with pytest.raises(ValidationError, match="did you mean checkpoints"):
+        RecomputeConfig(checkpoint=["blocks.*"])  # type: ignore[call-arg]
+
+
+def every_section(section: type[Section] = Config) -> list[type[Section]]:
+    inner = [subsection(section, name) for name in section.model_fields]
+    return [section, *(deeper for one in inner if one for deeper in every_section(one))]
+
+
+@pytest.mark.parametrize("section", every_section(), ids=lambda section: section.__name__)
+def test_every_field_is_described(section: type[Section]) -> None:
+    assert section.__doc__
+    bare = [name for name, field in section.model_fields.items() if not field.description]
+    assert not bare
+    unknown = set(section.refused_values) - set(section.model_fields)
+    assert not unknown
+    assert not set(section.refused_keys) & set(section.model_fields)
+
+
+def test_rule_that_reads_an_unknown_field_is_our_own_fault() -> None:
+    with pytest.raises(AssertionError, match="no field"):
+        Values(Config, {})["train.max_step"]
