@@ -1,7 +1,7 @@
 """The typed configuration: one YAML file, one frozen tree. Importable without Paddle."""
 
-from .loading import load_config
-from .schema import (
+from paddle_recompute.config.loading import load_config
+from paddle_recompute.config.schema import (
     PRESETS,
     AmpConfigs,
     Config,

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ..errors import ConfigError
-from ._section import MISSING, allowed
-from .schema import Config
+from paddle_recompute.config._section import MISSING, allowed
+from paddle_recompute.config.schema import Config
+from paddle_recompute.errors import ConfigError
 
 _SHOWN = 60  # characters of a received value in a message
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from ._refused import REFUSED_STRATEGY_FIELDS
-from ._section import Broken, Section, Values
+from paddle_recompute.config._refused import REFUSED_STRATEGY_FIELDS
+from paddle_recompute.config._section import Broken, Section, Values
 
 # Published sizes. `tiny` is ERNIE 3.0 Nano and `base` ERNIE 3.0 Base (PaddleNLP,
 # model_zoo/ernie-3.0, ernie-3.0-{nano,base}-zh/config.json); `large` is ERNIE 2.0 Large
