@@ -1,0 +1,81 @@
+"""Walk nested Python values (tuples, lists, dicts, dataclasses) and the tensors inside.
+
+``paddle.utils.flatten`` does not serve: it sorts dict keys, loses dataclasses and subclasses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import paddle
+
+
+def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
+    """`value` with every tensor replaced by ``function(tensor)``.
+
+    Containers are always new objects of their own type (also subclasses and named tuples), so the
+    result does not change when somebody appends to the original; what is neither a container nor
+    a tensor is passed on as it is.
+    """
+    return map_leaves(lambda leaf: function(leaf) if is_tensor(leaf) else leaf, value)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with everything that is not a container replaced by ``function(leaf)``."""
+    if isinstance(value, tuple):
+        items = [map_leaves(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else _tuple_like(value, items)
+    if isinstance(value, list):
+        fresh = copy.copy(value)
+        fresh[:] = [map_leaves(function, item) for item in value]
+        return fresh
+    if isinstance(value, dict):
+        fresh = copy.copy(value)
+        for key in list(value):
+            fresh[key] = map_leaves(function, value[key])
+        return fresh
+    if _is_dataclass_instance(value):
+        fresh = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # object.__setattr__: a frozen dataclass must be fillable too.
+            object.__setattr__(fresh, field.name, map_leaves(function, getattr(value, field.name)))
+        return fresh
+    return function(value)
+
+
+def tensors_in(value: Any) -> Iterator[paddle.Tensor]:
+    """The tensors in `value`, depth first, in the order of `map_tensors`; repeats included."""
+    for _, leaf in named_leaves(value):
+        if is_tensor(leaf):
+            yield leaf
+
+
+def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Pairs of a readable path (``[0]['mask'].scale``) and what stands there."""
+    if isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from named_leaves(item, f"{name}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from named_leaves(item, f"{name}[{key!r}]")
+    elif _is_dataclass_instance(value):
+        for field in dataclasses.fields(value):
+            yield from named_leaves(getattr(value, field.name), f"{name}.{field.name}")
+    else:
+        yield name, value
+
+
+def is_tensor(value: object) -> bool:
+    """Whether `value` is a dygraph tensor."""
+    return isinstance(value, paddle.Tensor)
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    return tuple(items) if type(value) is tuple else type(value)(items)
+
+
+def _is_dataclass_instance(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,0 +1,273 @@
+"""Everything that differs between Paddle versions, and every private Paddle name that we use.
+
+No other module of the package looks at a version number or reaches into ``paddle.base``. Each
+function names the Paddle versions that it serves, why a public API does not, and when it can go.
+``tests/test_paddle_private.py`` names each private symbol, so a release that moves one is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+from paddle.base import core, framework
+
+from paddle_recompute.errors import DependencyError
+
+BATCH_NORMS = (
+    paddle.nn.BatchNorm,
+    paddle.nn.BatchNorm1D,
+    paddle.nn.BatchNorm2D,
+    paddle.nn.BatchNorm3D,
+    paddle.nn.SyncBatchNorm,
+)
+OLDEST_SUPPORTED = (2, 6, 2)
+NEWEST_KNOWN = (3, 3)
+
+
+def paddle_version() -> tuple[int, int, int]:
+    """``(major, minor, patch)`` of the installed Paddle."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", paddle.__version__)
+    if match is None:  # a development build calls itself 0.0.0
+        raise DependencyError(f"cannot read the Paddle version {paddle.__version__!r}")
+    major, minor, patch = match.groups()
+    return int(major), int(minor), int(patch)
+
+
+def is_dygraph() -> bool:
+    """False while a Program is being built, under ``paddle.enable_static`` or ``jit.to_static``.
+
+    ``framework.in_dygraph_mode`` (2.6, 3.x) is what ``paddle.in_dynamic_mode`` calls; inside a
+    function that ``paddle.jit.to_static`` traces both are False.
+    """
+    return bool(paddle.in_dynamic_mode())
+
+
+# ---------------------------------------------------------------------------------- tensors
+
+
+def shares_memory(tensor: paddle.Tensor) -> paddle.Tensor:
+    """A new tensor over the same memory, with no gradient history and an identity of its own.
+
+    ``Tensor.detach`` does not serve: it shares the C++ tensor itself, and on 2.6 the engine moves
+    the memory *out of* the tensor that an unpack hook returns, which would empty the original.
+    ``_new_shared_tensor`` exists from 3.0; on 2.6 ``_share_buffer_to`` does the same. Can go when
+    a public shallow copy exists in every supported version.
+    """
+    if hasattr(tensor, "_new_shared_tensor"):
+        shared = tensor._new_shared_tensor()
+        return shared.detach()
+    shared = core.eager.Tensor(
+        tensor.dtype, tensor.shape, "", core.VarDesc.VarType.LOD_TENSOR, False
+    )
+    tensor._share_buffer_to(shared)
+    return shared
+
+
+def is_parameter(value: object) -> bool:
+    """Whether `value` is a dygraph parameter (``EagerParamBase``; 2.6, 3.x)."""
+    return isinstance(value, framework.EagerParamBase)
+
+
+# ----------------------------------------------------------------------------------- layers
+
+
+def non_trained_state(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], str]]:
+    """Where `layer` itself (not its sublayers) keeps tensors that a forward may write to.
+
+    Each is a dict of the Layer and a key in it, so that a caller can put another tensor there;
+    ``Layer.register_buffer`` (public) refuses a name that exists. BatchNorms keep their statistics
+    among the parameters, with ``stop_gradient`` set (2.6, 3.x).
+    """
+    slots = [(layer._buffers, name) for name in layer._buffers]
+    if isinstance(layer, BATCH_NORMS):
+        slots += [(layer._parameters, name) for name in ("_mean", "_variance")]
+    return [(tensors, name) for tensors, name in slots if tensors[name] is not None]
+
+
+# ------------------------------------------------------------------------- random generators
+
+
+def generator_states() -> tuple[Any, Any]:
+    """The states of Paddle's generators: the CPU's, and the current device's if it is another.
+
+    The CPU's is read through ``core.default_cpu_generator`` because ``paddle.set_rng_state`` with
+    a device raises AttributeError on 2.6.2. Can go with 2.6.
+    """
+    on_cpu = paddle.get_device() == "cpu"
+    return core.default_cpu_generator().get_state(), None if on_cpu else paddle.get_rng_state()
+
+
+def set_generator_states(states: tuple[Any, Any]) -> None:
+    """Put Paddle's generators back to `states` (from `generator_states`)."""
+    cpu, device = states
+    core.default_cpu_generator().set_state(cpu)
+    if device is not None:
+        paddle.set_rng_state(device)
+
+
+def hybrid_parallel_tracker() -> Any:
+    """Fleet's tracker of the named streams of tensor parallelism.
+
+    ``get_rng_state_tracker`` (2.6, 3.x) has no public spelling; its two methods
+    ``get_states_tracker``/``set_states_tracker`` are what fleet's own recompute uses.
+    """
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.random import (
+        get_rng_state_tracker,
+    )
+
+    return get_rng_state_tracker()
+
+
+# ---------------------------------------------------------------------------------- AMP state
+
+
+@dataclass(frozen=True)
+class AmpState:
+    """What ``paddle.amp.auto_cast`` leaves on the tracer; ops read it as they are recorded."""
+
+    level: Any
+    dtype: str
+    lists: tuple[Any, Any]
+    use_promote: bool
+
+
+def amp_state() -> AmpState:
+    """The AMP state in force (2.6, 3.x).
+
+    ``paddle.amp`` can enter a state but not read one, hence the tracer. It is written directly
+    too, not through a second ``auto_cast``: that warns and does nothing on CPU, and would not
+    give back lists that were changed after the first one was entered.
+    """
+    tracer = framework._dygraph_tracer()
+    white, black = tracer._get_amp_op_list()
+    return AmpState(tracer._amp_level, tracer._amp_dtype, (white, black), tracer._use_promote)
+
+
+@contextlib.contextmanager
+def amp_state_of(state: AmpState) -> Iterator[None]:
+    """Inside, `state` is in force; afterwards what was before."""
+    before = amp_state()
+    _set_amp_state(state)
+    try:
+        yield
+    finally:
+        _set_amp_state(before)
+
+
+def _set_amp_state(state: AmpState) -> None:
+    tracer = framework._dygraph_tracer()
+    tracer._amp_level = state.level
+    tracer._set_amp_op_list(*state.lists)
+    tracer._amp_dtype = state.dtype
+    tracer._use_promote = state.use_promote
+
+
+# --------------------------------------------------------------------------- the backward pass
+
+
+@dataclass
+class Backward:
+    """One call of the autograd engine.
+
+    Attributes:
+        retain_graph: What the caller asked for.
+        partial: True under ``paddle.grad``, False under ``backward()``.
+        error: The Python exception that a hook raised, for `watch_backward` to hand on.
+    """
+
+    retain_graph: bool
+    partial: bool
+    error: BaseException | None = None
+
+
+_running: list[Backward] = []
+
+
+def current_backward() -> Backward | None:
+    """The innermost engine call that is running; None outside of any, or before
+    `watch_backward` was called."""
+    return _running[-1] if _running else None
+
+
+def hand_on(error: BaseException) -> None:
+    """Let `error`, raised inside the engine, reach the engine's caller as itself."""
+    if _running and _running[-1].error is None:
+        _running[-1].error = error
+
+
+@functools.cache
+def watch_backward() -> None:
+    """From now on, a Python exception inside the engine reaches the caller as itself.
+
+    Paddle's C++ engine (2.6, 3.x) turns an exception of a saved-tensor hook or a PyLayer into an
+    ``OSError`` whose text alone remembers it. All public ways into the engine (``Tensor.backward``,
+    ``paddle.autograd.backward``, ``paddle.grad``) look up ``core.eager.run_backward`` or
+    ``run_partial_grad`` at each call, so these two are wrapped, once. They also tell what was
+    asked for (`Backward`), which no public API does. Can go when the engine lets Python exceptions
+    through.
+    """
+    core.eager.run_backward = _watched(core.eager.run_backward, partial=False, position=2)
+    core.eager.run_partial_grad = _watched(core.eager.run_partial_grad, partial=True, position=3)
+
+
+def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Callable[..., Any]:
+    @functools.wraps(engine)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        retain = kwargs.get("retain_graph", args[position] if len(args) > position else False)
+        call = Backward(bool(retain), partial)
+        grad_enabled = paddle.is_grad_enabled()
+        _running.append(call)
+        try:
+            return engine(*args, **kwargs)
+        except OSError as opaque:
+            if call.error is None:
+                raise
+            # The engine leaves the grad mode of the hook that failed (seen on 2.6.2 and 3.3.1).
+            framework._dygraph_tracer()._has_grad = grad_enabled
+            raise call.error from call.error.__cause__ or opaque
+        finally:
+            _running.pop()
+
+    return run
+
+
+def reentrant_recompute(
+    function: Callable[..., tuple[paddle.Tensor, ...]], tensors: list[paddle.Tensor]
+) -> tuple[paddle.Tensor, ...]:
+    """Fleet's ``recompute(use_reentrant=True)`` of a function from tensors to a tuple of tensors.
+
+    Random streams are left to the caller: 2.6 replays Paddle's streams only.
+    """
+    from paddle.distributed.fleet.utils import recompute
+
+    results = recompute(function, *tensors, preserve_rng_state=False, use_reentrant=True)
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+def host_memory(kind: str) -> int:
+    """Bytes that Paddle's CPU allocator holds: `kind` is ``"current"`` or ``"peak"``.
+
+    ``host_memory_stat_*`` (2.6, 3.x) are the only counters for the CPU; the public
+    ``paddle.device.cuda.max_memory_allocated`` is for GPUs alone.
+    """
+    read = getattr(core, f"host_memory_stat_{kind}_value")
+    return int(read("Allocated", 0))
+
+
+def can_reset_host_memory_peak() -> bool:
+    """Whether the CPU's peak can start anew: from 3.0 on, not on 2.6."""
+    return hasattr(core, "host_memory_stat_reset_peak_value")
+
+
+def reset_host_memory_peak() -> None:
+    """Start a new peak at the bytes held now (``host_memory_stat_reset_peak_value``; 3.x)."""
+    core.host_memory_stat_reset_peak_value("Allocated", 0)

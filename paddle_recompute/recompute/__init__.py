@@ -1,0 +1,11 @@
+"""Activation recompute that is right in every case: one function, one Layer, one selection.
+
+`recompute` calls a function so that its activations are computed again in the backward;
+`recompute_wrapper` does it to a Layer for good; `apply_recompute` to the sublayers of a model that
+a configuration names.
+"""
+
+from paddle_recompute.recompute._calls import is_recomputing
+from paddle_recompute.recompute.function import recompute
+
+__all__ = ["is_recomputing", "recompute"]

@@ -1,0 +1,132 @@
+"""`recompute`: the drop-in for ``paddle.distributed.fleet.utils.recompute``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute._nested import tensors_in
+from paddle_recompute.errors import ConfigError, RecomputeError
+from paddle_recompute.recompute import _frames, _reentrant
+from paddle_recompute.recompute._calls import Call, name_of
+from paddle_recompute.recompute._storage import STORAGES, SomeOnHost
+
+DeterminismCheck = Literal["default", "values", "none"]
+Offload = Literal["none", "host", "disk"]
+
+DETERMINISM_CHECKS = ("default", "values", "none")
+_logger = logging.getLogger("paddle_recompute")
+
+
+def recompute(
+    function: Callable[..., Any],
+    *args: Any,
+    preserve_rng_state: bool = True,
+    use_reentrant: bool | None = None,
+    determinism_check: DeterminismCheck = "default",
+    offload: Offload | None = None,
+    offload_indices: Sequence[int] = (),
+    **kwargs: Any,
+) -> Any:
+    """Call ``function(*args, **kwargs)``; keep its inputs for the backward, not its activations.
+
+    The result, every gradient and every side effect are those of the plain call; the backward
+    costs one extra forward of `function`, and the memory of what its operators would have saved
+    is free in between. Drop-in for ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
+
+    Under ``paddle.no_grad`` the function is called once and nothing is kept.
+
+    Args:
+        function: A Layer or any callable. It must do the same thing when it is called again with
+            the same arguments. Layers that it is, is bound to or closes over have their buffers
+            (BatchNorm statistics, power iterations, ...) updated once, as in a plain call.
+        *args: Its arguments: tensors of any dtype, also nested in tuples, lists, dicts and
+            dataclasses, and anything else. They must not be changed in place until the backward.
+        preserve_rng_state: Replay the random streams of Paddle, NumPy and Python (dropout!). False
+            saves some microseconds for a function that draws no random numbers.
+        use_reentrant: None and False use saved-tensor hooks, which are right in every case. True
+            uses Paddle's PyLayer form: outputs always need a gradient, an unused output leaves
+            zeros instead of None, and ``paddle.grad`` and ``retain_graph=True`` are refused. None
+            falls back to it, with a warning, where other saved-tensor hooks are in force.
+        determinism_check: ``"default"`` compares count, shape and dtype of what both forwards save
+            and return; ``"values"`` also compares the values bit by bit (slow: every saved tensor
+            is copied to the host); ``"none"`` compares only what is needed to go on.
+        offload: Where the tensors among the arguments wait for the backward: ``"host"`` memory
+            (pinned; nothing to do on a CPU), ``"disk"`` (a temporary file per step, freed by the
+            system in every case), or None, the device.
+        offload_indices: Positions in `args` of tensors to offload to the host, as Paddle 3.x
+            spells it.
+        **kwargs: Keyword arguments of `function`.
+
+    Returns:
+        What ``function(*args, **kwargs)`` returns.
+
+    Raises:
+        ConfigError: An option has a value that does not exist.
+        RecomputeError: The function changes an argument in place, or (from the backward) its
+            second forward is not a repetition of the first; or a Program is being built.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute import recompute
+        >>> block = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Dropout(0.1))
+        >>> loss = recompute(block, paddle.ones([2, 4])).sum()
+        >>> loss.backward()
+        >>> block[0].weight.grad.shape == block[0].weight.shape
+        True
+
+    References:
+        Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
+    """
+    _check_options(determinism_check, offload)
+    if not _paddle.is_dygraph():
+        raise RecomputeError(
+            f"recompute({name_of(function)}) was called while a static graph is being built "
+            "(paddle.enable_static or paddle.jit.to_static). Paddle would keep every activation "
+            "there without a word; run the model in dygraph."
+        )
+    if not paddle.is_grad_enabled():
+        return function(*args, **kwargs)
+    _paddle.watch_backward()
+    call = Call(function, name_of(function), preserve_rng_state, determinism_check != "none")
+    if use_reentrant or (use_reentrant is None and not _hooks_are_free(call)):
+        if determinism_check == "values" or offload not in (None, "none") or offload_indices:
+            raise ConfigError(
+                "determinism_check='values' and offload need the saved-tensor hooks of the "
+                "default form; leave out use_reentrant=True or other saved_tensors_hooks around."
+            )
+        return _reentrant.run(call, args, kwargs)
+    storage = (
+        SomeOnHost(tensor for index in offload_indices for tensor in tensors_in(args[index]))
+        if offload_indices
+        else STORAGES[offload]
+    )
+    values = determinism_check == "values"
+    return _frames.record(call, storage, args, kwargs, compare_values=values)
+
+
+def _hooks_are_free(call: Call) -> bool:
+    if _frames.hooks_are_free():
+        return True
+    _logger.warning(
+        "recompute(%s): other saved_tensors_hooks are in force here, and Paddle allows one pair at "
+        "a time; using Paddle's PyLayer form (use_reentrant=True) instead",
+        call.name,
+    )
+    return False
+
+
+def _check_options(determinism_check: str, offload: str | None) -> None:
+    if determinism_check not in DETERMINISM_CHECKS:
+        raise ConfigError(
+            f"determinism_check={determinism_check!r} does not exist; "
+            f"it is one of {', '.join(map(repr, DETERMINISM_CHECKS))}"
+        )
+    if offload not in STORAGES:
+        raise ConfigError(
+            f"offload={offload!r} does not exist; it is one of 'host', 'disk', or None"
+        )
