@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import paddle
@@ -13,13 +14,35 @@ from paddle_recompute._nested import tensors_in
 from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import _frames, _reentrant
 from paddle_recompute.recompute._calls import Call, name_of
-from paddle_recompute.recompute._storage import STORAGES, SomeOnHost
+from paddle_recompute.recompute._storage import STORAGES, OnDevice, SomeOnHost, Storage
 
 DeterminismCheck = Literal["default", "values", "none"]
 Offload = Literal["none", "host", "disk"]
 
 DETERMINISM_CHECKS = ("default", "values", "none")
 _logger = logging.getLogger("paddle_recompute")
+
+
+@dataclass(frozen=True)
+class RecomputeOptions:
+    """The options of `recompute`, checked; they mean what they mean there."""
+
+    preserve_rng_state: bool = True
+    use_reentrant: bool | None = None
+    determinism_check: DeterminismCheck = "default"
+    offload: Offload | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that do not exist."""
+        if self.determinism_check not in DETERMINISM_CHECKS:
+            raise ConfigError(
+                f"determinism_check={self.determinism_check!r} does not exist; "
+                f"it is one of {', '.join(map(repr, DETERMINISM_CHECKS))}"
+            )
+        if self.offload not in STORAGES:
+            raise ConfigError(
+                f"offload={self.offload!r} does not exist; it is one of 'host', 'disk', or None"
+            )
 
 
 def recompute(
@@ -82,7 +105,21 @@ def recompute(
     References:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
     """
-    _check_options(determinism_check, offload)
+    options = RecomputeOptions(preserve_rng_state, use_reentrant, determinism_check, offload)
+    storage = STORAGES[offload]
+    if offload_indices:
+        storage = SomeOnHost(t for index in offload_indices for t in tensors_in(args[index]))
+    return run_recomputed(function, args, kwargs, options, storage)
+
+
+def run_recomputed(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RecomputeOptions,
+    storage: Storage,
+) -> Any:
+    """`recompute` with its options in one object, so that `kwargs` may have any name."""
     if not _paddle.is_dygraph():
         raise RecomputeError(
             f"recompute({name_of(function)}) was called while a static graph is being built "
@@ -92,21 +129,21 @@ def recompute(
     if not paddle.is_grad_enabled():
         return function(*args, **kwargs)
     _paddle.watch_backward()
-    call = Call(function, name_of(function), preserve_rng_state, determinism_check != "none")
-    if use_reentrant or (use_reentrant is None and not _hooks_are_free(call)):
-        if determinism_check == "values" or offload not in (None, "none") or offload_indices:
+    compare_values = options.determinism_check == "values"
+    call = Call(
+        function,
+        name_of(function),
+        options.preserve_rng_state,
+        check=options.determinism_check != "none",
+    )
+    if options.use_reentrant or (options.use_reentrant is None and not _hooks_are_free(call)):
+        if compare_values or not isinstance(storage, OnDevice):
             raise ConfigError(
                 "determinism_check='values' and offload need the saved-tensor hooks of the "
                 "default form; leave out use_reentrant=True or other saved_tensors_hooks around."
             )
         return _reentrant.run(call, args, kwargs)
-    storage = (
-        SomeOnHost(tensor for index in offload_indices for tensor in tensors_in(args[index]))
-        if offload_indices
-        else STORAGES[offload]
-    )
-    values = determinism_check == "values"
-    return _frames.record(call, storage, args, kwargs, compare_values=values)
+    return _frames.record(call, storage, args, kwargs, compare_values=compare_values)
 
 
 def _hooks_are_free(call: Call) -> bool:
@@ -118,15 +155,3 @@ def _hooks_are_free(call: Call) -> bool:
         call.name,
     )
     return False
-
-
-def _check_options(determinism_check: str, offload: str | None) -> None:
-    if determinism_check not in DETERMINISM_CHECKS:
-        raise ConfigError(
-            f"determinism_check={determinism_check!r} does not exist; "
-            f"it is one of {', '.join(map(repr, DETERMINISM_CHECKS))}"
-        )
-    if offload not in STORAGES:
-        raise ConfigError(
-            f"offload={offload!r} does not exist; it is one of 'host', 'disk', or None"
-        )
