@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import paddle
 from paddle.base import core, framework
 
-from paddle_recompute.errors import DependencyError
+from paddle_recompute.errors import DependencyError, SyncError
 
 BATCH_NORMS = (
     paddle.nn.BatchNorm,
@@ -248,6 +249,42 @@ def reentrant_recompute(
 
     results = recompute(function, *tensors, preserve_rng_state=False, use_reentrant=True)
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+# ------------------------------------------------------------------------------- distributed
+
+
+def fused_allreduce_gradients(parameters: list[paddle.Tensor], group: Any) -> None:
+    """Fleet's fused all-reduce (mean) of the ``.grad`` of `parameters` over `group`.
+
+    ``fused_allreduce_gradients_with_group`` (2.6, 3.x) has no public spelling; the public-looking
+    ``fused_allreduce_gradients`` takes fleet's hybrid topology instead of a group.
+    """
+    from paddle.distributed.fleet.utils.hybrid_parallel_util import (
+        fused_allreduce_gradients_with_group,
+    )
+
+    fused_allreduce_gradients_with_group(parameters, group)
+
+
+def store_barrier(key: str, *, rank: int, num_ranks: int, timeout: float) -> None:
+    """Wait on the launch's TCP store until all ranks have called this with `key`.
+
+    ``core.create_or_get_global_tcp_store`` (2.6, 3.x) is how Paddle itself reaches the store; there
+    is no public barrier that outlives gloo's 30 s. Polls: the store's own wait cannot be bounded.
+    """
+    store = core.create_or_get_global_tcp_store()
+    deadline = time.monotonic() + timeout
+    arrived = store.add(key, 1)
+    pause = 0.001
+    while arrived < num_ranks:
+        if time.monotonic() > deadline:
+            raise SyncError(
+                f"rank {rank} waited {timeout:.0f} s for the others: {arrived} of {num_ranks} came"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+        arrived = store.add(key, 0)
 
 
 # ---------------------------------------------------------------------------------- memory
