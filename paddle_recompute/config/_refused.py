@@ -15,7 +15,7 @@ _OPTIMIZER = "the optimizer is AdamW; set train.learning_rate and train.weight_d
 _QUANTIZED = "quantized and sparse training are not supported"
 _AUTO = "Paddle's automatic choice of strategies is not supported; name what you want"
 _RECOMPUTE = "set the section recompute instead (recompute.enable, recompute.checkpoints)"
-_FUSION = "set strategy.fuse_grad_size_in_MB instead"
+_FUSION = "how gradients are sent together is the section sync's"
 _COLLECTIVES = "one process group with Paddle's default communicator is used"
 
 _FIELDS_BY_REASON: dict[str, tuple[str, ...]] = {

@@ -203,7 +203,17 @@ class StrategyConfig(Section):
                 "amp_configs", v["amp_configs"], "has no effect while amp is false; remove it"
             )
 
-    rules = (_configs_need_their_switch,)
+    @staticmethod
+    def _buckets_need_overlap(v: Values) -> Iterator[Broken]:
+        if v["fuse_grad_size_in_MB"] != 32:
+            yield Broken(
+                "fuse_grad_size_in_MB",
+                v["fuse_grad_size_in_MB"],
+                "has no effect yet: it is the bucket of overlapped synchronization, which is not "
+                "available; remove it",
+            )
+
+    rules = (_configs_need_their_switch, _buckets_need_overlap)
     refused_keys: ClassVar = REFUSED_STRATEGY_FIELDS
     refused_values: ClassVar = {
         "amp": {True: "mixed precision is not supported yet; set amp: false (float32)"}
@@ -218,10 +228,10 @@ class StrategyConfig(Section):
         default_factory=GradientMergeConfigs, description="settings of gradient_merge"
     )
     fuse_grad_size_in_MB: Count = Field(
-        32, description="gradients are sent in buckets of this size, in MiB"
+        32, description="bucket of overlapped synchronization, in MiB; only the default for now"
     )
     find_unused_parameters: bool = Field(
-        False, description="true: a parameter may get no gradient on some rank"
+        False, description="either way a parameter may get no gradient on some or all ranks"
     )
 
 
@@ -330,14 +340,7 @@ class TrainConfig(Section):
         if v["max_steps"] is None and v["num_epochs"] is None:
             yield Broken("max_steps", None, "required while num_epochs is not given")
 
-    @staticmethod
-    def _warms_up_before_the_end(v: Values) -> Iterator[Broken]:
-        if v["max_steps"] is not None and v["warmup_steps"] > v["max_steps"]:
-            yield Broken(
-                "warmup_steps", v["warmup_steps"], f"must be at most max_steps = {v['max_steps']}"
-            )
-
-    rules = (_has_an_end, _warms_up_before_the_end)
+    rules = (_has_an_end,)
 
     max_steps: Count | None = Field(None, description="optimizer steps; none: by num_epochs alone")
     num_epochs: Count | None = Field(
@@ -350,7 +353,7 @@ class TrainConfig(Section):
         "global_batch / this; none: not scaled",
     )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="optimizer steps from 0 to the highest learning rate; 0: none"
+        0, description="optimizer steps up to the highest learning rate; 0: none"
     )
     decay: Literal["linear", "cosine", "constant"] = Field(
         "linear", description="linear, cosine: down to 0 at the last step; constant: no decay"

@@ -66,6 +66,11 @@ def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
             "strategy.gradient_merge_configs.avg",
             "summing the micro-batches' gradients is not supported",
         ),
+        (
+            {"strategy": {"fuse_grad_size_in_MB": 64}},
+            "strategy.fuse_grad_size_in_MB",
+            "has no effect yet",
+        ),
         ({"strategy": {"sharding": True}}, "strategy.sharding", "does not honour: the model is"),
         ({"strategy": {"recompute": True}}, "strategy.recompute", "set the section recompute"),
         ({"sync": {"mode": "overlap"}}, "sync.mode", "not available yet; use auto or fused"),
@@ -83,7 +88,6 @@ def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ({"data": {"on_bad_line": "skp"}}, "data.on_bad_line", "did you mean skip?"),
         ({"train": {"max_steps": None}}, "train.max_steps", "while num_epochs is not given"),
-        ({"train": {"warmup_steps": 6}}, "train.warmup_steps", "must be at most max_steps = 5"),
         ({"train": {"decay": "cosin"}}, "train.decay", "did you mean cosine?"),
         (
             {"data": {"max_query_tokens": 3000}},
