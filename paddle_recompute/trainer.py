@@ -1,0 +1,415 @@
+"""From a configuration to a trained encoder, its checkpoint, its metrics and its report.
+
+Every rank runs the same `Trainer`; rank 0 alone writes files and speaks. While it does so the
+others wait at the store (`grad_sync.barrier`), never in a collective, which gloo ends after 30 s.
+
+A step is a function of (seed, step, rank) and of the parameters and moments before it: the data
+order follows from seed and epoch, the dropout masks are drawn after ``paddle.seed`` of the three,
+the learning rate from the step. That is why a checkpoint needs no random state, and a run that is
+resumed repeats the bits of one that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import paddle.nn.functional as F
+
+from paddle_recompute import _memory
+from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
+from paddle_recompute.config import Config
+from paddle_recompute.contrastive import ContrastiveLoss
+from paddle_recompute.data import PreparedData, build_loader, load_tokenizer, prepare_data
+from paddle_recompute.errors import CheckpointError, ConfigError, DataError, PaddleRecomputeError
+from paddle_recompute.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.grad_sync import barrier, broadcast_from_rank0, mean_over_ranks
+from paddle_recompute.memory_probe import measure_step
+from paddle_recompute.models import build_model
+from paddle_recompute.optimizer import build_optimizer, build_schedule
+from paddle_recompute.progress import Meter, MetricsLog, Progress, read_metrics
+from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.report import retrieval_table, write_report
+from paddle_recompute.train_step import StepResult, TrainStep
+
+Batch = dict[str, paddle.Tensor]
+
+
+class DivergenceError(PaddleRecomputeError, ArithmeticError):
+    """The loss or the gradient is no finite number any more."""
+
+
+class Trainer:
+    """One training run, on as many ranks as the environment says.
+
+    Args:
+        config: The validated configuration. ``config.launch`` must match the ranks that run.
+
+    Examples:
+        >>> record = Trainer(load_config("run.yaml")).run()  # doctest: +SKIP
+        >>> record["recall@1"]  # doctest: +SKIP
+        0.41
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._folder = config.train.output_dir
+        self._k_steps = config.strategy.gradient_merge_configs.k_steps
+        self._criterion = ContrastiveLoss(
+            temperature=config.contrastive.temperature,
+            symmetric=config.contrastive.symmetric,
+            negatives=config.contrastive.negatives,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate, and write checkpoint, metrics and report to ``train.output_dir``.
+
+        Returns:
+            The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` and the
+            same before training with the prefix ``untrained_`` (None with
+            ``train.eval_before: false``); ``pool_size``, ``queries``; ``peak_bytes`` (the largest
+            of all steps and ranks), ``plain_peak_bytes`` (the dearest step without recompute);
+            ``examples_per_second`` (pairs, all ranks), ``steps``, ``loss`` (of the last step),
+            ``world_size``, ``output_dir``.
+
+        Raises:
+            ConfigError: The ranks that run are not those of ``config.launch``.
+            DataError: The pairs cannot be read, or are too few for one step.
+            CheckpointError: There is nothing to resume from, or it is of another model.
+            DivergenceError: The loss is no finite number; the message names the step.
+        """
+        self._rank, self._world_size = _join_ranks(self.config)
+        checkpoint = self._checkpoint_to_resume()
+        data = self._prepare_data(checkpoint)
+        vocab_size = data.tokenizer.vocab_size
+        plain_peak, recompute_peak = self._measure_memory(vocab_size)
+        model = self._build_model(vocab_size)
+        if checkpoint is not None:
+            untrained = checkpoint.state["untrained"]
+        else:
+            untrained = self._evaluate(model, data) if self.config.train.eval_before else {}
+        trained = self._train(model, data, checkpoint, untrained)
+        metrics = self._evaluate(model, data)
+        record: dict[str, Any] = {
+            **metrics,
+            **{f"untrained_{key}": untrained.get(key) for key in ("recall@1", "recall@10", "mrr")},
+            **trained,
+            "peak_bytes": max(trained["peak_bytes"], recompute_peak),
+            "plain_peak_bytes": plain_peak,
+            "world_size": self._world_size,
+            "output_dir": str(self._folder),
+        }
+        self._conclude(record)
+        return record
+
+    def _prepare_data(self, checkpoint: Checkpoint | None) -> PreparedData:
+        data = prepare_data(
+            self.config.data,
+            seed=self.config.train.seed,
+            is_main_rank=self._is_main,
+            barrier=barrier,
+        )
+        if checkpoint is not None:
+            # The cache may have been emptied since, and a new vocabulary would be another one.
+            tokenizer = load_tokenizer(checkpoint.tokenizer_file)
+            data = dataclasses.replace(data, tokenizer=tokenizer)
+        self._say(
+            f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
+            f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
+        )
+        return data
+
+    def _measure_memory(self, vocab_size: int) -> tuple[int, int]:
+        """Bytes of the dearest step on the largest rank: (plain, as configured)."""
+        peaks = [
+            measure_step(self.config, self._loss_of, vocab_size=vocab_size, recompute=recompute)
+            for recompute in (False, self.config.recompute.enable)
+        ]
+        plain, configured = (self._largest(peak) for peak in peaks)
+        self._say(
+            f"A step takes {_memory.format_bytes(plain)} without recompute, "
+            f"{_memory.format_bytes(configured)} as configured"
+        )
+        return plain, configured
+
+    def _build_model(self, vocab_size: int) -> paddle.nn.Layer:
+        paddle.seed(self.config.train.seed)
+        model = build_model(self.config.model, vocab_size)
+        broadcast_from_rank0(model)
+        if self.config.recompute.enable:
+            self._say(str(apply_recompute(model, self.config.recompute)))
+        return model
+
+    def _loss_of(self, model: paddle.nn.Layer, batch: Batch) -> paddle.Tensor:
+        """The scalar contrastive loss, float32, mean over the pairs of one micro-batch."""
+        query = F.normalize(model(batch["query"]), axis=-1)
+        positive = F.normalize(model(batch["positive"]), axis=-1)
+        return self._criterion(query, positive)
+
+    def _train(
+        self,
+        model: paddle.nn.Layer,
+        data: PreparedData,
+        checkpoint: Checkpoint | None,
+        untrained: dict[str, float],
+    ) -> dict[str, Any]:
+        """Make the steps that are left; returns steps, loss, peak_bytes, examples_per_second."""
+        settings, global_batch = self.config.train, self.config.contrastive.global_batch
+        loader = self._loader(data)
+        done, total = checkpoint.step if checkpoint else 0, total_steps(self.config, len(loader))
+        schedule = build_schedule(self.config, total)
+        optimizer = build_optimizer(self.config, model, schedule)
+        if checkpoint is not None:
+            checkpoint.load_into(model, optimizer)
+            for _ in range(done):  # a function of the step alone: made again, not restored
+                schedule.step()
+        train_step = TrainStep(
+            model,
+            optimizer,
+            loss_fn=self._loss_of,
+            sync=self.config.sync.mode,
+            accumulate_steps=self._k_steps,
+            clip_grad_norm=settings.clip_grad_norm,
+        )
+        log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done) if self._is_main else None
+        loss, whole_run, window = None, Meter(), Meter()
+        model.train()
+        barrier()
+        with Progress(total, done=done, enabled=self._is_main) as progress:
+            window.start()
+            for step, epoch, micro_batches in self._steps(loader, done, total):
+                paddle.seed(step_seed(settings.seed, step, self._rank))
+                result = train_step(micro_batches)
+                _check_finite(result, step)
+                rate = optimizer.get_lr()
+                schedule.step()
+                window.stop()
+                progress.advance()
+                if step % settings.log_every == 0 or step == total:
+                    loss = result.loss
+                    record = {
+                        "step": step,
+                        "epoch": epoch,
+                        "loss": loss,
+                        "lr": rate,
+                        "grad_norm": result.grad_norm,
+                        "examples_per_second": window.rate(global_batch),
+                        "peak_bytes": self._largest(window.peak_bytes),
+                    }
+                    whole_run.add(window)
+                    window = Meter()
+                    progress.show(record)
+                    if log is not None:
+                        log.write(record)
+                if step == total or step % (settings.save_every or total) == 0:
+                    self._save(model, optimizer, data, step, untrained)
+                window.start()
+        return {
+            "steps": max(done, total),
+            "loss": loss,
+            "peak_bytes": self._largest(whole_run.peak_bytes),
+            "examples_per_second": mean_over_ranks(whole_run.rate(global_batch)),
+        }
+
+    def _loader(self, data: PreparedData) -> Any:
+        loader = build_loader(
+            data.train,
+            data.tokenizer,
+            local_batch=self.config.local_batch,
+            rank=self._rank,
+            num_ranks=self._world_size,
+            seed=self.config.train.seed,
+            max_query_tokens=self.config.data.max_query_tokens,
+            max_positive_tokens=self.config.data.max_positive_tokens,
+            num_workers=self.config.data.num_workers,
+        )
+        if len(loader) == 0:
+            raise DataError(
+                f"{len(data.train)} training pairs make not one batch of contrastive.global_batch "
+                f"= {self.config.contrastive.global_batch}; give more pairs or lower it"
+            )
+        return loader
+
+    def _steps(self, loader: Any, done: int, total: int) -> Iterator[tuple[int, int, list[Batch]]]:
+        """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
+
+        A step's pairs are the same whatever the number of micro-batches they are cut into.
+        """
+        rows = self.config.micro_batch
+        while done < total:
+            epoch, skipped = divmod(done, len(loader))
+            loader.set_epoch(epoch)
+            for batch in itertools.islice(loader, skipped, None):
+                done += 1
+                sides = {side: batch[side] for side in ("query", "positive")}
+                yield (
+                    done,
+                    epoch,
+                    [
+                        {side: ids[first : first + rows] for side, ids in sides.items()}
+                        for first in range(0, self.config.local_batch, rows)
+                    ],
+                )
+                if done == total:
+                    return
+
+    def _save(
+        self,
+        model: paddle.nn.Layer,
+        optimizer: paddle.optimizer.Optimizer,
+        data: PreparedData,
+        step: int,
+        untrained: dict[str, float],
+    ) -> None:
+        if self._is_main:
+            save_checkpoint(
+                self._folder / "checkpoint",
+                model=model,
+                optimizer=optimizer,
+                save_tokenizer=data.tokenizer.save,
+                state={"step": step, "untrained": untrained, "config": self.config.to_dict()},
+            )
+        barrier()
+
+    def _checkpoint_to_resume(self) -> Checkpoint | None:
+        if not self.config.train.resume:
+            return None
+        checkpoint = find_checkpoint(self._folder / "checkpoint")
+        self._say(f"Resuming after step {checkpoint.step} from {checkpoint.folder}")
+        changes = list(_changes(checkpoint.state["config"], self.config.to_dict()))
+        if any(path.startswith("model.") for path, _, _ in changes):
+            raise CheckpointError(
+                f"{checkpoint.folder} is of another model: "
+                + "; ".join(f"{path} was {old!r}, is {new!r}" for path, old, new in changes)
+            )
+        for path, old, new in changes:
+            self._say(f"  changed since: {path} was {old!r}, is {new!r}")
+        return checkpoint
+
+    def _evaluate(self, model: paddle.nn.Layer, data: PreparedData) -> dict[str, float]:
+        """Retrieval metrics on the held-out pairs; every rank encodes its share of the texts."""
+        query = self._encode(
+            model, data, [pair.query for pair in data.valid], self.config.data.max_query_tokens
+        )
+        pool = self._encode(model, data, list(data.pool), self.config.data.max_positive_tokens)
+        place = {text: index for index, text in enumerate(data.pool)}
+        target = np.array([place[pair.positive] for pair in data.valid], dtype=np.int64)
+        return retrieval_metrics(query, pool, target, ks=(1, 10))
+
+    def _encode(
+        self, model: paddle.nn.Layer, data: PreparedData, texts: list[str], max_tokens: int
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The normalised vectors of all `texts` on every rank: [len(texts), dim], float32."""
+        share = texts[self._rank :: self._world_size]
+        longest_share = math.ceil(len(texts) / self._world_size)
+        share += texts[: longest_share - len(share)]  # so that all ranks gather equal shapes
+        vectors = encode_texts(
+            model,
+            data.tokenizer,
+            share,
+            max_tokens=max_tokens,
+            batch_size=self.config.train.eval_batch,
+        )
+        if self._world_size == 1:
+            return vectors
+        barrier()  # ranks may be far apart here, and gloo waits 30 s at most
+        shares: list[paddle.Tensor] = []
+        dist.all_gather(shares, paddle.to_tensor(vectors))
+        whole = np.empty((longest_share * self._world_size, vectors.shape[1]), np.float32)
+        for rank, gathered in enumerate(shares):
+            whole[rank :: self._world_size] = gathered.numpy()
+        return whole[: len(texts)]
+
+    def _conclude(self, record: dict[str, Any]) -> None:
+        """Rank 0 shows the table and writes the report; the others wait."""
+        if self._is_main:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / "result.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+            metrics = self._folder / "metrics.jsonl"
+            report = write_report(
+                self._folder,
+                record=record,
+                metrics=read_metrics(metrics),
+                config=self.config.to_dict(),
+            )
+            print(retrieval_table(record))
+            for name, path in (
+                ("checkpoint", self._folder / "checkpoint" / f"step-{record['steps']}"),
+                ("metrics", metrics),
+                ("report", report),
+            ):
+                print(f"{name:<12}{path}")
+        barrier()
+
+    @property
+    def _is_main(self) -> bool:
+        return self._rank == 0
+
+    def _say(self, text: str) -> None:
+        if self._is_main:
+            print(text, flush=True)
+
+    def _largest(self, count: int) -> int:
+        """The largest of the ranks' counts, on all of them."""
+        if self._world_size == 1:
+            return count
+        largest = paddle.to_tensor([count], dtype="int64")
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest.item())
+
+
+def total_steps(config: Config, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run: ``max_steps`` or ``num_epochs``, whichever ends first."""
+    by_epochs = config.train.num_epochs and config.train.num_epochs * steps_per_epoch
+    return min(limit for limit in (config.train.max_steps, by_epochs) if limit is not None)
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of the dropout masks of one step on one rank, in [0, 2**32)."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
+
+
+def _join_ranks(config: Config) -> tuple[int, int]:
+    """Choose the device, join the process group if there is one; returns (rank, world size)."""
+    if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
+        raise ConfigError(
+            "launch.device is gpu, and the installed Paddle is built without CUDA; install "
+            "paddlepaddle-gpu or set launch.device=cpu"
+        )
+    paddle.set_device(config.launch.device)
+    running = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    if running != config.world_size:
+        raise ConfigError(
+            f"launch.num_ranks * launch.num_nodes is {config.world_size}, and {running} "
+            f"{'rank is' if running == 1 else 'ranks are'} running; start with `paddle-recompute "
+            f"train` or fleetrun, or set launch.num_ranks={running}"
+        )
+    if running > 1 and not dist.is_initialized():
+        dist.init_parallel_env()
+    return dist.get_rank(), running
+
+
+def _check_finite(result: StepResult, step: int) -> None:
+    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        raise DivergenceError(
+            f"step {step}: the loss is {result.loss} and the gradient norm {result.grad_norm}; "
+            "training cannot go on. Lower train.learning_rate, lengthen train.warmup_steps, or "
+            "set train.clip_grad_norm; the last checkpoint is as it was"
+        )
+
+
+def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, old, new) of every value that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from _changes(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield path, old, new

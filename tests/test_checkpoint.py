@@ -1,0 +1,152 @@
+"""Complete or absent, and for the right model only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
+from paddle_recompute.errors import CheckpointError
+
+
+def write_tokenizer(path: Path) -> None:
+    path.write_text("{}")
+
+
+def trained(size: int = 4, steps: int = 2) -> tuple[paddle.nn.Layer, paddle.optimizer.AdamW]:
+    """A model and an optimizer that made `steps` steps."""
+    paddle.seed(0)
+    model = paddle.nn.Sequential(paddle.nn.Linear(size, size), paddle.nn.LayerNorm(size))
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: paddle.nn.Layer, optimizer: paddle.optimizer.AdamW) -> None:
+    size = model[0].weight.shape[0]
+    model(paddle.arange(size, dtype="float32").reshape([1, size])).square().sum().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+
+
+def save(folder: Path, number: int, **others: Any) -> Checkpoint:
+    model, optimizer = others.pop("trained", None) or trained()
+    return save_checkpoint(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        save_tokenizer=others.pop("save_tokenizer", write_tokenizer),
+        state={"step": number, **others},
+    )
+
+
+def test_round_trip_continues_to_the_same_bits(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save(tmp_path, 2, trained=(model, optimizer), note="汉")
+    other, fresh = trained(steps=0)
+    other[0].weight.set_value(paddle.zeros([4, 4]))
+    checkpoint = find_checkpoint(tmp_path)
+    assert (checkpoint.step, checkpoint.state["note"]) == (2, "汉")
+    checkpoint.load_into(other, fresh)
+    for _ in range(3):
+        step(model, optimizer)
+        step(other, fresh)
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        np.testing.assert_array_equal(left.numpy(), right.numpy())
+
+
+def test_moments_are_needed_for_that(tmp_path: Path) -> None:
+    """Guards the test above: without its moments AdamW goes elsewhere."""
+    model, optimizer = trained()
+    save(tmp_path, 2, trained=(model, optimizer))
+    other, fresh = trained(steps=0)
+    find_checkpoint(tmp_path).load_into(other, trained(steps=0)[1])
+    step(model, optimizer)
+    step(other, fresh)
+    assert not np.array_equal(model[0].weight.numpy(), other[0].weight.numpy())
+
+
+def test_newest_by_number_and_the_others_removed(tmp_path: Path) -> None:
+    for number in (9, 10):
+        save(tmp_path, number)
+    assert find_checkpoint(tmp_path).step == 10
+    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+    (tmp_path / "step-notes.txt").write_text("mine")
+    save(tmp_path, 1)
+    assert (tmp_path / "step-notes.txt").exists()
+    assert find_checkpoint(tmp_path).step == 1
+
+
+def test_interrupted_save_leaves_the_one_before(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+
+    def full_disk(path: Path) -> None:
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2, save_tokenizer=full_disk)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert find_checkpoint(tmp_path).step == 1
+
+
+def test_unfinished_folder_is_never_read_and_is_swept(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-killed").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+    save(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_same_step_again(tmp_path: Path) -> None:
+    save(tmp_path, 1, note="old")
+    save(tmp_path, 1, note="new")
+    assert find_checkpoint(tmp_path).state["note"] == "new"
+
+
+def test_no_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"set train.resume: false"):
+        find_checkpoint(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"note": 1}', '{"step": "x"}'])
+def test_damaged_state(tmp_path: Path, text: str) -> None:
+    (save(tmp_path, 1).folder / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"state\.json: is damaged"):
+        find_checkpoint(tmp_path)
+
+
+def test_damaged_moments(tmp_path: Path) -> None:
+    file = save(tmp_path, 1).folder / "optimizer.pdopt"
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match=r"optimizer\.pdopt: cannot be read"):
+        find_checkpoint(tmp_path).load_into(*trained(steps=0))
+
+
+def test_moments_of_another_model(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    file = checkpoint.folder / "optimizer.pdopt"
+    paddle.save({"7.weight:moment1": paddle.zeros([1])}, str(file))
+    with pytest.raises(CheckpointError, match=r"holds 7\.weight:moment1, and the model has no 7"):
+        checkpoint.load_into(*trained(steps=0))
+
+
+def test_files_are_named_by_structure(tmp_path: Path) -> None:
+    """So that a process that built other layers first can read them."""
+    paddle.nn.Linear(1, 1)
+    folder = save(tmp_path, 1).folder
+    moments = set(paddle.load(str(folder / "optimizer.pdopt")))
+    assert {"0.weight:moment1", "1.bias:moment2"} <= moments
+    assert set(paddle.load(str(folder / "model.pdparams"))) == {
+        f"{layer}.{kind}" for layer in "01" for kind in ("weight", "bias")
+    }
+    assert json.loads((folder / "state.json").read_text()) == {"step": 1}
+    assert folder.stat().st_mode & 0o777 == 0o755
