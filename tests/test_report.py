@@ -47,7 +47,7 @@ def test_page_stands_alone(tmp_path: Path) -> None:
 
 def test_page_tells_the_figures(tmp_path: Path) -> None:
     page = write_report(tmp_path, record=RECORD, metrics=METRICS, config=CONFIG).read_text("utf-8")
-    for words in ("25.0%", "50.0%", "2.50x", "1,234", "10,000 candidates", "2 ranks", "0.0010"):
+    for words in ("25.0%", "50.0%", "-60%", "1,234", "10,000 candidates", "2 ranks", "0.0010"):
         assert words in page
     assert "a&lt;b" in page
     assert "汉语&lt;.tsv" in page
