@@ -117,25 +117,22 @@ class RecomputeConfig(Section):
     """Which sublayers forget their activations and compute them again in the backward pass."""
 
     @staticmethod
-    def _every_n_needs_its_policy(v: Values) -> Iterator[Broken]:
-        default = RecomputeConfig.model_fields["every_n"].default
-        if v["policy"] != "every_n" and v["every_n"] != default:
-            yield Broken(
-                "every_n",
-                v["every_n"],
-                f"has no effect with policy: {v['policy']}; set policy: every_n or remove it",
-            )
+    def _settings_need_their_policy(v: Values) -> Iterator[Broken]:
+        for name in ("every_n", "segments"):
+            default = RecomputeConfig.model_fields[name].default
+            if v["policy"] != name and v[name] != default:
+                yield Broken(
+                    name,
+                    v[name],
+                    f"has no effect with policy: {v['policy']}; set policy: {name} or remove it",
+                )
 
-    rules = (_every_n_needs_its_policy,)
+    rules = (_settings_need_their_policy,)
     refused_values: ClassVar = {
-        "policy": {
-            word: f"policy {word} is not available yet; use all or every_n"
-            for word in ("segments", "budget")
-        }
+        "policy": {"budget": "policy budget is not available yet; use all, every_n or segments"}
     }
     refused_keys: ClassVar = {
         "memory_budget": "planning for a budget is not available yet; use policy and every_n",
-        "offload": "offloading activations is not available yet; remove it",
     }
 
     enable: bool = Field(True, description="false: the model is left as it is")
@@ -144,10 +141,18 @@ class RecomputeConfig(Section):
         min_length=1,
         description="glob patterns over sublayer names; * stays within one name, ** crosses dots",
     )
-    policy: Literal["all", "every_n"] = Field(
-        "all", description="all: every sublayer selected; every_n: the 1st, (n+1)th, ... of them"
+    policy: Literal["all", "every_n", "segments"] = Field(
+        "all",
+        description="all: every sublayer selected; every_n: the 1st, (n+1)th, ... of them; "
+        "segments: all, consecutive ones joined and recomputed together",
     )
     every_n: Count = Field(2, description="the n of policy every_n, in sublayers")
+    segments: Count | Literal["auto"] = Field(
+        "auto", description="how many joined segments; auto: square root of the sublayers' number"
+    )
+    offload: Literal["none", "host", "disk"] = Field(
+        "none", description="where the segments' inputs wait for the backward; none: on the device"
+    )
     preserve_rng_state: bool = Field(
         True, description="the second forward draws the dropout masks of the first; needed if any"
     )

@@ -1,17 +1,17 @@
 """The hook form of recompute: drop what autograd saves, run the function again to get it back.
 
-While the function runs for the first time, ``paddle.autograd.saved_tensors_hooks`` (public; 2.6,
-3.x) gives each tensor that an operator would keep for its backward to `Frame.pack`, which keeps a
-numbered `_Ticket` instead. When the backward asks for the first ticket's tensor, the function runs
-again, and the tensors that its operators save, in the same order, are what the tickets stood for.
-The gradients then flow through the graph of the *first* run: hooks, parameters and unused outputs
-behave as in a plain call. This is the technique of Paddle's ``use_reentrant=False``; ours is a
-separate piece because Paddle's keeps its hooks to itself, so that it can neither nest, nor be run
-twice, nor tell when the second run differs, nor work on CPU in 2.6.
+While a function runs for the first time, each tensor that an operator would keep for its backward
+is replaced in the graph by a numbered ticket. When the backward asks for the first ticket's
+tensor, the function runs again, and the tensors that its operators save, in the same order, are
+what the tickets stood for. The gradients then flow through the graph of the *first* run: hooks,
+parameters and unused outputs behave as in a plain call.
 
-**Nesting.** Paddle allows one pair of hooks at a time, so one dispatcher is registered and the
-innermost `_Recorder` gets the tensor. The inputs of an inner frame are themselves tensors saved by
-the outer one, so an inner frame keeps nothing while its outer one is not being recomputed.
+This is the technique of Paddle's ``use_reentrant=False``. Ours is a piece of its own because
+Paddle's keeps its hooks to itself, so it can neither nest, nor be run twice, nor tell when the
+second run differs, nor work on CPU in 2.6.
+
+**Nesting.** The inputs of an inner frame are themselves tensors that the outer one saves, so an
+inner frame keeps nothing while its outer one is not being recomputed.
 
 **Ownership.** ticket -> frame -> inputs, and the C++ graph -> ticket. A frame knows its tickets
 only weakly, so the graph, the activations and the Layer go away without the garbage collector.
@@ -19,90 +19,120 @@ only weakly, so the graph, the activations and the Layer go away without the gar
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute.errors import RecomputeError
+from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._calls import Call, describe
+from paddle_recompute.recompute._hooks import Recorder, innermost, recording
 from paddle_recompute.recompute._storage import Storage
 
+REPETITION_ADVICE = (
+    "A recomputed function must do the same thing twice: look for state that it changes, a global "
+    "that it reads, or randomness outside Paddle, NumPy and Python's random. "
+    'determinism_check="none" switches this check off where that is possible.'
+)
 
-class _Ticket:
-    """Stands in the graph for a tensor that was not kept."""
+
+class FrameTicket:
+    """Stands for a tensor that a frame can compute again."""
 
     __slots__ = ("__weakref__", "frame")
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
 
+    def value(self) -> paddle.Tensor:
+        """The tensor, from a second run of the frame."""
+        return self.frame.value_of(self)
+
 
 @dataclass
 class _Saved:
     """What the first run saved at one place: the ticket if it is still alive, and its likeness."""
 
-    ticket: weakref.ref[_Ticket]
+    ticket: weakref.ref[FrameTicket]
     likeness: str
     checksum: int | None
 
 
-class _Recorder(Protocol):
-    """Somebody who is given the tensors that operators save."""
+@dataclass
+class _Part:
+    """One call of a frame, with inputs from outside or from earlier parts."""
 
-    def pack(self, tensor: paddle.Tensor) -> object:
-        """Take `tensor`; what is returned stands in the graph in its place. Must not raise."""
-
-
-_recorders: list[_Recorder] = []
+    call: Call
+    inputs: Any
 
 
-def hooks_are_free() -> bool:
-    """Whether a frame can record now: no saved-tensor hooks but ours are in force."""
-    if _recorders:
-        return True
-    try:
-        with paddle.autograd.saved_tensors_hooks(_pack, _unpack):
-            return True
-    except ValueError:  # Paddle: "only one pair of hooks is allowed at a time"
-        return False
+@dataclass
+class _Promise:
+    """A ticket for an output of a part: whoever wanted to keep the output holds it."""
+
+    ticket: weakref.ref[FrameTicket]
+    part: int
+    leaf: int
 
 
 class Frame:
-    """One recomputed call: its inputs, its tickets and, during a backward, its activations."""
+    """One or more calls that are recomputed together.
 
-    def __init__(self, call: Call, storage: Storage, *, compare_values: bool = False) -> None:
-        self._call = call
+    A frame has several parts when consecutive Layers of a chain are joined: the output of one part
+    is not kept as input of the next, and the backward runs them all again from the first input.
+    """
+
+    def __init__(self, storage: Storage, *, compare_values: bool = False) -> None:
+        self.parts: list[_Part] = []
         self._storage = storage
         self._compare_values = compare_values
         self._saved: list[_Saved] = []
-        self._values: weakref.WeakKeyDictionary[_Ticket, paddle.Tensor | RecomputeError] = (
+        self._promises: list[_Promise] = []
+        self._values: weakref.WeakKeyDictionary[FrameTicket, paddle.Tensor | RecomputeError] = (
             weakref.WeakKeyDictionary()
         )
-        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._outputs: dict[int, tuple[weakref.ref[paddle.Tensor], int, _Link]] = {}
+        self._recording = False
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call for the first time; returns what it returns."""
-        outer = _recorders[-1] if _recorders else None
-        inputs = _keep(self._storage, outer, (args, kwargs))
-        with _recording(self):
-            outputs = self._call.first(args, kwargs)
-        self._inputs = inputs
+    def record(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `call` for the first time, as the next part; returns what it returns."""
+        inputs = _keep(self, self._storage, innermost(), (args, kwargs))
+        self._recording = True
+        with recording(self):
+            outputs = call.first(args, kwargs)
+        self._recording = False
+        part = len(self.parts)
+        self.parts.append(_Part(call, inputs))
+        for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
+            link = _Link(part, leaf)
+            self._outputs[id(tensor)] = (weakref.ref(tensor), tensor.inplace_version, link)
         return outputs
 
-    def pack(self, tensor: paddle.Tensor) -> object:
+    def link_to(self, tensor: paddle.Tensor) -> _Link | None:
+        """Which output of an earlier part `tensor` is, if it is one and was not changed since."""
+        known, version, link = self._outputs.get(id(tensor), (None, 0, None))
+        if known is None or known() is not tensor or tensor.inplace_version != version:
+            return None
+        return link
+
+    def promise(self, link: _Link) -> FrameTicket:
+        """A ticket for an output, for somebody who would have kept the tensor itself."""
+        ticket = FrameTicket(self)
+        self._promises.append(_Promise(weakref.ref(ticket), link.part, link.leaf))
+        return ticket
+
+    def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what is needed to recognize the tensor again."""
-        ticket = _Ticket(self)
+        ticket = FrameTicket(self)
         checksum = _checksum(tensor) if self._compare_values else None
         self._saved.append(_Saved(weakref.ref(ticket), describe(tensor), checksum))
         return ticket
 
-    def value_of(self, ticket: _Ticket) -> paddle.Tensor:
+    def value_of(self, ticket: FrameTicket) -> paddle.Tensor:
         """The tensor that `ticket` stands for; runs the function again if it is not at hand."""
         if ticket not in self._values:
             self._recompute()
@@ -111,22 +141,34 @@ class Frame:
             raise value
         return value
 
+    @property
+    def name(self) -> str:
+        """How errors call the frame."""
+        first, last = self.parts[0].call.name, self.parts[-1].call.name
+        return first if len(self.parts) == 1 else f"{first} to {last}"
+
     def _recompute(self) -> None:
-        if self._inputs is None:
+        if self._recording:
             raise RecomputeError(
-                f"{self._call.name} asks for gradients of its own intermediate results while it "
-                "is still running (paddle.grad or backward inside a recomputed function). Take "
-                "that part out of the recomputed function."
+                "A recomputed function asks for gradients of its own intermediate results while "
+                "it is still running (paddle.grad or backward inside it). Take that part out of "
+                "the recomputed function."
             )
-        args, kwargs = _fetch(self._inputs)
         again = _Repetition(self)
-        # Gradients first: Paddle ignores hooks that are registered while they are disabled, as
-        # they are inside an unpack hook.
-        with paddle.set_grad_enabled(True), _recording(again):
-            # Held until the versions are checked: an output may be what an operator saved.
-            outputs = self._call.repeat(args, kwargs)
+        outputs: list[list[paddle.Tensor]] = []
+        for part in self.parts:
+            args, kwargs = _fetch(part.inputs, outputs)
+            # Gradients first: Paddle ignores hooks that are registered while they are disabled,
+            # as they are inside an unpack hook.
+            with paddle.set_grad_enabled(True), recording(again):
+                result = part.call.repeat(args, kwargs)
+            outputs.append(list(_nested.tensors_in(result)))
         again.finish()
-        del outputs
+        for promise in self._promises:
+            ticket = promise.ticket()
+            if ticket is not None:
+                output = outputs[promise.part][promise.leaf]
+                self._values[ticket] = _paddle.shares_memory(output)
 
 
 class _Repetition:
@@ -136,14 +178,14 @@ class _Repetition:
         self._frame = frame
         self._count = 0
         self._difference: str | None = None
-        self._versions: list[tuple[_Ticket, paddle.Tensor, int]] = []
+        self._versions: list[tuple[FrameTicket, paddle.Tensor, int]] = []
 
-    def pack(self, tensor: paddle.Tensor) -> object:
+    def pack(self, tensor: paddle.Tensor) -> None:
         """Match the tensor with the ticket of the same number; keep it if that still lives."""
         frame, number = self._frame, self._count
         self._count += 1
         if number >= len(frame._saved):
-            return None
+            return
         saved = frame._saved[number]
         if self._difference is None:
             self._difference = self._compare(saved, tensor, number)
@@ -152,7 +194,6 @@ class _Repetition:
             frame._values[ticket] = _paddle.shares_memory(tensor)
             original = tensor.detach()  # same C++ tensor, hence the same version counter
             self._versions.append((ticket, original, original.inplace_version))
-        return None
 
     def finish(self) -> None:
         """Compare the two runs.
@@ -166,19 +207,17 @@ class _Repetition:
             self._difference = self._difference or (
                 f"{len(frame._saved)} tensors were saved for the backward, now {self._count}"
             )
-        must_fail = frame._call.check or self._count < len(frame._saved)
+        must_fail = frame.parts[0].call.check or self._count < len(frame._saved)
         if self._difference is not None and must_fail:
             frame._values.clear()
             raise RecomputeError(
-                f"The second forward of {frame._call.name} is not a repetition of the first: "
-                f"{self._difference}. A recomputed function must do the same thing twice: look "
-                "for state that it changes, a global that it reads, or randomness outside "
-                "Paddle, NumPy and Python's random."
+                f"The second forward of {frame.name} is not a repetition of the first: "
+                f"{self._difference}. {REPETITION_ADVICE}"
             )
         for ticket, original, version in self._versions:
             if original.inplace_version != version:
                 frame._values[ticket] = RecomputeError(
-                    f"{frame._call.name} changes a tensor in place ({describe(original)}) after "
+                    f"{frame.name} changes a tensor in place ({describe(original)}) after "
                     "an operator saved it for its backward; the plain call could not be "
                     "differentiated either. Change a copy instead."
                 )
@@ -197,79 +236,59 @@ class _Nobody:
     """Gets the tensors of an inner frame while its outer one is being recomputed: only the
     inner frame's inputs matter then, and the outer frame has taken them."""
 
-    def pack(self, tensor: paddle.Tensor) -> object:
+    def pack(self, tensor: paddle.Tensor) -> None:
         return None
 
 
-def record(
-    call: Call,
-    storage: Storage,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    compare_values: bool = False,
+def is_inside_a_frame() -> bool:
+    """Whether a recomputed function is running, for the first or the second time."""
+    return isinstance(innermost(), (Frame, _Repetition, _Nobody))
+
+
+def run_inside_a_repetition(
+    call: Call, storage: Storage, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run `call` so that nothing inside it is kept for the backward."""
-    outer = _recorders[-1] if _recorders else None
-    if isinstance(outer, (_Repetition, _Nobody)):
-        _keep(storage, outer, (args, kwargs))
-        with _recording(_Nobody()):
-            return call.function(*args, **kwargs)
-    return Frame(call, storage, compare_values=compare_values).record(args, kwargs)
+    """Run an inner `call` while the frame around it is being recomputed."""
+    _keep(None, storage, innermost(), (args, kwargs))
+    with recording(_Nobody()):
+        return call.function(*args, **kwargs)
 
 
-def _keep(storage: Storage, outer: _Recorder | None, inputs: Any) -> Any:
-    """`inputs` with every tensor replaced by a `_Input` that can bring it back."""
-    kept: dict[int, _Input] = {}
-
-    def keep(tensor: paddle.Tensor) -> _Input:
-        if id(tensor) not in kept:
-            kept[id(tensor)] = _Input.of(tensor, storage, outer)
-        return kept[id(tensor)]
-
-    return _nested.map_tensors(keep, inputs)
+def is_inside_a_repetition() -> bool:
+    """Whether a recomputed function is running for the second time."""
+    return isinstance(innermost(), (_Repetition, _Nobody))
 
 
-def _fetch(inputs: Any) -> Any:
-    fetched: dict[int, paddle.Tensor] = {}
+# ------------------------------------------------------------------------------------ inputs
 
-    def fetch(leaf: Any) -> Any:
-        if not isinstance(leaf, _Input):
-            return leaf
-        if id(leaf) not in fetched:
-            fetched[id(leaf)] = leaf.fetch()
-        return fetched[id(leaf)]
 
-    return _nested.map_leaves(fetch, inputs)
+@dataclass(frozen=True)
+class _Link:
+    """Output tensor number `leaf` of part number `part` of the same frame."""
+
+    part: int
+    leaf: int
 
 
 class _Input:
-    """An argument tensor of a frame: kept in the frame's storage, or by the frame around it.
+    """An argument tensor of a part, and how to get it back.
 
     Not a dataclass: `map_leaves` would take it for one of the user's and look inside.
     """
 
-    def __init__(self, source: Any, stop_gradient: bool, version: int | None) -> None:
+    def __init__(self, source: Any, stop_gradient: bool, version: int | None = None) -> None:
         self.source = source
         self.stop_gradient = stop_gradient
         self.version = version
 
-    @classmethod
-    def of(cls, tensor: paddle.Tensor, storage: Storage, outer: _Recorder | None) -> _Input:
-        if _paddle.is_parameter(tensor):
-            return cls(tensor, tensor.stop_gradient, None)
-        if outer is not None:
-            return cls(outer.pack(tensor), tensor.stop_gradient, None)
-        source = storage.keep(tensor)
-        version = tensor.inplace_version if _nested.is_tensor(source) else None
-        return cls(source, tensor.stop_gradient, version)
-
-    def fetch(self) -> paddle.Tensor:
+    def fetch(self, outputs: list[list[paddle.Tensor]]) -> paddle.Tensor:
         source = self.source
         if _paddle.is_parameter(source):
             return source
-        if isinstance(source, _Ticket):
-            tensor = source.frame.value_of(source)
+        if isinstance(source, _Link):
+            tensor = outputs[source.part][source.leaf]
+        elif isinstance(source, FrameTicket):
+            tensor = source.value()
         elif _nested.is_tensor(source):
             if source.inplace_version != self.version:
                 raise RecomputeError(
@@ -287,36 +306,44 @@ class _Input:
         return tensor
 
 
-@contextlib.contextmanager
-def _recording(recorder: _Recorder) -> Iterator[None]:
-    """Inside, `recorder` is given what operators save."""
-    hooks: contextlib.AbstractContextManager[Any] = (
-        contextlib.nullcontext()
-        if _recorders
-        else paddle.autograd.saved_tensors_hooks(_pack, _unpack)
-    )
-    with hooks:
-        _recorders.append(recorder)
-        try:
-            yield
-        finally:
-            _recorders.pop()
+def _keep(frame: Frame | None, storage: Storage, outer: Recorder | None, inputs: Any) -> Any:
+    """`inputs` with every tensor replaced by an `_Input` that can bring it back.
+
+    The tensor is, in this order: a parameter, which stays as it is; saved by the frame around;
+    an output of an earlier part; an output that a cheap part has given up; kept in `storage`.
+    """
+
+    def source_of(tensor: paddle.Tensor) -> Any:
+        if _paddle.is_parameter(tensor):
+            return tensor
+        if isinstance(outer, (Frame, _Repetition, _Nobody)):
+            return outer.pack(tensor)
+        link = frame.link_to(tensor) if frame is not None else None
+        return link or _discarded.ticket_for(tensor) or storage.keep(tensor)
+
+    kept: dict[int, _Input] = {}
+
+    def keep(tensor: paddle.Tensor) -> _Input:
+        if id(tensor) not in kept:
+            source = source_of(tensor)
+            version = source.inplace_version if _nested.is_tensor(source) else None
+            kept[id(tensor)] = _Input(source, tensor.stop_gradient, version)
+        return kept[id(tensor)]
+
+    return _nested.map_tensors(keep, inputs)
 
 
-def _pack(tensor: paddle.Tensor) -> object:
-    return _recorders[-1].pack(tensor)
+def _fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
+    fetched: dict[int, paddle.Tensor] = {}
 
+    def fetch(leaf: Any) -> Any:
+        if not isinstance(leaf, _Input):
+            return leaf
+        if id(leaf) not in fetched:
+            fetched[id(leaf)] = leaf.fetch(outputs)
+        return fetched[id(leaf)]
 
-def _unpack(ticket: object) -> paddle.Tensor:
-    try:
-        if not isinstance(ticket, _Ticket):
-            raise RecomputeError(
-                "paddle.grad or backward was called inside a function that is being recomputed."
-            )
-        return ticket.frame.value_of(ticket)
-    except BaseException as error:
-        _paddle.hand_on(error)
-        raise
+    return _nested.map_leaves(fetch, inputs)
 
 
 def _checksum(tensor: paddle.Tensor) -> int:

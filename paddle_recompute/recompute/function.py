@@ -12,8 +12,14 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute._nested import tensors_in
 from paddle_recompute.errors import ConfigError, RecomputeError
-from paddle_recompute.recompute import _frames, _reentrant
+from paddle_recompute.recompute import _discarded, _hooks, _reentrant
 from paddle_recompute.recompute._calls import Call, name_of
+from paddle_recompute.recompute._frames import (
+    Frame,
+    is_inside_a_repetition,
+    run_inside_a_repetition,
+)
+from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute._storage import STORAGES, OnDevice, SomeOnHost, Storage
 
 DeterminismCheck = Literal["default", "values", "none"]
@@ -106,10 +112,10 @@ def recompute(
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
     """
     options = RecomputeOptions(preserve_rng_state, use_reentrant, determinism_check, offload)
-    storage = STORAGES[offload]
+    storage = None
     if offload_indices:
         storage = SomeOnHost(t for index in offload_indices for t in tensors_in(args[index]))
-    return run_recomputed(function, args, kwargs, options, storage)
+    return run_recomputed(function, args, kwargs, options, storage=storage)
 
 
 def run_recomputed(
@@ -117,41 +123,62 @@ def run_recomputed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: RecomputeOptions,
-    storage: Storage,
+    *,
+    storage: Storage | None = None,
+    name: str = "",
+    gives_up_outputs: bool = False,
+    segment: tuple[Segment, int] | None = None,
 ) -> Any:
-    """`recompute` with its options in one object, so that `kwargs` may have any name."""
+    """`recompute` with its options in one object, so that `kwargs` may have any name.
+
+    Args:
+        function: What to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        options: The options of `recompute`.
+        storage: Where its inputs wait, if not where the options say.
+        name: What errors call it, if not by its own name.
+        gives_up_outputs: Whether its outputs, too, are computed again (`_discarded`).
+        segment: The segment that the call belongs to, and its position there.
+    """
+    name = name or name_of(function)
     if not _paddle.is_dygraph():
         raise RecomputeError(
-            f"recompute({name_of(function)}) was called while a static graph is being built "
+            f"recompute({name}) was called while a static graph is being built "
             "(paddle.enable_static or paddle.jit.to_static). Paddle would keep every activation "
             "there without a word; run the model in dygraph."
         )
     if not paddle.is_grad_enabled():
         return function(*args, **kwargs)
     _paddle.watch_backward()
-    compare_values = options.determinism_check == "values"
-    call = Call(
-        function,
-        name_of(function),
-        options.preserve_rng_state,
-        check=options.determinism_check != "none",
-    )
-    if options.use_reentrant or (options.use_reentrant is None and not _hooks_are_free(call)):
-        if compare_values or not isinstance(storage, OnDevice):
+    storage = storage or STORAGES[options.offload]
+    check = options.determinism_check
+    call = Call(function, name, options.preserve_rng_state, check=check != "none")
+    if options.use_reentrant or (options.use_reentrant is None and not _hooks_are_free(name)):
+        if check == "values" or not isinstance(storage, OnDevice):
             raise ConfigError(
                 "determinism_check='values' and offload need the saved-tensor hooks of the "
                 "default form; leave out use_reentrant=True or other saved_tensors_hooks around."
             )
         return _reentrant.run(call, args, kwargs)
-    return _frames.record(call, storage, args, kwargs, compare_values=compare_values)
+    if is_inside_a_repetition():
+        return run_inside_a_repetition(call, storage, args, kwargs)
+    if segment is not None:
+        chain, position = segment
+        return chain.record(position, call, storage, args, kwargs)
+    frame = Frame(storage, compare_values=check == "values")
+    outputs = frame.record(call, args, kwargs)
+    if gives_up_outputs:
+        _discarded.offer(outputs, frame)
+    return outputs
 
 
-def _hooks_are_free(call: Call) -> bool:
-    if _frames.hooks_are_free():
+def _hooks_are_free(name: str) -> bool:
+    if _hooks.are_free():
         return True
     _logger.warning(
         "recompute(%s): other saved_tensors_hooks are in force here, and Paddle allows one pair at "
         "a time; using Paddle's PyLayer form (use_reentrant=True) instead",
-        call.name,
+        name,
     )
     return False

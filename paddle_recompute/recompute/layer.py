@@ -1,15 +1,19 @@
-"""`RecomputeLayer`: a Layer that recomputes every call, for good, and is otherwise itself."""
+"""Layers and functions that recompute every call, for good, and are otherwise themselves."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute.errors import SelectionError
-from paddle_recompute.recompute._storage import STORAGES
+from paddle_recompute.recompute._calls import name_of
+from paddle_recompute.recompute._discarded import Keeper
+from paddle_recompute.recompute._hooks import innermost, recording
+from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import (
     DeterminismCheck,
     Offload,
@@ -20,45 +24,99 @@ from paddle_recompute.recompute.function import (
 AnyLayer = TypeVar("AnyLayer", bound=paddle.nn.Layer)
 
 
-class RecomputeLayer(paddle.nn.Layer):
-    """What `recompute_wrapper` adds to a Layer's class.
+class WrappedLayer(paddle.nn.Layer):
+    """A Layer whose class was replaced by a subclass of it that treats its calls specially.
 
-    A wrapped Layer stays the same object with the same attributes; only its class becomes a
-    subclass of `RecomputeLayer` and of what it was. So its state_dict keys, sublayer names,
-    ``isinstance`` checks, hooks, ``train()``/``eval()``, pickles and deep copies are the bare
-    Layer's. Forward hooks of the Layer belong to what is recomputed and run in both forwards. A
-    direct ``layer.forward(x)`` goes past the recomputation, as it goes past hooks.
+    A wrapped Layer stays the same object with the same attributes. So its state_dict keys, sublayer
+    names, ``isinstance`` checks, hooks, ``train()``/``eval()``, pickles and deep copies are the
+    bare Layer's. A direct ``layer.forward(x)`` goes past the wrapping, as it goes past hooks.
     """
 
-    _recompute_options: RecomputeOptions
-    _recompute_name: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The Layer's own call, recomputed in the backward."""
-        options = self._recompute_options
-        storage = STORAGES[options.offload]
-        return run_recomputed(super().__call__, args, kwargs, options, storage)
+    _added: ClassVar[tuple[str, ...]] = ()
+    """Names of the attributes that wrapping adds to the Layer."""
 
     def unwrap(self) -> paddle.nn.Layer:
-        """Make this Layer what it was before `recompute_wrapper`; returns it."""
+        """Make this Layer what it was before it was wrapped; returns it."""
+        added = self._added
         self.__class__ = type(self)._bare_class()
-        del self.__dict__["_recompute_options"], self.__dict__["_recompute_name"]
+        for name in added:
+            del self.__dict__[name]
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle and deepcopy as the bare Layer does; the copy is wrapped in turn."""
-        bare, wrapped = type(self)._bare_class(), type(self)
+        wrapped = type(self)
+        wrapping, bare = wrapped.__bases__
         self.__class__ = bare
         try:
             rebuild, arguments, *rest = self.__reduce_ex__(protocol)
         finally:
             self.__class__ = wrapped
-        return (_rebuild, (rebuild, arguments), *rest)
+        return (_rebuild, (wrapping, rebuild, arguments), *rest)
 
     @classmethod
     def _bare_class(cls) -> type[paddle.nn.Layer]:
         _, bare = cls.__bases__
         return bare
+
+
+class RecomputeLayer(WrappedLayer):
+    """What `recompute_wrapper` makes of a Layer: each of its calls is a `recompute`.
+
+    Forward hooks of the Layer belong to what is recomputed and run in both forwards.
+    """
+
+    _added: ClassVar[tuple[str, ...]] = (
+        "_recompute_options",
+        "_recompute_name",
+        "_recompute_segment",
+        "_recompute_gives_up_outputs",
+    )
+    _recompute_options: RecomputeOptions
+    _recompute_name: str
+    _recompute_segment: tuple[Segment, int] | None
+    _recompute_gives_up_outputs: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The Layer's own call, recomputed in the backward."""
+        return run_recomputed(
+            super().__call__,
+            args,
+            kwargs,
+            self._recompute_options,
+            gives_up_outputs=self._recompute_gives_up_outputs,
+            segment=self._recompute_segment,
+        )
+
+
+class SelectiveLayer(WrappedLayer):
+    """A Layer around cheap recomputed parts: what they return is not kept by its operators."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The Layer's own call, with a `Keeper` for what its operators save."""
+        if innermost() is not None or not paddle.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        _paddle.watch_backward()
+        with recording(Keeper()):
+            return super().__call__(*args, **kwargs)
+
+
+class RecomputedFunction:
+    """A function-valued attribute of a Layer, such as its activation, that is recomputed.
+
+    Its outputs are given up too: see `_discarded`.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: RecomputeOptions, name: str) -> None:
+        self.function = function
+        self._options = options
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's own call, recomputed in the backward."""
+        return run_recomputed(
+            self.function, args, kwargs, self._options, name=self._name, gives_up_outputs=True
+        )
 
 
 def recompute_wrapper(
@@ -86,26 +144,60 @@ def recompute_wrapper(
     Raises:
         SelectionError: `layer` is wrapped already.
         ConfigError: An option has a value that does not exist.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute import recompute_wrapper
+        >>> block = recompute_wrapper(paddle.nn.Linear(4, 4))
+        >>> list(block.state_dict())
+        ['weight', 'bias']
+        >>> type(block.unwrap()).__name__
+        'Linear'
     """
+    options = RecomputeOptions(preserve_rng_state, use_reentrant, determinism_check, offload)
+    return wrap(layer, options, name)
+
+
+def wrap(
+    layer: AnyLayer,
+    options: RecomputeOptions,
+    name: str,
+    *,
+    segment: tuple[Segment, int] | None = None,
+    gives_up_outputs: bool = False,
+) -> AnyLayer:
+    """`recompute_wrapper` with everything that a policy may ask for."""
     if isinstance(layer, RecomputeLayer):
         raise SelectionError(
-            f"{type(layer).__name__} '{name or layer.full_name()}' is wrapped already; wrapping "
-            "it again would run its forward a third time. Call its unwrap() first."
+            f"{name or name_of(layer)} is wrapped already; wrapping it again would run its "
+            "forward a third time. Call its unwrap() first."
         )
-    options = RecomputeOptions(preserve_rng_state, use_reentrant, determinism_check, offload)
     layer._recompute_options = options
     layer._recompute_name = name
-    layer.__class__ = _wrapped_class(type(layer))
+    layer._recompute_segment = segment
+    layer._recompute_gives_up_outputs = gives_up_outputs
+    layer.__class__ = _wrapped_class(RecomputeLayer, type(layer))
+    return layer
+
+
+def wrap_scope(layer: AnyLayer) -> AnyLayer:
+    """Make `layer` a `SelectiveLayer`, unless it is one already."""
+    if not isinstance(layer, SelectiveLayer):
+        layer.__class__ = _wrapped_class(SelectiveLayer, type(layer))
     return layer
 
 
 @functools.cache
-def _wrapped_class(bare: type[paddle.nn.Layer]) -> type[RecomputeLayer]:
-    name = f"Recompute{bare.__name__}"
-    return type(name, (RecomputeLayer, bare), {"__module__": bare.__module__})
+def _wrapped_class(
+    wrapping: type[WrappedLayer], bare: type[paddle.nn.Layer]
+) -> type[paddle.nn.Layer]:
+    name = f"{wrapping.__name__.removesuffix('Layer')}{bare.__name__}"
+    return type(name, (wrapping, bare), {"__module__": bare.__module__})
 
 
-def _rebuild(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _rebuild(
+    wrapping: type[WrappedLayer], rebuild: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     layer = rebuild(*arguments)
-    layer.__class__ = _wrapped_class(type(layer))
+    layer.__class__ = _wrapped_class(wrapping, type(layer))
     return layer

@@ -1,18 +1,28 @@
-"""Which sublayers of a model are recomputed: name patterns, then a policy; `apply_recompute`."""
+"""Which parts of a model are recomputed: name patterns, then a policy; `apply_recompute`."""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import paddle
 
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import SelectionError
-from paddle_recompute.recompute.layer import RecomputeLayer, recompute_wrapper
+from paddle_recompute.recompute._segments import Segment
+from paddle_recompute.recompute.function import RecomputeOptions
+from paddle_recompute.recompute.layer import (
+    RecomputedFunction,
+    RecomputeLayer,
+    wrap,
+    wrap_scope,
+)
 
 
 @dataclass(frozen=True)
@@ -20,37 +30,48 @@ class RecomputeReport:
     """What `apply_recompute` did; printed, it is a readable table.
 
     Attributes:
-        wrapped: Names of the sublayers that are recomputed now, in the model's order.
+        wrapped: Names of the parts that are recomputed now, in the model's order.
+        segments: The names again, grouped as they are recomputed together.
         left_out: Names that the patterns match but that are not wrapped, each with the reason.
+        gives_up_outputs: Names of the cheap parts whose outputs are computed again as well.
     """
 
     wrapped: tuple[str, ...] = ()
+    segments: tuple[tuple[str, ...], ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    gives_up_outputs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"recompute: {len(self.wrapped)} sublayers"]
-        lines += [f"  {name}" for name in self.wrapped]
+        lines = [f"recompute: {len(self.wrapped)} parts in {len(self.segments)} segments"]
+        for segment in self.segments:
+            note = "" if segment[0] not in self.gives_up_outputs else " (and its output)"
+            lines.append(f"  {' + '.join(segment)}{note}")
         lines += [f"  {name}: left out, {reason}" for name, reason in self.left_out.items()]
         return "\n".join(lines)
 
 
 def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> RecomputeReport:
-    """Recompute the sublayers of `model` that `config` selects.
+    """Recompute the parts of `model` that `config` selects.
 
-    Patterns are globs over the names of ``model.named_sublayers()``: ``*`` stays within one name
-    between dots and ``**`` crosses them, so ``blocks.*`` are the blocks and not their insides.
-    Where a pattern matches a sublayer and one inside it, the outer one is wrapped alone.
+    Patterns are globs over the names of ``model.named_sublayers()``, and of attributes of Layers
+    that hold a function (``encoder.layers.*.activation``): ``*`` stays within one name between dots
+    and ``**`` crosses them, so ``blocks.*`` are the blocks and not their insides. Where a pattern
+    matches a Layer and a part inside it, the outer one is recomputed alone.
+
+    A part without a weight matrix (a function, Dropout, LayerNorm) is cheap to run and its output
+    is as large as any, so its output is computed again too when a later operator wants to keep it.
+    Naming such parts only is selective recompute: matmuls run once, large cheap tensors twice.
 
     Args:
-        model: Any Layer. Its selected sublayers are changed in place (`recompute_wrapper`).
+        model: Any Layer. Its selected parts are changed in place (`recompute_wrapper`).
         config: Patterns and policy; with ``enable: false`` the model is left as it is.
 
     Returns:
         What was wrapped, and what matched but was not, with the reason.
 
     Raises:
-        SelectionError: A pattern matches nothing (the message names similar sublayers), or a
-            sublayer is wrapped already. The model is unchanged then.
+        SelectionError: A pattern matches nothing (the message names similar parts), or a
+            part is wrapped already. The model is unchanged then.
 
     Examples:
         >>> import paddle
@@ -61,60 +82,130 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     """
     if not config.enable:
         return RecomputeReport()
-    sublayers = dict(model.named_sublayers())
-    matches = _matches(sublayers, config.checkpoints)
+    parts = _named_parts(model)
+    matches = _matches(parts, config.checkpoints)
     left_out = _inside_another(matches)
     candidates = [name for name in matches if name not in left_out]
     for name in candidates:
-        if isinstance(sublayers[name], RecomputeLayer):
+        if isinstance(parts[name], (RecomputeLayer, RecomputedFunction)):
             raise SelectionError(
                 f"recompute.checkpoints selects '{name}', which is wrapped already; call its "
                 "unwrap() first, or apply_recompute only once"
             )
-    chosen = _POLICIES[config.policy](candidates, config)
+    segments = _POLICIES[config.policy](candidates, config)
+    chosen = {name for segment in segments for name in segment}
     left_out.update({name: f"policy {config.policy}" for name in candidates if name not in chosen})
-    for name in chosen:
-        recompute_wrapper(
-            sublayers[name], preserve_rng_state=config.preserve_rng_state, name=name
+    cheap = tuple(name for name in candidates if name in chosen and _is_cheap(parts[name]))
+    options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
+    for names in segments:
+        segment = Segment(names) if len(names) > 1 else None
+        for position, name in enumerate(names):
+            joined = (segment, position) if segment is not None else None
+            _wrap_part(model, name, parts[name], options, joined, name in cheap)
+    return RecomputeReport(
+        tuple(name for name in candidates if name in chosen), segments, left_out, cheap
+    )
+
+
+# ------------------------------------------------------------------------------------ policies
+
+Segments = tuple[tuple[str, ...], ...]
+
+
+def _every(candidates: list[str], config: RecomputeConfig) -> Segments:
+    return tuple((name,) for name in candidates)
+
+
+def _every_n(candidates: list[str], config: RecomputeConfig) -> Segments:
+    return tuple((name,) for name in candidates[:: config.every_n])
+
+
+def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
+    """`config.segments` runs of nearly equal length; sqrt(n) of them minimize the sum of what is
+    kept and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1)."""
+    wanted = config.segments
+    count = round(math.sqrt(len(candidates))) if wanted == "auto" else wanted
+    if count > len(candidates):
+        raise SelectionError(
+            f"recompute.segments is {count}, but the patterns select only {len(candidates)} parts"
         )
-    return RecomputeReport(tuple(chosen), left_out)
+    bounds = [round(i * len(candidates) / count) for i in range(count + 1)]
+    return tuple(tuple(candidates[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
 
 
-def _every(candidates: list[str], config: RecomputeConfig) -> list[str]:
-    return candidates
-
-
-def _every_n(candidates: list[str], config: RecomputeConfig) -> list[str]:
-    return candidates[:: config.every_n]
-
-
-_POLICIES: dict[str, Callable[[list[str], RecomputeConfig], list[str]]] = {
+_POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
     "all": _every,
     "every_n": _every_n,
+    "segments": _joined,
 }
 
 
-def _matches(sublayers: dict[str, paddle.nn.Layer], patterns: list[str]) -> list[str]:
+# --------------------------------------------------------------------------------------- parts
+
+
+def _named_parts(model: paddle.nn.Layer) -> dict[str, Any]:
+    """Sublayers by name, and the functions that Layers hold as attributes."""
+    parts: dict[str, Any] = {}
+    for name, layer in model.named_sublayers(include_self=True):
+        if name:
+            parts[name] = layer
+        for attribute, value in vars(layer).items():
+            is_function = isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+            if not attribute.startswith("_") and (
+                is_function or isinstance(value, RecomputedFunction)
+            ):
+                parts[f"{name}.{attribute}" if name else attribute] = value
+    return parts
+
+
+def _is_cheap(part: Any) -> bool:
+    """Whether the part has no weight matrix, so that running it again costs next to nothing."""
+    if not isinstance(part, paddle.nn.Layer):
+        return True
+    return all(len(parameter.shape) < 2 for parameter in part.parameters())
+
+
+def _wrap_part(
+    model: paddle.nn.Layer,
+    name: str,
+    part: Any,
+    options: RecomputeOptions,
+    segment: tuple[Segment, int] | None,
+    cheap: bool,
+) -> None:
+    owner_name, _, attribute = name.rpartition(".")
+    owner = dict(model.named_sublayers(include_self=True))[owner_name]
+    if cheap:
+        wrap_scope(owner)
+    if isinstance(part, paddle.nn.Layer):
+        wrap(part, options, name, segment=segment, gives_up_outputs=cheap)
+    else:
+        setattr(owner, attribute, RecomputedFunction(part, options, name))
+
+
+# ------------------------------------------------------------------------------------ patterns
+
+
+def _matches(parts: dict[str, Any], patterns: list[str]) -> list[str]:
     """The names that some pattern matches, in the model's order."""
     matched: set[str] = set()
     for pattern in patterns:
         expression = _glob(pattern)
-        names = {name for name in sublayers if expression.fullmatch(name)}
+        names = {name for name in parts if expression.fullmatch(name)}
         if not names:
-            raise SelectionError(_no_match(pattern, list(sublayers)))
+            raise SelectionError(_no_match(pattern, list(parts)))
         matched |= names
-    return [name for name in sublayers if name in matched]
+    return [name for name in parts if name in matched]
 
 
 @functools.cache
 def _glob(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*\*|\*|\?)", pattern)
+    pieces = re.split(r"(\*\*|\*|\?)", pattern)
     meaning = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
-    return re.compile("".join(meaning.get(part, re.escape(part)) for part in parts))
+    return re.compile("".join(meaning.get(piece, re.escape(piece)) for piece in pieces))
 
 
 def _no_match(pattern: str, names: list[str]) -> str:
-    # Names of the same depth read most like the pattern; digits say nothing about a likeness.
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     listed = ", ".join(f"'{name}'" for name in near)
     return (

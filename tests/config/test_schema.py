@@ -44,11 +44,11 @@ def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
         ({"model": {"num_layers": 0}}, "model.num_layers", "must be greater than or equal to 1"),
         ({"model": {"layer_norm_epsilon": float("nan")}}, "model.layer_norm_epsilon", "finite"),
         ({"recompute": {"policy": "budget"}}, "recompute.policy", "budget is not available yet"),
-        ({"recompute": {"policy": "segments"}}, "recompute.policy", "use all or every_n"),
+        ({"recompute": {"policy": "budget"}}, "recompute.policy", "use all, every_n or segments"),
         ({"recompute": {"policy": "al"}}, "recompute.policy", "did you mean all?"),
         ({"recompute": {"every_n": 3}}, "recompute.every_n", "no effect with policy: all"),
         ({"recompute": {"memory_budget": 1}}, "recompute.memory_budget", "not available yet"),
-        ({"recompute": {"offload": "host"}}, "recompute.offload", "not available yet"),
+        ({"recompute": {"segments": 3}}, "recompute.segments", "set policy: segments"),
         ({"recompute": {"checkpoints": []}}, "recompute.checkpoints", "must have at least 1 item"),
         ({"strategy": {"amp": True}}, "strategy.amp", "mixed precision is not supported yet"),
         (
