@@ -1,0 +1,72 @@
+# `make train` and `make test` set up what they need. Every target is cheap the second time.
+#
+#   PYTHON=...  the interpreter to make the environments with (3.10, 3.11 or 3.12)
+#   ARGS=...    more arguments: key=value for train, pytest's own for test and test26
+
+SHELL := /bin/bash
+MAKEFLAGS += --no-print-directory
+
+CONFIG ?= fleet_configs/contrastive_ernie-tiny_2cpu.yaml
+ARGS ?=
+PYTHON ?=
+
+# A name on the PATH proves nothing (a version manager's shim may fail when it is run, Debian's
+# python3 may lack venv), so each candidate is run.
+PROBE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
+define FIND_PYTHON
+found=; for candidate in $(or $(PYTHON),python3.11 python3.12 python3.10 python3 python); do \
+    if "$$candidate" -c '$(PROBE)' >/dev/null 2>&1; then found=$$candidate; break; fi; \
+done; \
+if [ -z "$$found" ]; then \
+    echo "No Python 3.10, 3.11 or 3.12 with the module venv $(if $(PYTHON),at PYTHON=$(PYTHON),on the PATH); install one (Debian: python3-venv), or name one with make PYTHON=/path/to/python" >&2; \
+    exit 1; \
+fi
+endef
+
+# $(call install,FOLDER,REQUIREMENTS): keeps an environment that works, makes one otherwise.
+define install
+$(FIND_PYTHON); \
+$(1)/bin/python -c '$(PROBE)' >/dev/null 2>&1 || "$$found" -m venv --clear $(1)
+$(1)/bin/python -m pip install --quiet --disable-pip-version-check -r $(2) -e .
+@touch $@
+endef
+
+PACKAGE := $(shell find paddle_recompute -name '*.py')
+
+.PHONY: venv venv26 train test test26 lint bench wheel-test clean
+
+venv: .venv/.installed
+venv26: .venv26/.installed
+
+.venv/.installed: setup.py requirements/paddle33.txt requirements/common.txt
+	@$(call install,.venv,requirements/paddle33.txt)
+
+.venv26/.installed: setup.py requirements/paddle26.txt requirements/common.txt
+	@$(call install,.venv26,requirements/paddle26.txt)
+
+train: venv
+	@.venv/bin/python -m paddle_recompute.cli train --config $(CONFIG) $(ARGS)
+
+test: venv wheel-test
+	.venv/bin/python -m pytest $(ARGS)
+
+test26: venv26
+	.venv26/bin/python -m pytest $(ARGS)
+
+lint: venv
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+# The wheel, not the work tree: is every module in it, does it work anywhere else?
+wheel-test: build/.wheel-tested
+build/.wheel-tested: .venv/.installed setup.py pyproject.toml tests/wheel_check.py $(PACKAGE) $(wildcard fleet_configs/*)
+	@rm -rf build dist
+	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/site dist/*.whl
+	cd / && PYTHONPATH=$(CURDIR)/build/site $(CURDIR)/.venv/bin/python $(CURDIR)/tests/wheel_check.py $(CURDIR)
+	@touch $@
+
+# The environments stay: they are dear, and `make venv` keeps them right. rm -rf .venv .venv26 ends them.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

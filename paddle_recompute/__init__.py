@@ -1,0 +1,115 @@
+"""Recompute for PaddlePaddle: the same model and card, a batch many times larger.
+
+Everything that a user needs is a name of this package. Importing it is free: no device is
+touched, nothing is printed, and Paddle itself is imported with the first name that needs it.
+
+Examples:
+    >>> import paddle_recompute
+    >>> config = paddle_recompute.load_config(
+    ...     "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
+    ... )
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paddle_recompute import errors
+    from paddle_recompute.config import Config, RecomputeConfig, load_config
+    from paddle_recompute.contrastive import ContrastiveLoss
+    from paddle_recompute.grad_sync import GradientSync
+    from paddle_recompute.models import build_model
+    from paddle_recompute.recompute import (
+        RecomputeLayer,
+        RecomputeReport,
+        apply_recompute,
+        recompute,
+        recompute_wrapper,
+    )
+    from paddle_recompute.train_step import TrainStep
+    from paddle_recompute.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ContrastiveLoss",
+    "GradientSync",
+    "RecomputeConfig",
+    "RecomputeLayer",
+    "RecomputeReport",
+    "TrainStep",
+    "Trainer",
+    "__version__",
+    "apply_recompute",
+    "build_model",
+    "errors",
+    "load_config",
+    "recompute",
+    "recompute_wrapper",
+]
+
+# Where each public name lives; those in the first table are usable without Paddle.
+_WITHOUT_PADDLE = {
+    "Config": "config",
+    "RecomputeConfig": "config",
+    "load_config": "config",
+}
+_WITH_PADDLE = {
+    "ContrastiveLoss": "contrastive",
+    "GradientSync": "grad_sync",
+    "RecomputeLayer": "recompute",
+    "RecomputeReport": "recompute",
+    "TrainStep": "train_step",
+    "Trainer": "trainer",
+    "apply_recompute": "recompute",
+    "build_model": "models",
+    "recompute": "recompute",
+    "recompute_wrapper": "recompute",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used (PEP 562).
+
+    Raises:
+        DependencyError: The name needs Paddle, which is missing or too old.
+    """
+    if name == "errors":
+        return importlib.import_module("paddle_recompute.errors")
+    home = _WITHOUT_PADDLE.get(name) or _WITH_PADDLE.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _WITH_PADDLE:
+        from paddle_recompute._installed import require_paddle
+
+        require_paddle()
+    value = getattr(importlib.import_module(f"paddle_recompute.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
+class _Package(types.ModuleType):
+    """This module: `paddle_recompute.recompute` is the function, whatever was imported before.
+
+    The function has the name of the sub-package it lives in, and Python sets a sub-package as an
+    attribute of its package when it is imported, by whomever. ``from paddle_recompute.recompute
+    import ...`` is not touched by this: it goes through ``sys.modules``.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "recompute" and isinstance(value, types.ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

