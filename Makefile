@@ -27,7 +27,8 @@ endef
 define install
 $(FIND_PYTHON); \
 $(1)/bin/python -c '$(PROBE)' >/dev/null 2>&1 || "$$found" -m venv --clear $(1)
-$(1)/bin/python -m pip install --quiet --disable-pip-version-check -r $(2) -e .
+@echo "$(1): installing $(2), which takes a minute or two the first time"
+@$(1)/bin/python -m pip install --quiet --disable-pip-version-check -r $(2) -e .
 @touch $@
 endef
 
