@@ -7,13 +7,14 @@ a configuration names.
 
 from paddle_recompute.recompute._calls import is_recomputing
 from paddle_recompute.recompute.function import recompute
-from paddle_recompute.recompute.layer import RecomputeLayer, recompute_wrapper
+from paddle_recompute.recompute.layer import RecomputeLayer, forward_count, recompute_wrapper
 from paddle_recompute.recompute.selection import RecomputeReport, apply_recompute
 
 __all__ = [
     "RecomputeLayer",
     "RecomputeReport",
     "apply_recompute",
+    "forward_count",
     "is_recomputing",
     "recompute",
     "recompute_wrapper",

@@ -138,7 +138,12 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def describe(tensor: paddle.Tensor) -> str:
     """``float32[8, 16]``."""
-    return f"{str(tensor.dtype).rpartition('.')[2]}{list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def dtype_name(dtype: object) -> str:
+    """``float32`` for ``paddle.float32``, whatever this Paddle prints."""
+    return str(dtype).rpartition(".")[2]
 
 
 def _description(value: Any) -> list[str]:

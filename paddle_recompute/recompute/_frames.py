@@ -29,7 +29,7 @@ import paddle
 from paddle_recompute import _nested, _paddle
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
-from paddle_recompute.recompute._calls import Call, describe
+from paddle_recompute.recompute._calls import Call, describe, dtype_name
 from paddle_recompute.recompute._hooks import Recorder, innermost, recording
 from paddle_recompute.recompute._storage import Storage
 
@@ -38,6 +38,10 @@ REPETITION_ADVICE = (
     "that it reads, or randomness outside Paddle, NumPy and Python's random. "
     'determinism_check="none" switches this check off where that is possible.'
 )
+
+
+Likeness = tuple[Any, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 
 
 class FrameTicket:
@@ -58,7 +62,7 @@ class _Saved:
     """What the first run saved at one place: the ticket if it is still alive, and its likeness."""
 
     ticket: weakref.ref[FrameTicket]
-    likeness: str
+    likeness: Likeness
     checksum: int | None
 
 
@@ -129,7 +133,7 @@ class Frame:
         """First run: keep a ticket, and what is needed to recognize the tensor again."""
         ticket = FrameTicket(self)
         checksum = _checksum(tensor) if self._compare_values else None
-        self._saved.append(_Saved(weakref.ref(ticket), describe(tensor), checksum))
+        self._saved.append(_Saved(weakref.ref(ticket), _likeness(tensor), checksum))
         return ticket
 
     def value_of(self, ticket: FrameTicket) -> paddle.Tensor:
@@ -223,12 +227,13 @@ class _Repetition:
                 )
 
     def _compare(self, saved: _Saved, tensor: paddle.Tensor, number: int) -> str | None:
-        likeness = describe(tensor)
         place = f"saved tensor {number} of {len(self._frame._saved)}"
-        if likeness != saved.likeness:
-            return f"{place} was {saved.likeness}, now it is {likeness}"
+        if _likeness(tensor) != saved.likeness:
+            dtype, shape = saved.likeness
+            was = f"{dtype_name(dtype)}{list(shape)}"
+            return f"{place} was {was}, now it is {describe(tensor)}"
         if saved.checksum is not None and _checksum(tensor) != saved.checksum:
-            return f"{place} ({likeness}) has other values than in the first forward"
+            return f"{place} ({describe(tensor)}) has other values than in the first forward"
         return None
 
 
@@ -344,6 +349,10 @@ def _fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
         return fetched[id(leaf)]
 
     return _nested.map_leaves(fetch, inputs)
+
+
+def _likeness(tensor: paddle.Tensor) -> Likeness:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def _checksum(tensor: paddle.Tensor) -> int:

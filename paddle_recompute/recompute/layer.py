@@ -10,7 +10,7 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute.errors import SelectionError
-from paddle_recompute.recompute._calls import name_of
+from paddle_recompute.recompute._calls import is_recomputing, name_of
 from paddle_recompute.recompute._discarded import Keeper
 from paddle_recompute.recompute._hooks import innermost, recording
 from paddle_recompute.recompute._segments import Segment
@@ -71,14 +71,18 @@ class RecomputeLayer(WrappedLayer):
         "_recompute_name",
         "_recompute_segment",
         "_recompute_gives_up_outputs",
+        "_recompute_forward_count",
     )
     _recompute_options: RecomputeOptions
     _recompute_name: str
     _recompute_segment: tuple[Segment, int] | None
     _recompute_gives_up_outputs: bool
+    _recompute_forward_count: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, recomputed in the backward."""
+        if not is_recomputing():
+            self._recompute_forward_count += 1
         return run_recomputed(
             super().__call__,
             args,
@@ -158,6 +162,20 @@ def recompute_wrapper(
     return wrap(layer, options, name)
 
 
+def forward_count(layer: paddle.nn.Layer) -> int:
+    """How often a wrapped `layer` was called; its second forwards do not count.
+
+    For authors of stateful Layers, beside `is_recomputing`: the number names a call in both of its
+    forwards only as long as no other call of the Layer lies between them.
+
+    Raises:
+        SelectionError: `layer` is not a `RecomputeLayer`.
+    """
+    if not isinstance(layer, RecomputeLayer):
+        raise SelectionError(f"{name_of(layer)} is not wrapped; see recompute_wrapper")
+    return layer._recompute_forward_count
+
+
 def wrap(
     layer: AnyLayer,
     options: RecomputeOptions,
@@ -176,6 +194,7 @@ def wrap(
     layer._recompute_name = name
     layer._recompute_segment = segment
     layer._recompute_gives_up_outputs = gives_up_outputs
+    layer._recompute_forward_count = 0
     layer.__class__ = _wrapped_class(RecomputeLayer, type(layer))
     return layer
 
