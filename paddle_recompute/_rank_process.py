@@ -1,0 +1,106 @@
+"""What a rank that `launch` started does for it: leave its error in a file, and end with it.
+
+Python's own way of telling an error, a traceback on standard error, would reach the launcher as
+text in a log. So the rank writes the error to ``error.<rank>.json`` in the log folder, and the
+launcher, which sees those of all ranks, tells the user about the one that came first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from paddle_recompute.errors import PaddleRecomputeError
+
+LOG_DIR = "PADDLE_RECOMPUTE_LOG_DIR"
+ON_TERMINAL = "PADDLE_RECOMPUTE_ON_TERMINAL"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RankError:
+    """An exception that ended a rank.
+
+    Attributes:
+        rank: Number of the rank on its machine.
+        time: Seconds since the epoch.
+        message: What the exception says, with its type unless it is one of the library's own.
+        is_users: Whether it is one of the library's own, meant for the user's eyes.
+        traceback: As Python prints it.
+    """
+
+    rank: int
+    time: float
+    message: str
+    is_users: bool
+    traceback: str
+
+
+def is_launched() -> bool:
+    """Whether `launch` started this process."""
+    return LOG_DIR in os.environ
+
+
+def prepare_rank() -> None:
+    """To be called first in a process that `launch` started."""
+    die_with_parent(signal.SIGKILL)
+    sys.excepthook = _leave_error
+    if ON_TERMINAL in os.environ:
+        sys.stderr = _TerminalStream(sys.stderr)
+
+
+def read_errors(log_dir: Path) -> list[RankError]:
+    """The errors that ranks left in `log_dir`, in the order in which they happened."""
+    errors = [
+        RankError(**json.loads(path.read_text(encoding="utf-8")))
+        for path in log_dir.glob("error.*.json")
+    ]
+    return sorted(errors, key=lambda error: error.time)
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Ask Linux to send this process `signal_number` when the one that started it is gone.
+
+    Nothing else is told of a parent that was killed with SIGKILL; its ranks would train on.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal_number))
+
+
+def _leave_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    is_users = isinstance(error, PaddleRecomputeError)
+    left = RankError(
+        rank=int(os.environ.get("PADDLE_RANK_IN_NODE", "0")),
+        time=time.time(),
+        message=str(error) if is_users else f"{kind.__name__}: {error}",
+        is_users=is_users,
+        traceback="".join(traceback.format_exception(kind, error, trace)),
+    )
+    path = Path(os.environ[LOG_DIR]) / f"error.{left.rank}.json"
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(asdict(left)), encoding="utf-8")
+    unfinished.rename(path)
+
+
+class _TerminalStream:
+    """A stream into a log file whose other end, by way of the launcher, is a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def isatty(self) -> bool:
+        return True
