@@ -1,0 +1,193 @@
+"""Retrieval quality: encode texts, rank a pool for each query, recall@k and MRR."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+
+from paddle_recompute.errors import DataError
+
+Vectors = NDArray[np.floating[Any]]
+
+
+class Tokenizer(Protocol):
+    """What `encode_texts` needs of a tokenizer."""
+
+    def encode(self, texts: list[str], max_tokens: int, /) -> NDArray[np.int64]:
+        """Ids ``[len(texts), length]``, padded to the longest of these texts."""
+        ...
+
+
+def encode_texts(
+    model: paddle.nn.Layer,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    max_tokens: int,
+    batch_size: int,
+    progress: Callable[[int], object] | None = None,
+) -> NDArray[np.float32]:
+    """The normalised vectors of `texts`, computed in evaluation mode and without gradients.
+
+    Texts are sorted by their number of characters, so that those of a batch have about the same
+    length and little padding; the longest come first, so that a batch too large for the memory is
+    noticed at once. No random number is drawn, and every sublayer gets back the mode (training or
+    evaluation) that it had.
+
+    Args:
+        model: From ids ``[batch, length]``, int64, to vectors ``[batch, dim]``.
+        tokenizer: Makes the ids; `PairTokenizer` is one.
+        texts: At least one.
+        max_tokens: Longer texts are cut.
+        batch_size: Texts at a time.
+        progress: Called after every batch with its number of texts, as ``tqdm.update``.
+
+    Returns:
+        ``[len(texts), dim]``, float32, row i of text i, each of length 1 (a vector of zeros
+        remains one).
+
+    Raises:
+        DataError: There are no texts, or `batch_size` is less than 1.
+    """
+    if not texts or batch_size < 1:
+        raise DataError(
+            f"received {len(texts)} texts and batch_size={batch_size}; both must be at least 1"
+        )
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+    vectors: NDArray[np.float32] | None = None
+    with _evaluation_mode(model), paddle.no_grad():
+        for first in range(0, len(order), batch_size):
+            rows = order[first : first + batch_size]
+            ids = tokenizer.encode([texts[row] for row in rows], max_tokens)
+            batch = model(paddle.to_tensor(ids)).astype("float32").numpy()
+            if vectors is None:
+                vectors = np.empty((len(texts), batch.shape[1]), np.float32)
+            norm = np.linalg.norm(batch, axis=1, keepdims=True)
+            vectors[rows] = batch / np.maximum(norm, np.finfo(np.float32).tiny)
+            if progress is not None:
+                progress(len(rows))
+    assert vectors is not None
+    return vectors
+
+
+def retrieval_metrics(
+    query: Vectors,
+    pool: Vectors,
+    target: NDArray[np.integer[Any]],
+    *,
+    ks: Sequence[int] = (1, 10),
+    tile: int = 1024,
+) -> dict[str, float]:
+    """How early the right candidate comes when the pool is sorted by its score with the query.
+
+    The rank of a target is the number of candidates that score at least as much, itself included:
+    1 is best, and a tie counts against the model, so a model that maps all texts to one vector
+    gets the worst rank and not the best. Scores are inner products in float64. Two scores count as
+    equal when they differ by no more than the rounding of a sum of `dim` products can: else the
+    order in which a matrix product adds them up would decide between equal candidates, and the
+    rank would depend on `tile`.
+
+    Memory: a few float64 blocks ``[tile, tile]`` and ``[tile, dim]``, never all scores at once.
+
+    Args:
+        query: ``[n, dim]``, floating point, n >= 1.
+        pool: ``[m, dim]``, floating point, the candidates.
+        target: ``[n]``, integer: the row of `pool` that is right for a query.
+        ks: The k of each recall@k, the share of queries whose target has a rank of at most k.
+        tile: Queries and candidates at a time.
+
+    Returns:
+        ``recall@k`` for every k and ``mrr``, the mean of 1/rank, all in [0, 1]; ``pool_size`` = m
+        and ``queries`` = n, integers.
+
+    Raises:
+        DataError: Shapes or dtypes do not fit together, a target is no row of the pool, or a vector
+            is not finite.
+    """
+    _check(query, pool, target, ks, tile)
+    ranks = np.concatenate(
+        [_ranks(query[rows], pool, target[rows], tile) for rows in _tiles(len(query), tile)]
+    )
+    return {
+        **{f"recall@{k}": float(np.mean(ranks <= k)) for k in ks},
+        "mrr": float(np.mean(1.0 / ranks)),
+        "pool_size": len(pool),
+        "queries": len(query),
+    }
+
+
+def _ranks(
+    query: Vectors, pool: Vectors, target: NDArray[np.integer[Any]], tile: int
+) -> NDArray[np.int64]:
+    """The rank of each query's target, 1 or more; `query` is one tile."""
+    query, right = query.astype(np.float64), pool[target].astype(np.float64)
+    query_length, right_length = _lengths(query), _lengths(right)
+    # The rounding error of a sum of dim products is at most dim * 2**-53 * |q| * |p|.
+    rounding = query.shape[1] * np.finfo(np.float64).eps / 2 * query_length
+    threshold = np.einsum("nd,nd->n", query, right) - rounding * right_length
+    ranks = np.zeros(len(query), np.int64)
+    for rows in _tiles(len(pool), tile):
+        candidates = pool[rows].astype(np.float64)
+        scores = query @ candidates.T
+        scores += np.outer(rounding, _lengths(candidates))
+        ranks += np.count_nonzero(scores >= threshold[:, None], axis=1)
+    return ranks
+
+
+def _tiles(total: int, tile: int) -> Iterator[slice]:
+    for first in range(0, total, tile):
+        yield slice(first, first + tile)
+
+
+def _lengths(vectors: Vectors) -> NDArray[np.float64]:
+    squares: NDArray[np.float64] = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
+    return np.sqrt(squares)
+
+
+def _check(
+    query: Vectors,
+    pool: Vectors,
+    target: NDArray[np.integer[Any]],
+    ks: Sequence[int],
+    tile: int,
+) -> None:
+    if query.ndim != 2 or pool.ndim != 2 or query.shape[1] != pool.shape[1]:
+        raise DataError(
+            f"received queries of shape {query.shape} and a pool of shape {pool.shape}; allowed "
+            "are [n, dim] and [m, dim]"
+        )
+    if len(query) == 0 or target.shape != (len(query),) or target.dtype.kind not in "iu":
+        raise DataError(
+            f"received {len(query)} queries and targets of shape {target.shape}, {target.dtype}; "
+            "allowed is one integer for each of at least one query"
+        )
+    if target.min() < 0 or target.max() >= len(pool):
+        raise DataError(
+            f"received targets from {target.min()} to {target.max()}; the pool has the rows 0 to "
+            f"{len(pool) - 1}"
+        )
+    if tile < 1 or any(k < 1 for k in ks):
+        raise DataError(f"received ks={tuple(ks)} and tile={tile}; all must be at least 1")
+    for name, vectors in (("queries", query), ("pool", pool)):
+        bad = np.flatnonzero(~np.isfinite(_lengths(vectors)))
+        if bad.size:
+            raise DataError(
+                f"{bad.size} vectors of the {name} are not finite, the first is row {bad[0]}; "
+                "has the training diverged?"
+            )
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: paddle.nn.Layer) -> Iterator[None]:
+    before = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer, training in before:
+            layer.training = training

