@@ -200,10 +200,12 @@ def test_two_machines_meet_at_the_master(config: Callable[..., Config], tmp_path
 def test_a_terminal_sees_the_bar_move_and_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     child, terminal = pty.fork()
     if child == 0:
-        os.environ.pop("COLUMNS", None)  # it would win over the size of the terminal
-        os.environ["PYTHONPATH"] = str(ROOT)
+        # COLUMNS would win over the size of the terminal; readline, which pytest imports, sets it
+        # behind the back of os.environ, hence the explicit environment.
+        environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        environment["PYTHONPATH"] = str(ROOT)
         command = ["-c", DRIVER, str(TINY), str(tmp_path), *WORKER, "wait", str(tmp_path)]
-        os.execv(sys.executable, [sys.executable, *command])
+        os.execve(sys.executable, [sys.executable, *command], environment)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 97, 0, 0))
     shown = bytearray()
     reader = threading.Thread(target=_read_all, args=(terminal, shown), daemon=True)
