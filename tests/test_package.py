@@ -1,0 +1,143 @@
+"""The package as a whole: its public names, what an import costs, what is said without Paddle."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paddle_recompute
+from paddle_recompute import _installed
+from paddle_recompute.errors import DependencyError
+from tests.ranks import ROOT
+
+
+def test_an_import_is_free_and_a_configuration_needs_no_paddle() -> None:
+    code = """
+import os, sys
+before = dict(os.environ)
+import paddle_recompute
+heavy = {"paddle", "numpy", "matplotlib", "tokenizers"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+from paddle_recompute import cli
+paddle_recompute.load_config("fleet_configs/contrastive_ernie-tiny_2cpu.yaml")
+assert "paddle" not in sys.modules
+assert os.environ == before
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_every_public_name_is_there() -> None:
+    for name in paddle_recompute.__all__:
+        assert getattr(paddle_recompute, name) is not None
+        assert name in dir(paddle_recompute)
+
+
+def test_what_type_checkers_see_is_what_is_imported() -> None:
+    """The names are written three times: for checkers, for ``import *``, for `__getattr__`."""
+    tree = ast.parse(inspect.getsource(paddle_recompute))
+    checked = next(
+        node for node in tree.body if isinstance(node, ast.If) and "TYPE" in ast.dump(node.test)
+    )
+    seen = {
+        alias.name: node.module.removeprefix("paddle_recompute").lstrip(".")
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    homes = paddle_recompute._WITHOUT_PADDLE | paddle_recompute._WITH_PADDLE
+    assert seen == {**homes, "errors": ""}
+    assert sorted([*seen, "__version__"]) == sorted(paddle_recompute.__all__)
+
+
+def test_recompute_is_the_function_whatever_was_imported_before() -> None:
+    package = importlib.import_module("paddle_recompute.recompute")
+    for _ in range(2):
+        assert inspect.isfunction(paddle_recompute.recompute)
+        # What Python does when it imports the sub-package for the first time.
+        vars(paddle_recompute).pop("recompute")
+        paddle_recompute.recompute = package
+    assert sys.modules["paddle_recompute.recompute"] is package
+    assert package.recompute is paddle_recompute.recompute
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'recompte'"):
+        _ = paddle_recompute.recompte
+
+
+def test_a_missing_paddle_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    vars(paddle_recompute).pop("TrainStep", None)
+    with pytest.raises(DependencyError, match=r"not installed; install .*paddlepaddle>=2\.6\.2"):
+        _ = paddle_recompute.TrainStep
+    with pytest.raises(ImportError):  # so that `try: ... except ImportError` keeps working
+        _ = paddle_recompute.TrainStep
+
+
+@pytest.mark.parametrize("version", ["2.6.1", "2.5.2", "2.4.2.post117", "1.8.5"])
+def test_an_old_paddle_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_installed, "_installed_version", lambda: version)
+    with pytest.raises(DependencyError, match=f"PaddlePaddle {version} is too old; install "):
+        _installed.require_paddle()
+
+
+@pytest.mark.parametrize("version", ["2.6.2", "2.6.2.post120", "3.0.0-beta1", "3.3.1", "0.0.0", ""])
+def test_a_newer_paddle_and_a_development_build_are_taken(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_installed, "_installed_version", lambda: version)
+    _installed.require_paddle()
+
+
+def test_the_version_of_paddle_is_read_without_importing_it() -> None:
+    import paddle
+
+    assert _installed._installed_version() == paddle.__version__
+
+
+def test_the_version_stands_in_one_place() -> None:
+    try:
+        installed = importlib.metadata.version("paddle-recompute")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is on the path, not installed")
+    assert installed == paddle_recompute.__version__
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["PYTHON=/nowhere/python"], "at PYTHON=/nowhere/python"), ([], "on the PATH")],
+)
+def test_make_says_in_one_line_that_it_finds_no_python(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    """A name on the PATH is not enough: version managers leave shims that fail when run."""
+    for name in ("Makefile", "setup.py", "requirements", "paddle_recompute"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shims = tmp_path / "shims"
+    shims.mkdir()
+    for name in ("python3.12", "python3.11", "python3.10", "python3", "python"):
+        (shims / name).write_text("#!/bin/sh\necho 'command not found' >&2; exit 127\n")
+        (shims / name).chmod(0o755)
+    done = subprocess.run(
+        ["make", "venv", *arguments],
+        cwd=tmp_path,
+        env={"PATH": f"{shims}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    first, *rest = done.stderr.strip().splitlines()
+    assert first.startswith("No Python 3.10, 3.11 or 3.12") and words in first
+    assert all(line.startswith("make: ***") for line in rest)
+    assert not (tmp_path / ".venv").exists()
