@@ -128,11 +128,14 @@ def _main(folder: str, rank: str) -> None:
 
     import paddle.distributed as dist
 
+    from paddle_recompute.grad_sync import barrier
+
     module, name, arguments = pickle.loads((Path(folder) / "job.pkl").read_bytes())
     worker = getattr(importlib.import_module(module), name)
     dist.init_parallel_env()
     result = worker(**arguments)
     (Path(folder) / f"result{rank}.pkl").write_bytes(pickle.dumps(result))
+    barrier()  # rank 0 hosts the store: if it left first, the others would lose it
 
 
 if __name__ == "__main__":
