@@ -35,7 +35,7 @@ from paddle_recompute.errors import LaunchError
 
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 20.0  # the launcher gives the ranks a few seconds to end before it kills them
-_TAIL_LINES = 20
+_TAIL_LINES = 30
 _FAILED_RANK = re.compile(r"^Container rank (\d+) status failed .* code (-?\d+) log ", re.MULTILINE)
 
 # The launcher takes these variables over its own arguments, which are given here.

@@ -1,0 +1,209 @@
+"""The command: what it hands on, what it prints last, and errors of one paragraph and code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from paddle_recompute import _installed, cli
+from paddle_recompute.config import Config
+from paddle_recompute.errors import DataError
+from tests.ranks import ROOT
+
+CONFIGS = ROOT / "fleet_configs"
+TINY = CONFIGS / "contrastive_ernie-tiny_2cpu.yaml"
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets variables for the ranks; they are put back after each test."""
+    for name in ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
+
+
+@pytest.fixture
+def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `Trainer` that trains nothing and returns its settings."""
+
+    class Trainer:
+        def __init__(self, config: Config) -> None:
+            self.config = config
+
+        def run(self) -> dict[str, Any]:
+            if self.config.train.seed == 13:
+                raise DataError("pairs.tsv:7: one column where two are needed")
+            print("trained")
+            return {"max_steps": self.config.train.max_steps}
+
+    module = types.ModuleType("paddle_recompute.trainer")
+    module.Trainer = Trainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "paddle_recompute.trainer", module)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, ["train", *map(str, arguments)])
+
+
+def assert_one_paragraph(result: Result, *words: str) -> None:
+    """Code 2; on standard error one paragraph with all of `words`, and nothing on output."""
+    assert result.exit_code == 2, result.output
+    message = result.stderr
+    assert message.startswith("paddle-recompute: ")
+    for word in words:
+        assert word in message
+    assert "Traceback" not in message
+    assert "\n\n" not in message
+    assert not result.stdout.startswith("{")
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+def test_a_missing_file_is_told_with_those_that_are_there() -> None:
+    assert_one_paragraph(run("--config", CONFIGS / "no.yaml"), "no.yaml", "there is", str(TINY))
+
+
+def test_a_wrong_configuration_is_told_with_all_of_its_faults() -> None:
+    result = run("--config", TINY, "train.max_step=5", "model.num_layers=none")
+    assert_one_paragraph(
+        result, "2 faults", "train.max_step", "max_steps", "model.num_layers", "'none'"
+    )
+
+
+def test_eight_gpus_on_a_machine_with_none() -> None:
+    result = run("--config", CONFIGS / "contrastive_ernie-base_8gpu.yaml")
+    assert_one_paragraph(result, "asks for 8 GPUs", "launch.device=cpu")
+
+
+def test_two_machines_without_their_address() -> None:
+    assert_one_paragraph(run("--config", TINY, "launch.num_nodes=2"), "--master HOST:PORT")
+
+
+def test_a_missing_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_installed, "_installed_version", lambda: None)
+    for ranks in (1, 2):
+        result = run("--config", TINY, f"launch.num_ranks={ranks}")
+        assert_one_paragraph(result, "PaddlePaddle is not installed; install 'paddlepaddle>=2.6.2")
+
+
+@pytest.mark.usefixtures("fake_trainer")
+def test_an_error_in_place_is_a_paragraph_and_with_debug_a_traceback_too() -> None:
+    arguments = ("--config", TINY, "launch.num_ranks=1", "train.seed=13")
+    assert_one_paragraph(run(*arguments), "pairs.tsv:7: one column where two are needed")
+    result = run(*arguments, "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and "in run" in result.stderr
+    assert result.stderr.endswith(
+        "paddle-recompute: pairs.tsv:7: one column where two are needed\n"
+    )
+
+
+def test_a_bad_line_of_the_data_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    """The whole way: real ranks, the real trainer, a file with one column in its second line."""
+    (tmp_path / "pairs.tsv").write_text("狗\tdog\n猫\n")
+    data = ["data.source=files", f"data.train_file={tmp_path / 'pairs.tsv'}"]
+    folders = [f"data.cache_dir={tmp_path / 'cache'}", f"train.output_dir={tmp_path / 'run'}"]
+    for ranks in (1, 2):
+        result = _real("--config", TINY, *data, *folders, f"launch.num_ranks={ranks}")
+        message = [line for line in result.stderr.splitlines() if "ccache" not in line]
+        assert result.returncode == 2
+        assert f"{tmp_path / 'pairs.tsv'}:2: " in message[-1]
+        assert "Traceback" not in result.stdout + result.stderr
+
+
+# ---------------------------------------------------------------------------- what it does
+
+
+@pytest.mark.usefixtures("fake_trainer")
+def test_one_rank_is_trained_in_place_and_its_record_comes_last() -> None:
+    result = run("--config", TINY, "launch.num_ranks=1", "train.max_steps=41")
+    assert result.exit_code == 0, result.output
+    first, *_, last = result.stdout.splitlines()
+    assert first.startswith("1 rank on cpu")
+    assert json.loads(last) == {"max_steps": 41}
+
+
+@pytest.mark.usefixtures("fake_trainer")
+@pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 1)])
+def test_under_fleetrun_the_first_rank_alone_prints_the_record(
+    rank: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+    result = run("--config", CONFIGS / "contrastive_ernie-large_2x8gpu.yaml", "train.max_steps=999")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.splitlines()) == lines
+    assert ("999" in result.stdout) == (rank == 0)
+
+
+def test_more_ranks_are_given_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[Sequence[str], str | None, int]] = []
+
+    def launch(
+        config: Config, command: Sequence[str], *, master: str | None, node_rank: int
+    ) -> None:
+        launched.append((command, master, node_rank))
+        config.train.output_dir.mkdir(exist_ok=True)
+        (config.train.output_dir / "result.json").write_text('{"mrr": 0.5,\n "名": "é"}\n')
+
+    monkeypatch.setattr(cli, "launch", launch)
+    overrides = [f"train.output_dir={tmp_path / 'run'}", "train.max_steps=50"]
+    result = run("--config", TINY, *overrides)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1]) == {"mrr": 0.5, "名": "é"}
+    again = ["-m", "paddle_recompute.cli", "train", "--config", str(TINY), *overrides]
+    assert launched == [(again, None, 0)]
+
+    machines = ["launch.num_nodes=2", "--master", "10.0.0.1:6170", "--rank", "1"]
+    result = run("--config", TINY, *overrides, *machines)
+    assert result.exit_code == 0, result.output
+    assert "mrr" not in result.stdout  # the first machine prints it
+    assert launched[1][1:] == ("10.0.0.1:6170", 1)
+
+
+@pytest.mark.timeout(180)
+def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
+    """The whole way, on a few made-up pairs."""
+    lines = [f"w{i} x{i * i % 97}\tW{i} X{i * i % 97}\n" for i in range(200)]
+    (tmp_path / "pairs.tsv").write_text("".join(lines))
+    result = _real(
+        "--config",
+        TINY,
+        "data.source=files",
+        f"data.train_file={tmp_path / 'pairs.tsv'}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "data.valid_pairs=20",
+        "data.vocab_size=200",
+        "model.num_layers=1",
+        "model.hidden_size=16",
+        "model.intermediate_size=16",
+        "contrastive.global_batch=16",
+        "train.max_steps=3",
+        "train.warmup_steps=1",
+        f"train.output_dir={tmp_path / 'run'}",
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    record = json.loads(lines[-1])
+    assert record["world_size"] == 2
+    assert {"recall@1", "untrained_mrr", "plain_peak_bytes", "output_dir"} <= set(record)
+    assert record == json.loads((tmp_path / "run" / "result.json").read_text())
+    assert any("recall@10" in line for line in lines[:-1])
+    assert any("step 3/3" in line for line in lines[:-1])
+    assert not any("Successfully connected" in line for line in lines)
+
+
+def _real(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paddle_recompute.cli", "train", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
