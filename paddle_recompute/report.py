@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from paddle_recompute._memory import format_bytes
+from paddle_recompute.errors import DependencyError
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise DependencyError(
+        "the report of a training run is drawn with Matplotlib, which is not installed; "
+        "pip install matplotlib (or 'paddle-recompute[report]')"
+    ) from error
 
 INK, QUIET, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BEFORE, AFTER = "#b8c4ce", "#0f766e"

@@ -90,7 +90,7 @@ class Trainer:
         checkpoint = self._checkpoint_to_resume()
         data = self._prepare_data(checkpoint)
         vocab_size = data.tokenizer.vocab_size
-        plain_peak, recompute_peak = self._measure_memory(vocab_size)
+        plain_peak, configured_peak = self._measure_memory(vocab_size)
         model = self._build_model(vocab_size)
         if checkpoint is not None:
             untrained = checkpoint.state["untrained"]
@@ -102,7 +102,7 @@ class Trainer:
             **metrics,
             **{f"untrained_{key}": untrained.get(key) for key in ("recall@1", "recall@10", "mrr")},
             **trained,
-            "peak_bytes": max(trained["peak_bytes"], recompute_peak),
+            "peak_bytes": max(trained["peak_bytes"] or 0, configured_peak),
             "plain_peak_bytes": plain_peak,
             "world_size": self._world_size,
             "output_dir": str(self._folder),
@@ -129,11 +129,12 @@ class Trainer:
 
     def _measure_memory(self, vocab_size: int) -> tuple[int, int]:
         """Bytes of the dearest step on the largest rank: (plain, as configured)."""
-        peaks = [
-            measure_step(self.config, self._loss_of, vocab_size=vocab_size, recompute=recompute)
-            for recompute in (False, self.config.recompute.enable)
-        ]
-        plain, configured = (self._largest(peak) for peak in peaks)
+        configured, plain = (
+            self._largest(
+                measure_step(self.config, self._loss_of, vocab_size=vocab_size, recompute=recompute)
+            )
+            for recompute in (self.config.recompute.enable, False)
+        )
         self._say(
             f"A step takes {_memory.format_bytes(plain)} without recompute, "
             f"{_memory.format_bytes(configured)} as configured"
@@ -202,7 +203,7 @@ class Trainer:
                         "lr": rate,
                         "grad_norm": result.grad_norm,
                         "examples_per_second": window.rate(global_batch),
-                        "peak_bytes": self._largest(window.peak_bytes),
+                        "peak_bytes": self._largest_peak(window),
                     }
                     whole_run.add(window)
                     window = Meter()
@@ -215,7 +216,7 @@ class Trainer:
         return {
             "steps": max(done, total),
             "loss": loss,
-            "peak_bytes": self._largest(whole_run.peak_bytes),
+            "peak_bytes": self._largest_peak(whole_run),
             "examples_per_second": mean_over_ranks(whole_run.rate(global_batch)),
         }
 
@@ -356,6 +357,9 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self._is_main:
             print(text, flush=True)
+
+    def _largest_peak(self, meter: Meter) -> int | None:
+        return None if meter.peak_bytes is None else self._largest(meter.peak_bytes)
 
     def _largest(self, count: int) -> int:
         """The largest of the ranks' counts, on all of them."""

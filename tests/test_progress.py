@@ -9,6 +9,7 @@ from pathlib import Path
 import paddle
 import pytest
 
+from paddle_recompute import _memory
 from paddle_recompute.progress import Meter, MetricsLog, Progress, read_metrics
 
 RECORD = {"step": 20, "loss": 1.25, "examples_per_second": 321.4, "peak_bytes": 3 * 2**20}
@@ -25,6 +26,12 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
         progress.advance()
         progress.show(RECORD)
     assert stream.getvalue() == "step 20/50  loss 1.2500  examples/s 321  peak 3.0 MiB\n"
+
+
+def test_peak_that_is_not_measured() -> None:
+    stream = io.StringIO()
+    Progress(50, stream=stream).show({**RECORD, "peak_bytes": None})
+    assert stream.getvalue().endswith("peak not measured\n")
 
 
 def test_bar_on_a_terminal() -> None:
@@ -82,11 +89,13 @@ def test_numbers_that_json_has_not_are_refused(tmp_path: Path) -> None:
         MetricsLog(tmp_path / "metrics.jsonl").write({"loss": float("nan")})
 
 
+@pytest.mark.skipif(not _memory.can_reset_peak(), reason="needs the peak of a step alone")
 def test_meter_sees_the_peak_of_steps_alone() -> None:
     meter = Meter()
     meter.start()
     meter.stop()
     quiet = meter.peak_bytes
+    assert quiet is not None
     paddle.zeros([1 << 20])  # 4 MiB between two steps, gone before the next one
     meter.start()
     meter.stop()
@@ -96,6 +105,16 @@ def test_meter_sees_the_peak_of_steps_alone() -> None:
     meter.stop()
     assert meter.peak_bytes >= quiet + (4 << 20)
     assert meter.steps == 3
+
+
+def test_meter_says_when_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_memory, "can_reset_peak", lambda: False)
+    meter, whole = Meter(), Meter()
+    meter.start()
+    meter.stop()
+    whole.add(meter)
+    assert whole.steps == 1
+    assert whole.peak_bytes is None
 
 
 def test_meter_adds_windows() -> None:

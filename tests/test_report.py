@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paddle_recompute.errors import DependencyError
 from paddle_recompute.report import (
     loss_figure,
     memory_figure,
@@ -76,6 +79,15 @@ def test_recall_picture_has_a_bar_per_metric_and_state() -> None:
     [axes] = recall_figure(RECORD).axes
     heights = [patch.get_height() for patch in axes.patches]
     assert heights[:6] == [0.001, 0.25, 0.01, 0.5, 0.002, 0.333]
+
+
+def test_without_matplotlib_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    monkeypatch.delitem(sys.modules, "paddle_recompute.report")
+    with pytest.raises(DependencyError, match="pip install matplotlib"):
+        importlib.import_module("paddle_recompute.report")
 
 
 def test_table_for_the_terminal() -> None:
