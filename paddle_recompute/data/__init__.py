@@ -1,0 +1,24 @@
+"""Text pairs: reading, mining, splitting, tokens and batches."""
+
+from paddle_recompute.data.cedict import mine_cedict
+from paddle_recompute.data.loader import PairLoader, build_loader
+from paddle_recompute.data.pairs import Pair, PairFile, read_pairs
+from paddle_recompute.data.prepare import PreparedData, prepare_data
+from paddle_recompute.data.split import Split, split_pairs
+from paddle_recompute.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
+
+__all__ = [
+    "Pair",
+    "PairFile",
+    "PairLoader",
+    "PairTokenizer",
+    "PreparedData",
+    "Split",
+    "build_loader",
+    "load_tokenizer",
+    "mine_cedict",
+    "prepare_data",
+    "read_pairs",
+    "split_pairs",
+    "train_tokenizer",
+]

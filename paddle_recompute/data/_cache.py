@@ -1,0 +1,49 @@
+"""Files in the cache folder: a reader finds a whole one or none."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from paddle_recompute.errors import DataError
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a UTF-8 file under another name and give it its own at the end, which is atomic.
+
+    Raises:
+        DataError: The folder cannot be written to.
+    """
+    unfinished = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(prefix=".unfinished-", dir=path.parent)
+        with open(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(handle)
+        os.chmod(unfinished, 0o644)  # mkstemp makes it unreadable for others
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be written ({error.strerror}); set data.cache_dir, or the variable "
+            "PADDLE_RECOMPUTE_CACHE, to a folder that can"
+        ) from error
+    finally:
+        if unfinished is not None and os.path.exists(unfinished):
+            os.unlink(unfinished)
+
+
+def require_file(path: Path) -> Path:
+    """`path`, which the main rank has just written or found.
+
+    Raises:
+        DataError: This rank does not see it.
+    """
+    if not path.exists():
+        raise DataError(
+            f"{path}: not there, although the main rank has written its own; all ranks must read "
+            "the same data files, and data.cache_dir must be a folder that all nodes share"
+        )
+    return path

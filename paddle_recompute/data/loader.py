@@ -1,0 +1,178 @@
+"""Batches of token numbers, each rank its own pairs, in an order that seed and epoch decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+
+from paddle_recompute.data.pairs import Pair
+from paddle_recompute.data.tokenizer import PairTokenizer, TokenRows
+from paddle_recompute.errors import DataError
+
+
+class PairLoader:
+    """Iterates over the batches of one epoch on one rank; made by `build_loader`.
+
+    A batch is a dict of int64 Tensors: ``query`` [local_batch, query tokens] and ``positive``
+    [local_batch, positive tokens], each padded with 0 to its longest text, and ``index``
+    [local_batch], the places of the pairs in the list that was given.
+
+    Attributes:
+        num_dropped: Pairs that no rank reads in an epoch, because the last global batch would not
+            be full. Which ones they are changes with the epoch.
+        num_cut_queries: Queries that lost their end to ``max_query_tokens``.
+        num_cut_positives: Positives that lost their end to ``max_positive_tokens``.
+    """
+
+    def __init__(
+        self, queries: TokenRows, positives: TokenRows, sampler: RankSampler, num_workers: int
+    ) -> None:
+        self._queries, self._positives = queries, positives
+        self._sampler = sampler
+        self.num_dropped = sampler.num_dropped
+        self.num_cut_queries = queries.num_cut
+        self.num_cut_positives = positives.num_cut
+        self._batches = paddle.io.DataLoader(
+            _Places(sampler.num_pairs),
+            batch_sampler=sampler,
+            collate_fn=self._collate,
+            num_workers=num_workers,
+            return_list=True,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration; without a call it is that of epoch 0."""
+        self._sampler.epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches in an epoch, the same on all ranks; 0 if the pairs do not fill one."""
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[dict[str, paddle.Tensor]]:
+        """The batches of the epoch that was set."""
+        return iter(self._batches)
+
+    def notes(self) -> list[str]:
+        """What the batches leave out, one sentence each; empty if nothing is."""
+        counts = {
+            "training queries are cut at data.max_query_tokens": self.num_cut_queries,
+            "training positives are cut at data.max_positive_tokens": self.num_cut_positives,
+            "training pairs, others in each epoch, are left out: they fill no global batch": (
+                self.num_dropped
+            ),
+        }
+        return [
+            f"{count} of {self._sampler.num_pairs} {what}"
+            for what, count in counts.items()
+            if count
+        ]
+
+    def _collate(self, rows: list[int]) -> dict[str, npt.NDArray[np.int64]]:
+        return {
+            "query": self._queries.pad(rows),
+            "positive": self._positives.pad(rows),
+            "index": np.array(rows, dtype=np.int64),
+        }
+
+
+def build_loader(
+    pairs: Sequence[Pair],
+    tokenizer: PairTokenizer,
+    *,
+    local_batch: int,
+    rank: int,
+    num_ranks: int,
+    seed: int,
+    max_query_tokens: int,
+    max_positive_tokens: int,
+    num_workers: int,
+) -> PairLoader:
+    """Tokenize all pairs, once, and make the loader of one rank.
+
+    The tokens stay in memory, 4 bytes each, and worker processes share them.
+
+    Args:
+        pairs: The same on every rank, in the same order.
+        tokenizer: The same on every rank.
+        local_batch: Pairs in a batch of this rank.
+        rank: This one, from 0.
+        num_ranks: All of them.
+        seed: Of the order of the pairs.
+        max_query_tokens: The most tokens of a query, special ones included.
+        max_positive_tokens: The most tokens of a positive, special ones included.
+        num_workers: Processes that put batches together; 0 is this process itself.
+
+    Raises:
+        DataError: A pair has negatives, which nothing uses yet.
+    """
+    refuse_negatives(pairs)
+    return PairLoader(
+        tokenizer.tokenize([pair.query for pair in pairs], max_query_tokens),
+        tokenizer.tokenize([pair.positive for pair in pairs], max_positive_tokens),
+        RankSampler(len(pairs), local_batch=local_batch, rank=rank, num_ranks=num_ranks, seed=seed),
+        num_workers,
+    )
+
+
+def refuse_negatives(pairs: Iterable[Pair]) -> None:
+    """Stop where a pair has negatives: they would be read and then not used.
+
+    Raises:
+        DataError: Naming the first such pair and how many there are.
+    """
+    having = [pair for pair in pairs if pair.negatives]
+    if having:
+        raise DataError(
+            f"{len(having)} pairs have negatives, the first is that of the query "
+            f"'{having[0].query}'; training takes the other positives of a batch as negatives and "
+            "does not use these yet: remove them from the file"
+        )
+
+
+class RankSampler(paddle.io.BatchSampler):
+    """Deals every global batch out to the ranks, none twice, none short.
+
+    `paddle.io.DistributedBatchSampler` repeats pairs to fill the last batch, and shuffles by the
+    epoch alone, in the same way whatever the seed.
+
+    The pairs are shuffled by (seed, epoch) and cut into global batches of ``num_ranks *
+    local_batch``; a rank's batch is its slice of one. So the pairs of a step do not depend on how
+    many ranks share them. What is left at the end is dropped (`num_dropped`).
+    """
+
+    def __init__(
+        self, num_pairs: int, *, local_batch: int, rank: int, num_ranks: int, seed: int
+    ) -> None:
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank is {rank}, and there are {num_ranks} ranks, counted from 0")
+        self.num_pairs = num_pairs
+        self.epoch = 0
+        self.batch_size = local_batch
+        self.num_dropped = num_pairs % (local_batch * num_ranks)
+        self._rank, self._num_ranks, self._seed = rank, num_ranks, seed
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return self.num_pairs // (self.batch_size * self._num_ranks)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The places of the pairs of each batch."""
+        order = np.random.default_rng([self._seed, self.epoch]).permutation(self.num_pairs)
+        whole = order[: self.num_pairs - self.num_dropped]
+        yield from whole.reshape(-1, self._num_ranks, self.batch_size)[:, self._rank].tolist()
+
+
+class _Places(paddle.io.Dataset):
+    """Item i is i: the batch, not the pair, is looked up in the tokens."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int) -> int:
+        return place

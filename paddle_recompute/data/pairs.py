@@ -1,0 +1,219 @@
+"""Read text pairs from TSV and JSON Lines files, where no line is lost without a word.
+
+A file is UTF-8, with or without a byte order mark, and may be compressed (``.gz``):
+
+- ``.tsv``: ``query<TAB>positive[<TAB>negative...]``. There is no quoting and no escaping. The first
+  line is a header if it reads exactly ``query<TAB>positive``, with any number of ``<TAB>negative``.
+- ``.jsonl``: one object per line, with the strings ``query`` and ``positive`` and, if there are
+  any, ``negatives``, a list of strings.
+
+Whitespace around a text does not belong to it. Blank lines are no data and are passed over.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from paddle_recompute.errors import ConfigError, DataError
+
+_KEYS = ("query", "positive", "negatives")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A query and the text that answers it.
+
+    Attributes:
+        query: Never empty.
+        positive: Never empty.
+        negatives: Texts that do not answer the query although they look as if they did.
+    """
+
+    query: str
+    positive: str
+    negatives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PairFile:
+    """What a file holds.
+
+    Attributes:
+        pairs: In the order of the file, duplicates included.
+        skipped: ``"file:line: what is wrong"`` for each line that was left out.
+    """
+
+    pairs: list[Pair]
+    skipped: list[str]
+
+
+class _BadLine(Exception):
+    """A line that is no pair; the message says why."""
+
+
+def read_pairs(path: str | Path, *, on_bad_line: Literal["raise", "skip"] = "raise") -> PairFile:
+    r"""Read all pairs of one file.
+
+    Args:
+        path: A ``.tsv`` or ``.jsonl`` file, also with ``.gz`` behind it.
+        on_bad_line: ``raise`` stops at the first line that is no pair; ``skip`` leaves such lines
+            out and lists them in the result.
+
+    Returns:
+        The pairs, at least one, and the lines that were skipped.
+
+    Raises:
+        DataError: The file cannot be read, has another format or holds no pair, or, with
+            ``raise``, a line is no pair.
+        ConfigError: `on_bad_line` is neither of the two.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "pairs.tsv"
+        >>> _ = file.write_text("query\tpositive\n猫\tcat\n狗\n", encoding="utf-8")
+        >>> found = read_pairs(file, on_bad_line="skip")
+        >>> found.pairs
+        [Pair(query='猫', positive='cat', negatives=())]
+        >>> found.skipped[0].removeprefix(str(file))
+        ':3: 1 column, expected query<TAB>positive[<TAB>negative...]'
+    """
+    if on_bad_line not in ("raise", "skip"):
+        raise ConfigError(f"on_bad_line is {on_bad_line!r}; allowed are 'raise' and 'skip'")
+    path = Path(path)
+    parse = _parser_for(path)
+    pairs: list[Pair] = []
+    skipped: list[str] = []
+    for number, line in _lines(path):
+        try:
+            pair = parse(number, _decode(line))
+        except _BadLine as reason:
+            fault = f"{path}:{number}: {reason}"
+            if on_bad_line == "raise":
+                raise DataError(
+                    f"{fault}; correct the line, or set data.on_bad_line: skip to leave out and "
+                    "count such lines"
+                ) from None
+            skipped.append(fault)
+        else:
+            if pair is not None:
+                pairs.append(pair)
+    if not pairs:
+        first = f" ({len(skipped)} bad lines, the first: {skipped[0]})" if skipped else ""
+        raise DataError(f"{path}: holds no pair{first}")
+    return PairFile(pairs, skipped)
+
+
+def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
+    """The function from (line number, line) to a pair, or to None where there is no data."""
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    parsers = {".tsv": _from_tsv, ".jsonl": _from_json}
+    if suffix not in parsers:
+        raise DataError(
+            f"{path}: the format is told by the name, which must end in .tsv, .jsonl, .tsv.gz or "
+            ".jsonl.gz"
+        )
+    return parsers[suffix]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file and their numbers from 1, without the byte order mark."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such file") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged gzip data after line {number} ({error})") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _decode(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _BadLine(
+            f"not UTF-8: {error.reason} (0x{line[error.start]:02x}) at byte {error.start + 1} of "
+            "the line"
+        ) from None
+
+
+def _from_tsv(number: int, line: str) -> Pair | None:
+    line = line.rstrip("\r\n")
+    if not line.strip(" "):
+        return None
+    columns = line.split("\t")
+    if number == 1 and columns[:2] == ["query", "positive"] and set(columns[2:]) <= {"negative"}:
+        return None
+    if len(columns) == 1:
+        raise _BadLine("1 column, expected query<TAB>positive[<TAB>negative...]")
+    texts = [column.strip() for column in columns]
+    for place, text in enumerate(texts):
+        if not text:
+            name = ("query", "positive")[place] if place < 2 else "negative"
+            raise _BadLine(f"empty {name} (column {place + 1})")
+    return Pair(texts[0], texts[1], tuple(texts[2:]))
+
+
+def _from_json(number: int, line: str) -> Pair | None:
+    if not line.strip():
+        return None
+    try:
+        found = json.loads(line, object_pairs_hook=_without_repeated_keys)
+    except json.JSONDecodeError as error:
+        raise _BadLine(f"not JSON: {error.msg} at character {error.pos + 1} of the line") from None
+    except RecursionError:
+        raise _BadLine("not a pair: JSON nested too deep") from None
+    if not isinstance(found, dict):
+        raise _BadLine(f"{_kind(found)}, expected an object with query and positive")
+    for key in found:
+        if key not in _KEYS:
+            near = difflib.get_close_matches(key, _KEYS, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise _BadLine(f"unknown key '{key}'; allowed are {', '.join(_KEYS)}{hint}")
+    query, positive = (_text_of(found, key) for key in ("query", "positive"))
+    negatives = found.get("negatives", [])
+    if not isinstance(negatives, list):
+        raise _BadLine(f"negatives is {_kind(negatives)}, expected a list of strings")
+    named = {f"negatives[{place}]": text for place, text in enumerate(negatives)}
+    return Pair(query, positive, tuple(_text_of(named, name) for name in named))
+
+
+def _without_repeated_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(items)
+    if len(found) < len(items):
+        keys = [key for key, _ in items]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise _BadLine(f"key '{repeated}' is there twice")
+    return found
+
+
+def _text_of(found: dict[str, Any], key: str) -> str:
+    if key not in found:
+        raise _BadLine(f"no {key}")
+    if not isinstance(found[key], str):
+        raise _BadLine(f"{key} is {_kind(found[key])}, expected a string")
+    text = cast(str, found[key]).strip()
+    if not text:
+        raise _BadLine(f"empty {key}")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise _BadLine(f"{key} holds half of a surrogate pair (an escape \\ud800 to \\udfff)")
+    return text
+
+
+def _kind(value: object) -> str:
+    """What JSON calls the type of `value`."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), "a number")

@@ -1,0 +1,174 @@
+"""From the ``data`` section of a configuration to pairs, candidates and a tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paddle_recompute.config import DataConfig
+from paddle_recompute.data._cache import require_file
+from paddle_recompute.data.cedict import account_of, mine_cedict, mined_cedict
+from paddle_recompute.data.loader import refuse_negatives
+from paddle_recompute.data.pairs import Pair, read_pairs
+from paddle_recompute.data.split import (
+    Split,
+    num_pairs_sharing_a_text,
+    rank_of,
+    split_pairs,
+    without_duplicates,
+)
+from paddle_recompute.data.tokenizer import (
+    PairTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_key,
+)
+from paddle_recompute.errors import DataError
+
+_SHOWN_REASONS = 5
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What a run needs of its data; equal on all ranks.
+
+    Attributes:
+        train: Pairs to train on.
+        valid: Pairs to evaluate on; they share no text with those of `train`, unless
+            ``data.valid_file`` brought such pairs, and then `notes` says so.
+        pool: Candidates, all different: the positives of `valid` first, then some of `train`.
+        tokenizer: Trained on `train`.
+        skipped: ``"file:line: what is wrong"`` for every line that was left out.
+        notes: Sentences for the user: what was left out, and how much of it.
+    """
+
+    train: list[Pair]
+    valid: list[Pair]
+    pool: list[str]
+    tokenizer: PairTokenizer
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def prepare_data(
+    config: DataConfig, *, seed: int, is_main_rank: bool, barrier: Callable[[], None]
+) -> PreparedData:
+    """Read, split and tokenize; what takes long is done once and kept in ``config.cache_dir``.
+
+    The main rank mines the pairs (``source: cedict``) and trains the tokenizer while the others
+    wait at `barrier`; then all read the same files. Errors in the user's own files are raised on
+    every rank, before anybody waits.
+
+    Args:
+        config: The section ``data``.
+        seed: Decides which groups are held out and which training positives fill the pool.
+        is_main_rank: Exactly one rank says True.
+        barrier: Returns when all ranks have called it.
+
+    Raises:
+        DataError: The pairs cannot be used or are too few, or the cache folder is not the same on
+            all ranks.
+        DependencyError: A package that the source needs is not installed.
+    """
+    account = _Account()
+    if config.source == "cedict":
+        train_file = _mine(config, is_main_rank, barrier, account)
+    elif config.train_file is not None:
+        train_file = config.train_file
+    else:
+        raise DataError("data.source is files, and data.train_file is not given")
+    split = _split(config, train_file, seed, account)
+    refuse_negatives(itertools.chain(split.train, split.valid))
+    pool = build_pool(split, config.pool_size, seed)
+    texts = [text for pair in split.train for text in (pair.query, pair.positive)]
+    tokenizer_file = config.cache_dir / f"tokenizer-{vocabulary_key(texts, config.vocab_size)}.json"
+    if is_main_rank and not tokenizer_file.exists():
+        train_tokenizer(texts, tokenizer_file, config.vocab_size)
+    barrier()
+    # A rank that has read other texts than the main rank looks for another file.
+    tokenizer = load_tokenizer(require_file(tokenizer_file))
+    queries = tokenizer.tokenize([pair.query for pair in split.valid], config.max_query_tokens)
+    candidates = tokenizer.tokenize(pool, config.max_positive_tokens)
+    account.note(queries.num_cut, "held-out queries are cut at data.max_query_tokens")
+    account.note(candidates.num_cut, "candidates are cut at data.max_positive_tokens")
+    return PreparedData(split.train, split.valid, pool, tokenizer, account.skipped, account.notes)
+
+
+def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
+    """The candidates that a query is searched in, all different.
+
+    Args:
+        split: All positives of its held-out pairs are in the pool.
+        pool_size: As many candidates, or more if the held-out pairs have more positives.
+        seed: Decides which positives of the training pairs fill the pool.
+
+    Raises:
+        DataError: All pairs together have fewer different positives.
+    """
+    held_out = dict.fromkeys(pair.positive for pair in split.valid)
+    others = {pair.positive for pair in split.train}.difference(held_out)
+    missing = max(0, pool_size - len(held_out))
+    if len(others) < missing:
+        raise DataError(
+            f"data.pool_size is {pool_size}, and the pairs have {len(held_out) + len(others)} "
+            "different positives; lower it or give more pairs"
+        )
+    return [*held_out, *sorted(others, key=lambda text: rank_of(text, seed))[:missing]]
+
+
+@dataclass
+class _Account:
+    """What is left out on the way."""
+
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, count: int, what: str) -> None:
+        if count:
+            self.notes.append(f"{count} {what}")
+
+
+def _mine(
+    config: DataConfig, is_main_rank: bool, barrier: Callable[[], None], account: _Account
+) -> Path:
+    path = mined_cedict(config.cache_dir)
+    if is_main_rank:
+        mine_cedict(config.cache_dir)
+    barrier()
+    account.notes.append(account_of(require_file(path)))
+    return path
+
+
+def _split(config: DataConfig, train_file: Path, seed: int, account: _Account) -> Split:
+    pairs = _read(config, train_file, account)
+    if config.valid_file is None:
+        split = split_pairs(pairs, valid_pairs=config.valid_pairs, seed=seed)
+        account.note(split.num_duplicates, "duplicates removed")
+        account.note(
+            config.valid_pairs - len(split.valid),
+            "pairs fewer than data.valid_pairs are held out: pairs that share a text stay together",
+        )
+        return split
+    train, num_duplicates = without_duplicates(pairs)
+    account.note(num_duplicates, "duplicates removed from data.train_file")
+    valid, num_valid_duplicates = without_duplicates(_read(config, config.valid_file, account))
+    account.note(num_valid_duplicates, "duplicates removed from data.valid_file")
+    account.note(
+        num_pairs_sharing_a_text(valid, train),
+        "pairs of data.valid_file share a text with data.train_file, which flatters recall",
+    )
+    return Split(train, valid, num_duplicates=num_duplicates + num_valid_duplicates)
+
+
+def _read(config: DataConfig, path: Path, account: _Account) -> list[Pair]:
+    found = read_pairs(path, on_bad_line=config.on_bad_line)
+    account.skipped += found.skipped
+    shown = "; ".join(found.skipped[:_SHOWN_REASONS])
+    more = len(found.skipped) - _SHOWN_REASONS
+    account.note(
+        len(found.skipped),
+        f"bad lines skipped: {shown}" + (f"; and {more} more" if more > 0 else ""),
+    )
+    return found.pairs

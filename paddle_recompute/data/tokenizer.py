@@ -1,0 +1,270 @@
+"""From texts to token numbers: a WordPiece vocabulary, trained once and shared through a file.
+
+The text is treated as BERT's uncased models do it: lower case, no accents, every Chinese
+character a word of its own. The file is the ``tokenizer.json`` of Hugging Face's `tokenizers`,
+which does the work, and can be read by other programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_recompute.data._cache import write_whole
+from paddle_recompute.errors import DataError, DependencyError
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+PAD_ID = 0
+
+# Part of a vocabulary's key: to be raised with every change to what training makes.
+_VERSION = 1
+_INNER = "##"  # stands before a piece that does not begin its word
+_TEXTS_AT_ONCE = 10_000
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The token numbers of many texts, of unequal lengths, one behind the other.
+
+    Attributes:
+        ids: [all tokens] int32.
+        starts: [texts + 1] int64; text ``i`` is ``ids[starts[i] : starts[i + 1]]``.
+        num_cut: How many texts were longer than allowed and lost their end.
+    """
+
+    ids: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    num_cut: int
+
+    def pad(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The texts at the places `rows` as a matrix.
+
+        Returns:
+            [len(rows), tokens of the longest of them], padded with `PAD_ID` at the end.
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        first, lengths = self.starts[rows, None], self.starts[rows + 1] - self.starts[rows]
+        columns = np.arange(lengths.max(initial=0))
+        taken = columns < lengths[:, None]
+        matrix = np.full(taken.shape, PAD_ID, dtype=np.int64)
+        matrix[taken] = self.ids[(first + columns)[taken]]
+        return matrix
+
+
+class PairTokenizer:
+    """Turns texts into token numbers; made by `load_tokenizer`.
+
+    A text that reads ``[PAD]`` or ``[SEP]`` is text: it never becomes the special token.
+
+    Attributes:
+        vocab_size: Rows that a word embedding needs.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = True  # they are text, where texts hold them
+        self._first = tokenizer.token_to_id("[CLS]")
+        self._last = tokenizer.token_to_id("[SEP]")
+        self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
+
+    def encode(self, texts: Sequence[str], max_tokens: int) -> npt.NDArray[np.int64]:
+        """Token numbers, padded to the longest text.
+
+        Args:
+            texts: Any number of them.
+            max_tokens: The most tokens of one text, ``[CLS]`` and ``[SEP]`` included; at least 2.
+
+        Returns:
+            [len(texts), tokens of the longest], int64, 0 behind the end of a text.
+        """
+        return self.tokenize(texts, max_tokens).pad(np.arange(len(texts)))
+
+    def tokenize(self, texts: Sequence[str], max_tokens: int) -> TokenRows:
+        """Token numbers without padding: 4 bytes for each token, for many texts.
+
+        Args:
+            texts: Any number of them; some 70,000 short ones take a second on one core.
+            max_tokens: The most tokens of one text, ``[CLS]`` and ``[SEP]`` included; at least 2.
+        """
+        room = max_tokens - 2
+        if room < 0:
+            raise ValueError(f"max_tokens is {max_tokens}; [CLS] and [SEP] alone are 2")
+        num_cut, lengths, parts = 0, [0], []
+        for some in _in_lots(texts):
+            ids: list[int] = []
+            for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
+                found = encoding.ids
+                num_cut += len(found) > room
+                ids += [self._first, *found[:room], self._last]
+                lengths.append(min(len(found), room) + 2)
+            parts.append(np.array(ids, dtype=np.int32))
+        return TokenRows(
+            ids=np.concatenate(parts) if parts else np.empty(0, np.int32),
+            starts=np.cumsum(lengths, dtype=np.int64),
+            num_cut=num_cut,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write ``tokenizer.json`` to `path`, atomically; `load_tokenizer` reads it."""
+        write_whole(Path(path), self._tokenizer.to_str(pretty=True))
+
+
+def load_tokenizer(path: str | Path) -> PairTokenizer:
+    """Read a ``tokenizer.json``.
+
+    Raises:
+        DataError: There is no such file, or it is none of a tokenizer with ``[PAD]`` = 0,
+            ``[CLS]`` and ``[SEP]``.
+        DependencyError: The package `tokenizers` is not installed.
+    """
+    tokenizers = _tokenizers()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        tree = json.loads(text)
+    except OSError as error:
+        raise DataError(f"{path}: the tokenizer cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not a tokenizer.json ({error})") from error
+    # The library tells all that is wrong with a file by a bare Exception: look first.
+    if not isinstance(tree, dict) or "vocab" not in tree.get("model", {}):
+        raise DataError(f"{path}: not a tokenizer.json (no model.vocab in it)")
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    found = {name: tokenizer.token_to_id(name) for name in ("[PAD]", "[CLS]", "[SEP]")}
+    if found["[PAD]"] != PAD_ID or None in found.values():
+        raise DataError(f"{path}: has {found}; [PAD] must be {PAD_ID}, [CLS] and [SEP] be there")
+    return PairTokenizer(tokenizer)
+
+
+def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> None:
+    """Learn a vocabulary from `texts` and write it to `path`, atomically.
+
+    The same texts give the same file. (Left alone, the library numbers the pieces inside words
+    in the order of a hash table, and breaks ties by number, so that no two trainings agree.)
+
+    Args:
+        texts: What to learn from; leave the held-out texts out.
+        path: The ``tokenizer.json`` to write.
+        vocab_size: The most entries. Single characters, most frequent first, take half of them at
+            most; a word with another character is ``[UNK]``.
+
+    Raises:
+        DataError: The texts hold nothing to learn from, or the file cannot be written.
+        DependencyError: The package `tokenizers` is not installed.
+    """
+    tokenizers = _tokenizers()
+    tokenizer = _untrained(tokenizers, {token: i for i, token in enumerate(SPECIAL_TOKENS)})
+    words = _count_words(tokenizer, texts)
+    if not words:
+        raise DataError("the training texts hold no word to make a vocabulary of")
+    characters, inner = _alphabet(words, limit=vocab_size // 2)
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        # Numbered here, in this order, and not by the hash table.
+        special_tokens=[*SPECIAL_TOKENS, *(_INNER + character for character in inner)],
+        initial_alphabet=characters,
+        limit_alphabet=len(characters),
+        continuing_subword_prefix=_INNER,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    # Built anew: in the one that was trained, the pieces "##x" are special tokens.
+    PairTokenizer(_untrained(tokenizers, tokenizer.get_vocab())).save(path)
+
+
+def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
+    """16 hexadecimal digits of all that decides what `train_tokenizer` writes.
+
+    The texts stand for the files, the seed and the split that they came from.
+    """
+    decisive = f"{_VERSION} {_tokenizers().__version__} {vocab_size}"
+    digest = hashlib.sha256(decisive.encode())
+    for text in texts:
+        digest.update(b"\0" + text.encode())
+    return digest.hexdigest()[:16]
+
+
+def _untrained(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
+    model = tokenizers.models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix=_INNER)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=True, lowercase=True
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = tokenizers.decoders.WordPiece(prefix=_INNER)
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(
+        ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def _count_words(tokenizer: Any, texts: Sequence[str]) -> Counter[str]:
+    """How often each word occurs, as the trainer will see them."""
+    chunks: Counter[str] = Counter()
+    for some in _in_lots(texts):
+        chunks.update(tokenizer.normalizer.normalize_str("\n".join(some)).split())
+    words: Counter[str] = Counter()
+    for chunk, count in chunks.items():
+        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(chunk):
+            words[word] += count
+    return words
+
+
+def _alphabet(words: Counter[str], limit: int) -> tuple[list[str], list[str]]:
+    """The characters to keep, and those of them that also occur inside a word, both sorted.
+
+    Args:
+        words: Words and how often they occur.
+        limit: The most entries of the vocabulary for both together.
+    """
+    frequency: Counter[str] = Counter()
+    inside: set[str] = set()
+    for word, count in words.items():
+        for character in word:
+            frequency[character] += count
+        inside.update(word[1:])
+    kept: list[str] = []
+    room = limit
+    for character in sorted(frequency, key=lambda character: (-frequency[character], character)):
+        room -= 1 + (character in inside)
+        if room < 0:
+            break
+        kept.append(character)
+    return sorted(kept), sorted(inside.intersection(kept))
+
+
+def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:
+    iterator = iter(texts)
+    while some := list(itertools.islice(iterator, _TEXTS_AT_ONCE)):
+        yield some
+
+
+def _tokenizers() -> types.ModuleType:
+    """The package `tokenizers`, told to use one thread unless the user says otherwise.
+
+    Its threads do not survive a fork, and it says so on the terminal in every worker process of a
+    DataLoader. One thread costs little here: the ranks of a machine share its cores.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise DependencyError(
+            "texts are made into tokens by the package tokenizers, which is not installed; pip "
+            "install tokenizers (or 'paddle-recompute[data]')"
+        ) from None
+    return tokenizers
