@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Literal
 
@@ -28,11 +29,12 @@ class ContrastiveLoss(paddle.nn.Layer):
     R*K*b pairs, whose queries have R*K*b - 1 negatives.
 
     Precision: the gradient of a query that has found its positive shrinks with its loss, and both
-    keep their relative precision down to the smallest float32, where softmax cross-entropy in
-    float32 rounds them to 0 at 6e-8. Scores of any finite size do not overflow. It is computed in
-    float32 at least, under ``paddle.amp.auto_cast`` too.
+    keep their relative precision as far down as float32 goes, where softmax cross-entropy in
+    float32 rounds them to 0 at 6e-8. Finite scores do not overflow. It is computed in float32 at
+    least, in dygraph under ``paddle.amp.auto_cast`` too.
 
-    Memory: 3 matrices [b, b] until the backward pass, 6 with ``symmetric``.
+    Memory: one matrix [b, b] until the backward pass, three at the peak of the forward; two and
+    four with ``symmetric``.
 
     Args:
         temperature: :math:`\tau > 0`; with normalised vectors the scores are within 1/temperature.
@@ -87,36 +89,44 @@ class ContrastiveLoss(paddle.nn.Layer):
                 it has no negatives, its loss would be 0 whatever the model does.
         """
         _check(query, positive)
-        with paddle.amp.auto_cast(enable=False):
+        with _amp_off():
             query, positive = (
                 vectors if vectors.dtype == paddle.float64 else vectors.astype("float32")
                 for vectors in (query, positive)
             )
             query = query / self.temperature
-            scores = paddle.matmul(query, positive, transpose_y=True)
             own = (query * positive).sum(axis=1)
-            loss = _mean_surprise(scores, own)
+            others = paddle.matmul(query, positive, transpose_y=True)
+            others = others + paddle.diag(paddle.full_like(own, -math.inf))
+            loss = _mean_surprise(own, others)
             if self.symmetric:
-                loss = (loss + _mean_surprise(scores.t(), own)) / 2
+                loss = (loss + _mean_surprise(own, others.t())) / 2
         return loss
 
 
-def _mean_surprise(scores: paddle.Tensor, own: paddle.Tensor) -> paddle.Tensor:
-    """Mean over the rows of ``log(1 + sum_{j != i} exp(scores[i, j] - own[i]))``.
+def _amp_off() -> contextlib.AbstractContextManager[None]:
+    """Inside, `paddle.amp.auto_cast` does nothing; in a Program, AMP is not ours to switch."""
+    if not paddle.in_dynamic_mode():
+        return contextlib.nullcontext()
+    amp_off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
+    return amp_off
 
-    The 1 is the row's own score: kept out of the sum it cannot swallow a small rest. With
-    m = max(0, largest difference) the logarithm is m + log(exp(-m) + sum exp(difference - m)), in
-    which nothing overflows; log1p and expm1 keep what is small.
+
+def _mean_surprise(own: paddle.Tensor, others: paddle.Tensor) -> paddle.Tensor:
+    """Mean over the rows of ``log(1 + sum_j exp(others[i, j] - own[i]))``.
+
+    The 1 is the row's own score: kept out of the sum, it cannot swallow a small rest. With
+    m = max(0, max_j others[i, j] - own[i]) the logarithm is
+    ``m + log(exp(-m) + sum_j exp(others[i, j] - own[i] - m))``, in which nothing overflows; log1p
+    and expm1 keep what is small.
 
     Args:
-        scores: ``[batch, batch]``; its diagonal is replaced.
-        own: ``[batch]``, the scores of the row's own partner.
+        own: ``[batch]``, the score of each row with its partner.
+        others: ``[batch, batch]``, the scores with everybody, -inf on the diagonal.
     """
-    minus_infinity_on_diagonal = paddle.diag(paddle.full_like(own, -math.inf))
-    difference = scores - own.unsqueeze(1) + minus_infinity_on_diagonal
     # The value does not depend on m, so no gradient has to go through it.
-    m = difference.max(axis=1).clip(min=0.0).detach()
-    rest = paddle.exp(difference - m.unsqueeze(1)).sum(axis=1)
+    m = (others.max(axis=1) - own).clip(min=0.0).detach()
+    rest = paddle.exp(others - (own + m).unsqueeze(1)).sum(axis=1)
     return (m + paddle.log1p(paddle.expm1(-m) + rest)).mean()
 
 
