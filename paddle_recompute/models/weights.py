@@ -81,7 +81,8 @@ def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
             if path.suffix == ".pdparams":
                 paddle.save(state, str(unfinished))
             else:
-                safetensors.numpy.save_file(_for_safetensors(state), unfinished)
+                # save_file would make a file that nobody else may read (safetensors 0.8).
+                unfinished.write_bytes(safetensors.numpy.save(_for_safetensors(state)))
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())
             unfinished.replace(path)
@@ -92,7 +93,8 @@ def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
 def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     """Put the weights of a file into `model`, all of them or, on an error, none.
 
-    A tensor takes the floating-point type of the parameter it goes to.
+    A tensor takes the type of the parameter or buffer that it goes to, except that fractions never
+    become integers.
 
     Danger: ``.pdparams`` is a pickle, and whoever wrote it can run code here. Load files that you
     trust, or ``.safetensors``.
@@ -186,12 +188,10 @@ def _check_fit(path: Path, arrays: Arrays, targets: Mapping[str, paddle.Tensor])
         if list(arrays[name].shape) != list(targets[name].shape)
     ]:
         faults.append(f"of another shape: {_listed(misshaped)}")
-    if mistyped := [
-        f"{name} {arrays[name].dtype} (the model: {targets[name].dtype})"
-        for name in shared
-        if _is_float(arrays[name]) != targets[name].is_floating_point()
+    if fractions := [
+        name for name in shared if _is_float(arrays[name]) and not targets[name].is_floating_point()
     ]:
-        faults.append(f"of another kind: {_listed(mistyped)}")
+        faults.append(f"floating point where the model has integers: {_listed(fractions)}")
     if faults:
         raise CheckpointError(
             f"{path}: does not fit the model; {'; '.join(faults)}. "
