@@ -37,6 +37,7 @@ def measure_step(config: Config, loss_fn: LossFn, *, vocab_size: int, recompute:
     Returns:
         The peak on this rank, in bytes, with parameters, gradients and moments in it.
     """
+    gc.collect()  # layers and their hooks hold each other: without this a dead model takes memory
     paddle.seed(config.train.seed)
     model = build_model(config.model, vocab_size)
     model.train()
@@ -61,7 +62,7 @@ def measure_step(config: Config, loss_fn: LossFn, *, vocab_size: int, recompute:
     step(micro_batches)
     peak = _memory.peak_bytes()
     del step, optimizer, model, micro_batches
-    gc.collect()  # layers and their hooks hold each other: without this the memory stays taken
+    gc.collect()
     return peak
 
 

@@ -96,7 +96,7 @@ class Section(BaseModel):
         try:
             section = handler(given)
         except ValidationError as error:
-            faults += [cls._reworded(details) for details in error.errors()]
+            faults += [cls._reworded(details) for details in cls._one_per_union(error.errors())]
         if isinstance(given, Mapping):
             faulty = {details["loc"] for details in faults}
             if (cls.filled_in_by,) in faulty:
@@ -106,6 +106,22 @@ class Section(BaseModel):
         if faults:
             raise ValidationError.from_exception_data(cls.__name__, faults)
         return section
+
+    @classmethod
+    def _one_per_union(cls, errors: list[Any]) -> list[dict[str, Any]]:
+        """Join what pydantic says of each member of ``int | Literal["auto"]`` into one error."""
+        joined: dict[tuple[int | str, ...], dict[str, Any]] = {}
+        for details in errors:
+            location = details["loc"]
+            of_member = len(location) == 2 and isinstance(location[1], str)
+            if of_member and not subsection(cls, str(location[0])):
+                location = location[:1]
+            if location in joined:
+                alternative = allowed(details["msg"]).removeprefix("must be ")
+                joined[location]["msg"] += f" or {alternative}"
+            else:
+                joined[location] = {**details, "loc": location}
+        return list(joined.values())
 
     @classmethod
     def _reworded(cls, details: Any) -> InitErrorDetails:

@@ -49,6 +49,11 @@ def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
         ({"recompute": {"every_n": 3}}, "recompute.every_n", "no effect with policy: all"),
         ({"recompute": {"memory_budget": 1}}, "recompute.memory_budget", "not available yet"),
         ({"recompute": {"segments": 3}}, "recompute.segments", "set policy: segments"),
+        (
+            {"recompute": {"policy": "segments", "segments": "many"}},
+            "recompute.segments",
+            "must be a valid integer or 'auto'",
+        ),
         ({"recompute": {"checkpoints": []}}, "recompute.checkpoints", "must have at least 1 item"),
         ({"strategy": {"amp": True}}, "strategy.amp", "mixed precision is not supported yet"),
         (
