@@ -28,7 +28,13 @@ from paddle_recompute import _memory
 from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
 from paddle_recompute.config import Config
 from paddle_recompute.contrastive import ContrastiveLoss
-from paddle_recompute.data import PreparedData, build_loader, load_tokenizer, prepare_data
+from paddle_recompute.data import (
+    PairLoader,
+    PreparedData,
+    build_loader,
+    load_tokenizer,
+    prepare_data,
+)
 from paddle_recompute.errors import CheckpointError, ConfigError, DataError, PaddleRecomputeError
 from paddle_recompute.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.grad_sync import barrier, broadcast_from_rank0, mean_over_ranks
@@ -125,6 +131,7 @@ class Trainer:
             f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
             f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
         )
+        self._note(data.notes)
         return data
 
     def _measure_memory(self, vocab_size: int) -> tuple[int, int]:
@@ -220,7 +227,7 @@ class Trainer:
             "examples_per_second": mean_over_ranks(whole_run.rate(global_batch)),
         }
 
-    def _loader(self, data: PreparedData) -> Any:
+    def _loader(self, data: PreparedData) -> PairLoader:
         loader = build_loader(
             data.train,
             data.tokenizer,
@@ -237,9 +244,12 @@ class Trainer:
                 f"{len(data.train)} training pairs make not one batch of contrastive.global_batch "
                 f"= {self.config.contrastive.global_batch}; give more pairs or lower it"
             )
+        self._note(loader.notes())
         return loader
 
-    def _steps(self, loader: Any, done: int, total: int) -> Iterator[tuple[int, int, list[Batch]]]:
+    def _steps(
+        self, loader: PairLoader, done: int, total: int
+    ) -> Iterator[tuple[int, int, list[Batch]]]:
         """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
 
         A step's pairs are the same whatever the number of micro-batches they are cut into.
@@ -353,6 +363,10 @@ class Trainer:
     @property
     def _is_main(self) -> bool:
         return self._rank == 0
+
+    def _note(self, sentences: list[str]) -> None:
+        for sentence in sentences:
+            self._say(f"  {sentence}")
 
     def _say(self, text: str) -> None:
         if self._is_main:

@@ -173,13 +173,12 @@ def interrupt_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(trainer_module, "TrainStep", DyingTrainStep)
 
 
-@pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_resumed_run_repeats_the_bits_of_an_uninterrupted_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, decay: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {
         "train__save_every": 4,
-        "train__decay": decay,
+        "train__decay": "cosine",
         "strategy__gradient_merge": True,
         "strategy__gradient_merge_configs__k_steps": 2,
     }
@@ -211,7 +210,7 @@ def test_resume_does_not_need_the_cache(folder: Path, monkeypatch: pytest.Monkey
 def test_resume_of_a_finished_run_only_evaluates(folder: Path) -> None:
     first = Trainer(tiny(folder, train__max_steps=2)).run()
     again = Trainer(tiny(folder, train__max_steps=2, train__resume=True)).run()
-    for key in ("recall@1", "recall@10", "mrr", "untrained_mrr", "steps", "peak_bytes"):
+    for key in ("recall@1", "recall@10", "mrr", "untrained_mrr", "steps"):
         assert again[key] == first[key]
 
 
@@ -334,32 +333,30 @@ def test_every_step_and_rank_has_masks_of_its_own() -> None:
     assert step_seed(1, 2, 3) == step_seed(1, 2, 3)
 
 
-def train_on_two_ranks(folder: str, **changes: Any) -> dict[str, Any]:
+def train_on_two_ranks(folder: str) -> list[dict[str, Any]]:
+    """A run that is interrupted after step 4 and resumed, and one that is not; see what is said."""
+    settings = {"launch__num_ranks": 2, "train__decay": "constant"}
+    whole = str(Path(folder) / "whole")
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        record = Trainer(tiny(Path(folder), launch__num_ranks=2, **changes)).run()
-    return {"record": record, "shown": shown.getvalue()}
+        records = [
+            Trainer(tiny(Path(folder), **settings, **changes)).run()
+            for changes in (
+                {"train__max_steps": 4},
+                {"train__max_steps": 6, "train__resume": True},
+                {"train__max_steps": 6, "train__output_dir": whole},
+            )
+        ]
+    return [{**record, "shown": shown.getvalue()} for record in records]
 
 
 def test_two_ranks(folder: Path) -> None:
-    """One run, resumed in the middle: the same record on both, and rank 0 alone speaks."""
-    changes = {"train__save_every": 2, "train__decay": "constant"}
-    first, second = run_ranks(
-        train_on_two_ranks, 2, folder=str(folder), train__max_steps=4, **changes
-    )
-    assert first["record"] == second["record"]
-    assert first["record"]["world_size"] == 2
-    assert first["record"]["pool_size"] == 50
-    assert "20 held-out queries" in first["shown"]
-    assert second["shown"] == ""
-    run_ranks(
-        train_on_two_ranks,
-        2,
-        folder=str(folder),
-        train__max_steps=6,
-        train__resume=True,
-        **changes,
-    )
-    changes["train__output_dir"] = str(folder / "whole")
-    run_ranks(train_on_two_ranks, 2, folder=str(folder), train__max_steps=6, **changes)
+    first, second = run_ranks(train_on_two_ranks, 2, folder=str(folder))
+    assert "20 held-out queries" in first[0].pop("shown")
+    assert second[0].pop("shown") == ""
+    assert first[0] == second[0]
+    assert first[0]["world_size"] == 2
+    assert first[0]["pool_size"] == 50
     assert_same_run(folder / "run", folder / "whole")
+    for key in ("recall@1", "mrr", "untrained_mrr", "loss"):
+        assert first[1][key] == first[2][key]
