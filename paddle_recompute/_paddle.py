@@ -254,17 +254,18 @@ def reentrant_recompute(
 # ------------------------------------------------------------------------------- distributed
 
 
-def fused_allreduce_gradients(parameters: list[paddle.Tensor], group: Any) -> None:
-    """Fleet's fused all-reduce (mean) of the ``.grad`` of `parameters` over `group`.
+def on_gradient_added(parameter: paddle.Tensor, call: Callable[[], None]) -> None:
+    """Call `call` after each time that a backward has added to ``parameter.grad``.
 
-    ``fused_allreduce_gradients_with_group`` (2.6, 3.x) has no public spelling; the public-looking
-    ``fused_allreduce_gradients`` takes fleet's hybrid topology instead of a group.
+    ``_register_backward_hook`` (2.6, 3.x) is what Paddle's own sharding uses; the public
+    ``register_hook`` runs *before* the addition and never for the PyLayer form's inner backward.
+    Such a hook cannot be removed: it lives as long as the parameter.
     """
-    from paddle.distributed.fleet.utils.hybrid_parallel_util import (
-        fused_allreduce_gradients_with_group,
-    )
 
-    fused_allreduce_gradients_with_group(parameters, group)
+    def added(*_: object) -> None:
+        call()
+
+    parameter._register_backward_hook(added)
 
 
 def store_barrier(key: str, *, rank: int, num_ranks: int, timeout: float) -> None:

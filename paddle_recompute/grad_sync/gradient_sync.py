@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -10,26 +11,36 @@ from typing import Literal
 import paddle
 import paddle.distributed as dist
 
-from paddle_recompute import _paddle
 from paddle_recompute.errors import ConfigError, SyncError
+from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
+from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync.ranks import is_distributed
 
-SyncMode = Literal["auto", "fused"]
+SyncMode = Literal["auto", "fused", "overlap"]
+MODES = ("auto", "fused", "overlap")
+MIB = 2**20
+
+_logger = logging.getLogger("paddle_recompute")
 
 
 class GradientSync:
     """Synchronizes gradients once per optimizer step, whatever was recomputed.
 
-    ``fused`` sends all gradients after the last backward, joined into few large buffers: the
-    background of this project calls it ``no_sync`` plus ``fused_allreduce_gradients``. It is what
-    is right under recompute with Paddle's ``DataParallel``, whose own synchronization raises "has
-    been ready before" there; here the ranks also agree first on which gradients there are.
+    ``fused`` sends the gradients after the last backward, joined into few large buffers, as
+    Paddle's ``no_sync`` plus ``fused_allreduce_gradients`` does: right under recompute, where
+    ``DataParallel`` alone raises "has been ready before", and serial. ``overlap`` sends the same
+    buffers while the backward is still running, whichever form of recompute is used, and gives the
+    same bits. In both, the ranks agree on which gradients there are.
 
-    Examples:
-        >>> sync = GradientSync(model)                            # doctest: +SKIP
-        >>> with sync.last_backward():                            # doctest: +SKIP
-        ...     loss_fn(model, batch).backward()
-        >>> optimizer.step()                                      # doctest: +SKIP
+    In a loop of one's own:
+
+        sync = GradientSync(model)
+        with sync.last_backward():
+            loss_fn(model, batch).backward()
+        optimizer.step()
+
+    It synchronizes data-parallel replicas only. Sharded optimizers and tensor parallelism have
+    collectives of their own; pass their data-parallel group as `group`.
     """
 
     def __init__(
@@ -37,22 +48,32 @@ class GradientSync:
         parameters: paddle.nn.Layer | Iterable[paddle.Tensor],
         *,
         mode: SyncMode = "auto",
+        bucket_bytes: int = 25 * MIB,
+        first_bucket_bytes: int = 1 * MIB,
+        compression: Compression = "none",
+        error_feedback: bool = True,
         group: dist.communication.group.Group | None = None,
+        find_unused_parameters: bool = False,
     ) -> None:
-        """Agree with the other ranks on what will be synchronized.
+        """Agree with the other ranks on what will be synchronized. Every rank must call this.
 
         Args:
             parameters: A Layer, or the parameters in the same order on every rank. Those with
                 ``stop_gradient`` are left alone.
-            mode: ``"fused"``, or ``"auto"`` which picks it.
+            mode: ``"overlap"``, ``"fused"``, or ``"auto"``, which picks ``"overlap"``.
+            bucket_bytes: Size of the buffers.
+            first_bucket_bytes: Size of the first of them; small, so that sending starts early.
+            compression: ``"bf16"`` sends half the bytes; the mean is rounded to 8 bits of mantissa.
+            error_feedback: With ``"bf16"``: carry what was rounded away over to the next step.
             group: The data-parallel ranks; None is all of them.
+            find_unused_parameters: Expect that parameters have no gradient in
+                some steps. Exact without it too, but then a warning says so.
 
         Raises:
-            ConfigError: `mode` does not exist.
+            ConfigError: An option has a value that does not exist or does not go with the others.
             SyncError: The ranks' parameters differ in number, shape or dtype.
         """
-        if mode not in ("auto", "fused"):
-            raise ConfigError(f"sync mode {mode!r} does not exist; it is one of 'auto', 'fused'")
+        _check_options(mode, compression, bucket_bytes, first_bucket_bytes)
         self._model = parameters if isinstance(parameters, paddle.nn.Layer) else None
         named = (
             list(parameters.named_parameters())
@@ -63,9 +84,27 @@ class GradientSync:
         trained = {id(p): (name, p) for name, p in named if not p.stop_gradient}
         self._parameters = dict(trained.values())
         self.group = group
-        self.mode: SyncMode = "fused"
-        if is_distributed(group):
-            self._agree_on_parameters()
+        self.num_synchronized = 0
+        """How many optimizer steps were synchronized so far."""
+        self._broken: BaseException | None = None
+        self._reduction: BucketedReduction | None = None
+        self.mode = "overlap" if mode == "auto" else mode
+        if not is_distributed(group):
+            self.mode = "none"
+            return
+        if mode == "auto":
+            _logger.info("gradient sync: overlap, so that the backward hides the communication")
+        self._agree_on_parameters()
+        self._reduction = BucketedReduction(
+            list(self._parameters.values()),
+            list(self._parameters),
+            group,
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+            wire=Exact() if compression == "none" else BFloat16(error_feedback=error_feedback),
+            early=self.mode == "overlap",
+            always_exchange_presence=find_unused_parameters,
+        )
 
     @contextlib.contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -75,12 +114,29 @@ class GradientSync:
         Gradients that earlier backwards accumulated are part of it. A parameter that has a
         gradient on some ranks only counts as zero on the others; one that has none anywhere keeps
         None.
+
+        Raises:
+            SyncError: An earlier backward failed half-way, or a gradient is sparse.
         """
-        with self.no_sync():
+        if self._broken is not None:
+            raise SyncError(
+                "an earlier backward failed while gradients were being sent, so the ranks are out "
+                "of step; make a new GradientSync on all ranks, or start again"
+            ) from self._broken
+        if self._reduction is None:
             yield
-        if is_distributed(self.group):
-            self._fill_missing()
-            _paddle.fused_allreduce_gradients(list(self._parameters.values()), self.group)
+            return
+        self._reduction.arm()
+        try:
+            with self.no_sync():
+                yield
+            self._refuse_sparse()
+            self._reduction.finish()
+        except BaseException as error:
+            self._broken = error
+            self._reduction.disarm()
+            raise
+        self.num_synchronized += 1
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Around the other backwards; keeps a ``paddle.DataParallel`` from synchronizing."""
@@ -88,18 +144,18 @@ class GradientSync:
             return self._model.no_sync()
         return contextlib.nullcontext()
 
-    def _fill_missing(self) -> None:
-        """Zeros where another rank has a gradient and this one has not.
+    def close(self) -> None:
+        """Stop the communication thread; the object cannot be used any more."""
+        if self._reduction is not None:
+            self._reduction.close()
 
-        ``fused_allreduce_gradients`` joins whatever is there: two ranks with different gradients
-        of one total size would add up the wrong numbers without a word.
-        """
-        parameters = list(self._parameters.values())
-        present = paddle.to_tensor([p.grad is not None for p in parameters]).astype("int32")
-        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self.group)
-        for parameter, somewhere in zip(parameters, present.tolist(), strict=True):
-            if somewhere and parameter.grad is None:
-                parameter.grad = paddle.zeros_like(parameter)
+    def _refuse_sparse(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and parameter.grad.is_selected_rows():
+                raise SyncError(
+                    f"the gradient of '{name}' is sparse (SelectedRows), which cannot be "
+                    "synchronized; make its Embedding with sparse=False"
+                )
 
     def _agree_on_parameters(self) -> None:
         described = [
@@ -117,3 +173,26 @@ class GradientSync:
                 f"dtypes differ); this rank has {len(described)}. Build the model in the same way "
                 "on every rank."
             )
+
+
+def _check_options(
+    mode: str, compression: str, bucket_bytes: int, first_bucket_bytes: int
+) -> None:
+    if mode not in MODES:
+        raise ConfigError(
+            f"sync mode {mode!r} does not exist; it is one of {', '.join(map(repr, MODES))}"
+        )
+    if compression == "fp16":
+        raise ConfigError(
+            "compression 'fp16' is not offered: gradients beyond 65504 overflow, and gloo's sum of "
+            "float16 is wrong (Paddle 3.3: inf everywhere; 2.6: inexact). Use 'bf16'."
+        )
+    if compression not in ("none", "bf16"):
+        raise ConfigError(
+            f"compression {compression!r} does not exist; it is one of 'none', 'bf16'"
+        )
+    if bucket_bytes < 1 or first_bucket_bytes < 1:
+        raise ConfigError(
+            f"bucket_bytes is {bucket_bytes}, first_bucket_bytes {first_bucket_bytes}; both must "
+            "be positive"
+        )

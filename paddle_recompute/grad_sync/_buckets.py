@@ -1,0 +1,82 @@
+"""Gradients joined into few large buffers, in the order in which they become ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import paddle
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters (by index) whose gradients travel together, and where each lies in the buffer."""
+
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def join(self, parameters: Sequence[paddle.Tensor], scale: float) -> paddle.Tensor:
+        """The members' gradients times `scale` in one flat tensor; zeros where one is None."""
+        parts = []
+        for index, size in zip(self.members, self.sizes, strict=True):
+            gradient = parameters[index].grad
+            if gradient is None:
+                parts.append(paddle.zeros([size], parameters[index].dtype))
+            else:
+                parts.append(gradient.reshape([-1]))
+        return (paddle.concat(parts) if len(parts) > 1 else parts[0].clone()).scale_(scale)
+
+    def split_into(
+        self, parameters: Sequence[paddle.Tensor], flat: paddle.Tensor, skip: frozenset[int]
+    ) -> None:
+        """Write the pieces of `flat` into the members' ``.grad``, except for those in `skip`."""
+        offset = 0
+        for index, size in zip(self.members, self.sizes, strict=True):
+            parameter = parameters[index]
+            if index not in skip:
+                piece = flat[offset : offset + size].reshape(parameter.shape)
+                if parameter.grad is None:
+                    parameter.grad = piece
+                else:
+                    paddle.assign(piece, parameter.grad)
+            offset += size
+
+
+def plan_buckets(
+    parameters: Sequence[paddle.Tensor],
+    order: Sequence[int],
+    *,
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+) -> list[Bucket]:
+    """Cut `order` (parameter indices, first ready first) into buckets of one dtype each.
+
+    The first bucket is small, so that the communication starts early (Li et al. 2020, PyTorch
+    Distributed, arXiv:2006.15704, section 3.2). A bucket is closed when it has reached its size.
+    """
+    buckets: list[Bucket] = []
+    members: list[int] = []
+    filled = 0
+
+    def close() -> None:
+        nonlocal filled
+        if members:
+            sizes = tuple(_numel(parameters[index]) for index in members)
+            buckets.append(Bucket(tuple(members), sizes))
+            members.clear()
+            filled = 0
+
+    for index in order:
+        if members and parameters[index].dtype != parameters[members[0]].dtype:
+            close()
+        members.append(index)
+        filled += _numel(parameters[index]) * parameters[index].element_size()
+        if filled >= (bucket_bytes if buckets else first_bucket_bytes):
+            close()
+    close()
+    return buckets
+
+
+def _numel(parameter: paddle.Tensor) -> int:
+    return int(np.prod(parameter.shape, dtype=np.int64))
