@@ -4,7 +4,7 @@ Layout, below the run's output folder::
 
     checkpoint/
         step-300/
-            model.pdparams      parameters and buffers, by structured name
+            model.pdparams         parameters and buffers, by structured name
             optimizer.pdopt     moments, by structured name: "encoder.layers.0.norm1.bias:moment1"
             tokenizer.json      the vocabulary that the rows of the word embedding belong to
             state.json          step, configuration and what else the trainer wants to know
@@ -21,12 +21,16 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import paddle
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.models import load_weights, save_weights
@@ -68,10 +72,10 @@ class Checkpoint:
             CheckpointError: The files are damaged or belong to another model.
         """
         load_weights(model, self.folder / "model.pdparams")
-        file = self.folder / "optimizer.pdopt"
+        file = self.folder / "optimizer.safetensors"
         try:
-            saved = paddle.load(str(file), return_numpy=True)
-        except (OSError, ValueError, EOFError) as error:
+            saved = load_file(file)
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error})") from error
         parameters = dict(model.named_parameters())
         moments: dict[str, Any] = {}
@@ -80,10 +84,14 @@ class Checkpoint:
             if name not in parameters:
                 raise CheckpointError(f"{file}: holds {key}, and the model has no {name}")
             moments[f"{parameters[name].name}_{accumulator}_0"] = value
+        # Paddle insists on the state of a scheduler that the optimizer has: give it its own back.
         schedule = optimizer.state_dict().get("LR_Scheduler")
-        optimizer.set_state_dict(
-            moments if schedule is None else {**moments, "LR_Scheduler": schedule}
-        )
+        with warnings.catch_warnings():
+            # Of LinearWarmup's own state it says that it holds "unused values" (2.6, 3.x).
+            warnings.filterwarnings("ignore", "There are some unused values", UserWarning)
+            optimizer.set_state_dict(
+                {**moments, **({"LR_Scheduler": schedule} if schedule else {})}
+            )
 
 
 def save_checkpoint(
@@ -108,7 +116,7 @@ def save_checkpoint(
     unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
     try:
         save_weights(model, unfinished / "model.pdparams")
-        paddle.save(_moments(model, optimizer), str(unfinished / "optimizer.pdopt"))
+        save_file(_moments(model, optimizer), unfinished / "optimizer.safetensors")
         save_tokenizer(unfinished / "tokenizer.json")
         (unfinished / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
         unfinished.chmod(0o755)  # mkdtemp makes it unreadable for others
@@ -147,7 +155,9 @@ def find_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{file}: is damaged ({error!r})") from error
 
 
-def _moments(model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> dict[str, Any]:
+def _moments(
+    model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer
+) -> dict[str, NDArray[Any]]:
     """The optimizer's tensors by structured name.
 
     Paddle names them after ``linear_7.w_0``, a number that counts the layers made so far in this
@@ -162,7 +172,7 @@ def _moments(model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> d
         accumulator = _ACCUMULATOR.fullmatch(key[len(owner) + 1 :]) if owner else None
         if owner is None or accumulator is None:
             raise CheckpointError(f"the optimizer state {key!r} belongs to no parameter")
-        moments[f"{structured[owner]}:{accumulator[1]}"] = tensor
+        moments[f"{structured[owner]}:{accumulator[1]}"] = tensor.numpy()
     return moments
 
 
