@@ -1,0 +1,59 @@
+"""What `make train` does, written out: copy it and put in your own model, loss and data.
+
+python examples/train_contrastive.py CONFIG [key=value ...]                        # one process
+fleetrun --nproc_per_node 2 examples/train_contrastive.py CONFIG [key=value ...]   # two ranks
+"""
+
+import sys
+from functools import partial
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import paddle.nn.functional as F
+
+from paddle_recompute import ContrastiveLoss, TrainStep, apply_recompute, build_model, load_config
+from paddle_recompute.data import build_loader, prepare_data
+from paddle_recompute.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.grad_sync import barrier, broadcast_from_rank0
+from paddle_recompute.optimizer import build_optimizer, build_schedule
+
+dist.init_parallel_env()
+rank, num_ranks = dist.get_rank(), dist.get_world_size()
+config = load_config(sys.argv[1], [*sys.argv[2:], f"launch.num_ranks={num_ranks}"])
+train, batch, part = config.train, config.local_batch, config.micro_batch
+longest = {"query": config.data.max_query_tokens, "positive": config.data.max_positive_tokens}
+data = prepare_data(config.data, seed=train.seed, is_main_rank=rank == 0, barrier=barrier)
+limits = {f"max_{side}_tokens": length for side, length in longest.items()}
+share = {"local_batch": batch, "rank": rank, "num_ranks": num_ranks, "num_workers": 0}
+loader = build_loader(data.train, data.tokenizer, seed=train.seed, **share, **limits)
+
+paddle.seed(train.seed)
+model = build_model(config.model, data.tokenizer.vocab_size)
+broadcast_from_rank0(model)
+print(apply_recompute(model, config.recompute))
+contrastive = ContrastiveLoss(config.contrastive.temperature, config.contrastive.symmetric)
+schedule = build_schedule(config, train.max_steps)
+train_step = TrainStep(
+    model,
+    build_optimizer(config, model, schedule),
+    loss_fn=lambda model, pairs: contrastive(*(F.normalize(model(pairs[s])) for s in longest)),
+    accumulate_steps=batch // part,
+    clip_grad_norm=train.clip_grad_norm,
+)
+for step in range(train.max_steps):
+    if step % len(loader) == 0:
+        loader.set_epoch(step // len(loader))
+        batches = iter(loader)
+    pairs = next(batches)
+    rows = [slice(first, first + part) for first in range(0, batch, part)]
+    result = train_step([{side: pairs[side][some] for side in longest} for some in rows])
+    schedule.step()
+    print(f"step {step + 1}  loss {result.loss:.4f}")
+if rank == 0:
+    encode = partial(encode_texts, model, data.tokenizer, batch_size=train.eval_batch)
+    query = encode([pair.query for pair in data.valid], max_tokens=longest["query"])
+    pool = encode(data.pool, max_tokens=longest["positive"])
+    places = np.array([data.pool.index(pair.positive) for pair in data.valid])
+    print(retrieval_metrics(query, pool, places))
+    paddle.save(model.state_dict(), str(train.output_dir / "model.pdparams"))
