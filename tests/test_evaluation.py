@@ -81,6 +81,18 @@ def test_equal_candidates_are_ties_wherever_they_stand(tile: int) -> None:
         assert found[f"recall@{copies - 1}"] == 0.0
 
 
+def test_rounding_of_long_vectors_does_not_decide_between_equal_scores() -> None:
+    """The candidates score the same, but their sums go through numbers of 1e8."""
+    random = np.random.default_rng(9)
+    query = np.ones((1, 96), np.float32)
+    pool = np.zeros((200, 96), np.float32)
+    pool[:, :32] = unit_rows((1, 32), 10)
+    large = random.normal(scale=1e8, size=(199, 32)).astype(np.float32)
+    pool[1:, 32:] = np.concatenate([large, -large], axis=1)[:, random.permutation(64)]
+    found = retrieval_metrics(query, pool, np.array([0]), ks=(199, 200))
+    assert (found["recall@199"], found["recall@200"]) == (0.0, 1.0)
+
+
 def test_model_that_maps_everything_to_one_vector_is_the_worst() -> None:
     query, pool = np.tile(unit_rows((1, 64), 6), (5, 1)), np.tile(unit_rows((1, 64), 6), (40, 1))
     found = retrieval_metrics(query, pool, np.arange(5), ks=(1, 39, 40))
@@ -104,10 +116,11 @@ def test_scores_are_never_all_in_memory() -> None:
     assert peak < 2e6
 
 
-def test_vectors_that_are_not_finite_are_refused() -> None:
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_vectors_that_are_not_finite_are_refused(number: float) -> None:
     """NaN compares as smaller than everything, so it would look like a perfect model."""
     good, bad = np.ones((3, 2), np.float32), np.ones((3, 2), np.float32)
-    bad[1, 0] = np.nan
+    bad[1, 0] = number
     with pytest.raises(DataError, match=r"1 vectors of the queries .* row 1; has the training"):
         retrieval_metrics(bad, good, np.arange(3))
     with pytest.raises(DataError, match="1 vectors of the pool are not finite"):

@@ -117,7 +117,8 @@ def test_vectors_are_those_of_the_published_architecture(
         activation=activation,
         pooling=pooling,
         projection_size=projection_size,
-        layer_norm_epsilon=1e-3,  # the largest that Paddle takes: its default would be noticed
+        # Paddle takes 1e-3 at most, and as float32; 2**-10 is one. Its default would be noticed.
+        layer_norm_epsilon=2**-10,
     )
     model = scrambled(config)
     weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
@@ -271,6 +272,8 @@ def test_dropout_stands_where_it_should_and_only_in_training() -> None:
         **{f"{number} after feed-forward": 0.3 for number in range(3)},
     }
     ids = paddle.to_tensor(IDS)
+    dropped = (model.embeddings(ids, None).numpy() == 0).mean()
+    assert dropped == pytest.approx(0.3, abs=0.15)  # of 180 numbers: four standard deviations
     assert not np.array_equal(model(ids).numpy(), model(ids).numpy())
     model.eval()
     np.testing.assert_array_equal(model(ids).numpy(), model(ids).numpy())

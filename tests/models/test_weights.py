@@ -203,6 +203,36 @@ def test_a_damaged_file_is_refused(tmp_path: Path, suffix: str) -> None:
         assert bits(model) == before, name
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("no attribute 'x'"),
+        IndexError("list index out of range"),
+        KeyError("x"),
+        MemoryError(),
+        ModuleNotFoundError("No module named 'numpx'"),
+        NotImplementedError(),
+        OverflowError("too large"),
+        SystemError("error return without exception set"),
+        TypeError("'NoneType' object is not callable"),
+        ValueError("cannot parse\nand more lines"),
+    ],
+    ids=repr,
+)
+def test_whatever_a_damaged_pickle_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def damaged(*_: object, **__: object) -> None:
+        raise error
+
+    (tmp_path / "model.pdparams").touch()
+    monkeypatch.setattr(weights_module.paddle, "load", damaged)
+    with pytest.raises(
+        CheckpointError, match=r"is damaged, or no \.pdparams file at all \([^\n]+\)$"
+    ):
+        load_weights(Small(1), tmp_path / "model.pdparams")
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.pdparams"
     for content in ([1, 2, 3], {"weight": {"nested": 1}}, {"weight": "text"}):
@@ -252,6 +282,17 @@ def test_a_write_that_fails_leaves_what_was_there(
         save_weights(Small(2), file)
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_who_reads_the_old_file_is_not_disturbed(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"model{suffix}"
+    save_weights(Small(1), file)
+    before = file.read_bytes()
+    with file.open("rb") as reader:
+        save_weights(Small(2), file)
+        assert reader.read() == before
+    assert file.read_bytes() != before
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
