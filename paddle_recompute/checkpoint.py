@@ -110,6 +110,9 @@ def save_checkpoint(
         optimizer: Whose moments are saved, without the learning rate.
         save_tokenizer: Writes the tokenizer to the path it is given.
         state: JSON values; ``state["step"]`` is required and names the checkpoint.
+
+    Raises:
+        CheckpointError: It cannot be written, for want of room perhaps.
     """
     final = folder / f"step-{state['step']}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,6 +129,10 @@ def save_checkpoint(
             shutil.rmtree(final)  # the same step of an earlier run in the same folder
         unfinished.rename(final)
         _flush_to_disk(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{final}: cannot be written ({error}); a checkpoint before it is as it was"
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     for other in folder.iterdir():

@@ -87,12 +87,14 @@ class Trainer:
             ``world_size``, ``output_dir``.
 
         Raises:
-            ConfigError: The ranks that run are not those of ``config.launch``.
+            ConfigError: The ranks that run are not those of ``config.launch``, or
+                ``train.output_dir`` cannot be made.
             DataError: The pairs cannot be read, or are too few for one step.
             CheckpointError: There is nothing to resume from, or it is of another model.
             DivergenceError: The loss is no finite number; the message names the step.
         """
         self._rank, self._world_size = _join_ranks(self.config)
+        self._make_folder()
         checkpoint = self._checkpoint_to_resume()
         data = self._prepare_data(checkpoint)
         vocab_size = data.tokenizer.vocab_size
@@ -115,6 +117,17 @@ class Trainer:
         }
         self._conclude(record)
         return record
+
+    def _make_folder(self) -> None:
+        """At the start: a run should not find out at its end that it cannot write."""
+        try:
+            if self._is_main:
+                self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"train.output_dir: {self._folder} cannot be made ({error.strerror}); name a "
+                "folder that can be written to"
+            ) from error
 
     def _prepare_data(self, checkpoint: Checkpoint | None) -> PreparedData:
         data = prepare_data(
@@ -342,7 +355,6 @@ class Trainer:
     def _conclude(self, record: dict[str, Any]) -> None:
         """Rank 0 shows the table and writes the report; the others wait."""
         if self._is_main:
-            self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / "result.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
             metrics = self._folder / "metrics.jsonl"
             report = write_report(

@@ -306,6 +306,12 @@ def test_ranks_of_the_configuration_must_be_running(folder: Path) -> None:
         Trainer(tiny(folder, launch__num_ranks=2)).run()
 
 
+def test_output_folder_that_cannot_be_made(folder: Path) -> None:
+    (folder / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"train\.output_dir: .* cannot be made"):
+        Trainer(tiny(folder, train__output_dir=str(folder / "file" / "run"))).run()
+
+
 def test_too_few_pairs_for_one_step(folder: Path) -> None:
     with pytest.raises(DataError, match="global_batch"):
         Trainer(tiny(folder, contrastive__global_batch=64)).run()
