@@ -59,6 +59,14 @@ lint: venv
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+# Each prints a table and writes it to benchmarks/results.
+bench: venv
+	@for script in benchmarks/[a-z]*.py; do \
+	    module=benchmarks.$$(basename $$script .py); \
+	    echo "=== python -m $$module"; \
+	    .venv/bin/python -m $$module || exit 1; \
+	done
+
 # The wheel, not the work tree: is every module in it, does it work anywhere else?
 wheel-test: build/.wheel-tested
 build/.wheel-tested: .venv/.installed setup.py pyproject.toml tests/wheel_check.py $(PACKAGE) $(wildcard fleet_configs/*)

@@ -15,8 +15,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paddle_recompute import _installed, cli
+from paddle_recompute._rank_process import RankError
 from paddle_recompute.config import Config
-from paddle_recompute.errors import DataError
+from paddle_recompute.errors import DataError, LaunchError
+from paddle_recompute.launch import RankFailedError, RankRefusedError
 from tests.ranks import ROOT
 
 CONFIGS = ROOT / "fleet_configs"
@@ -106,6 +108,31 @@ def test_an_error_in_place_is_a_paragraph_and_with_debug_a_traceback_too() -> No
     assert result.stderr.endswith(
         "paddle-recompute: pairs.tsv:7: one column where two are needed\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "debug_shows"),
+    [
+        (RankRefusedError(RankError(1, 0.0, "no such word", True, "in rank 1")), 2, "in rank 1"),
+        (RankFailedError("rank 1 failed; its output is"), 1, "Traceback"),
+        (LaunchError("asks for 8 GPUs"), 2, "Traceback"),
+        (KeyboardInterrupt(), 130, "all ranks have ended"),
+    ],
+)
+def test_each_way_that_ranks_end_has_its_code(
+    error: BaseException, code: int, debug_shows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "launch", launch)
+    result = run("--config", TINY)
+    assert result.exit_code == code
+    assert f"paddle-recompute: {error}" in result.stderr or code == 130
+    assert "Traceback" not in result.stderr and "in rank 1" not in result.stderr
+    result = run("--config", TINY, "--debug")
+    assert result.exit_code == code
+    assert debug_shows in result.stderr
 
 
 def test_a_bad_line_of_the_data_on_one_rank_and_on_two(tmp_path: Path) -> None:
