@@ -9,8 +9,8 @@ import paddle
 import pytest
 
 from paddle_recompute.config import RecomputeConfig
-from paddle_recompute.errors import ConfigError, SyncError
-from paddle_recompute.grad_sync import GradientSync, broadcast_from_rank0
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.grad_sync import broadcast_from_rank0
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.train_step import TrainStep
 from tests.ranks import run_ranks
@@ -165,37 +165,6 @@ def test_two_ranks_with_half_a_batch_each_are_one_process(micro_batches: int) ->
     for name, value in one.items():
         assert np.array_equal(value, other[name]), f"the ranks differ in {name}"
     assert_close(alone, one)
-
-
-def gradients_with_parts_unused() -> list[np.ndarray | None]:
-    import paddle.distributed as dist
-
-    paddle.seed(0)
-    model = paddle.nn.LayerList([paddle.nn.Linear(2, 2, bias_attr=False) for _ in range(3)])
-    sync = GradientSync(model)
-    with sync.last_backward():
-        model[dist.get_rank()](paddle.ones([1, 2])).sum().backward()
-    return [None if p.grad is None else p.grad.numpy() for p in model.parameters()]
-
-
-def test_a_gradient_missing_on_one_rank_counts_as_zero_and_missing_on_all_stays_none() -> None:
-    for gradients in run_ranks(gradients_with_parts_unused, 2):
-        assert np.array_equal(gradients[0], np.full((2, 2), 0.5))
-        assert np.array_equal(gradients[1], np.full((2, 2), 0.5))
-        assert gradients[2] is None
-
-
-def other_parameters_on_rank_one() -> str:
-    import paddle.distributed as dist
-
-    with pytest.raises(SyncError) as caught:
-        GradientSync(paddle.nn.Linear(2, 2 + dist.get_rank()))
-    return str(caught.value)
-
-
-def test_ranks_with_other_parameters_are_refused_on_every_rank() -> None:
-    for message in run_ranks(other_parameters_on_rank_one, 2):
-        assert "the ranks do not synchronize the same parameters" in message
 
 
 def train_in_data_parallel() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -19,9 +18,6 @@ from paddle_recompute.grad_sync.ranks import is_distributed
 SyncMode = Literal["auto", "fused", "overlap"]
 MODES = ("auto", "fused", "overlap")
 MIB = 2**20
-
-_logger = logging.getLogger("paddle_recompute")
-
 
 class GradientSync:
     """Synchronizes gradients once per optimizer step, whatever was recomputed.
@@ -60,7 +56,8 @@ class GradientSync:
         Args:
             parameters: A Layer, or the parameters in the same order on every rank. Those with
                 ``stop_gradient`` are left alone.
-            mode: ``"overlap"``, ``"fused"``, or ``"auto"``, which picks ``"overlap"``.
+            mode: ``"overlap"``, ``"fused"``, or ``"auto"``, which picks ``"overlap"``, because the
+                backward then hides the communication; see `mode` and `reason` afterwards.
             bucket_bytes: Size of the buffers.
             first_bucket_bytes: Size of the first of them; small, so that sending starts early.
             compression: ``"bf16"`` sends half the bytes; the mean is rounded to 8 bits of mantissa.
@@ -88,12 +85,9 @@ class GradientSync:
         """How many optimizer steps were synchronized so far."""
         self._broken: BaseException | None = None
         self._reduction: BucketedReduction | None = None
-        self.mode = "overlap" if mode == "auto" else mode
-        if not is_distributed(group):
-            self.mode = "none"
+        self.mode, self.reason = _choose(mode, is_distributed(group))
+        if self.mode == "none":
             return
-        if mode == "auto":
-            _logger.info("gradient sync: overlap, so that the backward hides the communication")
         self._agree_on_parameters()
         self._reduction = BucketedReduction(
             list(self._parameters.values()),
@@ -144,6 +138,11 @@ class GradientSync:
             return self._model.no_sync()
         return contextlib.nullcontext()
 
+    @property
+    def num_early_buckets(self) -> int:
+        """How many buckets the last step sent before its backward had ended."""
+        return self._reduction.num_early if self._reduction is not None else 0
+
     def close(self) -> None:
         """Stop the communication thread; the object cannot be used any more."""
         if self._reduction is not None:
@@ -173,6 +172,15 @@ class GradientSync:
                 f"dtypes differ); this rank has {len(described)}. Build the model in the same way "
                 "on every rank."
             )
+
+
+def _choose(mode: str, distributed: bool) -> tuple[str, str]:
+    """The mode in force, and why."""
+    if not distributed:
+        return "none", "there is one process only"
+    if mode == "auto":
+        return "overlap", "the backward hides the communication"
+    return mode, "as configured"
 
 
 def _check_options(
