@@ -78,17 +78,25 @@ def is_parameter(value: object) -> bool:
 # ----------------------------------------------------------------------------------- layers
 
 
-def non_trained_state(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], str]]:
+def non_trained_state(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], list[str]]]:
     """Where `layer` itself (not its sublayers) keeps tensors that a forward may write to.
 
-    Each is a dict of the Layer and a key in it, so that a caller can put another tensor there;
+    Dicts of the Layer with the keys in question, so that a caller can put another tensor there;
     ``Layer.register_buffer`` (public) refuses a name that exists. BatchNorms keep their statistics
     among the parameters, with ``stop_gradient`` set (2.6, 3.x).
     """
-    slots = [(layer._buffers, name) for name in layer._buffers]
+    slots = [(layer._buffers, list(layer._buffers))]
     if isinstance(layer, BATCH_NORMS):
-        slots += [(layer._parameters, name) for name in ("_mean", "_variance")]
-    return [(tensors, name) for tensors, name in slots if tensors[name] is not None]
+        slots.append((layer._parameters, ["_mean", "_variance"]))
+    return slots
+
+
+def is_initialized(tensor: object) -> bool:
+    """Whether `tensor` is a tensor that has memory; ``nn.LSTM`` keeps a buffer that has none.
+
+    ``_is_initialized`` (2.6, 3.x); the public ``is_initialized`` is deprecated.
+    """
+    return isinstance(tensor, paddle.Tensor) and bool(tensor._is_initialized())
 
 
 # ------------------------------------------------------------------------- random generators

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from typing import Protocol
@@ -26,9 +27,6 @@ class Courier(Protocol):
 
     def send(self, tensor: paddle.Tensor) -> Delivery:
         """Begin to sum `tensor` in place over all ranks, and return at once."""
-
-    def close(self) -> None:
-        """Stop; nothing may be sent any more."""
 
 
 class _Parcel:
@@ -67,7 +65,7 @@ class ThreadCourier:
         # (2.6.2, 3.3.1): some rank may not listen yet.
         barrier()
         self._group = dist.new_group(ranks)
-        self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
+        self._parcels: queue.SimpleQueue[_Parcel] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_deliver_all, args=(self._parcels, self._group), name="gradients", daemon=True
         )
@@ -78,15 +76,11 @@ class ThreadCourier:
         self._parcels.put(parcel)
         return parcel
 
-    def close(self) -> None:
-        self._parcels.put(None)
-        self._thread.join(timeout=5)
 
-
-def _deliver_all(parcels: queue.SimpleQueue[_Parcel | None], group: Group) -> None:
+def _deliver_all(parcels: queue.SimpleQueue[_Parcel], group: Group) -> None:
     error: BaseException | None = None
-    while (parcel := parcels.get()) is not None:
-        error = parcel.deliver(group, error)
+    while True:
+        error = parcels.get().deliver(group, error)
 
 
 class StreamCourier:
@@ -99,12 +93,17 @@ class StreamCourier:
         delivery: Delivery = dist.all_reduce(tensor, group=self._group, sync_op=False)
         return delivery
 
-    def close(self) -> None:
-        """Nothing to stop."""
 
-
-def make_courier(group: Group | None) -> Courier:
+def courier_of(group: Group | None) -> Courier:
     """The courier for the backend of `group` (None: all ranks). Every rank must call this."""
     if dist.get_backend(group).lower() == "gloo":
-        return ThreadCourier(list(range(dist.get_world_size())) if group is None else group.ranks)
+        ranks = range(dist.get_world_size()) if group is None else group.ranks
+        return _thread_courier(tuple(ranks))
     return StreamCourier(group)
+
+
+@functools.cache
+def _thread_courier(ranks: tuple[int, ...]) -> ThreadCourier:
+    """One thread and one group serve all synchronizations between the same ranks: a gloo group
+    costs a connection between each two of them."""
+    return ThreadCourier(list(ranks))

@@ -31,7 +31,7 @@ import paddle.distributed as dist
 from paddle_recompute import _paddle
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._compression import Wire
-from paddle_recompute.grad_sync._couriers import Courier, Delivery, Group, make_courier
+from paddle_recompute.grad_sync._couriers import Courier, Delivery, Group, courier_of
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -61,7 +61,7 @@ class BucketedReduction:
         self._expected: list[int] | None = None
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
-        self._courier: Courier = make_courier(group)
+        self._courier: Courier = courier_of(group)
         for index, parameter in enumerate(self._parameters):
             _call_on_addition(parameter, weakref.WeakMethod(self._gradient_added), index)
         self._armed = False
@@ -104,11 +104,6 @@ class BucketedReduction:
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
             bucket.split_into(self._parameters, flat, nowhere)
         self._flats, self._deliveries = [], []
-
-    def close(self) -> None:
-        """Stop the communication. The parameters' hooks stay, and do nothing any more."""
-        self._armed = False
-        self._courier.close()
 
     # ------------------------------------------------------------------------------ sending
 

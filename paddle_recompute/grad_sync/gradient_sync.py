@@ -143,11 +143,6 @@ class GradientSync:
         """How many buckets the last step sent before its backward had ended."""
         return self._reduction.num_early if self._reduction is not None else 0
 
-    def close(self) -> None:
-        """Stop the communication thread; the object cannot be used any more."""
-        if self._reduction is not None:
-            self._reduction.close()
-
     def _refuse_sparse(self) -> None:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and parameter.grad.is_selected_rows():

@@ -56,7 +56,7 @@ class Call:
         """Run the function and remember what it saw."""
         self._rng = RngState.capture() if self.preserve_rng_state else None
         self._amp = _paddle.amp_state()
-        self._layers = LayerState.before_forward(layers_of(self.function))
+        self._layers = LayerState(layers_of(self.function, (args, kwargs)))
         versions = [(t, t.inplace_version) for t in _nested.tensors_in((args, kwargs))]
         outputs = self.function(*args, **kwargs)
         self._layers.after_forward()

@@ -1,13 +1,15 @@
-"""What a forward pass changes besides its result: buffers, and the train/eval flags it reads.
+"""What a forward pass reads and changes besides its arguments: flags, buffers, parameters.
 
-A second forward must see the flags and buffers that the first one saw, and must leave none of its
-own marks: BatchNorm's running statistics move once per step, a spectral norm iterates once.
+A second forward must see the train/eval flags and buffers that the first one saw, and must leave
+none of its own marks: BatchNorm's running statistics move once per step, a spectral norm iterates
+once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,32 +18,18 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
+from paddle_recompute.errors import RecomputeError
+
+SMALL_BYTES = 64 * 1024
+"""A copy of a buffer up to this size is kept until the backward, changed or not."""
 
 
-@dataclass
-class _Slot:
-    """One place of a Layer that holds a tensor which is not trained, and its tensor's copy."""
+def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
+    """The Layers that a call of `function` can reach.
 
-    tensors: dict[str, Any]
-    name: str
-    copy: paddle.Tensor | None
-
-    def changed(self) -> bool:
-        """Whether the Layer holds another value now than the copy has."""
-        now = self.tensors.get(self.name)
-        return (
-            self.copy is None
-            or now is None
-            or now.shape != self.copy.shape
-            or now.dtype != self.copy.dtype
-            or not bool(paddle.equal_all(now, self.copy))
-        )
-
-
-def layers_of(function: Any) -> list[paddle.nn.Layer]:
-    """The Layers that `function` is, is bound to, or closes over (also inside containers).
-
-    Layers reached only through globals or attributes of other objects are not found.
+    Looked at are `function` itself, what it is bound to, its closure, defaults and the globals
+    that it names, the attributes of an object whose method it is, and `arguments`; containers are
+    looked into. A Layer that is reached on other ways is not found.
     """
     found: dict[int, paddle.nn.Layer] = {}
     seen: set[int] = set()
@@ -52,73 +40,147 @@ def layers_of(function: Any) -> list[paddle.nn.Layer]:
         seen.add(id(value))
         if isinstance(value, paddle.nn.Layer):
             found[id(value)] = value
-        elif isinstance(value, functools.partial):
-            visit(value.func)
-            visit(list(value.args) + list(value.keywords.values()))
-        elif isinstance(value, types.MethodType):
-            visit(value.__self__)
-            visit(value.__func__)
-        elif isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                with contextlib.suppress(ValueError):  # a cell that is still empty
-                    visit(cell.cell_contents)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, set)):
             for item in value:
                 visit(item)
         elif isinstance(value, dict):
             for item in value.values():
                 visit(item)
+        elif isinstance(value, functools.partial):
+            visit((value.func, value.args, value.keywords))
+        elif isinstance(value, types.MethodType):
+            visit_object(value.__self__)
+            visit(value.__func__)
+        elif isinstance(value, types.FunctionType):
+            visit((value.__defaults__, value.__kwdefaults__))
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a cell that is still empty
+                    visit(cell.cell_contents)
+            for name in _names_in(value.__code__):
+                visit(value.__globals__.get(name))
 
+    def visit_object(value: Any) -> None:
+        visit(value)
+        if not isinstance(value, (paddle.nn.Layer, type, types.ModuleType)):
+            visit(getattr(value, "__dict__", None))
+
+    visit(arguments)
     visit(function)
+    if not isinstance(function, (types.FunctionType, types.BuiltinFunctionType)):
+        visit_object(function)
+        visit(getattr(type(function), "__call__", None))
     return list(found.values())
 
 
-@dataclass
-class LayerState:
-    """Flags and buffers of some Layers and all their sublayers, as one forward pass saw them.
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """The global and attribute names that `code` and the functions inside it use."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return tuple({*code.co_names, *(name for nested in inner for name in _names_in(nested))})
 
-    A buffer is copied before the forward; the copy is kept only if the forward changed the
-    buffer. The comparison is by value: Paddle's kernels and ``set_value`` write into a buffer
-    without raising its ``inplace_version`` (2.6.2, 3.3.1). BatchNorm's statistics are not compared
-    but skipped: what a training forward returns does not depend on them.
+
+class _Buffer:
+    """A tensor that a Layer holds and does not train, as one forward saw it.
+
+    It is copied before the forward. The copy is kept if it is small or if the forward changed the
+    buffer; the comparison is by value, because Paddle's kernels and ``set_value`` write without
+    raising the ``inplace_version`` (2.6.2, 3.3.1). Of a large buffer that the forward left alone
+    only the object is kept, with what is needed to notice a later change.
     """
 
-    flags: list[tuple[paddle.nn.Layer, bool]]
-    slots: list[_Slot]
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor.inplace_version
+        self._copy: paddle.Tensor | None = _copy(tensor)
+        self._fingerprint: paddle.Tensor | None = None
 
-    @classmethod
-    def before_forward(cls, layers: list[paddle.nn.Layer]) -> LayerState:
-        """The state now, with a copy of every buffer; call `after_forward` next."""
-        members = list(_members(layers))
-        slots = [
-            _Slot(
-                tensors,
-                name,
-                None if _is_training_batch_norm(layer) else _copy(tensors[name]),
+    def after_forward(self, now: paddle.Tensor | None) -> None:
+        """Drop the copy if it is large and the Layer still holds (`now`) what it held."""
+        copy = self._copy
+        assert copy is not None
+        if copy.size * copy.element_size() <= SMALL_BYTES or now is not self._tensor:
+            return
+        if bool(paddle.equal_all(now, copy)):
+            self._copy, self._fingerprint = None, _fingerprint(copy)
+
+    def as_it_was(self, name: str) -> paddle.Tensor:
+        """A copy of what the forward saw, which may be written to."""
+        if self._fingerprint is None:
+            assert self._copy is not None
+            return _copy(self._copy)
+        then, now = float(self._fingerprint.item()), float(_fingerprint(self._tensor).item())
+        same = then == now or (math.isnan(then) and math.isnan(now))
+        if not same or self._tensor.inplace_version != self._version:
+            raise RecomputeError(
+                f"the buffer '{name}' ({list(self._tensor.shape)}) was changed between the "
+                "forward and the backward, so the forward cannot be repeated; put a new tensor in "
+                "its place instead of writing into it"
             )
-            for layer in members
-            for tensors, name in _paddle.non_trained_state(layer)
+        return _copy(self._tensor)
+
+
+@dataclass
+class _Holder:
+    """One dict of a Layer that holds such tensors, and what was in it; None: nothing to copy."""
+
+    layer: paddle.nn.Layer
+    tensors: dict[str, Any]
+    before: dict[str, _Buffer | None]
+
+
+class LayerState:
+    """Flags, buffers and parameter versions of some Layers and all their sublayers."""
+
+    def __init__(self, layers: list[paddle.nn.Layer]) -> None:
+        """The state before a forward; call `after_forward` next."""
+        members = list(_members(layers))
+        self._flags = [(layer, layer.training) for layer in members]
+        self._versions = [
+            (parameter, parameter.inplace_version)
+            for layer in layers
+            for parameter in layer.parameters()
         ]
-        return cls([(layer, layer.training) for layer in members], slots)
+        self._holders = []
+        for layer in members:
+            # What a training BatchNorm returns does not depend on its statistics.
+            copied = not (isinstance(layer, _paddle.BATCH_NORMS) and layer.training)
+            for tensors, names in _paddle.non_trained_state(layer):
+                before = {
+                    name: _Buffer(tensors[name])
+                    if copied and _paddle.is_initialized(tensors[name])
+                    else None
+                    for name in names
+                }
+                self._holders.append(_Holder(layer, tensors, before))
 
     def after_forward(self) -> None:
-        """Drop the copies of buffers that the forward left alone."""
-        for slot in self.slots:
-            if not slot.changed():
-                slot.copy = None
+        """Drop the copies that are not needed."""
+        for holder in self._holders:
+            for name, buffer in holder.before.items():
+                if buffer is not None:
+                    buffer.after_forward(holder.tensors.get(name))
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside, flags and buffers are as at the first forward, and every buffer is a copy that
-        may be written to; afterwards everything is as it was."""
-        flags_now = [(layer, layer.training) for layer, _ in self.flags]
-        tensors_now = [(slot.tensors, dict(slot.tensors)) for slot in self.slots]
+        may be written to; afterwards everything is as it was.
+
+        Raises:
+            RecomputeError: A parameter or a large buffer was changed in place since.
+        """
+        for parameter, version in self._versions:
+            if parameter.inplace_version != version:
+                raise RecomputeError(
+                    f"the parameter '{parameter.name}' ({list(parameter.shape)}) was changed in "
+                    "place between the forward and the backward, so the forward cannot be repeated"
+                )
+        flags_now = [(layer, layer.training) for layer, _ in self._flags]
+        tensors_now = [(holder.tensors, dict(holder.tensors)) for holder in self._holders]
         try:
-            for layer, training in self.flags:
+            for layer, training in self._flags:
                 layer.training = training
-            for slot in self.slots:
-                source = slot.tensors[slot.name] if slot.copy is None else slot.copy
-                slot.tensors[slot.name] = _copy(source)
+            for holder in self._holders:
+                _put_back(holder)
             yield
         finally:
             for layer, training in flags_now:
@@ -126,6 +188,20 @@ class LayerState:
             for tensors, before in tensors_now:
                 tensors.clear()
                 tensors.update(before)
+
+
+def _put_back(holder: _Holder) -> None:
+    """Make the holder's dict what it was before the first forward, in copies."""
+    for name, buffer in holder.before.items():
+        now = holder.tensors.get(name)
+        if buffer is not None:
+            full_name = f"{holder.layer.full_name()}.{name}"
+            holder.tensors[name] = buffer.as_it_was(full_name)
+        elif _paddle.is_initialized(now):
+            holder.tensors[name] = _copy(now)
+    if holder.tensors is holder.layer.__dict__.get("_buffers"):
+        for name in set(holder.tensors) - set(holder.before):
+            del holder.tensors[name]  # registered by the first forward, or since
 
 
 def _members(layers: list[paddle.nn.Layer]) -> Iterator[paddle.nn.Layer]:
@@ -137,8 +213,9 @@ def _members(layers: list[paddle.nn.Layer]) -> Iterator[paddle.nn.Layer]:
                 yield member
 
 
-def _is_training_batch_norm(layer: paddle.nn.Layer) -> bool:
-    return isinstance(layer, _paddle.BATCH_NORMS) and layer.training
+def _fingerprint(tensor: paddle.Tensor) -> paddle.Tensor:
+    with paddle.no_grad():
+        return tensor.astype("float32").sum()
 
 
 def _copy(tensor: paddle.Tensor) -> paddle.Tensor:

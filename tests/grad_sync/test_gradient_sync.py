@@ -86,7 +86,6 @@ def train_every_way() -> list[tuple[str, bool, bool]]:
             sync = GradientSync(model, mode=mode, **SMALL)
             parameters[mode] = train(sync, model, optimizer, num_micro)
             early = sync.num_early_buckets
-            sync.close()
         equal = all(
             np.array_equal(a, b)
             for a, b in zip(parameters["fused"], parameters["overlap"], strict=True)
