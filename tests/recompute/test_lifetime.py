@@ -1,0 +1,211 @@
+"""Layers and activations go away as soon as nobody needs them, without the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_recompute import RecomputeConfig, _memory, apply_recompute, recompute
+from paddle_recompute.recompute import recompute_wrapper
+from tests.recompute.contract import leaf, plain
+
+BATCH, WIDTH = 256, 64
+ACTIVATION = 4 * BATCH * WIDTH  # bytes of one float32 tensor
+
+
+@pytest.fixture(autouse=True)
+def _without_garbage_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def block() -> paddle.nn.Layer:
+    return paddle.nn.Sequential(
+        paddle.nn.Linear(WIDTH, WIDTH), paddle.nn.GELU(), paddle.nn.Dropout(0.1)
+    )
+
+
+def input_tensor() -> paddle.Tensor:
+    return leaf(BATCH, WIDTH)
+
+
+def with_recompute(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    return recompute(layer, x)
+
+
+def nested(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    return recompute(lambda x: recompute(layer, x).tanh(), x)
+
+
+def twice(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    return recompute(layer, recompute(layer, x))
+
+
+def wrapped(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    return recompute_wrapper(layer)(x)
+
+
+def reentrant(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    return recompute(layer, x, use_reentrant=True)
+
+
+def on_disk(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    return recompute(layer, x, offload="disk")
+
+
+def with_values(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    return recompute(layer, x, determinism_check="values")
+
+
+def cheap_parts(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    apply_recompute(layer, RecomputeConfig(checkpoints=["1", "2"]))
+    return layer(x)
+
+
+def segments(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    apply_recompute(layer, RecomputeConfig(checkpoints=["*"], policy="segments", segments=1))
+    return layer(x)
+
+
+WAYS: list[Callable[..., Any]] = [
+    with_recompute, nested, twice, wrapped, reentrant, on_disk, with_values, cheap_parts, segments,
+]  # fmt: skip
+all_ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+
+
+def references(layer: paddle.nn.Layer, *others: Any) -> list[weakref.ref[Any]]:
+    return [weakref.ref(thing) for thing in (layer, layer[0], *others)]
+
+
+@all_ways
+def test_after_a_backward_everything_is_gone(way: Callable[..., Any]) -> None:
+    before = _memory.current_bytes()
+    layer, x = block(), input_tensor()
+    y = way(layer, x * 2)
+    gone = references(layer, x, y)
+    y.sum().backward()
+    del layer, x, y
+    assert [ref() for ref in gone] == [None] * len(gone)
+    assert _memory.current_bytes() == before
+
+
+@all_ways
+def test_without_a_backward_everything_is_gone(way: Callable[..., Any]) -> None:
+    before = _memory.current_bytes()
+    layer, x = block(), input_tensor()
+    y = way(layer, x * 2)
+    gone = references(layer, x, y)
+    del layer, x, y
+    assert [ref() for ref in gone] == [None] * len(gone)
+    assert _memory.current_bytes() == before
+
+
+@all_ways
+def test_after_a_backward_nothing_is_kept_for_the_output(way: Callable[..., Any]) -> None:
+    held = []
+    for run in (plain, way):
+        layer, x = block(), input_tensor()
+        before = _memory.current_bytes()
+        y = run(layer, x * 2)
+        y.sum().backward()
+        held.append(_memory.current_bytes() - before)
+        assert y.shape == [BATCH, WIDTH]
+        del layer, x, y
+    assert held[1] <= held[0]
+
+
+def test_between_forward_and_backward_only_the_input_and_the_output_are_there() -> None:
+    layer, x = block(), input_tensor()
+    before = _memory.current_bytes()
+    y = recompute(layer, x * 2)
+    kept = _memory.current_bytes() - before
+    assert 2 * ACTIVATION <= kept <= 2.1 * ACTIVATION
+    assert y.shape == [BATCH, WIDTH]
+
+
+def test_under_no_grad_nothing_is_kept() -> None:
+    layer, x = block(), input_tensor()
+    before = _memory.current_bytes()
+    with paddle.no_grad():
+        y = recompute(layer, x * 2)
+    assert _memory.current_bytes() - before <= 1.1 * ACTIVATION
+    assert y.stop_gradient
+
+
+@all_ways
+def test_many_steps_take_no_more_than_one(way: Callable[..., Any]) -> None:
+    layer = block()
+    held = []
+    for _ in range(4):
+        x = input_tensor()
+        way(layer, x * 2).sum().backward()
+        for parameter in layer.parameters():
+            parameter.clear_gradient(set_to_zero=False)
+        if hasattr(layer, "unwrap"):
+            layer.unwrap()
+        for name in ("1", "2", "0"):
+            if hasattr(layer[int(name)], "unwrap"):
+                layer[int(name)].unwrap()
+        del x
+        held.append(_memory.current_bytes())
+    assert held[1] == held[-1]
+
+
+def test_a_failed_forward_leaves_nothing() -> None:
+    layer, x = block(), input_tensor()
+    before = _memory.current_bytes()
+
+    def fails(x: paddle.Tensor) -> paddle.Tensor:
+        layer(x).tanh()
+        raise KeyError("broken")
+
+    try:  # pytest.raises would keep the traceback, and with it all local variables
+        recompute(fails, x * 2)
+    except KeyError:
+        pass
+    assert _memory.current_bytes() == before
+
+
+def test_a_failed_backward_leaves_nothing() -> None:
+    layer, x = block(), input_tensor()
+    before = _memory.current_bytes()
+    calls = []
+
+    def fails_later(x: paddle.Tensor) -> paddle.Tensor:
+        calls.append(1)
+        y = layer(x).tanh()
+        if len(calls) == 2:
+            raise KeyError("broken")
+        return y
+
+    y = recompute(fails_later, x * 2)
+    try:
+        y.sum().backward()
+    except KeyError:
+        pass
+    del y
+    assert len(calls) == 2
+    assert _memory.current_bytes() == before
+
+
+def test_recompute_lowers_the_peak(peaks: dict[str, int]) -> None:
+    assert peaks["each block"] < 0.5 * peaks["plain"]
+    assert peaks["each block, reentrant"] < 0.5 * peaks["plain"]
+    assert peaks["wrapped blocks"] == peaks["each block"]
+
+
+def test_the_peak_is_that_of_paddles_own(peaks: dict[str, int]) -> None:
+    assert peaks["each block"] <= 1.01 * peaks["Paddle's own"]
+
+
+def test_policies_trade_memory_for_time(peaks: dict[str, int]) -> None:
+    assert peaks["each block"] < peaks["every second block"] < peaks["plain"]
+    assert peaks["three segments"] < 0.8 * peaks["plain"]
+    assert peaks["cheap parts"] < 0.8 * peaks["plain"]

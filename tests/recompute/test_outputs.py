@@ -1,0 +1,194 @@
+"""What a recomputed function may return."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import paddle
+import pytest
+
+from tests.recompute.contract import Run, Seen, case, leaf, loss_of, step
+from tests.recompute.test_inputs import Mix
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    hidden: paddle.Tensor
+    cache: paddle.Tensor | None
+    steps: int = 3
+
+
+SHAPES: dict[str, Any] = {
+    "a tuple": lambda y: (y, y.exp()),
+    "a tuple of one tensor": lambda y: (y,),
+    "a list": lambda y: [y, y.exp()],
+    "a dict": lambda y: {"b": y, "a": y.exp()},
+    "an ordered dict": lambda y: collections.OrderedDict(b=y, a=y.exp()),
+    "nested containers": lambda y: {"pair": (y, [y.exp(), {"deep": y.tanh()}]), "none": None},
+    "a named tuple": lambda y: Pair(y, y.exp()),
+    "a frozen dataclass": lambda y: Result(y, y.exp()),
+    "a tensor and None": lambda y: (y, None),
+    "None first": lambda y: (None, y),
+    "numbers, strings and flags": lambda y: (y, 7, 0.5, "ok", True),
+    "integer tensors": lambda y: (y, y.argmax(-1), y.argsort(-1)),
+    "a boolean tensor": lambda y: (y > 0, y),
+    "the same tensor twice": lambda y: (y, [y]),
+    "a detached tensor": lambda y: (y, y.detach()),
+    "a view of another output": lambda y: (y, y[:, 1:], y.reshape([-1])),
+    "an empty tuple beside a tensor": lambda y: ((), y),
+    "a tensor that was made with stop_gradient": lambda y: (y, paddle.ones([2])),
+}
+
+
+@case("{shape} returned", shape=list(SHAPES))
+def test_shape(run: Run, shape: str) -> Seen:
+    return step(run, Mix(lambda linear, x: SHAPES[shape](linear(x).tanh())), leaf(3, 4))
+
+
+@case("nothing returned", has_gradients=False)
+def test_nothing(run: Run) -> Seen:
+    return step(run, Mix(lambda linear, x: None), leaf(3, 4))
+
+
+@case("an input without gradient passed through: a mask")
+def test_mask_passed_through(run: Run) -> Seen:
+    mask = paddle.to_tensor([[1.0], [0.0], [1.0]])
+    found = step(run, Mix(lambda linear, x, mask: (linear(x) * mask, mask)), leaf(3, 4), mask)
+    return {**found, "is it the same object": found["outputs"][1] is mask}
+
+
+@case("an integer input passed through")
+def test_integers_passed_through(run: Run) -> Seen:
+    ids = paddle.to_tensor([2, 0, 1])
+    return step(run, Mix(lambda linear, x, ids: (linear(x)[ids], ids)), leaf(3, 4), ids)
+
+
+@case("an input with gradient passed through")
+def test_input_passed_through(run: Run) -> Seen:
+    return step(run, Mix(lambda linear, x: (linear(x).tanh(), x)), leaf(3, 4))
+
+
+@case("nothing but an input passed through")
+def test_identity(run: Run) -> Seen:
+    return step(run, paddle.nn.Identity(), leaf(3, 4))
+
+
+@case("a parameter returned")
+def test_parameter(run: Run) -> Seen:
+    block = Mix(lambda linear, x: (linear(x).tanh(), linear.weight))
+    y, weight = run(block, leaf(3, 4))
+    (y.sum() + weight.square().sum()).backward()
+    return {"y": y, "block": block, "is it the same object": weight is block.linear.weight}
+
+
+@case("the inputs' container returned")
+def test_container_passed_through(run: Run) -> Seen:
+    x, y = leaf(3, 4), leaf(3, 4)
+    pair = [x * 2, y * 3]
+    out = run(lambda pair: pair, pair)
+    loss_of(out).backward()
+    return {"x": x, "y": y, "is it the same object": out is pair}
+
+
+class TwoBranches(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = paddle.nn.Linear(4, 4)
+        self.unused = paddle.nn.Linear(4, 4)
+
+    def forward(self, x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        return self.used(x).tanh(), self.unused(x).tanh()
+
+
+@case("an output that the loss does not use")
+def test_unused_output(run: Run) -> Seen:
+    block, x = TwoBranches(), leaf(3, 4)
+    used, _ = run(block, x * 2)
+    used.square().sum().backward()
+    return {"used": used, "block": block, "x": x}
+
+
+@case("a parameter that the function does not use")
+def test_unused_parameter(run: Run) -> Seen:
+    block = TwoBranches()
+    block.forward = lambda x: block.used(x).tanh()
+    return step(run, block, leaf(3, 4))
+
+
+@case("no output that the loss uses", has_gradients=False)
+def test_no_output_used(run: Run) -> Seen:
+    block, x = TwoBranches(), leaf(3, 4)
+    run(block, x * 2)
+    x.square().sum().backward()
+    return {"block": block}
+
+
+@case("only integers returned")
+def test_only_integers(run: Run) -> Seen:
+    block, x = paddle.nn.Linear(4, 4), leaf(3, 4)
+    best = run(lambda x: block(x).argmax(-1), x * 2)
+    (x[best] ** 2).sum().backward()
+    return {"best": best, "x": x, "block": block}
+
+
+@case("only tensors without gradient returned")
+def test_only_detached(run: Run) -> Seen:
+    block, x = paddle.nn.Linear(4, 4), leaf(3, 4)
+    target = run(lambda x: block(x).tanh().detach(), x * 2)
+    ((x - target) ** 2).sum().backward()
+    return {"target": target, "x": x, "block": block}
+
+
+@case("an output that the caller changes in place")
+def test_output_changed_by_the_caller(run: Run) -> Seen:
+    block, x = paddle.nn.Linear(4, 4), leaf(3, 4)
+    y = run(block, x * 2)
+    y.add_(paddle.ones([4]))
+    y.sum().backward()
+    return {"y": y, "x": x, "block": block}
+
+
+@case("an output used twice, with the way back to the block each time")
+def test_output_used_twice(run: Run) -> Seen:
+    block, x = paddle.nn.Linear(4, 4), leaf(3, 4)
+    y = run(lambda x: block(x).tanh(), x * 2)
+    (y.exp().sum() + (y * x).sum()).backward()
+    return {"y": y, "x": x, "block": block}
+
+
+@case("the first input of {n} blocks in a row, then each output", n=[3])
+def test_chain(run: Run, n: int) -> Seen:
+    blocks = paddle.nn.LayerList(
+        [paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Tanh()) for _ in range(n)]
+    )
+    x = leaf(3, 4)
+    outputs = [x * 2]
+    for block in blocks:
+        outputs.append(run(block, outputs[-1]))
+    loss_of(outputs).backward()
+    return {"outputs": outputs, "x": x, "blocks": blocks}
+
+
+def test_an_output_keeps_its_place_in_the_plain_graph() -> None:
+    """The operator that made the output is in the graph itself, not hidden in a node."""
+    from paddle_recompute import recompute
+
+    y = recompute(lambda x: x.tanh(), leaf(3) * 2)
+    assert "Tanh" in y.grad_fn.name()
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_containers_are_the_functions_own(shape: str) -> None:
+    from paddle_recompute import recompute
+
+    made = []
+
+    def function(x: paddle.Tensor) -> Any:
+        made.append(SHAPES[shape](x.tanh()))
+        return made[-1]
+
+    assert recompute(function, leaf(3, 4)) is made[0]

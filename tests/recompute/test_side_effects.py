@@ -1,0 +1,295 @@
+"""What a forward pass changes besides its result is changed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import recompute
+from tests.recompute.contract import Run, Seen, case, leaf, loss_of, step, upstream
+
+
+def two_calls(run: Run, block: Any, first: paddle.Tensor, *, again: paddle.Tensor) -> Seen:
+    """Two training steps, with two calls of the block in each: its state moves four times."""
+    losses = []
+    for _ in range(2):
+        outputs = [run(block, upstream(first)), run(block, upstream(again))]
+        loss = loss_of(outputs)
+        loss.backward()
+        losses.append(loss)
+    return {"losses": losses, "inputs": [first, again], "layer": block}
+
+
+NORMS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "BatchNorm1D": (lambda: paddle.nn.BatchNorm1D(4), (6, 4)),
+    "BatchNorm2D": (lambda: paddle.nn.BatchNorm2D(3, momentum=0.5), (2, 3, 4, 4)),
+    "BatchNorm3D": (lambda: paddle.nn.BatchNorm3D(2), (2, 2, 3, 3, 3)),
+    "BatchNorm": (lambda: paddle.nn.BatchNorm(3), (2, 3, 4, 4)),
+    "BatchNorm2D with global statistics": (
+        lambda: paddle.nn.BatchNorm2D(3, use_global_stats=True),
+        (2, 3, 4, 4),
+    ),
+    "BatchNorm without affine parameters": (
+        lambda: paddle.nn.BatchNorm2D(3, weight_attr=False, bias_attr=False),
+        (2, 3, 4, 4),
+    ),
+    "InstanceNorm1D": (lambda: paddle.nn.InstanceNorm1D(3), (2, 3, 5)),
+    "InstanceNorm2D": (lambda: paddle.nn.InstanceNorm2D(3), (2, 3, 4, 4)),
+    "GroupNorm": (lambda: paddle.nn.GroupNorm(2, 4), (2, 4, 3, 3)),
+}
+
+
+@case("{norm}", norm=list(NORMS))
+def test_norm(run: Run, norm: str) -> Seen:
+    make, shape = NORMS[norm]
+    block = paddle.nn.Sequential(make(), paddle.nn.Tanh())
+    return two_calls(run, block, leaf(*shape), again=leaf(*shape))
+
+
+@case("the statistics of BatchNorm in a convolutional block")
+def test_convolutional_block(run: Run) -> Seen:
+    block = paddle.nn.Sequential(
+        paddle.nn.Conv2D(2, 3, 3), paddle.nn.BatchNorm2D(3), paddle.nn.ReLU()
+    )
+    return two_calls(run, block, leaf(2, 2, 5, 5), again=leaf(2, 2, 5, 5))
+
+
+@case("BatchNorm in eval mode")
+def test_batch_norm_in_eval(run: Run) -> Seen:
+    block = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.BatchNorm1D(4))
+    block(leaf(6, 4))  # statistics of their own
+    block.eval()
+    return step(run, block, leaf(6, 4))
+
+
+@case("BatchNorm that goes to eval mode between forward and backward")
+def test_eval_before_the_backward(run: Run) -> Seen:
+    block, x = paddle.nn.Sequential(paddle.nn.BatchNorm1D(4), paddle.nn.Dropout(0.5)), leaf(6, 4)
+    y = run(block, x * 2)
+    block.eval()
+    y.square().sum().backward()
+    return {"y": y, "x": x, "block": block}
+
+
+@case("BatchNorm reached by {way}", way=["a closure", "an argument", "a default", "a list"])
+def test_batch_norm_reached_by(run: Run, way: str) -> Seen:
+    norm, x = paddle.nn.BatchNorm1D(4), leaf(6, 4)
+    norms = [norm]
+    if way == "a closure":
+        y = run(lambda x: norm(x).tanh(), x * 2)
+    elif way == "an argument":
+        y = run(lambda norm, x: norm(x).tanh(), norm, x * 2)
+    elif way == "a default":
+        y = run(lambda x, norm=norm: norm(x).tanh(), x * 2)
+    else:
+        y = run(lambda x: norms[0](x).tanh(), x * 2)
+    y.square().sum().backward()
+    return {"y": y, "x": x, "norm": norm}
+
+
+class Owner:
+    """Holds a Layer without being one."""
+
+    def __init__(self) -> None:
+        self.norm = paddle.nn.BatchNorm1D(4)
+
+    def block(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.norm(x).tanh()
+
+    __call__ = block
+
+
+@case("BatchNorm in {way} that is no Layer", way=["a method of an object", "a callable object"])
+def test_batch_norm_in_an_object(run: Run, way: str) -> Seen:
+    owner, x = Owner(), leaf(6, 4)
+    y = run(owner.block if way == "a method of an object" else owner, x * 2)
+    y.square().sum().backward()
+    return {"y": y, "x": x, "norm": owner.norm}
+
+
+global_norm: paddle.nn.Layer
+
+
+def block_with_a_global(x: paddle.Tensor) -> paddle.Tensor:
+    return global_norm(x).tanh()
+
+
+@case("BatchNorm reached by a global name")
+def test_batch_norm_reached_by_a_global(run: Run) -> Seen:
+    global global_norm
+    global_norm, x = paddle.nn.BatchNorm1D(4), leaf(6, 4)
+    y = run(block_with_a_global, x * 2)
+    y.square().sum().backward()
+    return {"y": y, "x": x, "norm": global_norm}
+
+
+@case("the power iteration of nn.utils.spectral_norm")
+def test_spectral_norm_hook(run: Run) -> Seen:
+    block = paddle.nn.Sequential(paddle.nn.utils.spectral_norm(paddle.nn.Linear(4, 5)))
+    return two_calls(run, block, leaf(3, 4), again=leaf(3, 4))
+
+
+@case("the power iteration of nn.SpectralNorm")
+def test_spectral_norm_layer(run: Run) -> Seen:
+    class Block(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = paddle.nn.Linear(4, 5)
+            self.norm = paddle.nn.SpectralNorm([4, 5], power_iters=2)
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return (x @ self.norm(self.linear.weight)).tanh()
+
+    return two_calls(run, Block(), leaf(3, 4), again=leaf(3, 4))
+
+
+class Counting(paddle.nn.Layer):
+    """A Layer with a running mean and a counter, updated the way that `how` says."""
+
+    def __init__(self, how: str, persistable: bool = True) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 4)
+        self.register_buffer("mean", paddle.zeros([4]), persistable)
+        self.register_buffer("count", paddle.zeros([], "int64"))
+        self.register_buffer("nothing", None)
+        self._how = how
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        new = 0.5 * self.mean + x.detach().mean(0)
+        count = self.count + 1
+        if self._how == "set_value":
+            self.mean.set_value(new)
+            self.count.set_value(count)
+        elif self._how == "in-place addition":
+            self.mean.add_(new)
+            self.count.add_(paddle.ones([], "int64"))
+        elif self._how == "augmented assignment":
+            self.mean += new
+            self.count += 1
+        elif self._how == "assignment of a new tensor":
+            self.mean = new
+            self.count = count
+        elif self._how == "an item":
+            self.mean[1:] = new[1:]
+            self.count.fill_(int(count))
+        elif self._how == "paddle.assign":
+            paddle.assign(new, self.mean)
+            paddle.assign(count, self.count)
+        return (self.linear(x) + self.mean * count).tanh()
+
+
+WAYS = [
+    "set_value",
+    "in-place addition",
+    "augmented assignment",
+    "assignment of a new tensor",
+    "an item",
+    "paddle.assign",
+]
+
+
+@case("a buffer updated by {how}", how=WAYS)
+def test_buffer(run: Run, how: str) -> Seen:
+    return two_calls(run, Counting(how), leaf(3, 4), again=leaf(3, 4))
+
+
+@case("a buffer that state_dict leaves out")
+def test_buffer_that_is_not_persistable(run: Run) -> Seen:
+    return two_calls(run, Counting("set_value", persistable=False), leaf(3, 4), again=leaf(3, 4))
+
+
+@case("a buffer registered in the first forward")
+def test_lazy_buffer(run: Run) -> Seen:
+    class Lazy(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = paddle.nn.Linear(4, 4)
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            if "seen" not in self._buffers:
+                self.register_buffer("seen", paddle.ones([4]))
+            self.seen.set_value(self.seen * 0.5)
+            return (self.linear(x) * self.seen).tanh()
+
+    return two_calls(run, Lazy(), leaf(3, 4), again=leaf(3, 4))
+
+
+@case("buffers of a block of blocks")
+def test_nested_layers(run: Run) -> Seen:
+    block = paddle.nn.Sequential(
+        Counting("set_value"),
+        paddle.nn.Sequential(paddle.nn.BatchNorm1D(4), Counting("in-place addition")),
+    )
+    return two_calls(run, block, leaf(3, 4), again=leaf(3, 4))
+
+
+@case(
+    "a buffer that the user changes between forward and backward by {how}", how=WAYS, or_error=True
+)
+def test_buffer_changed_by_the_user(run: Run, how: str) -> Seen:
+    """A queue of negatives, say, that is read by the block and filled after it."""
+    block, queue, x = Counting("not at all"), Counting(how), leaf(3, 4)
+    queue.mean, queue.count = block.mean, block.count
+    y = run(block, x * 2)
+    queue(leaf(3, 4))
+    if how == "assignment of a new tensor":
+        block.mean, block.count = queue.mean, queue.count
+    y.sum().backward()
+    return {"y": y, "x": x, "block": block}
+
+
+@case("eval mode of one sublayer only")
+def test_mixed_modes(run: Run) -> Seen:
+    block = paddle.nn.Sequential(
+        paddle.nn.BatchNorm1D(4), paddle.nn.Dropout(0.5), paddle.nn.BatchNorm1D(4)
+    )
+    block[0].eval()
+    return two_calls(run, block, leaf(6, 4), again=leaf(6, 4))
+
+
+def test_sync_batch_norm_moves_once() -> None:
+    """Its kernel wants a GPU; on a CPU the state that a forward would move is moved by hand."""
+
+    class SyncNorm(paddle.nn.SyncBatchNorm):
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            with paddle.no_grad():
+                self._mean.set_value(0.9 * self._mean + 0.1 * x.mean(0))
+                self._variance.set_value(0.9 * self._variance + 0.1 * x.var(0))
+            return (x - x.mean(0)) * x.std(0).rsqrt() * self.weight + self.bias
+
+    results = []
+    for call in (lambda f, x: f(x), recompute):
+        paddle.seed(1)
+        norm, x = SyncNorm(4), leaf(6, 4)
+        call(norm, x * 2).square().sum().backward()
+        results.append([norm._mean.numpy(), norm._variance.numpy(), x.grad.numpy()])
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_the_buffer_stays_the_same_object() -> None:
+    norm, x = paddle.nn.BatchNorm1D(4), leaf(6, 4)
+    mean = norm._mean
+    recompute(norm, x).sum().backward()
+    assert norm._mean is mean and norm.state_dict()["_mean"] is mean
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_second_forward_sees_the_buffers_of_the_first(how: str) -> None:
+    """Two calls before one backward: each is repeated with the counter that it saw."""
+    seen = []
+
+    class Watching(Counting):
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            seen.append(int(self.count))
+            return super().forward(x)
+
+    block = Watching(how)
+    first, second = recompute(block, leaf(3, 4)), recompute(block, leaf(3, 4))
+    first.sum().backward()
+    second.sum().backward()
+    assert seen == [0, 1, 0, 1]
+    assert int(block.count) == 2
