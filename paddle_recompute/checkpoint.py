@@ -122,8 +122,9 @@ def save_checkpoint(
         save_file(_moments(model, optimizer), unfinished / "optimizer.safetensors")
         save_tokenizer(unfinished / "tokenizer.json")
         (unfinished / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-        unfinished.chmod(0o755)  # mkdtemp makes it unreadable for others
         for path in [*unfinished.iterdir(), unfinished]:
+            # mkdtemp and safetensors make theirs unreadable for others.
+            path.chmod(0o755 if path.is_dir() else 0o644)
             _flush_to_disk(path)
         if final.exists():
             shutil.rmtree(final)  # the same step of an earlier run in the same folder

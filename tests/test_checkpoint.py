@@ -151,3 +151,4 @@ def test_files_are_named_by_structure(tmp_path: Path) -> None:
     }
     assert json.loads((folder / "state.json").read_text()) == {"step": 1}
     assert folder.stat().st_mode & 0o777 == 0o755
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
