@@ -130,7 +130,7 @@ def test_no_output_used(run: Run) -> Seen:
 @case("only integers returned")
 def test_only_integers(run: Run) -> Seen:
     block, x = paddle.nn.Linear(4, 4), leaf(3, 4)
-    best = run(lambda x: block(x).argmax(-1), x * 2)
+    best = run(lambda x: block(x).argmax(0), x * 2)
     (x[best] ** 2).sum().backward()
     return {"best": best, "x": x, "block": block}
 

@@ -1,0 +1,682 @@
+"""What Paddle's autograd offers besides one backward: it works as in a plain call."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.autograd import PyLayer
+from paddle.nn import functional as F
+
+from paddle_recompute import _paddle, recompute
+from paddle_recompute.errors import RecomputeError
+from paddle_recompute.recompute import is_recomputing, recompute_wrapper
+from tests.recompute.contract import (
+    Run,
+    Seen,
+    case,
+    leaf,
+    plain,
+    state_of_the_process,
+    step,
+)
+
+
+class Block(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 4)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return F.dropout(self.linear(x).tanh(), 0.3) * x
+
+
+# ---------------------------------------------------------------------------------- paddle.grad
+
+
+@case("paddle.grad of the input: the parameters' .grad stays None", has_gradients=False)
+def test_grad_of_the_input(run: Run) -> Seen:
+    block, x = Block(), leaf(3, 4)
+    y = run(block, x * 2)
+    (gradient,) = paddle.grad(y, [x])
+    return {"gradient": gradient, "x": x, "block": block}
+
+
+@case("paddle.grad of the parameters")
+def test_grad_of_the_parameters(run: Run) -> Seen:
+    block, x = Block(), leaf(3, 4)
+    block.linear.weight.grad = paddle.ones([4, 4])
+    y = run(block, x * 2)
+    return {"gradients": paddle.grad(y, block.parameters()), "x": x, "block": block}
+
+
+@case("paddle.grad of an input that is not used", has_gradients=False)
+def test_grad_of_an_unused_input(run: Run) -> Seen:
+    block, x, unused = Block(), leaf(3, 4), leaf(3, 4)
+    y = run(lambda x, unused: block(x), x * 2, unused)
+    gradients = paddle.grad(y, [x, unused], allow_unused=True)
+    return {"gradients": gradients, "x": x, "unused": unused, "block": block}
+
+
+@case("paddle.grad with gradients of the outputs and inputs that are left out", has_gradients=False)
+def test_grad_with_grad_outputs(run: Run) -> Seen:
+    block, x, z = Block(), leaf(3, 4), leaf(3, 4)
+    y = run(lambda x, z: block(x) + z.exp(), x * 2, z * 2)
+    gradients = paddle.grad([y], [x], grad_outputs=[leaf(3, 4)], no_grad_vars=[z])
+    return {"gradients": gradients, "x": x, "z": z, "block": block}
+
+
+@case("paddle.grad first, then backward")
+def test_grad_then_backward(run: Run) -> Seen:
+    block, x = Block(), leaf(3, 4)
+    y = run(block, x * 2)
+    gradients = paddle.grad(y, [x], retain_graph=True)
+    y.sum().backward()
+    return {"gradients": gradients, "x": x, "block": block}
+
+
+# --------------------------------------------------------------------------------- retain_graph
+
+
+@case("backward(retain_graph=True), then backward")
+def test_retain_graph(run: Run) -> Seen:
+    block, x = Block(), leaf(3, 4)
+    y = run(block, x * 2)
+    y.sum().backward(retain_graph=True)
+    first = [x.grad.clone(), block.linear.weight.grad.clone()]
+    y.sum().backward()
+    return {"first": first, "x": x, "block": block}
+
+
+@case("backward(retain_graph=True) three times, nested blocks")
+def test_retain_graph_nested(run: Run) -> Seen:
+    inner, x = Block(), leaf(3, 4)
+    y = run(lambda x: run(inner, x).tanh(), x * 2)
+    for keep in (True, True, False):
+        y.sum().backward(retain_graph=keep)
+    return {"x": x, "inner": inner}
+
+
+@case("two losses, one after the other, with retain_graph=True")
+def test_two_losses(run: Run) -> Seen:
+    block, x = Block(), leaf(3, 4)
+    y, z = run(lambda x: (block(x), block(x * 2)), x * 2)
+    y.sum().backward(retain_graph=True)
+    z.sum().backward()
+    return {"x": x, "block": block}
+
+
+@case("a second backward without retain_graph is an error")
+def test_second_backward(run: Run) -> Seen:
+    block, x = Block(), leaf(3, 4)
+    y = run(block, x * 2)
+    y.sum().backward()
+    try:
+        y.sum().backward()
+    except (RuntimeError, SystemError):
+        return {"is refused": True, "x": x, "block": block}
+    return {"is refused": False, "x": x, "block": block}
+
+
+@case("two blocks of one graph, a backward for each output")
+def test_one_backward_per_output(run: Run) -> Seen:
+    one, other, x = Block(), Block(), leaf(3, 4)
+    y, z = run(one, x * 2), run(other, x * 3)
+    z.sum().backward()
+    y.sum().backward()
+    return {"x": x, "one": one, "other": other}
+
+
+@case("one backward for several outputs of several blocks")
+def test_one_backward_for_all(run: Run) -> Seen:
+    one, other, x = Block(), Block(), leaf(3, 4)
+    y, z = run(one, x * 2), run(other, x * 3)
+    paddle.autograd.backward([y, z], [leaf(3, 4), leaf(3, 4)])
+    return {"x": x, "one": one, "other": other}
+
+
+# --------------------------------------------------------------------------------- higher order
+
+
+@case("a gradient of a gradient: create_graph=True", or_error=True)
+def test_second_order(run: Run) -> Seen:
+    layer, x = paddle.nn.Linear(4, 4), leaf(3, 4)
+    y = run(lambda x: layer(x).tanh() ** 3, x * 2)
+    (gradient,) = paddle.grad(y, [x], create_graph=True)
+    gradient.square().sum().backward()
+    return {"gradient": gradient, "x": x, "layer": layer}
+
+
+@case("a third derivative", or_error=True, has_gradients=False)
+def test_third_order(run: Run) -> Seen:
+    x = leaf(3)
+    y = run(lambda x: x * x * x.tanh(), x * 2)
+    for _ in range(3):
+        (y,) = paddle.grad(y.sum(), [x], create_graph=True)
+    return {"y": y, "x": x}
+
+
+@case("a gradient penalty inside a step", or_error=True)
+def test_gradient_penalty(run: Run) -> Seen:
+    one, other = paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 1)
+    x = leaf(3, 4)
+    y = run(lambda x: other(run(lambda x: one(x).tanh(), x)), x * 2)
+    (gradient,) = paddle.grad(y.sum(), [x], create_graph=True)
+    (y.sum() + (gradient.square().sum(-1).sqrt() - 1).square().mean()).backward()
+    return {"x": x, "one": one, "other": other}
+
+
+@case("paddle.grad inside the function", or_error=True)
+def test_grad_inside(run: Run) -> Seen:
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        inner = x.detach()
+        inner.stop_gradient = False
+        (slope,) = paddle.grad(inner.tanh().sum(), [inner])
+        return x.exp() * slope
+
+    return step(run, function, leaf(3, 4))
+
+
+# ------------------------------------------------------------------ PyLayers, hooks, in-place ops
+
+
+class cus_tanh(PyLayer):
+    """The PyLayer of the article that this library answers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+        y = paddle.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: paddle.Tensor) -> paddle.Tensor:
+        (y,) = ctx.saved_tensor()
+        return dy * (1 - paddle.square(y))
+
+
+class two_in_two_out(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, y: paddle.Tensor, power: int) -> Any:
+        ctx.save_for_backward(x, y)
+        ctx.power = power
+        return x * y, y**power
+
+    @staticmethod
+    def backward(ctx: Any, d_product: paddle.Tensor, d_power: paddle.Tensor) -> Any:
+        x, y = ctx.saved_tensor()
+        return d_product * y, d_product * x + d_power * ctx.power * y ** (ctx.power - 1)
+
+
+@case("a PyLayer inside: cus_tanh of the article")
+def test_cus_tanh(run: Run) -> Seen:
+    linear, x = paddle.nn.Linear(4, 4), leaf(3, 4)
+    y = run(lambda x: linear(cus_tanh.apply(linear(x))), x * 2)
+    y.square().sum().backward()
+    return {"y": y, "x": x, "linear": linear}
+
+
+@case("a PyLayer with two tensors in and out inside")
+def test_larger_pylayer(run: Run) -> Seen:
+    def function(x: paddle.Tensor, y: paddle.Tensor) -> Any:
+        product, power = two_in_two_out.apply(x.tanh(), y.exp(), 3)
+        return product.exp(), power
+
+    return step(run, function, leaf(3, 4), leaf(3, 4))
+
+
+@case("a PyLayer whose apply is the function")
+def test_pylayer_alone(run: Run) -> Seen:
+    return step(run, cus_tanh.apply, leaf(3, 4))
+
+
+@case("a PyLayer that keeps a tensor on its context")
+def test_pylayer_with_attributes(run: Run) -> Seen:
+    class Scaled(PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+            ctx.noise = paddle.rand(x.shape)
+            return x * ctx.noise
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+            return gradient * ctx.noise
+
+    return step(run, lambda x: Scaled.apply(x.tanh()).exp(), leaf(3, 4))
+
+
+@case("hooks on input, output and parameters")
+def test_hooks_outside(run: Run) -> Seen:
+    calls: list[tuple[str, list[float]]] = []
+
+    def hook(name: str) -> Any:
+        def note(gradient: paddle.Tensor) -> paddle.Tensor:
+            calls.append((name, gradient.numpy().ravel().tolist()))
+            return gradient * 2
+
+        return note
+
+    block, x = Block(), leaf(3, 4)
+    z = x * 2
+    z.register_hook(hook("input"))
+    block.linear.weight.register_hook(hook("weight"))
+    y = run(block, z)
+    y.register_hook(hook("output"))
+    y.square().sum().backward()
+    return {"x": x, "block": block, "calls": sorted(calls)}
+
+
+@case("hooks on tensors inside the function")
+def test_hooks_inside(run: Run) -> Seen:
+    calls: list[tuple[str, list[float]]] = []
+
+    def hook(name: str) -> Any:
+        def note(gradient: paddle.Tensor) -> paddle.Tensor:
+            calls.append((name, gradient.numpy().ravel().tolist()))
+            return gradient * 2
+
+        return note
+
+    block, x = Block(), leaf(3, 4)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        x.register_hook(hook("argument"))
+        y = block(x)
+        y.register_hook(hook("between"))
+        return y.tanh()
+
+    run(function, x * 2).sum().backward()
+    return {"x": x, "block": block, "calls": sorted(calls)}
+
+
+@case("a hook that counts gradients of a parameter that two blocks share")
+def test_accumulation_hooks(run: Run) -> Seen:
+    block, x, fired = Block(), leaf(3, 4), []
+    _paddle.on_gradient_added(block.linear.weight, lambda: fired.append(1))
+    y = run(block, run(block, x * 2))
+    y.sum().backward()
+    return {"x": x, "block": block, "fired": sum(fired) > 0}
+
+
+@case("retain_grads on a tensor inside the function")
+def test_retain_grads_inside(run: Run) -> Seen:
+    kept: list[paddle.Tensor] = []
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        y = x.tanh()
+        y.retain_grads()
+        kept.append(y)
+        return y.exp()
+
+    found = step(run, function, leaf(3, 4))
+    return {**found, "kept": kept[0]}
+
+
+@case("in-place operators inside the function")
+def test_in_place_inside(run: Run) -> Seen:
+    linear = paddle.nn.Linear(4, 4)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        y = linear(x)
+        y.add_(x)
+        y[:, 0] = 1.0
+        y = F.relu_(y * 2)
+        z = y * 3 + 1
+        z.scale_(3.0)
+        z.subtract_(x)
+        return z.reshape_([-1])
+
+    return {**step(run, function, leaf(3, 4)), "linear": linear}
+
+
+@case("tensors filled piece by piece inside the function")
+def test_setitem_inside(run: Run) -> Seen:
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        buffer = paddle.zeros([3, 4])
+        buffer[0] = x[0].tanh()
+        buffer[1:, ::2] = x[:2, :2].exp()
+        return buffer * x
+
+    return step(run, function, leaf(3, 4))
+
+
+@case(
+    "a saved tensor changed in place inside the function is refused, as in the plain call",
+    has_gradients=False,
+)
+def test_saved_tensor_changed(run: Run) -> Seen:
+    x = leaf(3, 4)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        y = x.exp()  # keeps its output
+        z = y.tanh()
+        y.add_(paddle.ones([4]))
+        return z + y
+
+    y = run(function, x * 2)
+    try:
+        y.sum().backward()
+    except RuntimeError:
+        return {"is refused": True}
+    return {"is refused": False}
+
+
+# ------------------------------------------------------------------------- steps and many calls
+
+
+@case("gradient accumulation over three micro-batches")
+def test_accumulation(run: Run) -> Seen:
+    block = Block()
+    for _ in range(3):
+        run(block, leaf(3, 4) * 2).square().sum().backward()
+    return {"block": block}
+
+
+@case("three optimizer steps with AdamW and clipping")
+def test_steps(run: Run) -> Seen:
+    block = Block()
+    optimizer = paddle.optimizer.AdamW(
+        0.1, parameters=block.parameters(), grad_clip=paddle.nn.ClipGradByGlobalNorm(0.5)
+    )
+    for _ in range(3):
+        run(block, leaf(3, 4) * 2).square().sum().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    run(block, leaf(3, 4) * 2).square().sum().backward()
+    return {"block": block}
+
+
+@case("two towers that share a block: four calls before one backward")
+def test_two_towers(run: Run) -> Seen:
+    block, query, passage = Block(), leaf(3, 4), leaf(5, 4)
+    q, p = run(block, run(block, query * 2)), run(block, run(block, passage * 2))
+    F.cross_entropy(q @ p.T, paddle.to_tensor([1, 0, 4])).backward()
+    return {"query": query, "passage": passage, "block": block}
+
+
+@case("a block called again with its own output, five times")
+def test_weight_sharing(run: Run) -> Seen:
+    block, x = Block(), leaf(3, 4)
+    y = x * 2
+    for _ in range(5):
+        y = run(block, y)
+    y.sum().backward()
+    return {"x": x, "y": y, "block": block}
+
+
+@case("backward in another order than forward, of graphs that overlap in time")
+def test_interleaved_graphs(run: Run) -> Seen:
+    block, inputs = Block(), [leaf(3, 4) for _ in range(3)]
+    losses = [run(block, x * 2).square().sum() for x in inputs]
+    for number in (1, 2, 0):
+        losses[number].backward()
+    return {"inputs": inputs, "block": block}
+
+
+@case("no_grad around the call: the function runs once", has_gradients=False)
+def test_no_grad(run: Run) -> Seen:
+    calls = []
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        calls.append(paddle.is_grad_enabled())
+        return x.tanh()
+
+    with paddle.no_grad():
+        y = run(function, leaf(3, 4))
+    return {"y": y, "calls": calls}
+
+
+@case("no_grad inside the function")
+def test_no_grad_inside(run: Run) -> Seen:
+    block = Block()
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        with paddle.no_grad():
+            scale = block(x).exp()
+        return block(x) * scale
+
+    return {**step(run, function, leaf(3, 4)), "block": block}
+
+
+@case("enable_grad inside the function, no_grad around it")
+def test_enable_grad_inside(run: Run) -> Seen:
+    block, x = Block(), leaf(3, 4)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        with paddle.enable_grad():
+            return block(x)
+
+    with paddle.no_grad():
+        y = run(function, x)
+    y.sum().backward()
+    return {"y": y, "x": x, "block": block}
+
+
+@case("backward called under no_grad")
+def test_backward_under_no_grad(run: Run) -> Seen:
+    block, x = Block(), leaf(3, 4)
+    y = run(block, x * 2).sum()
+    with paddle.no_grad():
+        y.backward()
+        enabled = paddle.is_grad_enabled()
+    return {"x": x, "block": block, "enabled inside": enabled}
+
+
+# ------------------------------------------------------------------------------------ exceptions
+
+
+class Fragile(paddle.nn.Layer):
+    """Fails in its second forward, after it has changed everything that it can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = paddle.nn.BatchNorm1D(4)
+        self.calls = 0
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.calls += 1
+        y = F.dropout(self.norm(x), 0.5).tanh() * np.random.rand() * random.random()
+        if self.calls == 2:
+            raise KeyError("no such thing")
+        return y
+
+
+@case(
+    "an exception in the second forward arrives as itself",
+    expected={"arrives as": "KeyError('no such thing')"},
+)
+def test_exception(run: Run) -> Seen:
+    try:
+        run(Fragile(), leaf(6, 4) * 2).sum().backward()
+    except Exception as error:  # whatever it has become
+        return {"arrives as": repr(error).splitlines()[0]}
+    return {"arrives as": "nothing"}
+
+
+@case(
+    "after an exception in the second forward, streams, flags and modes are restored",
+    expected={"state": "as before the backward", "next step": "right"},
+)
+def test_state_after_an_exception(run: Run) -> Seen:
+    def look(layer: paddle.nn.Layer) -> str:
+        return repr((state_of_the_process(), layer.training, layer.norm._mean.tolist()))
+
+    layer, x = Fragile(), leaf(6, 4)
+    loss = run(layer, x * 2).sum()
+    layer.eval()
+    streams = paddle.get_rng_state(), np.random.get_state(), random.getstate()
+    before = look(layer)
+    paddle.set_rng_state(streams[0]), np.random.set_state(streams[1])
+    random.setstate(streams[2])
+    try:
+        loss.backward()
+    except Exception:
+        pass
+    after = look(layer)
+    steps = []
+    for call in (plain, run):
+        paddle.seed(5)
+        block, x = Block(), leaf(3, 4)
+        call(block, x * 2).sum().backward()
+        steps.append(x.grad.numpy().tolist())
+    return {
+        "state": "as before the backward" if before == after else "changed",
+        "next step": "right" if steps[0] == steps[1] else "wrong",
+    }
+
+
+@case(
+    "an exception in the first forward arrives as itself",
+    expected={"arrives as": "KeyError('first')", "streams": "as in the plain call"},
+)
+def test_exception_in_the_first_forward(run: Run) -> Seen:
+    def fails(x: paddle.Tensor) -> paddle.Tensor:
+        paddle.rand([3])
+        raise KeyError("first")
+
+    after = []
+    for call in (plain, run):
+        paddle.seed(6), np.random.seed(6), random.seed(6)
+        try:
+            call(fails, leaf(3))
+            arrived = "nothing"
+        except Exception as error:
+            arrived = repr(error).splitlines()[0]
+        after.append(repr(state_of_the_process()))
+    return {
+        "arrives as": arrived,
+        "streams": "as in the plain call" if after[0] == after[1] else "changed",
+    }
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join([*getattr(error, "__notes__", ()), str(error.__cause__)])
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True])
+def test_exception_names_the_layer(use_reentrant: bool | None) -> None:
+    layer = recompute_wrapper(Fragile(), name="encoder.layers.3", use_reentrant=use_reentrant)
+    loss = layer(leaf(6, 4)).sum()
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        loss.backward()
+    assert "second forward of Fragile 'encoder.layers.3'" in notes(caught.value)
+
+
+def test_exception_through_paddle_grad_and_autograd_backward() -> None:
+    for backward in (
+        lambda y, x: paddle.grad(y, [x]),
+        lambda y, x: paddle.autograd.backward([y]),
+    ):
+        x = leaf(6, 4)
+        with pytest.raises(KeyError, match="no such thing"):
+            backward(recompute(Fragile(), x), x)
+        assert not is_recomputing() and paddle.is_grad_enabled()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError, OSError])
+def test_every_kind_of_exception(kind: type[BaseException]) -> None:
+    calls = []
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise kind("stop")
+        return x.tanh()
+
+    loss = recompute(function, leaf(3)).sum()
+    with pytest.raises(kind, match="stop"):
+        loss.backward()
+
+
+def test_exception_in_an_inner_block_names_it() -> None:
+    layer = recompute_wrapper(Fragile(), name="inner")
+    layer.calls = -1  # forward, repetition of the outer block, own repetition
+
+    loss = recompute(lambda x: layer(x).tanh(), leaf(6, 4)).sum()
+    with pytest.raises(KeyError) as caught:
+        loss.backward()
+    assert "second forward of Fragile 'inner'" in notes(caught.value)
+
+
+def test_the_step_after_an_exception_in_the_same_block() -> None:
+    gradients = []
+    for call in (plain, recompute):
+        paddle.seed(1)
+        layer = Fragile()
+        if call is recompute:
+            with pytest.raises(KeyError):
+                recompute(layer, leaf(6, 4)).sum().backward()
+            for parameter in layer.parameters():
+                parameter.clear_gradient(set_to_zero=False)
+        layer.calls = 10
+        paddle.seed(2), np.random.seed(2), random.seed(2)
+        x = leaf(6, 4)
+        call(layer, x).sum().backward()
+        gradients.append([x.grad.numpy(), layer.norm.weight.grad.numpy()])
+    for one, other in zip(*gradients, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_backward_inside_the_function_is_refused() -> None:
+    x = leaf(3)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        y = x.tanh()
+        y.sum().backward(retain_graph=True)
+        return y
+
+    with pytest.raises(RecomputeError, match="paddle.grad or backward inside it"):
+        recompute(function, x)
+
+
+def test_static_mode_is_refused() -> None:
+    paddle.enable_static()
+    try:
+        with paddle.static.program_guard(paddle.static.Program()):
+            x = paddle.static.data("x", [3, 4])
+            with pytest.raises(RecomputeError, match="static graph is being built"):
+                recompute(paddle.tanh, x)
+    finally:
+        paddle.disable_static()
+
+
+@pytest.mark.parametrize("full_graph", [True, False])
+def test_to_static_is_refused(full_graph: bool) -> None:
+    class Model(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = paddle.nn.Linear(4, 4)
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return recompute(self.linear, x)
+
+    static = paddle.jit.to_static(Model(), full_graph=full_graph)
+    with pytest.raises(RecomputeError, match="static graph is being built"):
+        static(paddle.ones([3, 4]))
+
+
+def test_other_saved_tensors_hooks_around(caplog: pytest.LogCaptureFixture) -> None:
+    """Paddle allows one pair at a time: what the user's hooks do is done, and said."""
+    gradients = []
+    for call in (plain, recompute):
+        paddle.seed(1)
+        x, layer = leaf(3, 4), Block()
+        with paddle.autograd.saved_tensors_hooks(lambda t: t.numpy(), paddle.to_tensor):
+            y = call(layer, x * 2)
+        y.sum().backward()
+        gradients.append([x.grad.numpy(), layer.linear.weight.grad.numpy()])
+    for one, other in zip(*gradients, strict=True):
+        assert np.array_equal(one, other)
+    assert "other saved_tensors_hooks are in force" in caplog.text
+
+
+def test_errors_of_paddles_own_stay_what_they_are() -> None:
+    """After `recompute` has begun to watch the engine, too."""
+    recompute(paddle.tanh, leaf(3)).sum().backward()
+    y = leaf(3).tanh().sum()
+    y.backward()
+    with pytest.raises(SystemError, match="backward twice"):
+        y.backward()

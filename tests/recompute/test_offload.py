@@ -1,0 +1,228 @@
+"""Where the inputs of recomputed functions wait: on the device, in host memory, on disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import RecomputeConfig, _memory, apply_recompute, recompute
+from paddle_recompute.errors import ConfigError
+from tests.recompute.contract import leaf, plain
+
+WIDTH, BATCH = 64, 256
+ACTIVATION = 4 * WIDTH * BATCH
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files are made."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def spill_files() -> list[str]:
+    """The temporary files that this process holds open, with a name or without one."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except FileNotFoundError:  # the descriptor that lists the folder
+            continue
+        if tempfile.gettempdir() in target:
+            found.append(target)
+    return found
+
+
+def block() -> paddle.nn.Layer:
+    return paddle.nn.Sequential(
+        paddle.nn.Linear(WIDTH, WIDTH), paddle.nn.GELU(), paddle.nn.Dropout(0.1)
+    )
+
+
+def train(offload: str | None, depth: int = 3, **options: Any) -> list[np.ndarray]:
+    """Two steps through a chain of blocks; every gradient at the end."""
+    paddle.seed(1)
+    layers, x = [block() for _ in range(depth)], leaf(BATCH, WIDTH)
+    for _ in range(2):
+        y = x * 2
+        for layer in layers:
+            run = plain if offload == "plain" else recompute
+            y = run(layer, y) if run is plain else run(layer, y, offload=offload, **options)
+        y.square().sum().backward()
+    return [x.grad.numpy(), *(p.grad.numpy() for layer in layers for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("offload", [None, "none", "host", "disk"])
+def test_gradients_are_those_of_the_plain_call(offload: str | None) -> None:
+    found, wanted = train(offload), train("plain")
+    assert len(found) == 7
+    for one, other in zip(found, wanted, strict=True):
+        assert np.array_equal(one, other)
+
+
+DTYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "bool", "uint8"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_comes_back_from_disk_bit_by_bit(dtype: str, folder: Path) -> None:
+    value = (paddle.randn([5, 3]) * 100).astype(dtype)
+    seen = []
+
+    def function(x: paddle.Tensor, value: paddle.Tensor) -> paddle.Tensor:
+        seen.append((value.dtype, value.numpy().tobytes(), value.shape))
+        return x.exp()
+
+    recompute(function, leaf(3), value, offload="disk").sum().backward()
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("shape", [[], [1], [2, 3, 4]], ids=str)
+def test_every_shape_comes_back_from_disk(shape: list[int], folder: Path) -> None:
+    x = leaf(*shape)
+    recompute(paddle.exp, x, offload="disk").sum().backward()
+    assert x.grad.shape == shape and np.array_equal(x.grad.numpy(), x.exp().numpy())
+
+
+def test_a_view_comes_back_from_disk(folder: Path) -> None:
+    x = leaf(4, 6)
+    y = x.transpose([1, 0])[1:, ::2]
+    recompute(paddle.tanh, y, offload="disk").sum().backward()
+    wanted = np.zeros([4, 6])
+    wanted[::2, 1:] = 1 - np.tanh(x.numpy()[::2, 1:]) ** 2
+    assert np.allclose(x.grad.numpy(), wanted, atol=1e-6)
+
+
+def test_nested_arguments_go_to_disk(folder: Path) -> None:
+    results = []
+    for offload in (None, "disk"):
+        paddle.seed(1)
+        x, y, ids = leaf(3, 4), leaf(3, 4), paddle.to_tensor([2, 0])
+        out = recompute(
+            lambda batch, ids, scale: batch["x"][ids].tanh() * batch["pair"][0][ids] * scale,
+            {"x": x * 2, "pair": (y * 2, None)},
+            ids,
+            offload=offload,
+            scale=3.0,
+        )
+        out.sum().backward()
+        results.append([x.grad.numpy().tolist(), y.grad.numpy().tolist()])
+    assert results[0] == results[1]
+
+
+def test_nested_blocks_go_to_disk(folder: Path) -> None:
+    def nested(x: paddle.Tensor, layer: paddle.nn.Layer) -> paddle.Tensor:
+        return recompute(layer, recompute(layer, x, offload="disk"), offload="disk")
+
+    gradients = []
+    for outer in (plain, lambda *args: recompute(*args, offload="disk")):
+        paddle.seed(1)
+        layer, x = block(), leaf(4, WIDTH)
+        outer(nested, x * 2, layer).sum().backward()
+        gradients.append(x.grad.numpy())
+    assert np.array_equal(*gradients)
+
+
+def test_parameters_stay_where_they_are(folder: Path) -> None:
+    weight = paddle.nn.Linear(WIDTH, WIDTH).weight
+    before = len(spill_files())
+    y = recompute(lambda w: w.tanh(), weight, offload="disk")
+    assert len(spill_files()) == before
+    y.sum().backward()
+    assert weight.grad is not None
+
+
+def test_the_file_is_there_between_forward_and_backward_and_gone_after(folder: Path) -> None:
+    assert spill_files() == []
+    first = recompute(block(), leaf(BATCH, WIDTH) * 2, offload="disk")
+    second = recompute(block(), first * 2, offload="disk")
+    assert len(spill_files()) == 1  # one a step, not one a tensor
+    second.sum().backward()
+    del first, second
+    assert spill_files() == []
+    assert list(folder.iterdir()) == []
+
+
+def test_the_file_is_gone_without_a_backward(folder: Path) -> None:
+    y = recompute(block(), leaf(BATCH, WIDTH) * 2, offload="disk")
+    del y
+    assert spill_files() == [] and list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("failing_call", [1, 2])
+def test_the_file_is_gone_after_an_exception(failing_call: int, folder: Path) -> None:
+    calls = []
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        calls.append(1)
+        if len(calls) == failing_call:
+            raise KeyError("broken")
+        return x.tanh()
+
+    def step() -> None:
+        first = recompute(block(), leaf(BATCH, WIDTH) * 2, offload="disk")
+        recompute(function, first * 2, offload="disk").sum().backward()
+
+    try:  # pytest.raises would keep the traceback, and with it all local variables
+        step()
+    except KeyError:
+        calls.append("raised")
+    assert calls[-1] == "raised"
+    assert spill_files() == [] and list(folder.iterdir()) == []
+
+
+def test_nothing_is_written_under_no_grad(folder: Path) -> None:
+    with paddle.no_grad():
+        y = recompute(block(), leaf(BATCH, WIDTH), offload="disk")
+    assert spill_files() == [] and y.stop_gradient
+
+
+def test_disk_holds_no_input_in_memory(folder: Path) -> None:
+    held = []
+    for offload in (None, "host", "disk"):
+        layer, x = block(), leaf(BATCH, WIDTH)
+        before = _memory.current_bytes()
+        y = recompute(layer, x * 2, offload=offload)
+        held.append(_memory.current_bytes() - before)
+        del y
+    on_device, on_host, on_disk = held
+    assert on_host == on_device  # the tensor is on the host already: nothing to do
+    assert on_device - on_disk == ACTIVATION
+
+
+def test_disk_lowers_the_peak(peaks: dict[str, int]) -> None:
+    assert peaks["each block, disk"] < 0.75 * peaks["each block"]
+    assert peaks["each block, host"] == peaks["each block"]
+
+
+@pytest.mark.parametrize("offload", ["host", "disk"])
+@pytest.mark.parametrize("policy", ["all", "every_n", "segments"])
+def test_offload_in_a_config(policy: Any, offload: Any, folder: Path) -> None:
+    gradients = []
+    for settings in ({"enable": False}, {"offload": offload, "policy": policy}):
+        paddle.seed(1)
+        model, x = paddle.nn.Sequential(*[block() for _ in range(4)]), leaf(8, WIDTH)
+        apply_recompute(model, RecomputeConfig(checkpoints=["*"], **settings))
+        model(x * 2).sum().backward()
+        gradients.append(x.grad.numpy())
+    assert np.array_equal(*gradients)
+
+
+def test_offload_indices_are_paddles_own_spelling() -> None:
+    x, y = leaf(3, 4), leaf(3, 4)
+    recompute(lambda x, y: (x * y).tanh(), x, y, offload_indices=[1]).sum().backward()
+    wanted = (1 - np.tanh(x.numpy() * y.numpy()) ** 2) * x.numpy()
+    assert np.allclose(y.grad.numpy(), wanted, atol=1e-6)
+
+
+def test_offload_needs_the_hook_form() -> None:
+    with pytest.raises(ConfigError, match="offload need the saved-tensor hooks"):
+        recompute(paddle.tanh, leaf(3), use_reentrant=True, offload="disk")
+
+

@@ -1,0 +1,211 @@
+"""When and how often a recomputed function runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute, recompute_wrapper
+from paddle_recompute.errors import SelectionError
+from paddle_recompute.recompute import forward_count, is_recomputing
+from tests.recompute.contract import leaf, plain
+
+
+class Noting(paddle.nn.Layer):
+    """Notes each of its forwards in a log that it shares with others."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(4, 4)
+        self._name, self._log = name, log
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self._log.append(self._name + ("'" if is_recomputing() else ""))
+        return self.linear(x).tanh()
+
+
+def blocks(log: list[str]) -> list[paddle.nn.Layer]:
+    return [Noting(name, log) for name in "abc"]
+
+
+def run_chain(layers: list[paddle.nn.Layer], run: Callable[..., Any]) -> paddle.Tensor:
+    x = leaf(3, 4)
+    for layer in layers:
+        x = run(layer, x)
+    return x.sum()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"use_reentrant": False},
+    {"use_reentrant": True},
+    {"offload": "host"},
+    {"offload": "disk"},
+    {"determinism_check": "none"},
+    {"determinism_check": "values"},
+    {"preserve_rng_state": False},
+]
+each_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
+
+
+def with_options(options: dict[str, Any]) -> Callable[..., Any]:
+    return lambda layer, x: recompute(layer, x, **options)
+
+
+def test_plain_runs_once() -> None:
+    log: list[str] = []
+    run_chain(blocks(log), plain).backward()
+    assert log == ["a", "b", "c"]
+
+
+@each_option
+def test_second_forwards_come_in_the_backward_last_block_first(options: dict[str, Any]) -> None:
+    log: list[str] = []
+    loss = run_chain(blocks(log), with_options(options))
+    assert log == ["a", "b", "c"]
+    loss.backward()
+    assert log == ["a", "b", "c", "c'", "b'", "a'"]
+
+
+@each_option
+def test_under_no_grad_there_is_one_forward(options: dict[str, Any]) -> None:
+    log: list[str] = []
+    with paddle.no_grad():
+        run_chain(blocks(log), with_options(options))
+    assert log == ["a", "b", "c"]
+
+
+@each_option
+def test_an_output_that_is_thrown_away_is_not_recomputed(options: dict[str, Any]) -> None:
+    log: list[str] = []
+    a, b, c = blocks(log)
+    run = with_options(options)
+    x = leaf(3, 4)
+    y, _ = run(a, x), run(b, x)
+    run(c, y).sum().backward()
+    assert log == ["a", "b", "c", "c'", "a'"]
+
+
+def test_a_block_is_recomputed_when_the_backward_reaches_it() -> None:
+    log: list[str] = []
+    a, b, _ = blocks(log)
+    y = recompute(a, leaf(3, 4) * 2)
+    y.register_hook(lambda gradient: log.append("gradient of a's output"))
+    recompute(b, y).sum().backward()
+    assert log == ["a", "b", "b'", "gradient of a's output", "a'"]
+
+
+def test_a_backward_that_does_not_reach_a_block_does_not_run_it() -> None:
+    log: list[str] = []
+    a, b, _ = blocks(log)
+    y = recompute(a, leaf(3, 4) * 2)
+    paddle.grad(recompute(b, y), [y])
+    assert log == ["a", "b", "b'"]
+
+
+def test_one_second_forward_serves_all_outputs() -> None:
+    log: list[str] = []
+    a, b, _ = blocks(log)
+    y, z = recompute(lambda x: (a(x), b(x)), leaf(3, 4))
+    (y.sum() + z.exp().sum()).backward()
+    assert log == ["a", "b", "a'", "b'"]
+
+
+def test_two_backwards_with_retain_graph_take_two_second_forwards() -> None:
+    log: list[str] = []
+    loss = run_chain(blocks(log)[:1], recompute)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert log == ["a", "a'", "a'"]
+
+
+def test_a_function_without_differentiable_result_runs_once() -> None:
+    log: list[str] = []
+    a, b, _ = blocks(log)
+    x = leaf(3, 4)
+    index = recompute(lambda x: a(x).argmax(0), x)
+    b(x)[index].sum().backward()
+    assert log == ["a", "b"]
+
+
+def test_a_frozen_block_without_gradient_runs_once() -> None:
+    log: list[str] = []
+    a, b, _ = blocks(log)
+    for parameter in a.parameters():
+        parameter.stop_gradient = True
+    recompute(b, recompute(a, leaf(3, 4, stop_gradient=True))).sum().backward()
+    assert log == ["a", "b", "b'"]
+
+
+def test_is_recomputing_only_in_a_second_forward() -> None:
+    seen = []
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        seen.append(is_recomputing())
+        return x.tanh()
+
+    y = recompute(function, leaf(3) * 2)
+    y.register_hook(lambda gradient: seen.append(is_recomputing()))
+    y.sum().backward()
+    assert seen == [False, False, True]
+
+
+def test_forward_count_leaves_out_second_forwards() -> None:
+    layer, x = recompute_wrapper(paddle.nn.Linear(4, 4)), leaf(3, 4)
+    assert forward_count(layer) == 0
+    (layer(x) + layer(layer(x))).sum().backward()
+    assert forward_count(layer) == 3
+    with paddle.no_grad():
+        layer(x)
+    assert forward_count(layer) == 4
+    with pytest.raises(SelectionError, match="Linear.*is not wrapped"):
+        forward_count(layer.unwrap())
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"enable": False}, "abcd"),
+        ({}, "abcd d' c' b' a'"),
+        ({"policy": "every_n"}, "abcd c' a'"),
+        ({"policy": "every_n", "every_n": 3}, "abcd d' a'"),
+        ({"policy": "segments"}, "abcd c'd' a'b'"),
+        ({"policy": "segments", "segments": 1}, "abcd a'b'c'd'"),
+        ({"policy": "segments", "segments": 3}, "abcd d' b'c' a'"),
+        ({"policy": "segments", "segments": 4}, "abcd d' c' b' a'"),
+        ({"checkpoints": ["1"]}, "abcd b'"),
+        ({"checkpoints": ["1", "2"], "policy": "segments", "segments": 1}, "abcd b'c'"),
+    ],
+    ids=str,
+)
+def test_policies(settings: dict[str, Any], expected: str) -> None:
+    log: list[str] = []
+    model = paddle.nn.Sequential(*[Noting(name, log) for name in "abcd"])
+    apply_recompute(model, RecomputeConfig(**{"checkpoints": ["*"], **settings}))
+    model(leaf(3, 4)).sum().backward()
+    assert "".join(log) == expected.replace(" ", "")
+
+
+def test_a_segment_that_is_broken_up_is_right_and_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Model(paddle.nn.Layer):
+        def __init__(self, log: list[str]) -> None:
+            super().__init__()
+            self.layers = paddle.nn.LayerList(blocks(log))
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            a, b, c = self.layers
+            return c(b(a(x)) * 2)
+
+    log: list[str] = []
+    model = Model(log)
+    config = RecomputeConfig(checkpoints=["layers.*"], policy="segments", segments=1)
+    apply_recompute(model, config)
+    for _ in range(2):
+        model(leaf(3, 4)).sum().backward()
+    assert "".join(log) == "abcc'a'b'" * 2
+    assert caplog.text.count("'layers.2' does not continue its segment") == 1
