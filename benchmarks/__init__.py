@@ -1,0 +1,1 @@
+"""Measurements, each with its record in results/; none of them is a test."""

@@ -49,8 +49,7 @@ def in_own_process(module: str, *arguments: str) -> Any:
     """The JSON that ``python -m module arguments...`` prints as its last line."""
     run = subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         cwd=RESULTS.parent.parent,
     )

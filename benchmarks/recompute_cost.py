@@ -66,9 +66,7 @@ class PaddleRecompute(paddle.nn.Layer):
 def make_step(variant: dict[str, Any]) -> Callable[[], float]:
     """One training step of a fresh model."""
     paddle.seed(0)
-    block = paddle.nn.TransformerEncoderLayer(
-        HIDDEN, 4, 4 * HIDDEN, dropout=0.1, activation="gelu"
-    )
+    block = paddle.nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, dropout=0.1, activation="gelu")
     model: paddle.nn.Layer = paddle.nn.TransformerEncoder(block, LAYERS)
     if "paddle" in variant:
         model = PaddleRecompute(model, variant["paddle"])

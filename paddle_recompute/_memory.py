@@ -52,4 +52,4 @@ def format_bytes(count: float) -> str:
 
 
 def _on_gpu() -> bool:
-    return paddle.get_device().startswith("gpu")
+    return str(paddle.get_device()).startswith("gpu")

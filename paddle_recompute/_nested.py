@@ -29,9 +29,9 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         items = [map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else _tuple_like(value, items)
     if isinstance(value, list):
-        fresh = copy.copy(value)
-        fresh[:] = [map_leaves(function, item) for item in value]
-        return fresh
+        items_of = copy.copy(value)
+        items_of[:] = [map_leaves(function, item) for item in value]
+        return items_of
     if isinstance(value, dict):
         fresh = copy.copy(value)
         for key in list(value):

@@ -8,11 +8,13 @@ function names the Paddle versions that it serves, why a public API does not, an
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
@@ -68,6 +70,23 @@ def shares_memory(tensor: paddle.Tensor) -> paddle.Tensor:
     )
     tensor._share_buffer_to(shared)
     return shared
+
+
+PACK_LEAKS_A_REFERENCE = paddle_version() < (3, 0, 0)
+"""Paddle 2.6 never drops the reference that a pack hook returns: each saved tensor would leak."""
+
+
+def give_back_pack_references(tickets: list[Any]) -> None:
+    """Drop the reference to each of `tickets` that Paddle 2.6 forgets; empties the list.
+
+    To be called when the recording is over and the graph holds references of its own. A ticket
+    that a PyLayer saved has one holder and none too many, so it is left alone. Can go with 2.6.
+    """
+    while tickets:
+        ticket = tickets.pop()
+        own = 2  # the name `ticket`, and the argument of getrefcount
+        if sys.getrefcount(ticket) - own >= 2:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(ticket))
 
 
 def is_parameter(value: object) -> bool:
@@ -188,11 +207,13 @@ class Backward:
         retain_graph: What the caller asked for.
         partial: True under ``paddle.grad``, False under ``backward()``.
         error: The Python exception that a hook raised, for `watch_backward` to hand on.
+        at_end: Called, each once, when the engine has ended.
     """
 
     retain_graph: bool
     partial: bool
     error: BaseException | None = None
+    at_end: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
 _running: list[Backward] = []
@@ -200,7 +221,8 @@ _running: list[Backward] = []
 
 def current_backward() -> Backward | None:
     """The innermost engine call that is running; None outside of any, or before
-    `watch_backward` was called."""
+    `watch_backward` was called.
+    """
     return _running[-1] if _running else None
 
 
@@ -235,13 +257,21 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
         try:
             return engine(*args, **kwargs)
         except OSError as opaque:
-            if call.error is None:
+            # Taken out of `call`, and deleted: the traceback holds this frame, so a name here
+            # would be a reference cycle through everything that the error has passed.
+            error, call.error = call.error, None
+            if error is None:
                 raise
             # The engine leaves the grad mode of the hook that failed (seen on 2.6.2 and 3.3.1).
             framework._dygraph_tracer()._has_grad = grad_enabled
-            raise call.error from call.error.__cause__ or opaque
+            try:
+                raise error from error.__cause__ or opaque
+            finally:
+                del error
         finally:
             _running.pop()
+            for end in call.at_end.values():
+                end()
 
     return run
 

@@ -16,7 +16,8 @@ from paddle_recompute import _paddle
 @dataclass(frozen=True)
 class RngState:
     """Where all streams stand: Paddle (CPU and the device in use), fleet's tracker of
-    tensor-parallel streams, NumPy's global stream and Python's."""
+    tensor-parallel streams, NumPy's global stream and Python's.
+    """
 
     generators: tuple[Any, Any]
     tracker: Any

@@ -91,7 +91,9 @@ def run_ranks(
         if failed is not None:
             rank, reason = failed
             output = logs[rank].read_text(errors="replace")[-6000:]
-            pytest.fail(f"rank {rank} of {num_ranks} {reason}; its output:\n{output}", pytrace=False)
+            pytest.fail(
+                f"rank {rank} of {num_ranks} {reason}; its output:\n{output}", pytrace=False
+            )
         return [
             pickle.loads((Path(folder) / f"result{rank}.pkl").read_bytes())
             for rank in range(num_ranks)

@@ -41,9 +41,7 @@ def loss_fn(model: paddle.nn.Layer, micro_batch: paddle.Tensor) -> paddle.Tensor
 def train(model: paddle.nn.Layer, data: list[np.ndarray], micro_batches: int, **options: Any):
     """Parameters after one step on each batch, and the losses."""
     optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
-    step = TrainStep(
-        model, optimizer, loss_fn=loss_fn, accumulate_steps=micro_batches, **options
-    )
+    step = TrainStep(model, optimizer, loss_fn=loss_fn, accumulate_steps=micro_batches, **options)
     losses = []
     for batch in data:
         parts = [paddle.to_tensor(part) for part in np.split(batch, micro_batches)]

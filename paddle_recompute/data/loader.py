@@ -32,20 +32,14 @@ class PairLoader:
     ) -> None:
         self._queries, self._positives = queries, positives
         self._sampler = sampler
+        self._num_workers = num_workers
         self.num_dropped = sampler.num_dropped
         self.num_cut_queries = queries.num_cut
         self.num_cut_positives = positives.num_cut
-        self._batches = paddle.io.DataLoader(
-            _Places(sampler.num_pairs),
-            batch_sampler=sampler,
-            collate_fn=self._collate,
-            num_workers=num_workers,
-            return_list=True,
-        )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; without a call it is that of epoch 0."""
-        self._sampler.epoch = epoch
+        self._sampler = self._sampler.for_epoch(epoch)
 
     def __len__(self) -> int:
         """Batches in an epoch, the same on all ranks; 0 if the pairs do not fill one."""
@@ -53,7 +47,26 @@ class PairLoader:
 
     def __iter__(self) -> Iterator[dict[str, paddle.Tensor]]:
         """The batches of the epoch that was set."""
-        return iter(self._batches)
+        sampler = self._sampler.for_epoch(self._sampler.epoch)
+        batches = iter(
+            paddle.io.DataLoader(
+                _Places(sampler.num_pairs),
+                batch_sampler=sampler,
+                collate_fn=self._collate,
+                num_workers=self._num_workers,
+                return_list=True,
+            )
+        )
+        try:
+            for batch in batches:  # noqa: UP028 - the iterator has no close() to hand on
+                yield batch
+        except GeneratorExit:
+            # Left before the end. Paddle stops its thread, its workers and what they have read
+            # ahead at the end of an epoch and not before: make it come.
+            sampler.end()
+            for _ in batches:
+                pass
+            raise
 
     def notes(self) -> list[str]:
         """What the batches leave out, one sentence each; empty if nothing is."""
@@ -144,15 +157,38 @@ class RankSampler(paddle.io.BatchSampler):
     """
 
     def __init__(
-        self, num_pairs: int, *, local_batch: int, rank: int, num_ranks: int, seed: int
+        self,
+        num_pairs: int,
+        *,
+        local_batch: int,
+        rank: int,
+        num_ranks: int,
+        seed: int,
+        epoch: int = 0,
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank is {rank}, and there are {num_ranks} ranks, counted from 0")
         self.num_pairs = num_pairs
-        self.epoch = 0
+        self.epoch = epoch
         self.batch_size = local_batch
         self.num_dropped = num_pairs % (local_batch * num_ranks)
         self._rank, self._num_ranks, self._seed = rank, num_ranks, seed
+        self._ended = False
+
+    def for_epoch(self, epoch: int) -> RankSampler:
+        """A sampler of the same pairs in the order of another epoch."""
+        return RankSampler(
+            self.num_pairs,
+            local_batch=self.batch_size,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            seed=self._seed,
+            epoch=epoch,
+        )
+
+    def end(self) -> None:
+        """Deal no further batch."""
+        self._ended = True
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -162,7 +198,10 @@ class RankSampler(paddle.io.BatchSampler):
         """The places of the pairs of each batch."""
         order = np.random.default_rng([self._seed, self.epoch]).permutation(self.num_pairs)
         whole = order[: self.num_pairs - self.num_dropped]
-        yield from whole.reshape(-1, self._num_ranks, self.batch_size)[:, self._rank].tolist()
+        for batch in whole.reshape(-1, self._num_ranks, self.batch_size)[:, self._rank]:
+            if self._ended:
+                return
+            yield batch.tolist()
 
 
 class _Places(paddle.io.Dataset):

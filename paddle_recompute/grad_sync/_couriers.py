@@ -9,10 +9,9 @@ from typing import Protocol
 
 import paddle
 import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
 
 from paddle_recompute.grad_sync.ranks import barrier
-
-Group = dist.communication.group.Group
 
 
 class Delivery(Protocol):
@@ -105,5 +104,6 @@ def courier_of(group: Group | None) -> Courier:
 @functools.cache
 def _thread_courier(ranks: tuple[int, ...]) -> ThreadCourier:
     """One thread and one group serve all synchronizations between the same ranks: a gloo group
-    costs a connection between each two of them."""
+    costs a connection between each two of them.
+    """
     return ThreadCourier(list(ranks))

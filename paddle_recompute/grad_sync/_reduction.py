@@ -27,11 +27,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._compression import Wire
-from paddle_recompute.grad_sync._couriers import Courier, Delivery, Group, courier_of
+from paddle_recompute.grad_sync._couriers import Courier, Delivery, courier_of
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -210,7 +211,7 @@ class BucketedReduction:
 def _call_on_addition(
     parameter: paddle.Tensor, method: weakref.WeakMethod[Callable[[int], None]], index: int
 ) -> None:
-    """Call ``method(index)`` after each addition to the gradient, while the method's owner lives."""
+    """Call ``method(index)`` after each addition to the gradient, while its owner lives."""
 
     def added() -> None:
         call = method()

@@ -9,6 +9,7 @@ from typing import Literal
 
 import paddle
 import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
 
 from paddle_recompute.errors import ConfigError, SyncError
 from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
@@ -18,6 +19,7 @@ from paddle_recompute.grad_sync.ranks import is_distributed
 SyncMode = Literal["auto", "fused", "overlap"]
 MODES = ("auto", "fused", "overlap")
 MIB = 2**20
+
 
 class GradientSync:
     """Synchronizes gradients once per optimizer step, whatever was recomputed.
@@ -48,7 +50,7 @@ class GradientSync:
         first_bucket_bytes: int = 1 * MIB,
         compression: Compression = "none",
         error_feedback: bool = True,
-        group: dist.communication.group.Group | None = None,
+        group: Group | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
         """Agree with the other ranks on what will be synchronized. Every rank must call this.
@@ -135,7 +137,8 @@ class GradientSync:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Around the other backwards; keeps a ``paddle.DataParallel`` from synchronizing."""
         if isinstance(self._model, paddle.DataParallel):
-            return self._model.no_sync()
+            context: contextlib.AbstractContextManager[None] = self._model.no_sync()
+            return context
         return contextlib.nullcontext()
 
     @property
@@ -178,9 +181,7 @@ def _choose(mode: str, distributed: bool) -> tuple[str, str]:
     return mode, "as configured"
 
 
-def _check_options(
-    mode: str, compression: str, bucket_bytes: int, first_bucket_bytes: int
-) -> None:
+def _check_options(mode: str, compression: str, bucket_bytes: int, first_bucket_bytes: int) -> None:
     if mode not in MODES:
         raise ConfigError(
             f"sync mode {mode!r} does not exist; it is one of {', '.join(map(repr, MODES))}"

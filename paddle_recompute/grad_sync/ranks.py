@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import paddle
 import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
 from paddle_recompute.errors import SyncError
@@ -15,9 +16,9 @@ from paddle_recompute.errors import SyncError
 _barrier_numbers = itertools.count()
 
 
-def is_distributed(group: dist.communication.group.Group | None = None) -> bool:
+def is_distributed(group: Group | None = None) -> bool:
     """Whether there is somebody to talk to: a group is set up and has more than one rank."""
-    return dist.is_initialized() and dist.get_world_size(group) > 1
+    return bool(dist.is_initialized()) and int(dist.get_world_size(group)) > 1
 
 
 def barrier(timeout: float = 3600.0) -> None:
@@ -41,9 +42,7 @@ def barrier(timeout: float = 3600.0) -> None:
         )
 
 
-def broadcast_from_rank0(
-    model: paddle.nn.Layer, group: dist.communication.group.Group | None = None
-) -> None:
+def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> None:
     """Make parameters and buffers of `model` on all ranks those of rank 0, and check that they are.
 
     Args:
@@ -68,13 +67,13 @@ def broadcast_from_rank0(
         )
 
 
-def mean_over_ranks(value: float, group: dist.communication.group.Group | None = None) -> float:
+def mean_over_ranks(value: float, group: Group | None = None) -> float:
     """The mean of a number over the ranks of `group`; costs one small collective."""
     if not is_distributed(group):
         return value
     total = paddle.to_tensor([value], dtype="float64")
     dist.all_reduce(total, group=group)
-    return float(total.item()) / dist.get_world_size(group)
+    return float(total.item()) / int(dist.get_world_size(group))
 
 
 def _tensors_of(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
@@ -82,9 +81,7 @@ def _tensors_of(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
     yield from model.named_buffers()
 
 
-def _first_that_differs(
-    tensors: list[paddle.Tensor], group: dist.communication.group.Group | None
-) -> int | None:
+def _first_that_differs(tensors: list[paddle.Tensor], group: Group | None) -> int | None:
     checksums = paddle.to_tensor(
         [zlib.crc32(tensor.numpy().tobytes()) for tensor in tensors], dtype="int64"
     )

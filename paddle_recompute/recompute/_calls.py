@@ -132,7 +132,9 @@ def name_of(function: Callable[..., Any]) -> str:
         function = owner
     if isinstance(function, paddle.nn.Layer):
         path = getattr(function, "_recompute_name", "") or function.full_name()
-        return f"{type(function).__name__} '{path}'"
+        kind = type(function)
+        bare = kind._bare_class() if hasattr(kind, "_bare_class") else kind
+        return f"{bare.__name__} '{path}'"
     return f"function '{getattr(function, '__qualname__', type(function).__name__)}'"
 
 

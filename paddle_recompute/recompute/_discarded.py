@@ -9,6 +9,7 @@ Korthikanti et al. 2022, arXiv:2205.05198, section 5, argue for this choice.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,11 +25,8 @@ from paddle_recompute.recompute._hooks import Ticket
 class _Maker(Protocol):
     """Who can compute an output again (a `Frame`)."""
 
-    def promise(self, link: object) -> Ticket:
-        """A ticket for that output."""
-
-    def link_to(self, tensor: paddle.Tensor) -> object | None:
-        """Which of its outputs `tensor` is."""
+    def ticket_for_output(self, tensor: paddle.Tensor) -> Ticket | None:
+        """A ticket for `tensor` if it is an output and was not changed since."""
 
 
 @dataclass
@@ -48,8 +46,12 @@ def offer(outputs: object, maker: _Maker) -> None:
     """
     for output in _nested.tensors_in(outputs):
         address = output.data_ptr()
-        end = weakref.ref(output, lambda _, address=address: _offers.pop(address, None))
-        _offers[address] = _Offer(end, maker)
+        end = functools.partial(_withdraw, address)
+        _offers[address] = _Offer(weakref.ref(output, end), maker)
+
+
+def _withdraw(address: int, _: object) -> None:
+    _offers.pop(address, None)
 
 
 def ticket_for(tensor: paddle.Tensor) -> Ticket | None:
@@ -61,8 +63,7 @@ def ticket_for(tensor: paddle.Tensor) -> Ticket | None:
     output = found.output() if found is not None else None
     if found is None or output is None or describe(output) != describe(tensor):
         return None
-    link = found.maker.link_to(output)
-    return found.maker.promise(link) if link is not None else None
+    return found.maker.ticket_for_output(output)
 
 
 class _Kept:
@@ -71,16 +72,22 @@ class _Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: paddle.Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = self.tensor.inplace_version
+        self.tensor: paddle.Tensor | None = tensor.detach()
+        self.version = tensor.inplace_version
 
     def value(self) -> paddle.Tensor:
-        if self.tensor.inplace_version != self.version:
+        kept = self.tensor
+        if kept is None:
+            raise RecomputeError("A tensor is gone: its backward was done without retain_graph.")
+        if kept.inplace_version != self.version:
             raise RecomputeError(
-                f"A tensor ({describe(self.tensor)}) that an operator saved for its backward was "
+                f"A tensor ({describe(kept)}) that an operator saved for its backward was "
                 "changed in place afterwards. Change a copy instead."
             )
-        return _paddle.shares_memory(self.tensor)
+        backward = _paddle.current_backward()
+        if backward is not None and not backward.retain_graph:
+            self.tensor = None  # as Paddle does, even if somebody holds the output
+        return _paddle.shares_memory(kept)
 
 
 class Keeper:

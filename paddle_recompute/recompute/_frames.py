@@ -47,13 +47,20 @@ Likeness = tuple[Any, tuple[int, ...]]
 class FrameTicket:
     """Stands for a tensor that a frame can compute again."""
 
-    __slots__ = ("__weakref__", "frame")
+    __slots__ = ("__weakref__", "frame", "is_spent")
 
     def __init__(self, frame: Frame) -> None:
-        self.frame = frame
+        self.frame: Frame | None = frame
+        self.is_spent = False
+        """Whether the operator has had its backward and cannot have another."""
 
     def value(self) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
+        if self.frame is None:
+            raise RecomputeError(
+                "The inputs of a recomputed function are gone: its backward was done, or failed, "
+                "without retain_graph=True."
+            )
         return self.frame.value_of(self)
 
 
@@ -118,13 +125,17 @@ class Frame:
 
     def link_to(self, tensor: paddle.Tensor) -> _Link | None:
         """Which output of an earlier part `tensor` is, if it is one and was not changed since."""
-        known, version, link = self._outputs.get(id(tensor), (None, 0, None))
-        if known is None or known() is not tensor or tensor.inplace_version != version:
+        if id(tensor) not in self._outputs:
             return None
-        return link
+        known, version, link = self._outputs[id(tensor)]
+        unchanged = known() is tensor and bool(tensor.inplace_version == version)
+        return link if unchanged else None
 
-    def promise(self, link: _Link) -> FrameTicket:
+    def ticket_for_output(self, tensor: paddle.Tensor) -> FrameTicket | None:
         """A ticket for an output, for somebody who would have kept the tensor itself."""
+        link = self.link_to(tensor)
+        if link is None:
+            return None
         ticket = FrameTicket(self)
         self._promises.append(_Promise(weakref.ref(ticket), link.part, link.leaf))
         return ticket
@@ -138,12 +149,41 @@ class Frame:
 
     def value_of(self, ticket: FrameTicket) -> paddle.Tensor:
         """The tensor that `ticket` stands for; runs the function again if it is not at hand."""
+        backward = _paddle.current_backward()
+        is_last = backward is not None and not backward.retain_graph
         if ticket not in self._values:
-            self._recompute()
+            try:
+                self._recompute()
+            except BaseException:
+                if is_last:  # Paddle does not let go of what it held when a hook raised
+                    self._release()
+                raise
         value = self._values.pop(ticket)
         if isinstance(value, RecomputeError):
             raise value
+        if backward is not None and is_last:
+            ticket.is_spent = True
+            backward.at_end[id(self)] = self._release_if_spent
         return value
+
+    def _release_if_spent(self) -> None:
+        """Let the inputs go once no operator can ask again, even if somebody holds an output."""
+        if all(ticket.is_spent for ticket in self._tickets()):
+            self._release()
+
+    def _release(self) -> None:
+        self.parts.clear()
+        self._values.clear()
+        # The graph keeps its tickets as long as somebody keeps an output.
+        for ticket in self._tickets():
+            ticket.frame = None
+
+    def _tickets(self) -> list[FrameTicket]:
+        """The tickets that somebody still holds."""
+        references = [saved.ticket for saved in self._saved]
+        references += [promise.ticket for promise in self._promises]
+        tickets = [reference() for reference in references]
+        return [ticket for ticket in tickets if ticket is not None]
 
     @property
     def name(self) -> str:
@@ -239,7 +279,8 @@ class _Repetition:
 
 class _Nobody:
     """Gets the tensors of an inner frame while its outer one is being recomputed: only the
-    inner frame's inputs matter then, and the outer frame has taken them."""
+    inner frame's inputs matter then, and the outer frame has taken them.
+    """
 
     def pack(self, tensor: paddle.Tensor) -> None:
         return None
@@ -331,7 +372,7 @@ def _keep(frame: Frame | None, storage: Storage, outer: Recorder | None, inputs:
     def keep(tensor: paddle.Tensor) -> _Input:
         if id(tensor) not in kept:
             source = source_of(tensor)
-            version = source.inplace_version if _nested.is_tensor(source) else None
+            version = tensor.inplace_version if _nested.is_tensor(source) else None
             kept[id(tensor)] = _Input(source, tensor.stop_gradient, version)
         return kept[id(tensor)]
 

@@ -22,7 +22,8 @@ class Ticket(Protocol):
 
     def value(self) -> paddle.Tensor:
         """The tensor. The engine may move the memory out of what it is given (2.6), so this is
-        a tensor of nobody else's."""
+        a tensor of nobody else's.
+        """
 
 
 class Recorder(Protocol):
@@ -33,6 +34,8 @@ class Recorder(Protocol):
 
 
 _recorders: list[Recorder] = []
+_issued: list[Ticket] = []
+"""With Paddle 2.6 only: the tickets issued since the outermost recording began."""
 
 
 def innermost() -> Recorder | None:
@@ -54,6 +57,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
             yield
         finally:
             _recorders.pop()
+            if not _recorders:
+                _paddle.give_back_pack_references(_issued)
 
 
 def are_free() -> bool:
@@ -68,7 +73,10 @@ def are_free() -> bool:
 
 
 def _pack(tensor: paddle.Tensor) -> object:
-    return _recorders[-1].pack(tensor)
+    ticket = _recorders[-1].pack(tensor)
+    if ticket is not None and _paddle.PACK_LEAKS_A_REFERENCE:
+        _issued.append(ticket)
+    return ticket
 
 
 def _unpack(ticket: Ticket | None) -> paddle.Tensor:

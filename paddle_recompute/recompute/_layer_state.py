@@ -31,45 +31,58 @@ def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
     that it names, the attributes of an object whose method it is, and `arguments`; containers are
     looked into. A Layer that is reached on other ways is not found.
     """
-    found: dict[int, paddle.nn.Layer] = {}
-    seen: set[int] = set()
+    search = _Search()
+    search.visit(arguments)
+    search.visit(function)
+    if not isinstance(function, (types.FunctionType, types.BuiltinFunctionType)):
+        search.visit_object(function)
+        search.visit(vars(type(function)).get("__call__"))
+    return list(search.found.values())
 
-    def visit(value: Any) -> None:
-        if id(value) in seen:
+
+class _Search:
+    """Collects Layers. A class, because functions that call each other through a closure would be
+    a reference cycle that keeps the Layers.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int, paddle.nn.Layer] = {}
+        self._seen: set[int] = set()
+
+    def visit(self, value: Any) -> None:
+        """Look at `value` and into it."""
+        if id(value) in self._seen:
             return
-        seen.add(id(value))
+        self._seen.add(id(value))
         if isinstance(value, paddle.nn.Layer):
-            found[id(value)] = value
+            self.found[id(value)] = value
         elif isinstance(value, (list, tuple, set)):
             for item in value:
-                visit(item)
+                self.visit(item)
         elif isinstance(value, dict):
             for item in value.values():
-                visit(item)
+                self.visit(item)
         elif isinstance(value, functools.partial):
-            visit((value.func, value.args, value.keywords))
+            self.visit((value.func, value.args, value.keywords))
         elif isinstance(value, types.MethodType):
-            visit_object(value.__self__)
-            visit(value.__func__)
+            self.visit_object(value.__self__)
+            self.visit(value.__func__)
         elif isinstance(value, types.FunctionType):
-            visit((value.__defaults__, value.__kwdefaults__))
-            for cell in value.__closure__ or ():
-                with contextlib.suppress(ValueError):  # a cell that is still empty
-                    visit(cell.cell_contents)
-            for name in _names_in(value.__code__):
-                visit(value.__globals__.get(name))
+            self._visit_function(value)
 
-    def visit_object(value: Any) -> None:
-        visit(value)
+    def visit_object(self, value: Any) -> None:
+        """Look at `value` and at its attributes."""
+        self.visit(value)
         if not isinstance(value, (paddle.nn.Layer, type, types.ModuleType)):
-            visit(getattr(value, "__dict__", None))
+            self.visit(getattr(value, "__dict__", None))
 
-    visit(arguments)
-    visit(function)
-    if not isinstance(function, (types.FunctionType, types.BuiltinFunctionType)):
-        visit_object(function)
-        visit(getattr(type(function), "__call__", None))
-    return list(found.values())
+    def _visit_function(self, function: types.FunctionType) -> None:
+        self.visit((function.__defaults__, function.__kwdefaults__))
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                self.visit(cell.cell_contents)
+        for name in _names_in(function.__code__):
+            self.visit(function.__globals__.get(name))
 
 
 @functools.lru_cache(maxsize=4096)

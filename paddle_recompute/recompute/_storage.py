@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import paddle
 
+
 class Kept(Protocol):
     """A tensor that is elsewhere."""
 
@@ -44,7 +45,8 @@ class _OnHost:
 
 class HostStorage:
     """Pinned host memory for tensors of a GPU. A tensor that is on the CPU already stays there,
-    so on a machine without a GPU this is `OnDevice`."""
+    so on a machine without a GPU this is `OnDevice`.
+    """
 
     def keep(self, tensor: paddle.Tensor) -> paddle.Tensor | Kept:
         detached = tensor.detach()
@@ -101,7 +103,8 @@ class _OnDisk:
 
 class DiskStorage:
     """A temporary file per step: it is shared by all tensors that wait at the same time, and is
-    gone when the last of them is."""
+    gone when the last of them is.
+    """
 
     _current: weakref.ref[_SpillFile] | None = None
 

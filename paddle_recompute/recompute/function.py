@@ -51,6 +51,7 @@ class RecomputeOptions:
             )
 
 
+@paddle.jit.not_to_static
 def recompute(
     function: Callable[..., Any],
     *args: Any,
@@ -79,8 +80,9 @@ def recompute(
             saves some microseconds for a function that draws no random numbers.
         use_reentrant: None and False use saved-tensor hooks, which are right in every case. True
             uses Paddle's PyLayer form: outputs always need a gradient, an unused output leaves
-            zeros instead of None, and ``paddle.grad`` and ``retain_graph=True`` are refused. None
-            falls back to it, with a warning, where other saved-tensor hooks are in force.
+            zeros instead of None, and ``paddle.grad`` and ``retain_graph=True`` are refused.
+            Where saved-tensor hooks of somebody else are in force, None and False call `function`
+            plainly, with a warning; True is refused.
         determinism_check: ``"default"`` compares count, shape and dtype of what both forwards save
             and return; ``"values"`` also compares the values bit by bit (slow: every saved tensor
             is copied to the host); ``"none"`` compares only what is needed to go on.
@@ -118,6 +120,7 @@ def recompute(
     return run_recomputed(function, args, kwargs, options, storage=storage)
 
 
+@paddle.jit.not_to_static
 def run_recomputed(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -154,11 +157,13 @@ def run_recomputed(
     storage = storage or STORAGES[options.offload]
     check = options.determinism_check
     call = Call(function, name, options.preserve_rng_state, check=check != "none")
-    if options.use_reentrant or (options.use_reentrant is None and not _hooks_are_free(name)):
+    if not _hooks.are_free():
+        return _call_plainly(function, args, kwargs, name, options)
+    if options.use_reentrant:
         if check == "values" or not isinstance(storage, OnDevice):
             raise ConfigError(
                 "determinism_check='values' and offload need the saved-tensor hooks of the "
-                "default form; leave out use_reentrant=True or other saved_tensors_hooks around."
+                "default form; leave out use_reentrant=True"
             )
         return _reentrant.run(call, args, kwargs)
     if is_inside_a_repetition():
@@ -173,12 +178,25 @@ def run_recomputed(
     return outputs
 
 
-def _hooks_are_free(name: str) -> bool:
-    if _hooks.are_free():
-        return True
+def _call_plainly(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    options: RecomputeOptions,
+) -> Any:
+    """Under saved-tensor hooks of somebody else, which decide what is kept.
+
+    Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
+    """
+    if options.use_reentrant:
+        raise RecomputeError(
+            f"recompute({name}, use_reentrant=True) cannot run under saved_tensors_hooks; "
+            "leave one of them out"
+        )
     _logger.warning(
-        "recompute(%s): other saved_tensors_hooks are in force here, and Paddle allows one pair at "
-        "a time; using Paddle's PyLayer form (use_reentrant=True) instead",
+        "recompute(%s): other saved_tensors_hooks are in force here and decide what is kept, so "
+        "it is called plainly",
         name,
     )
-    return False
+    return function(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -20,6 +19,8 @@ from paddle_recompute.recompute.function import (
     RecomputeOptions,
     run_recomputed,
 )
+
+_wrapped_classes: dict[tuple[type, type], type[paddle.nn.Layer]] = {}
 
 AnyLayer = TypeVar("AnyLayer", bound=paddle.nn.Layer)
 
@@ -206,12 +207,16 @@ def wrap_scope(layer: AnyLayer) -> AnyLayer:
     return layer
 
 
-@functools.cache
 def _wrapped_class(
     wrapping: type[WrappedLayer], bare: type[paddle.nn.Layer]
 ) -> type[paddle.nn.Layer]:
+    """The one class that wraps `bare`, so that equal Layers stay of equal class."""
+    known = _wrapped_classes.get((wrapping, bare))
+    if known is not None:
+        return known
     name = f"{wrapping.__name__.removesuffix('Layer')}{bare.__name__}"
-    return type(name, (wrapping, bare), {"__module__": bare.__module__})
+    made = type(name, (wrapping, bare), {"__module__": bare.__module__})
+    return _wrapped_classes.setdefault((wrapping, bare), made)
 
 
 def _rebuild(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import math
 import re
 import types
@@ -122,7 +123,8 @@ def _every_n(candidates: list[str], config: RecomputeConfig) -> Segments:
 
 def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
     """`config.segments` runs of nearly equal length; sqrt(n) of them minimize the sum of what is
-    kept and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1)."""
+    kept and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
+    """
     wanted = config.segments
     count = round(math.sqrt(len(candidates))) if wanted == "auto" else wanted
     if count > len(candidates):
@@ -130,7 +132,7 @@ def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
             f"recompute.segments is {count}, but the patterns select only {len(candidates)} parts"
         )
     bounds = [round(i * len(candidates) / count) for i in range(count + 1)]
-    return tuple(tuple(candidates[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(tuple(candidates[a:b]) for a, b in itertools.pairwise(bounds))
 
 
 _POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
