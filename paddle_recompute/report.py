@@ -70,7 +70,7 @@ _PAGE = """\
 <div class="pair">
 <section><h2>Peak memory of a training step</h2>{memory}
 <p class="quiet">On the largest rank, with parameters, gradients and optimizer state. The plain
-step was measured before training, on texts of full length.</p></section>
+step is one without recompute, measured before training on texts of full length.</p></section>
 <section><h2>Retrieval on held-out pairs</h2>{recall}{table}</section>
 </div>
 <section><details><summary>Configuration</summary><pre>{config}</pre></details></section>
@@ -143,14 +143,14 @@ def loss_figure(metrics: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def memory_figure(plain_bytes: int, recompute_bytes: int) -> Figure:
-    """Two bars: the peak of a step without and with recompute."""
+def memory_figure(plain_bytes: int | None, configured_bytes: int) -> Figure:
+    """Two bars: the peak of a step without recompute, if it is known, and as configured."""
     figure = Figure(figsize=(5.2, 2.9), layout="constrained")
     axes = figure.subplots()
-    values = [recompute_bytes / 2**20, plain_bytes / 2**20]
-    bars = axes.barh(["recompute", "plain"], values, color=[AFTER, BEFORE], height=0.5)
-    labels = [format_bytes(recompute_bytes), format_bytes(plain_bytes)]
-    axes.bar_label(bars, labels=labels, padding=6, color=INK)
+    values = [configured_bytes / 2**20, (plain_bytes or 0) / 2**20]
+    bars = axes.barh(["as configured", "plain"], values, color=[AFTER, BEFORE], height=0.5)
+    plain = "not measured" if plain_bytes is None else format_bytes(plain_bytes)
+    axes.bar_label(bars, labels=[format_bytes(configured_bytes), plain], padding=6, color=INK)
     axes.set_xlim(0, max(values) * 1.28)
     axes.set_xlabel("peak, MiB", color=INK)
     axes.tick_params(axis="y", length=0)
@@ -200,11 +200,14 @@ def _retrieval_rows(record: dict[str, Any]) -> list[tuple[str, float | None, flo
 
 
 def _tiles(record: dict[str, Any]) -> str:
-    change = record["peak_bytes"] / record["plain_peak_bytes"] - 1
+    peak, plain = record["peak_bytes"], record["plain_peak_bytes"]
+    memory = (format_bytes(peak), "peak memory of a step")
+    if plain is not None:
+        memory = (f"{peak / plain - 1:+.0%}", "peak memory of a step, against the plain one")
     tiles = [
         (f"{record['recall@1']:.1%}", f"recall@1 among {record['pool_size']:,} candidates"),
         (f"{record['recall@10']:.1%}", "recall@10"),
-        (f"{change:+.0%}", "peak memory of a step, against the plain one"),
+        memory,
         (f"{record['examples_per_second']:,.0f}", "pairs per second, all ranks"),
     ]
     return "".join(

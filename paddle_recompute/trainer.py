@@ -82,13 +82,14 @@ class Trainer:
             The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` and the
             same before training with the prefix ``untrained_`` (None with
             ``train.eval_before: false``); ``pool_size``, ``queries``; ``peak_bytes`` (the largest
-            of all steps and ranks), ``plain_peak_bytes`` (the dearest step without recompute);
+            of all steps and ranks), ``plain_peak_bytes`` (the dearest step without recompute; None
+            where it does not fit or ``train.measure_plain`` is false);
             ``examples_per_second`` (pairs, all ranks), ``steps``, ``loss`` (of the last step),
             ``world_size``, ``output_dir``.
 
         Raises:
-            ConfigError: The ranks that run are not those of ``config.launch``, or
-                ``train.output_dir`` cannot be made.
+            ConfigError: The ranks that run are not those of ``config.launch``,
+                ``train.output_dir`` cannot be made, or a step does not fit into the memory.
             DataError: The pairs cannot be read, or are too few for one step.
             CheckpointError: There is nothing to resume from, or it is of another model.
             DivergenceError: The loss is no finite number; the message names the step.
@@ -147,19 +148,38 @@ class Trainer:
         self._note(data.notes)
         return data
 
-    def _measure_memory(self, vocab_size: int) -> tuple[int, int]:
+    def _measure_memory(self, vocab_size: int) -> tuple[int | None, int]:
         """Bytes of the dearest step on the largest rank: (plain, as configured)."""
-        configured, plain = (
-            self._largest(
-                measure_step(self.config, self._loss_of, vocab_size=vocab_size, recompute=recompute)
+        enable = self.config.recompute.enable
+        configured = self._peak_of_a_step(vocab_size, recompute=enable)
+        if configured is None:
+            raise ConfigError(
+                f"a step with {self.config.micro_batch} pairs per rank and micro-batch does not "
+                "fit into the memory; raise strategy.gradient_merge_configs.k_steps or lower "
+                "contrastive.global_batch"
             )
-            for recompute in (self.config.recompute.enable, False)
-        )
+        plain: int | None = configured
+        if enable and self.config.train.measure_plain:
+            plain = self._peak_of_a_step(vocab_size, recompute=False)
+        elif enable:
+            plain = None
+        unknown = "more than there is" if self.config.train.measure_plain else "(not measured)"
         self._say(
-            f"A step takes {_memory.format_bytes(plain)} without recompute, "
-            f"{_memory.format_bytes(configured)} as configured"
+            f"A step takes {_memory.format_bytes(configured)} as configured, "
+            f"{unknown if plain is None else _memory.format_bytes(plain)} without recompute"
         )
         return plain, configured
+
+    def _peak_of_a_step(self, vocab_size: int, *, recompute: bool) -> int | None:
+        """The largest of the ranks' peaks, on all of them; None where it does not fit on one."""
+        try:
+            peak = measure_step(
+                self.config, self._loss_of, vocab_size=vocab_size, recompute=recompute
+            )
+        except MemoryError:
+            peak = 0
+        fits_everywhere = self._largest(-peak) < 0
+        return self._largest(peak) if fits_everywhere else None
 
     def _build_model(self, vocab_size: int) -> paddle.nn.Layer:
         paddle.seed(self.config.train.seed)

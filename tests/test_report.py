@@ -71,8 +71,16 @@ def test_loss_picture_shows_every_record() -> None:
 
 def test_memory_picture_has_bars_in_proportion() -> None:
     [axes] = memory_figure(250 * 2**20, 100 * 2**20).axes
-    recompute, plain = (patch.get_width() for patch in axes.patches)
-    assert (plain, recompute) == (250.0, 100.0)
+    configured, plain = (patch.get_width() for patch in axes.patches)
+    assert (plain, configured) == (250.0, 100.0)
+
+
+def test_plain_step_that_was_not_measured(tmp_path: Path) -> None:
+    record = {**RECORD, "plain_peak_bytes": None}
+    page = write_report(tmp_path, record=record, metrics=METRICS, config=CONFIG).read_text("utf-8")
+    assert "<strong>100.0 MiB</strong>" in page
+    [axes] = memory_figure(None, 100 * 2**20).axes
+    assert "not measured" in [text.get_text() for text in axes.texts]
 
 
 def test_recall_picture_has_a_bar_per_metric_and_state() -> None:

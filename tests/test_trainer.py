@@ -256,6 +256,27 @@ def test_recompute_takes_less_memory_than_plain(folder: Path) -> None:
     assert record["peak_bytes"] < 0.7 * record["plain_peak_bytes"]
 
 
+def test_plain_step_that_does_not_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure_step(*args: Any, recompute: bool, **options: Any) -> int:
+        if not recompute:
+            paddle.ones([1 << 50])  # raises what Paddle raises where the memory is full
+        return 1 << 20
+
+    monkeypatch.setattr(trainer_module, "measure_step", measure_step)
+    record = Trainer(tiny(folder, train__max_steps=1)).run()
+    assert record["plain_peak_bytes"] is None
+    assert "1.0 MiB as configured, more than there is without" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"8 pairs per rank and micro-batch does not fit"):
+        Trainer(tiny(folder, recompute__enable=False)).run()
+
+
+def test_plain_step_need_not_be_measured(folder: Path) -> None:
+    settings = {"train__measure_plain": False, "train__max_steps": 1}
+    assert Trainer(tiny(folder, **settings)).run()["plain_peak_bytes"] is None
+
+
 @pytest.mark.skipif(not _memory.can_reset_peak(), reason="needs the peak of a step alone")
 def test_peak_without_recompute_is_the_plain_one(folder: Path) -> None:
     record = Trainer(tiny(folder, recompute__enable=False, train__max_steps=3)).run()

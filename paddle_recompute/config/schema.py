@@ -379,7 +379,14 @@ class TrainConfig(Section):
     save_every: Count | None = Field(
         None, description="optimizer steps from checkpoint to checkpoint; none: one, at the end"
     )
-    resume: bool = Field(False, description="true: continue from output_dir/checkpoint")
+    resume: bool = Field(
+        False, description="true: continue from output_dir/checkpoint, which every rank reads"
+    )
+    measure_plain: bool = Field(
+        True,
+        description="true: measure a step without recompute first, to show the memory saved; false "
+        "where it would not fit and the system kills what does not (CPU)",
+    )
     eval_batch: Count = Field(256, description="texts encoded at once in evaluation, per rank")
     eval_before: bool = Field(True, description="true: the untrained model is evaluated too")
 
