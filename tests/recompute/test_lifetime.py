@@ -12,7 +12,7 @@ import pytest
 
 from paddle_recompute import RecomputeConfig, _memory, apply_recompute, recompute
 from paddle_recompute.recompute import recompute_wrapper
-from tests.recompute.contract import leaf, plain
+from tests.recompute.contract import Run, Seen, case, leaf, plain
 
 BATCH, WIDTH = 256, 64
 ACTIVATION = 4 * BATCH * WIDTH  # bytes of one float32 tensor
@@ -20,7 +20,6 @@ ACTIVATION = 4 * BATCH * WIDTH  # bytes of one float32 tensor
 
 @pytest.fixture(autouse=True)
 def _without_garbage_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -209,3 +208,39 @@ def test_policies_trade_memory_for_time(peaks: dict[str, int]) -> None:
     assert peaks["each block"] < peaks["every second block"] < peaks["plain"]
     assert peaks["three segments"] < 0.8 * peaks["plain"]
     assert peaks["cheap parts"] < 0.8 * peaks["plain"]
+
+
+# ------------------------------------------------------------------ beside Paddle's own recompute
+
+
+def what_stays(run: Run, *, backward: bool, keep_the_output: bool) -> Seen:
+    """Whether layer and input are still there, and how much memory is in use."""
+    gc.disable()
+    before = _memory.current_bytes()
+    layer, x = block(), input_tensor()
+    y = run(layer, x * 2)
+    references_left = references(layer, x)
+    if backward:
+        y.sum().backward()
+    if not keep_the_output:
+        del y
+    del layer, x
+    gone = all(reference() is None for reference in references_left)
+    kept = (_memory.current_bytes() - before) / ACTIVATION
+    gc.enable()
+    return {"layer and input are gone": gone, "activations kept": round(kept, 1)}
+
+
+@case("after a backward nothing stays, without the garbage collector", has_gradients=False)
+def test_what_stays_after_a_backward(run: Run) -> Seen:
+    return what_stays(run, backward=True, keep_the_output=False)
+
+
+@case("without a backward nothing stays, without the garbage collector", has_gradients=False)
+def test_what_stays_without_a_backward(run: Run) -> Seen:
+    return what_stays(run, backward=False, keep_the_output=False)
+
+
+@case("after a backward nothing is kept for an output that stays", has_gradients=False)
+def test_what_stays_for_an_output(run: Run) -> Seen:
+    return what_stays(run, backward=True, keep_the_output=True)
