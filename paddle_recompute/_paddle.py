@@ -110,6 +110,14 @@ def non_trained_state(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], list
     return slots
 
 
+def children_of(layer: paddle.nn.Layer) -> list[tuple[str, paddle.nn.Layer]]:
+    """The direct sublayers of `layer` under every name that it has for them.
+
+    ``Layer.named_children`` (public) gives a Layer that has two names there under the first only.
+    """
+    return [(name, child) for name, child in layer._sub_layers.items() if child is not None]
+
+
 def is_initialized(tensor: object) -> bool:
     """Whether `tensor` is a tensor that has memory; ``nn.LSTM`` keeps a buffer that has none.
 

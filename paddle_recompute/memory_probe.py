@@ -13,6 +13,7 @@ import paddle
 
 from paddle_recompute import _memory
 from paddle_recompute.config import Config
+from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.models import build_model
 from paddle_recompute.optimizer import build_optimizer
 from paddle_recompute.recompute import apply_recompute
@@ -48,7 +49,7 @@ def measure_step(config: Config, loss_fn: LossFn, *, vocab_size: int, recompute:
         model,
         optimizer,
         loss_fn=loss_fn,
-        sync=config.sync.mode,
+        sync=GradientSync.from_config(model, config),
         accumulate_steps=config.strategy.gradient_merge_configs.k_steps,
         clip_grad_norm=config.train.clip_grad_norm,
     )

@@ -30,7 +30,7 @@ def build_schedule(config: Config, total_steps: int) -> lr.LRScheduler:
         schedule = lr.CosineAnnealingDecay(peak, T_max=decay_steps)
     else:
         schedule = lr.LambdaDecay(peak, lr_lambda=lambda step: 1.0)
-    if warmup == 0:
+    if warmup <= 1:  # the first step has the peak either way
         return schedule
     return lr.LinearWarmup(schedule, warmup_steps=warmup, start_lr=peak / warmup, end_lr=peak)
 

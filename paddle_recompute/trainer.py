@@ -37,7 +37,12 @@ from paddle_recompute.data import (
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, DataError, PaddleRecomputeError
 from paddle_recompute.evaluation import encode_texts, retrieval_metrics
-from paddle_recompute.grad_sync import barrier, broadcast_from_rank0, mean_over_ranks
+from paddle_recompute.grad_sync import (
+    GradientSync,
+    barrier,
+    broadcast_from_rank0,
+    mean_over_ranks,
+)
 from paddle_recompute.memory_probe import measure_step
 from paddle_recompute.models import build_model
 from paddle_recompute.optimizer import build_optimizer, build_schedule
@@ -212,11 +217,13 @@ class Trainer:
             checkpoint.load_into(model, optimizer)
             for _ in range(done):  # a function of the step alone: made again, not restored
                 schedule.step()
+        sync = GradientSync.from_config(model, self.config)
+        self._say(f"Gradient synchronization: {sync.mode}, {sync.reason}")
         train_step = TrainStep(
             model,
             optimizer,
             loss_fn=self._loss_of,
-            sync=self.config.sync.mode,
+            sync=sync,
             accumulate_steps=self._k_steps,
             clip_grad_norm=settings.clip_grad_norm,
         )

@@ -128,10 +128,10 @@ class RecomputeConfig(Section):
                 )
 
     rules = (_settings_need_their_policy,)
-    refused_values: ClassVar = {
+    refused_values: ClassVar[Any] = {
         "policy": {"budget": "policy budget is not available yet; use all, every_n or segments"}
     }
-    refused_keys: ClassVar = {
+    refused_keys: ClassVar[Any] = {
         "memory_budget": "planning for a budget is not available yet; use policy and every_n",
     }
 
@@ -181,7 +181,7 @@ class AmpConfigs(Section):
 class GradientMergeConfigs(Section):
     """`DistributedStrategy.gradient_merge_configs`, with Paddle's defaults."""
 
-    refused_values: ClassVar = {
+    refused_values: ClassVar[Any] = {
         "avg": {
             False: "summing the micro-batches' gradients is not supported: K micro-batches are to "
             "equal one batch; set avg: true"
@@ -208,19 +208,9 @@ class StrategyConfig(Section):
                 "amp_configs", v["amp_configs"], "has no effect while amp is false; remove it"
             )
 
-    @staticmethod
-    def _buckets_need_overlap(v: Values) -> Iterator[Broken]:
-        if v["fuse_grad_size_in_MB"] != 32:
-            yield Broken(
-                "fuse_grad_size_in_MB",
-                v["fuse_grad_size_in_MB"],
-                "has no effect yet: it is the bucket of overlapped synchronization, which is not "
-                "available; remove it",
-            )
-
-    rules = (_configs_need_their_switch, _buckets_need_overlap)
-    refused_keys: ClassVar = REFUSED_STRATEGY_FIELDS
-    refused_values: ClassVar = {
+    rules = (_configs_need_their_switch,)
+    refused_keys: ClassVar[Any] = REFUSED_STRATEGY_FIELDS
+    refused_values: ClassVar[Any] = {
         "amp": {True: "mixed precision is not supported yet; set amp: false (float32)"}
     }
 
@@ -233,35 +223,36 @@ class StrategyConfig(Section):
         default_factory=GradientMergeConfigs, description="settings of gradient_merge"
     )
     fuse_grad_size_in_MB: Count = Field(
-        32, description="bucket of overlapped synchronization, in MiB; only the default for now"
+        32, description="gradients travel in buffers of this size, in MiB"
     )
     find_unused_parameters: bool = Field(
-        False, description="either way a parameter may get no gradient on some or all ranks"
+        False,
+        description="true: expect parameters without a gradient in some steps; exact either way, "
+        "but false warns of the first",
     )
 
 
 class SyncConfig(Section):
     """How the ranks' gradients become one."""
 
-    refused_values: ClassVar = {
-        "mode": {"overlap": "overlapped synchronization is not available yet; use auto or fused"}
-    }
-    refused_keys: ClassVar = {
+    refused_keys: ClassVar[Any] = {
         "compression": "compressed gradients are not available yet; remove it (float32 is sent)"
     }
 
-    mode: Literal["auto", "fused"] = Field(
-        "auto", description="fused: all gradients after the last backward; auto: the best available"
+    mode: Literal["auto", "fused", "overlap"] = Field(
+        "auto",
+        description="overlap: gradients are sent while the backward runs; fused: all after it; "
+        "auto: overlap",
     )
 
 
 class ContrastiveConfig(Section):
     """The in-batch contrastive loss (InfoNCE)."""
 
-    refused_values: ClassVar = {
+    refused_values: ClassVar[Any] = {
         "negatives": {"global": "negatives from other ranks are not available yet; use local"}
     }
-    refused_keys: ClassVar = {
+    refused_keys: ClassVar[Any] = {
         "chunk_tokens": "the gradient cache is not available yet; use strategy.gradient_merge"
     }
 
@@ -433,7 +424,7 @@ class Config(Section):
                 )
 
     rules = (_batch_divides, _texts_fit_the_model)
-    refused_values: ClassVar = {
+    refused_values: ClassVar[Any] = {
         "mode": {"static": "the static graph is not supported yet; set mode: dygraph"}
     }
 

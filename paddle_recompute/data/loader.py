@@ -55,14 +55,18 @@ class PairLoader:
                 collate_fn=self._collate,
                 num_workers=self._num_workers,
                 return_list=True,
+                # Through pipes. Into shared memory a worker writes with Paddle's allocator, whose
+                # lock (Paddle 2.6 to 3.3) another thread may hold at the fork: it would wait
+                # forever. test_workers_change_nothing meets that within a few epochs.
+                use_shared_memory=False,
             )
         )
         try:
             for batch in batches:  # noqa: UP028 - the iterator has no close() to hand on
                 yield batch
         except GeneratorExit:
-            # Left before the end. Paddle stops its thread, its workers and what they have read
-            # ahead at the end of an epoch and not before: make it come.
+            # Left before the end. Paddle stops its workers, and drops what they have read ahead,
+            # at the end of an epoch and not before: make it come.
             sampler.end()
             for _ in batches:
                 pass

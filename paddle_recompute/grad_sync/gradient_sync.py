@@ -11,6 +11,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute.config import Config
 from paddle_recompute.errors import ConfigError, SyncError
 from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
 from paddle_recompute.grad_sync._reduction import BucketedReduction
@@ -100,6 +101,16 @@ class GradientSync:
             wire=Exact() if compression == "none" else BFloat16(error_feedback=error_feedback),
             early=self.mode == "overlap",
             always_exchange_presence=find_unused_parameters,
+        )
+
+    @classmethod
+    def from_config(cls, model: paddle.nn.Layer, config: Config) -> GradientSync:
+        """What the sections ``sync`` and ``strategy`` of a configuration ask for."""
+        return cls(
+            model,
+            mode=config.sync.mode,
+            bucket_bytes=config.strategy.fuse_grad_size_in_MB * MIB,
+            find_unused_parameters=config.strategy.find_unused_parameters,
         )
 
     @contextlib.contextmanager

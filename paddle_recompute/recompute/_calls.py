@@ -41,12 +41,14 @@ class Call:
         name: How errors call it.
         preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
         check: Whether `repeat` must return what `first` returned (count, shape, dtype).
+        compare_values: Whether the values that both runs save will be compared.
     """
 
     function: Callable[..., Any]
     name: str
     preserve_rng_state: bool
     check: bool
+    compare_values: bool = False
     _rng: RngState | None = None
     _amp: _paddle.AmpState | None = None
     _layers: LayerState | None = None
@@ -56,7 +58,8 @@ class Call:
         """Run the function and remember what it saw."""
         self._rng = RngState.capture() if self.preserve_rng_state else None
         self._amp = _paddle.amp_state()
-        self._layers = LayerState(layers_of(self.function, (args, kwargs)))
+        layers = layers_of(self.function, (args, kwargs))
+        self._layers = LayerState(layers, with_statistics=self.compare_values)
         versions = [(t, t.inplace_version) for t in _nested.tensors_in((args, kwargs))]
         outputs = self.function(*args, **kwargs)
         self._layers.after_forward()

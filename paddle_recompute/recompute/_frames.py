@@ -97,22 +97,22 @@ class Frame:
     is not kept as input of the next, and the backward runs them all again from the first input.
     """
 
-    def __init__(self, storage: Storage, *, compare_values: bool = False) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.parts: list[_Part] = []
         self._storage = storage
-        self._compare_values = compare_values
         self._saved: list[_Saved] = []
         self._promises: list[_Promise] = []
         self._values: weakref.WeakKeyDictionary[FrameTicket, paddle.Tensor | RecomputeError] = (
             weakref.WeakKeyDictionary()
         )
-        self._outputs: dict[int, tuple[weakref.ref[paddle.Tensor], int, _Link]] = {}
+        self._outputs: dict[int, tuple[weakref.ref[Any], int, _Link]] = {}
         self._recording = False
+        self._compare_values = False
 
     def record(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call` for the first time, as the next part; returns what it returns."""
         inputs = _keep(self, self._storage, innermost(), (args, kwargs))
-        self._recording = True
+        self._recording, self._compare_values = True, call.compare_values
         with recording(self):
             outputs = call.first(args, kwargs)
         self._recording = False
@@ -128,8 +128,10 @@ class Frame:
         if id(tensor) not in self._outputs:
             return None
         known, version, link = self._outputs[id(tensor)]
-        unchanged = known() is tensor and bool(tensor.inplace_version == version)
-        return link if unchanged else None
+        output = known()  # None, or another: the address of one that is gone was used again
+        if output is None or output is not tensor:
+            return None
+        return link if output.inplace_version == version else None
 
     def ticket_for_output(self, tensor: paddle.Tensor) -> FrameTicket | None:
         """A ticket for an output, for somebody who would have kept the tensor itself."""

@@ -144,8 +144,12 @@ class _Holder:
 class LayerState:
     """Flags, buffers and parameter versions of some Layers and all their sublayers."""
 
-    def __init__(self, layers: list[paddle.nn.Layer]) -> None:
-        """The state before a forward; call `after_forward` next."""
+    def __init__(self, layers: list[paddle.nn.Layer], *, with_statistics: bool = False) -> None:
+        """The state before a forward; call `after_forward` next.
+
+        What a training BatchNorm returns does not depend on its statistics, so they are copied
+        only `with_statistics`: its kernel saves them all the same, with the value they have.
+        """
         members = list(_members(layers))
         self._flags = [(layer, layer.training) for layer in members]
         self._versions = [
@@ -155,8 +159,8 @@ class LayerState:
         ]
         self._holders = []
         for layer in members:
-            # What a training BatchNorm returns does not depend on its statistics.
-            copied = not (isinstance(layer, _paddle.BATCH_NORMS) and layer.training)
+            is_training_norm = isinstance(layer, _paddle.BATCH_NORMS) and layer.training
+            copied = with_statistics or not is_training_norm
             for tensors, names in _paddle.non_trained_state(layer):
                 before = {
                     name: _Buffer(tensors[name])

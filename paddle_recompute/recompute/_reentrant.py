@@ -60,7 +60,6 @@ def run(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not outputs:
             result = call.first(again_args, again_kwargs)
         else:
-            _refuse_what_would_be_wrong(call)
             result = _repeat(call, again_args, again_kwargs)
         given = {id(tensor): tensor for tensor in tensors}
         # One result always needs a gradient: Paddle refuses to go on where none does.
@@ -83,6 +82,10 @@ def run(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     tensors = list(leaves.values())
     results = _paddle.reentrant_recompute(of_tensors, [anchor, *tensors])
+    guard = _Guard(call.name)
+    for result in results:
+        if not result.stop_gradient:
+            result.register_hook(guard)
     (marked,) = outputs
 
     def put_back(leaf: Any) -> Any:
@@ -101,19 +104,33 @@ def _repeat(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise
 
 
-def _refuse_what_would_be_wrong(call: Call) -> None:
-    backward = _paddle.current_backward()
-    if backward is None:
-        return
-    problem = None
-    if backward.retain_graph:
-        problem = "backward(retain_graph=True): a second backward would crash the interpreter"
-    elif backward.partial:
-        problem = "paddle.grad: it would also fill .grad of the parameters"
-    if problem is not None:
-        error = RecomputeError(
-            f"{call.name} was recomputed with use_reentrant=True, which cannot serve {problem}. "
-            "Use the default, use_reentrant=None."
-        )
-        _paddle.hand_on(error)
-        raise error
+class _Guard:
+    """A hook on the node's results, called before the node: refuses what would crash or be wrong.
+
+    Paddle's node ends the interpreter when it is run a second time (2.6.2, 3.3.1), or by
+    ``paddle.grad`` with ``create_graph`` (2.6.2).
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._backward: _paddle.Backward | None = None
+
+    def __call__(self, gradient: paddle.Tensor) -> None:
+        backward = _paddle.current_backward()
+        if backward is None:
+            return
+        problem = None
+        if backward.retain_graph:
+            problem = "backward(retain_graph=True): a second backward would crash the interpreter"
+        elif backward.partial:
+            problem = "paddle.grad: it would also fill .grad of the parameters"
+        elif self._backward is not None and self._backward is not backward:
+            problem = "a second backward through it"
+        self._backward = backward
+        if problem is not None:
+            error = RecomputeError(
+                f"{self._name} was recomputed with use_reentrant=True, which cannot serve "
+                f"{problem}. Use the default, use_reentrant=None."
+            )
+            _paddle.hand_on(error)
+            raise error

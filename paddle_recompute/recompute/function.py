@@ -156,7 +156,13 @@ def run_recomputed(
     _paddle.watch_backward()
     storage = storage or STORAGES[options.offload]
     check = options.determinism_check
-    call = Call(function, name, options.preserve_rng_state, check=check != "none")
+    call = Call(
+        function,
+        name,
+        options.preserve_rng_state,
+        check=check != "none",
+        compare_values=check == "values",
+    )
     if not _hooks.are_free():
         return _call_plainly(function, args, kwargs, name, options)
     if options.use_reentrant:
@@ -171,7 +177,7 @@ def run_recomputed(
     if segment is not None:
         chain, position = segment
         return chain.record(position, call, storage, args, kwargs)
-    frame = Frame(storage, compare_values=check == "values")
+    frame = Frame(storage)
     outputs = frame.record(call, args, kwargs)
     if gives_up_outputs:
         _discarded.offer(outputs, frame)

@@ -8,12 +8,13 @@ import itertools
 import math
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._segments import Segment
@@ -83,8 +84,8 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     """
     if not config.enable:
         return RecomputeReport()
-    parts = _named_parts(model)
-    matches = _matches(parts, config.checkpoints)
+    parts, aliases = _named_parts(model)
+    matches = _matches(parts, aliases, config.checkpoints)
     left_out = _inside_another(matches)
     candidates = [name for name in matches if name not in left_out]
     for name in candidates:
@@ -145,19 +146,47 @@ _POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
 # --------------------------------------------------------------------------------------- parts
 
 
-def _named_parts(model: paddle.nn.Layer) -> dict[str, Any]:
-    """Sublayers by name, and the functions that Layers hold as attributes."""
+def _named_parts(model: paddle.nn.Layer) -> tuple[dict[str, Any], dict[str, str]]:
+    """Sublayers, and the functions that Layers hold as attributes, by name.
+
+    A Layer that has several names (a tower that is shared) stands under the first of them, as in
+    ``named_sublayers``; its other names, and those of its parts, are returned as aliases of it.
+    """
     parts: dict[str, Any] = {}
-    for name, layer in model.named_sublayers(include_self=True):
+    aliases: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    for name, layer in _walk(model, "", ()):
+        first = first_names.setdefault(id(layer), name)
+        functions = [
+            attribute
+            for attribute, value in vars(layer).items()
+            if isinstance(value, _FUNCTIONS) and not attribute.startswith("_")
+        ]
+        if first != name:
+            aliases[name] = first
+            aliases.update({_join(name, one): _join(first, one) for one in functions})
+            continue
         if name:
             parts[name] = layer
-        for attribute, value in vars(layer).items():
-            is_function = isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
-            if not attribute.startswith("_") and (
-                is_function or isinstance(value, RecomputedFunction)
-            ):
-                parts[f"{name}.{attribute}" if name else attribute] = value
-    return parts
+        parts.update({_join(name, one): getattr(layer, one) for one in functions})
+    return parts, aliases
+
+
+def _walk(
+    layer: paddle.nn.Layer, name: str, path: tuple[int, ...]
+) -> Iterator[tuple[str, paddle.nn.Layer]]:
+    """`layer` and all below it, a shared Layer once for each way to it."""
+    yield name, layer
+    for child_name, child in _paddle.children_of(layer):
+        if id(child) not in path:
+            yield from _walk(child, _join(name, child_name), (*path, id(layer)))
+
+
+def _join(name: str, attribute: str) -> str:
+    return f"{name}.{attribute}" if name else attribute
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, RecomputedFunction)
 
 
 def _is_cheap(part: Any) -> bool:
@@ -188,15 +217,15 @@ def _wrap_part(
 # ------------------------------------------------------------------------------------ patterns
 
 
-def _matches(parts: dict[str, Any], patterns: list[str]) -> list[str]:
+def _matches(parts: dict[str, Any], aliases: dict[str, str], patterns: list[str]) -> list[str]:
     """The names that some pattern matches, in the model's order."""
     matched: set[str] = set()
     for pattern in patterns:
         expression = _glob(pattern)
-        names = {name for name in parts if expression.fullmatch(name)}
+        names = {name for name in (*parts, *aliases) if expression.fullmatch(name)}
         if not names:
             raise SelectionError(_no_match(pattern, list(parts)))
-        matched |= names
+        matched |= {aliases.get(name, name) for name in names}
     return [name for name in parts if name in matched]
 
 

@@ -113,8 +113,7 @@ def test_bfloat16_parameters() -> None:
     gradients = []
     for call in (lambda f, x: f(x), recompute):
         paddle.seed(1)
-        weight = paddle.create_parameter([4], "bfloat16")
-        weight.set_value(leaf(4, dtype="bfloat16"))
+        weight = leaf(4, dtype="bfloat16")
         x = leaf(3, 4, dtype="bfloat16")
         call(lambda x, weight=weight: x * weight * x, x).astype("float32").sum().backward()
         assert weight.grad.dtype == x.grad.dtype == paddle.bfloat16

@@ -1,0 +1,261 @@
+"""Batches: every rank its own pairs, all pairs once, in an order that seed and epoch decide."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_recompute.data import (
+    Pair,
+    PairLoader,
+    PairTokenizer,
+    build_loader,
+    load_tokenizer,
+    train_tokenizer,
+)
+from paddle_recompute.data.loader import RankSampler
+from paddle_recompute.errors import DataError
+from tests.ranks import ROOT
+
+# The lengths differ from text to text.
+PAIRS = [
+    Pair(f"{number} " * (1 + number % 4), f"word {number} " * (1 + number % 3))
+    for number in range(50)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer([text for pair in PAIRS for text in (pair.query, pair.positive)], path, 200)
+    return load_tokenizer(path)
+
+
+def loader_of(tokenizer: PairTokenizer, **changes: Any) -> PairLoader:
+    settings: dict[str, Any] = {
+        "local_batch": 4,
+        "rank": 0,
+        "num_ranks": 1,
+        "seed": 0,
+        "max_query_tokens": 8,
+        "max_positive_tokens": 10,
+        "num_workers": 0,
+    }
+    return build_loader(PAIRS, tokenizer, **{**settings, **changes})
+
+
+def batches_of(loader: PairLoader) -> list[dict[str, list[Any]]]:
+    return [{key: value.tolist() for key, value in batch.items()} for batch in loader]
+
+
+shapes = st.tuples(st.integers(0, 60), st.integers(1, 5), st.integers(1, 4))
+
+
+def deal(shape: tuple[int, int, int], seed: int, epoch: int) -> list[list[list[int]]]:
+    """What each rank is dealt in one epoch: [rank][batch][row]."""
+    num_pairs, local_batch, num_ranks = shape
+    dealt = []
+    for rank in range(num_ranks):
+        sampler = RankSampler(
+            num_pairs, local_batch=local_batch, rank=rank, num_ranks=num_ranks, seed=seed
+        ).for_epoch(epoch)
+        dealt.append(list(sampler))
+        assert len(dealt[-1]) == len(sampler)
+        assert sampler.num_dropped == num_pairs - len(sampler) * local_batch * num_ranks
+    return dealt
+
+
+@given(shape=shapes, seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 1000))
+def test_ranks_share_the_pairs_and_none_is_read_twice(
+    shape: tuple[int, int, int], seed: int, epoch: int
+) -> None:
+    num_pairs, local_batch, num_ranks = shape
+    dealt = deal(shape, seed, epoch)
+    assert len({len(batches) for batches in dealt}) == 1
+    assert all(len(batch) == local_batch for batches in dealt for batch in batches)
+    rows = [row for batches in dealt for batch in batches for row in batch]
+    assert len(rows) == len(set(rows)) > num_pairs - local_batch * num_ranks
+    assert set(rows) <= set(range(num_pairs))
+    assert dealt == deal(shape, seed, epoch)
+
+
+@given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 1000), other=st.integers(1, 1000))
+def test_order_changes_with_seed_and_with_epoch(seed: int, epoch: int, other: int) -> None:
+    shape = (40, 5, 2)
+    assert deal(shape, seed, epoch) != deal(shape, seed, epoch + other)
+    assert deal(shape, seed, epoch) != deal(shape, seed + other, epoch)
+
+
+def test_order_is_the_same_everywhere() -> None:
+    """Of every numpy and every machine: a resumed run may find others."""
+    assert deal((10, 2, 2), seed=7, epoch=3) == [[[3, 5], [8, 0]], [[4, 7], [9, 2]]]
+
+
+def test_pairs_of_a_step_do_not_depend_on_the_number_of_ranks() -> None:
+    alone = deal((50, 12, 1), seed=0, epoch=0)[0]
+    for num_ranks in (2, 3, 4):
+        dealt = deal((50, 12 // num_ranks, num_ranks), seed=0, epoch=0)
+        joined = [list(chain(*slices)) for slices in zip(*dealt, strict=True)]
+        assert joined == alone
+
+
+def test_every_pair_has_its_turn() -> None:
+    """What one epoch drops, others read."""
+    seen = {row for epoch in range(10) for batch in deal((50, 16, 1), 0, epoch)[0] for row in batch}
+    assert seen == set(range(50))
+
+
+def test_rank_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="rank is 2, and there are 2 ranks, counted from 0"):
+        RankSampler(10, local_batch=2, rank=2, num_ranks=2, seed=0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_hold_the_tokens_of_their_pairs(tokenizer: PairTokenizer, num_workers: int) -> None:
+    loader = loader_of(tokenizer, num_workers=num_workers, rank=1, num_ranks=2)
+    assert len(loader) == 6
+    count = 0
+    for batch in loader:
+        assert set(batch) == {"query", "positive", "index"}
+        assert all(isinstance(value, paddle.Tensor) for value in batch.values())
+        assert all(value.dtype == paddle.int64 for value in batch.values())
+        pairs = [PAIRS[place] for place in batch["index"].tolist()]
+        for side, allowed in (("query", 8), ("positive", 10)):
+            expected = tokenizer.encode([getattr(pair, side) for pair in pairs], allowed)
+            np.testing.assert_array_equal(batch[side].numpy(), expected)
+        count += 1
+    assert count == 6
+
+
+def test_workers_change_nothing(tokenizer: PairTokenizer) -> None:
+    alone, with_workers = (loader_of(tokenizer, num_workers=number) for number in (0, 2))
+    for epoch in range(20):  # many forks, with threads of Paddle's own about
+        alone.set_epoch(epoch)
+        with_workers.set_epoch(epoch)
+        assert batches_of(alone) == batches_of(with_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_iteration_can_be_left_and_begun_again(tokenizer: PairTokenizer, num_workers: int) -> None:
+    loader = loader_of(tokenizer, num_workers=num_workers)
+    whole = batches_of(loader)
+    before = set(threading.enumerate())
+    for count in (1, 5, 12):
+        batches = iter(loader)
+        left = [next(batches)["index"].tolist() for _ in range(count)]
+        assert left == [batch["index"] for batch in whole[:count]]
+        del batches
+        # Gone are Paddle's workers, or its thread, and what they have read ahead. (The thread
+        # beside workers needs up to 5 s to notice that they are.)
+        assert num_workers or set(threading.enumerate()) <= before
+        assert multiprocessing.active_children() == []
+    assert batches_of(loader) == whole
+
+
+def test_epoch_counts_from_the_next_iteration(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer)
+    epochs = []
+    for epoch in (0, 1, 0):
+        loader.set_epoch(epoch)
+        epochs.append(batches_of(loader))
+    assert epochs[0] == epochs[2] != epochs[1]
+    loader.set_epoch(0)
+    batches = iter(loader)
+    first = next(batches)["index"].tolist()
+    loader.set_epoch(1)
+    rest = [batch["index"].tolist() for batch in batches]
+    assert [first, *rest] == [batch["index"] for batch in epochs[0]]
+
+
+def test_reading_draws_no_random_numbers(tokenizer: PairTokenizer) -> None:
+    """Dropout masks must not depend on how batches are read."""
+    drawn = []
+    for num_workers in (None, 0, 2):
+        paddle.seed(1)
+        if num_workers is not None:
+            batches_of(loader_of(tokenizer, num_workers=num_workers))
+        drawn.append(paddle.rand([3]).tolist())
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def test_what_is_left_out_is_told(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(
+        tokenizer, num_ranks=3, max_query_tokens=5, max_positive_tokens=6, local_batch=4
+    )
+    queries = sum(len(tokenizer.encode([pair.query], 99)[0]) > 5 for pair in PAIRS)
+    positives = sum(len(tokenizer.encode([pair.positive], 99)[0]) > 6 for pair in PAIRS)
+    assert 0 < queries < 50
+    assert 0 < positives < 50
+    assert (loader.num_cut_queries, loader.num_cut_positives, loader.num_dropped) == (
+        queries,
+        positives,
+        2,
+    )
+    assert loader.notes() == [
+        f"{queries} of 50 training queries are cut at data.max_query_tokens",
+        f"{positives} of 50 training positives are cut at data.max_positive_tokens",
+        "2 of 50 training pairs, others in each epoch, are left out: they fill no global batch",
+    ]
+
+
+def test_nothing_to_tell(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer, local_batch=5, max_query_tokens=99, max_positive_tokens=99)
+    assert loader.notes() == []
+
+
+def test_too_few_pairs_for_a_batch(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer, local_batch=51)
+    assert len(loader) == 0
+    assert batches_of(loader) == []
+
+
+def test_negatives_are_refused(tokenizer: PairTokenizer) -> None:
+    pairs = [*PAIRS, Pair("猫", "cat", ("dog",)), Pair("狗", "dog", ("cat", "cow"))]
+    with pytest.raises(DataError, match=r"2 pairs have negatives.*the query '猫'.*remove them"):
+        build_loader(
+            pairs,
+            tokenizer,
+            local_batch=4,
+            rank=0,
+            num_ranks=1,
+            seed=0,
+            max_query_tokens=8,
+            max_positive_tokens=8,
+            num_workers=0,
+        )
+
+
+WITH_WORKERS = """
+from tests.data.test_loader import PAIRS, batches_of, build_loader, load_tokenizer, train_tokenizer
+train_tokenizer([pair.query for pair in PAIRS] * 50, {path!r}, 200)
+tokenizer = load_tokenizer({path!r})
+loader = build_loader(PAIRS, tokenizer, local_batch=8, rank=0, num_ranks=1, seed=0,
+                      max_query_tokens=8, max_positive_tokens=8, num_workers=2)
+print(len(batches_of(loader)))
+"""
+
+
+def test_workers_say_nothing(tmp_path: Path) -> None:
+    """The package tokenizers warns of its threads in every fork, unless told otherwise."""
+    environment = {name: value for name, value in os.environ.items() if "TOKENIZERS" not in name}
+    ended = subprocess.run(
+        [sys.executable, "-c", WITH_WORKERS.format(path=str(tmp_path / "tokenizer.json"))],
+        env={**environment, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == "6\n"
+    assert "tokenizers" not in ended.stderr
