@@ -27,6 +27,9 @@ from typing import Any
 
 import pytest
 
+PATIENCE = 5.0
+"""Seconds that the other ranks have to end after one has failed."""
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -103,26 +106,30 @@ def run_ranks(
 def _wait_for_all(
     processes: list[subprocess.Popen[bytes]], deadline: float
 ) -> tuple[int, str] | None:
-    """The first rank that failed and how, after every process has ended; None if none did."""
+    """The first rank that failed and how, after every process has ended; None if none did.
+
+    When a rank has failed the others have a few seconds to fail in their turn, then they are ended.
+    """
     failed = None
     try:
-        for rank, process in enumerate(processes):
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                failed = failed or (rank, "did not end in time")
-                break
-        # A rank that dies makes its peers fail a moment later: blame the one with an own error.
+        while any(process.poll() is None for process in processes):
+            codes = [process.poll() for process in processes]
+            wrong = [rank for rank, code in enumerate(codes) if code not in (0, None)]
+            if wrong and failed is None:
+                failed = (wrong[0], f"ended with code {codes[wrong[0]]}")
+                deadline = min(deadline, time.monotonic() + PATIENCE)
+            if time.monotonic() > deadline:
+                late = next(rank for rank, code in enumerate(codes) if code is None)
+                return failed or (late, "did not end in time")
+            time.sleep(0.05)
         codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code not in (0, None) and (failed is None or failed[1] == "did not end in time"):
-                failed = (rank, f"ended with code {code}")
+        wrong = [rank for rank, code in enumerate(codes) if code != 0]
+        return failed or ((wrong[0], f"ended with code {codes[wrong[0]]}") if wrong else None)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    return failed
 
 
 def _main(folder: str, rank: str) -> None:
