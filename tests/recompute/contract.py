@@ -43,6 +43,7 @@ class Case:
         expected: What must be seen, if that is not what the plain call shows.
         or_error: Whether a clear error is as good as the plain call's result.
         has_gradients: Whether a gradient is to be seen at all.
+        is_listed: Whether it has a line of its own in the table of ``benchmarks/correctness.py``.
     """
 
     section: str
@@ -52,6 +53,7 @@ class Case:
     expected: Seen | None = None
     or_error: bool = False
     has_gradients: bool = True
+    is_listed: bool = True
 
     def observe(self, run: Run) -> Seen:
         """Flat: a readable place -> the plain Python or NumPy value there."""
@@ -81,15 +83,29 @@ def case(
     expected: Seen | None = None,
     or_error: bool = False,
     has_gradients: bool = True,
+    num_listed: int | None = None,
     **settings: list[Any],
 ) -> Callable[[Callable[..., Seen]], Callable[..., None]]:
-    """Make a test of a case, or of one for each combination of `settings`."""
+    """Make a test of a case, or of one for each combination of `settings`.
+
+    Only the first `num_listed` stand in the table: for variants that make a difference to this
+    library alone.
+    """
 
     def register(body: Callable[..., Seen]) -> Callable[..., None]:
         section = body.__module__.rpartition(".")[2].removeprefix("test_")
         cases = [
-            Case(section, title.format(**given), body, given, expected, or_error, has_gradients)
-            for given in (
+            Case(
+                section,
+                title.format(**given),
+                body,
+                given,
+                expected,
+                or_error,
+                has_gradients,
+                is_listed=num_listed is None or number < num_listed,
+            )
+            for number, given in enumerate(
                 dict(zip(settings, values, strict=True))
                 for values in itertools.product(*settings.values())
             )

@@ -41,6 +41,14 @@ def test_several(run: Run) -> Seen:
 
 
 @case("keyword arguments")
+def test_keywords_by_name(run: Run) -> Seen:
+    def block(x: paddle.Tensor, scale: Any = None, power: int = 1) -> paddle.Tensor:
+        return (x * scale).tanh() ** power
+
+    return step(run, block, leaf(3, 4), power=2, scale=leaf(3, 4))
+
+
+@case("keyword arguments of a forward(*args, **kwargs)")
 def test_keywords(run: Run) -> Seen:
     def forward(linear: Any, x: paddle.Tensor, scale: Any = None, power: int = 1) -> paddle.Tensor:
         return linear(x * scale) ** power

@@ -15,11 +15,11 @@ from tests.recompute.contract import Run, Seen, case, leaf, plain
 class Nest(paddle.nn.Layer):
     """`depth` blocks, each called from inside the one before it."""
 
-    def __init__(self, depth: int, run: Run = plain) -> None:
+    def __init__(self, depth: int, run: Run = plain, norm: Any = paddle.nn.LayerNorm) -> None:
         super().__init__()
-        self.norm = paddle.nn.BatchNorm1D(4)
+        self.norm = norm(4)
         self.linear = paddle.nn.Linear(4, 4)
-        self.inner = Nest(depth - 1, run) if depth > 1 else None
+        self.inner = Nest(depth - 1, run, norm) if depth > 1 else None
         self.calls = 0
         self._run = run
 
@@ -38,6 +38,14 @@ class Nest(paddle.nn.Layer):
 @case("nested {depth} deep", depth=[2, 3, 4])
 def test_depth(run: Run, depth: int) -> Seen:
     block, x = Nest(depth, run), leaf(6, 4)
+    y = run(block, x * 2)
+    y.sum().backward()
+    return {"y": y, "x": x, "block": block}
+
+
+@case("nested 3 deep, with BatchNorm at every level")
+def test_batch_norm(run: Run) -> Seen:
+    block, x = Nest(3, run, paddle.nn.BatchNorm1D), leaf(6, 4)
     y = run(block, x * 2)
     y.sum().backward()
     return {"y": y, "x": x, "block": block}
@@ -127,7 +135,7 @@ def test_wrapped_layers_in_wrapped_layers() -> None:
     results = []
     for wrapped in (False, True):
         paddle.seed(1)
-        block, x = Nest(3), leaf(6, 4)
+        block, x = Nest(3, norm=paddle.nn.BatchNorm1D), leaf(6, 4)
         if wrapped:
             recompute_wrapper(block), recompute_wrapper(block.inner)
             recompute_wrapper(block.inner.inner)
@@ -142,7 +150,8 @@ def test_recompute_around_a_model_with_recompute(inner: str) -> None:
     results = []
     for run in (plain, recompute):
         paddle.seed(1)
-        model, x = paddle.nn.Sequential(*[Nest(1) for _ in range(4)]), leaf(6, 4)
+        blocks = [Nest(1, norm=paddle.nn.BatchNorm1D) for _ in range(4)]
+        model, x = paddle.nn.Sequential(*blocks), leaf(6, 4)
         if run is recompute:
             apply_recompute(model, RecomputeConfig(checkpoints=["*"], policy=inner))
         run(model, x).sum().backward()

@@ -1,0 +1,159 @@
+"""Walking nested values: what is a container, what stays as it is, and what paths are called."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import _nested
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+class Sizes(tuple):
+    """A tuple of a type of its own, such as ``torch.Size``."""
+
+
+class Items(list):
+    """A list of a type of its own, with an attribute."""
+
+    note = ""
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    mask: Any = None
+    name: str = "batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+    rest: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("x", "y")
+    x: Any
+    y: Any
+
+
+def t(value: float) -> paddle.Tensor:
+    return paddle.full([2], value)
+
+
+def doubled(value: Any) -> Any:
+    return _nested.map_tensors(lambda tensor: tensor * 2, value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 3, 2.5, "text", b"bytes", True, np.ones(2), {1, 2}, range(3), len, Batch, object()],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_container_is_passed_on_as_it_is(value: Any) -> None:
+    assert _nested.map_leaves(lambda leaf: leaf, value) is value
+    assert doubled([value])[0] is value
+
+
+def test_a_lone_tensor() -> None:
+    assert doubled(t(1)).tolist() == [2, 2]
+    assert list(_nested.tensors_in(t(1)))[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a: (a, 1),
+        lambda a: [a, None],
+        lambda a: {"a": a, 2: "two"},
+        lambda a: Pair(a, "right"),
+        lambda a: Sizes([a, 4]),
+        lambda a: Items([a]),
+        lambda a: collections.OrderedDict(z=a, a=1),
+        lambda a: collections.defaultdict(list, k=a),
+        lambda a: Batch(a),
+        lambda a: Frozen(1, (a, {"deep": [a]})),
+        lambda a: Slots(a, 5),
+        lambda a: ([{"x": (a,)}], Batch([a], {"m": a})),
+        lambda a: (),
+        lambda a: [],
+        lambda a: {},
+    ],
+)
+def test_containers_keep_type_order_and_everything_else(make: Any) -> None:
+    value, expected = make(t(1)), make(t(2))
+    found = doubled(value)
+    assert type(found) is type(value)
+    names = [name for name, _ in _nested.named_leaves(value)]
+    assert [name for name, _ in _nested.named_leaves(found)] == names
+    for (_, one), (_, other) in zip(
+        _nested.named_leaves(found), _nested.named_leaves(expected), strict=True
+    ):
+        if _nested.is_tensor(one):
+            assert one.tolist() == other.tolist()
+        else:
+            assert one == other
+
+
+def test_the_result_does_not_change_with_the_original() -> None:
+    items, table, batch = [t(1)], {"a": t(1)}, Batch([t(1)])
+    found = doubled((items, table, batch))
+    items.append(t(9))
+    table["b"] = t(9)
+    batch.mask = t(9)
+    batch.x.append(t(9))
+    assert [name for name, _ in _nested.named_leaves(found)] == [
+        "[0][0]", "[1]['a']", "[2].x[0]", "[2].mask", "[2].name",
+    ]  # fmt: skip
+    assert found[2].mask is None
+
+
+def test_the_original_does_not_change() -> None:
+    value = ([t(1)], {"a": t(1)}, Batch(t(1)))
+    doubled(value)
+    assert [tensor.tolist() for tensor in _nested.tensors_in(value)] == [[1, 1]] * 3
+
+
+def test_subclasses_keep_their_attributes() -> None:
+    items = Items([t(1)])
+    items.note = "kept"
+    default = collections.defaultdict(list, k=t(1))
+    found_items, found_default = doubled([items, default])
+    assert found_items.note == "kept"
+    assert found_default["missing"] == []
+
+
+def test_names_are_those_that_one_would_write() -> None:
+    value = [(t(1), {"mask": t(2), 3: Batch(t(3), name="b")}), Pair(t(4), t(5))]
+    assert [name for name, _ in _nested.named_leaves(value, "args")] == [
+        "args[0][0]",
+        "args[0][1]['mask']",
+        "args[0][1][3].x",
+        "args[0][1][3].mask",
+        "args[0][1][3].name",
+        "args[1][0]",
+        "args[1][1]",
+    ]
+
+
+def test_tensors_come_in_the_order_of_map_tensors_with_repeats() -> None:
+    a, b = t(1), t(2)
+    value = {"z": [a, b], "a": (a, Batch(b, a))}
+    mapped: list[int] = []
+    _nested.map_tensors(lambda tensor: mapped.append(id(tensor)), value)
+    assert mapped == [id(tensor) for tensor in _nested.tensors_in(value)]
+    assert mapped == [id(a), id(b), id(a), id(b), id(a)]
+
+
+def test_parameters_are_tensors_and_classes_are_not() -> None:
+    assert _nested.is_tensor(paddle.nn.Linear(2, 2).weight)
+    assert not _nested.is_tensor(paddle.Tensor)
+    assert not _nested.is_tensor(np.ones(2))

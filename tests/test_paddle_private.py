@@ -1,0 +1,348 @@
+"""One test for each private name of Paddle that `_paddle` uses: a release that moves it is noticed.
+
+Each says what the name is relied on for, not only that it is there.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import random
+import re
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.base import core, framework
+
+from paddle_recompute import _memory, _paddle
+
+IS_26 = paddle.__version__.startswith("2.6")
+
+
+def needs_grad(*shape: int) -> paddle.Tensor:
+    tensor = paddle.ones(list(shape))
+    tensor.stop_gradient = False
+    return tensor
+
+
+# -------------------------------------------------------------------------------------- tensors
+
+
+@pytest.mark.skipif(IS_26, reason="exists from Paddle 3.0 on")
+def test_tensor_new_shared_tensor() -> None:
+    x = paddle.ones([3])
+    shared = x._new_shared_tensor()
+    shared.add_(paddle.ones([3]))
+    assert shared is not x and x.tolist() == [2, 2, 2]
+
+
+@pytest.mark.skipif(not IS_26, reason="only used on Paddle 2.6")
+def test_tensor_share_buffer_to_and_the_tensor_constructor() -> None:
+    x = paddle.ones([3])
+    shared = core.eager.Tensor(x.dtype, x.shape, "", core.VarDesc.VarType.LOD_TENSOR, False)
+    x._share_buffer_to(shared)
+    shared.add_(paddle.ones([3]))
+    assert x.tolist() == [2, 2, 2]
+
+
+def test_shares_memory_has_an_identity_of_its_own() -> None:
+    x = needs_grad(3) * 2
+    shared = _paddle.shares_memory(x)
+    assert shared.stop_gradient and shared.data_ptr() == x.data_ptr()
+    shared.add_(paddle.ones([3]))
+    assert x.tolist() == [3, 3, 3]
+
+
+def test_tensor_is_initialized() -> None:
+    assert paddle.ones([1])._is_initialized()
+    uninitialized = [b for b in paddle.nn.LSTM(2, 2, dropout=0.5).buffers()]
+    assert uninitialized and not any(buffer._is_initialized() for buffer in uninitialized)
+
+
+def test_framework_eager_param_base() -> None:
+    layer = paddle.nn.Linear(2, 2)
+    assert isinstance(layer.weight, framework.EagerParamBase)
+    assert isinstance(paddle.create_parameter([2], "float32"), framework.EagerParamBase)
+    assert not isinstance(layer.weight * 1, framework.EagerParamBase)
+
+
+def test_tensor_inplace_version() -> None:
+    """Public, but relied on: what raises it and what does not (`_layer_state` says so)."""
+    x = paddle.ones([3])
+    x.add_(paddle.ones([3]))
+    x[0] = 5.0
+    raised = x.inplace_version
+    x.set_value(paddle.zeros([3]))
+    assert raised >= 2 and x.inplace_version == raised
+    assert x.detach().inplace_version == raised
+
+
+# --------------------------------------------------------------------------------------- layers
+
+
+def test_layer_buffers_and_parameters() -> None:
+    norm = paddle.nn.BatchNorm1D(3)
+    norm.register_buffer("extra", paddle.zeros([1]))
+    assert "extra" in norm._buffers
+    in_use = {*norm._buffers, *norm._parameters}
+    assert {"_mean", "_variance", "weight", "bias"} <= in_use
+    slots = {name for tensors, name in _slots(norm)}
+    assert {"extra", "_mean", "_variance"} <= slots and "weight" not in slots
+
+
+def _slots(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], str]]:
+    found = []
+    for tensors, names in _paddle.non_trained_state(layer):
+        found += [(tensors, name) for name in ([names] if isinstance(names, str) else names)]
+    return found
+
+
+@pytest.mark.parametrize("norm", _paddle.BATCH_NORMS, ids=lambda norm: norm.__name__)
+def test_batch_norms_keep_their_statistics_there(norm: Any) -> None:
+    layer = norm(3)
+    for name in ("_mean", "_variance"):
+        assert layer._parameters.get(name) is not None or layer._buffers.get(name) is not None
+        assert getattr(layer, name).stop_gradient
+
+
+def test_layer_sub_layers() -> None:
+    model = paddle.nn.Layer()
+    model.first = model.second = paddle.nn.Linear(2, 2)
+    assert list(model._sub_layers) == ["first", "second"]
+    assert [name for name, _ in model.named_children()] == ["first"]
+
+
+# ---------------------------------------------------------------------------- random generators
+
+
+def test_core_default_cpu_generator() -> None:
+    state = core.default_cpu_generator().get_state()
+    first = paddle.rand([3]).tolist()
+    core.default_cpu_generator().set_state(state)
+    assert paddle.rand([3]).tolist() == first
+    paddle.rand([3])
+    assert paddle.rand([3]).tolist() != first
+
+
+def test_fleet_get_rng_state_tracker() -> None:
+    tracker = _paddle.hybrid_parallel_tracker()
+    tracker.reset()
+    tracker.add("name", 5)
+    states = tracker.get_states_tracker()
+    with tracker.rng_state("name"):
+        first = paddle.rand([3]).tolist()
+    with tracker.rng_state("name"):
+        assert paddle.rand([3]).tolist() != first
+    tracker.set_states_tracker(states)
+    with tracker.rng_state("name"):
+        assert paddle.rand([3]).tolist() == first
+    tracker.reset()
+
+
+# ------------------------------------------------------------------------------------ AMP state
+
+
+@pytest.mark.parametrize("name", ["_amp_level", "_amp_dtype", "_use_promote", "_has_grad"])
+def test_tracer_attributes(name: str) -> None:
+    tracer = framework._dygraph_tracer()
+    now = getattr(tracer, name)
+    setattr(tracer, name, now)
+    assert getattr(tracer, name) == now
+
+
+def test_tracer_amp_op_lists() -> None:
+    tracer = framework._dygraph_tracer()
+    before = tracer._get_amp_op_list()
+    tracer._set_amp_op_list({"matmul"}, {"exp"})
+    assert [set(ops) for ops in tracer._get_amp_op_list()] == [{"matmul"}, {"exp"}]
+    tracer._set_amp_op_list(*before)
+
+
+def test_auto_cast_works_on_the_attributes_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto_cast` itself is off on a CPU, so its source is read: it must set these and no other."""
+    source = inspect.getsource(sys.modules["paddle.amp.auto_cast"].amp_guard)
+    assigned = set(re.findall(r"tracer\.(_\w+) = ", source))
+    assert {"_amp_level", "_amp_dtype"} <= assigned
+    assert assigned <= {"_amp_level", "_amp_dtype", "_use_promote"}
+    assert "_set_amp_op_list(" in source
+
+
+def test_tracer_has_grad_is_the_grad_mode() -> None:
+    with paddle.no_grad():
+        assert not framework._dygraph_tracer()._has_grad
+        framework._dygraph_tracer()._has_grad = True
+        assert paddle.is_grad_enabled()
+    assert framework._dygraph_tracer()._has_grad
+
+
+# ----------------------------------------------------------------------------------- the engine
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("run_backward", lambda y, x: y.backward()),
+        ("run_backward", lambda y, x: paddle.autograd.backward([y])),
+        ("run_partial_grad", lambda y, x: paddle.grad(y, [x])),
+    ],
+    ids=["Tensor.backward", "autograd.backward", "paddle.grad"],
+)
+def test_core_eager_engine_is_looked_up_at_each_call(
+    name: str, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calls = getattr(core.eager, name), []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return engine(*args, **kwargs)
+
+    monkeypatch.setattr(core.eager, name, noting)
+    x = needs_grad(3)
+    call((x * 2).sum(), x)
+    assert calls == [name]
+
+
+@pytest.mark.parametrize("retain", [True, False])
+@pytest.mark.parametrize(
+    ("partial", "call"),
+    [
+        (False, lambda y, x, retain: y.backward(retain_graph=retain)),
+        (False, lambda y, x, retain: paddle.autograd.backward([y], retain_graph=retain)),
+        (True, lambda y, x, retain: paddle.grad(y, [x], retain_graph=retain)),
+    ],
+    ids=["Tensor.backward", "autograd.backward", "paddle.grad"],
+)
+def test_what_the_engine_was_asked_for_stands_where_it_is_read(
+    partial: bool, call: Any, retain: bool
+) -> None:
+    _paddle.watch_backward()
+    x, seen = needs_grad(3), []
+    y = (x * 2).sum()
+    y.register_hook(lambda gradient: seen.append(_paddle.current_backward()))
+    call(y, x, retain)
+    assert [(one.retain_graph, one.partial) for one in seen] == [(retain, partial)]
+    assert _paddle.current_backward() is None
+
+
+def test_an_exception_of_an_unpack_hook_becomes_an_os_error() -> None:
+    """The reason for `watch_backward`; when it arrives as itself, the wrapping can go."""
+
+    def fails(packed: Any) -> Any:
+        raise KeyError("lost")
+
+    with paddle.autograd.saved_tensors_hooks(lambda tensor: tensor, fails):
+        y = needs_grad(3).exp()
+    with pytest.raises(OSError, match="lost"):
+        y.sum().backward()
+    framework._dygraph_tracer()._has_grad = True  # the engine forgets it: see `_watched`
+
+
+def test_saved_tensors_hooks_allow_one_pair() -> None:
+    """The reason for `_hooks`: with nesting allowed, its dispatcher could go."""
+    hooks = paddle.autograd.saved_tensors_hooks
+    with hooks(lambda t: t, lambda t: t), pytest.raises(ValueError, match="one pair"):
+        with hooks(lambda t: t, lambda t: t):
+            pass
+
+
+def test_what_a_pack_hook_returns_is_held_once_or_forgotten() -> None:
+    """Paddle 2.6 keeps a reference too many for ever; `_paddle` gives it back."""
+
+    class Packed:
+        pass
+
+    gc.disable()
+    references = []
+
+    def pack(tensor: paddle.Tensor) -> Packed:
+        packed = Packed()
+        references.append(weakref.ref(packed))
+        return packed
+
+    with paddle.autograd.saved_tensors_hooks(pack, lambda packed: None):
+        y = needs_grad(3).exp()
+    del y
+    left = [reference() is not None for reference in references]
+    gc.enable()
+    assert left == [IS_26] * len(references) and references
+
+
+def test_register_backward_hook_fires_after_the_addition() -> None:
+    layer, seen = paddle.nn.Linear(2, 2), []
+    _paddle.on_gradient_added(layer.weight, lambda: seen.append(layer.weight.grad.sum().item()))
+    for _ in range(2):
+        layer(paddle.ones([1, 2])).sum().backward()
+    assert seen == [4, 8]
+
+
+# ----------------------------------------------------------------------- fleet, store and memory
+
+
+def test_fleets_recompute_takes_the_keywords_that_we_give() -> None:
+    x, layer = needs_grad(1, 2), paddle.nn.Linear(2, 2)
+    (y,) = _paddle.reentrant_recompute(lambda x: (layer(x),), [x])
+    y.sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_core_create_or_get_global_tcp_store() -> None:
+    assert callable(core.create_or_get_global_tcp_store)
+    assert {"add", "get", "set", "wait"} <= set(dir(core.TCPStore))
+
+
+@pytest.mark.parametrize("kind", ["current", "peak"])
+def test_core_host_memory_stat(kind: str) -> None:
+    read = getattr(core, f"host_memory_stat_{kind}_value")
+    before = read("Allocated", 0)
+    kept = paddle.ones([1 << 20])
+    after = read("Allocated", 0)
+    assert kept.shape == [1 << 20]
+    assert after - before == 4 << 20 if kind == "current" else after >= 4 << 20
+
+
+@pytest.mark.skipif(IS_26, reason="exists from Paddle 3.0 on")
+def test_core_host_memory_stat_reset_peak_value() -> None:
+    paddle.ones([1 << 20])
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    assert _memory.peak_bytes() == _memory.current_bytes()
+
+
+def test_the_peak_can_be_reset_where_it_is_said() -> None:
+    assert _memory.can_reset_peak() is not IS_26
+
+
+# --------------------------------------------------------------------------------- nothing else
+
+
+def test_every_private_name_has_a_test_here() -> None:
+    """Names with an underscore, and everything of ``core``, in the code of `_paddle`."""
+    source = Path(_paddle.__file__).read_text(encoding="utf-8")
+    code = re.sub(r'""".*?"""', "", source, flags=re.S)
+    code = "\n".join(line.partition("  # ")[0] for line in code.splitlines())
+    own = {name for name in dir(_paddle) if name.startswith("_")}
+    names = set(re.findall(r"\.(_[a-z]\w+)", code)) | set(re.findall(r"\bcore\.(\w+)", code))
+    here = Path(__file__).read_text(encoding="utf-8")
+    untested = {name for name in names - own if name not in here}
+    assert not untested
+
+
+def test_no_other_module_reaches_into_paddle() -> None:
+    package = Path(_paddle.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.name != "_paddle.py":
+            source = path.read_text(encoding="utf-8")
+            assert not re.search(r"paddle\.(base|fluid)\b(?!``)", source), path
+            assert "paddle.__version__" not in source or path.name == "_installed.py", path
+
+
+def test_streams_are_left_alone_by_a_look() -> None:
+    paddle.seed(1), np.random.seed(1), random.seed(1)
+    drawn = paddle.rand([2]).tolist()
+    paddle.seed(1)
+    _paddle.generator_states()
+    assert paddle.rand([2]).tolist() == drawn
