@@ -55,9 +55,9 @@ class PairLoader:
                 collate_fn=self._collate,
                 num_workers=self._num_workers,
                 return_list=True,
-                # Through pipes. Into shared memory a worker writes with Paddle's allocator, whose
-                # lock (Paddle 2.6 to 3.3) another thread may hold at the fork: it would wait
-                # forever. test_workers_change_nothing meets that within a few epochs.
+                # Through pipes. A worker would write into shared memory with Paddle's allocator,
+                # and if another thread held that one's lock at the fork (seen with Paddle 3.3.1;
+                # Paddle's own reading threads do), it would wait for it forever.
                 use_shared_memory=False,
             )
         )

@@ -141,10 +141,35 @@ def test_batches_hold_the_tokens_of_their_pairs(tokenizer: PairTokenizer, num_wo
 
 def test_workers_change_nothing(tokenizer: PairTokenizer) -> None:
     alone, with_workers = (loader_of(tokenizer, num_workers=number) for number in (0, 2))
-    for epoch in range(20):  # many forks, with threads of Paddle's own about
+    for epoch in (0, 1):
         alone.set_epoch(epoch)
         with_workers.set_epoch(epoch)
         assert batches_of(alone) == batches_of(with_workers)
+
+
+@pytest.mark.timeout(60, method="thread")  # a signal does not end the waiting inside Paddle
+def test_workers_do_not_wait_for_a_lock_that_a_thread_held_at_the_fork(
+    tokenizer: PairTokenizer,
+) -> None:
+    """As a thread that sends gradients, or reads batches, may hold one of Paddle's allocator."""
+    done = threading.Event()
+
+    def allocate() -> None:
+        while not done.is_set():  # a thread's first allocation, and its end, take the lock
+            thread = threading.Thread(target=lambda: paddle.ones([64]))
+            thread.start()
+            thread.join()
+
+    threads = [threading.Thread(target=allocate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(25):
+            assert len(batches_of(loader_of(tokenizer, num_workers=2, local_batch=10))) == 5
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
