@@ -79,8 +79,11 @@ def recompute(
         preserve_rng_state: Replay the random streams of Paddle, NumPy and Python (dropout!). False
             saves some microseconds for a function that draws no random numbers.
         use_reentrant: None and False use saved-tensor hooks, which are right in every case. True
-            uses Paddle's PyLayer form: outputs always need a gradient, an unused output leaves
-            zeros instead of None, and ``paddle.grad`` and ``retain_graph=True`` are refused.
+            uses Paddle's PyLayer form, with its limits: outputs always need a gradient, and one
+            that is unused leaves zeros instead of None; ``paddle.grad`` and ``retain_graph=True``
+            are refused; hooks registered inside do not see the first forward, and what a hook on
+            an output returns is ignored; only what is returned is compared, not what is saved; an
+            argument that needs a gradient must get one.
             Where saved-tensor hooks of somebody else are in force, None and False call `function`
             plainly, with a warning; True is refused.
         determinism_check: ``"default"`` compares count, shape and dtype of what both forwards save
