@@ -1,4 +1,4 @@
-"""Every case of recompute's contract, on Paddle's own recompute and on ours, against the plain call.
+"""Every case of recompute's contract, on Paddle's recompute and on ours, against the plain call.
 
 The cases are those of ``tests/recompute``: each does what a user would do and returns what a user
 can look at (outputs, gradients, buffers, flags, random streams, ...). Each runs in a process of its
@@ -26,14 +26,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle.distributed.fleet.utils import recompute as paddles_recompute
 
 from benchmarks._record import RESULTS, environment, table
 from paddle_recompute import recompute
 from paddle_recompute.errors import PaddleRecomputeError
-from tests.recompute.contract import CASES, Case, Run, differences, plain, same
+from tests.recompute.contract import CASES, Case, Run, differences, is_rounding, plain
 
 # On a CPU, Paddle's auto_cast is off, so what its recompute does about AMP cannot be seen.
 SECTIONS = (
@@ -58,8 +57,6 @@ SUBJECTS: dict[str, Run] = {
 }
 SYMBOLS = {"ok": "ok", "rounding": "rounding", "refused": "refused", "error": "error",
            "wrong": "**wrong**", "crash": "**crash**"}  # fmt: skip
-# A sum of a few float32 numbers of size 1 to 30, taken in another order.
-ANOTHER_ORDER = {"rtol": 1e-5, "atol": 1e-5}
 MEANING = """\
 - **ok**: everything that can be seen is bit for bit that of the plain call (or, where the plain
   call fails too, it is refused too; or a case that cannot be repeated is refused by an error);
@@ -148,18 +145,6 @@ def judge(case: Case, found: tuple[str, Any], wanted: dict[str, Any]) -> tuple[s
     if case.or_error and kind != "crash":
         return "ok", f"refused: {value}"
     return kind, value
-
-
-def is_rounding(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether nothing differs but numbers, and those as little as a sum in another order does."""
-    return found.keys() == wanted.keys() and all(
-        isinstance(found[place], np.ndarray)
-        and isinstance(value, np.ndarray)
-        and found[place].shape == value.shape
-        and np.allclose(found[place], value, **ANOTHER_ORDER)
-        for place, value in wanted.items()
-        if not same(found[place], value)
-    )
 
 
 def measure(cases: list[Case]) -> dict[str, Any]:

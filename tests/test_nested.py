@@ -65,7 +65,7 @@ def test_what_is_no_container_is_passed_on_as_it_is(value: Any) -> None:
 
 def test_a_lone_tensor() -> None:
     assert doubled(t(1)).tolist() == [2, 2]
-    assert list(_nested.tensors_in(t(1)))[0].tolist() == [1, 1]
+    assert next(iter(_nested.tensors_in(t(1)))).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

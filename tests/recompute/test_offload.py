@@ -224,5 +224,3 @@ def test_offload_indices_are_paddles_own_spelling() -> None:
 def test_offload_needs_the_hook_form() -> None:
     with pytest.raises(ConfigError, match="offload need the saved-tensor hooks"):
         recompute(paddle.tanh, leaf(3), use_reentrant=True, offload="disk")
-
-

@@ -16,7 +16,9 @@ from tests.recompute.contract import Run, Seen, case, leaf, step
 
 @case("dropout")
 def test_dropout(run: Run) -> Seen:
-    return step(run, paddle.nn.Sequential(paddle.nn.Linear(4, 8), paddle.nn.Dropout(0.5)), leaf(3, 4))
+    return step(
+        run, paddle.nn.Sequential(paddle.nn.Linear(4, 8), paddle.nn.Dropout(0.5)), leaf(3, 4)
+    )
 
 
 def noise(source: str, shape: list[int]) -> Any:

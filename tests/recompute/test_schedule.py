@@ -161,7 +161,7 @@ def test_forward_count_leaves_out_second_forwards() -> None:
     with paddle.no_grad():
         layer(x)
     assert forward_count(layer) == 4
-    with pytest.raises(SelectionError, match="Linear.*is not wrapped"):
+    with pytest.raises(SelectionError, match=r"Linear.*is not wrapped"):
         forward_count(layer.unwrap())
 
 

@@ -65,9 +65,7 @@ def test_patterns(patterns: list[str], expected: tuple[str, ...]) -> None:
     model = encoder()
     report = select(*patterns, model=model)
     if patterns == ["**.self_attn.*_proj"]:  # out_proj too, in the model's order
-        expected = tuple(
-            f"{b}.self_attn.{w}_proj" for b in BLOCKS for w in ("q", "k", "v", "out")
-        )
+        expected = tuple(f"{b}.self_attn.{w}_proj" for b in BLOCKS for w in ("q", "k", "v", "out"))
     assert report.wrapped == expected
     functions = [name for name in expected if name.endswith("activation")]
     assert wrapped(model) == [name for name in expected if name not in functions]
@@ -111,14 +109,18 @@ def test_no_match_in_a_model_without_parts() -> None:
     ],
     ids=str,
 )
-def test_an_error_leaves_the_model_as_it_was(
-    patterns: list[str], settings: dict[str, Any]
-) -> None:
+def test_an_error_leaves_the_model_as_it_was(patterns: list[str], settings: dict[str, Any]) -> None:
     model = encoder()
-    before = {name: (type(layer), set(vars(layer))) for name, layer in model.named_sublayers(include_self=True)}
+    before = {
+        name: (type(layer), set(vars(layer)))
+        for name, layer in model.named_sublayers(include_self=True)
+    }
     with pytest.raises(SelectionError):
         select(*patterns, model=model, **settings)
-    after = {name: (type(layer), set(vars(layer))) for name, layer in model.named_sublayers(include_self=True)}
+    after = {
+        name: (type(layer), set(vars(layer)))
+        for name, layer in model.named_sublayers(include_self=True)
+    }
     assert after == before
 
 
@@ -177,7 +179,7 @@ def test_policies(settings: dict[str, Any], segments: list[list[int]]) -> None:
 
 
 def test_too_many_segments() -> None:
-    with pytest.raises(SelectionError, match="segments is 5.* select only 4 parts"):
+    with pytest.raises(SelectionError, match=r"segments is 5.* select only 4 parts"):
         select("encoder.layers.*", policy="segments", segments=5)
 
 
@@ -206,8 +208,9 @@ def train(model: paddle.nn.Layer, make_input: Any, steps: int = 2) -> dict[str, 
     losses = []
     for _ in range(steps):
         outputs = model(make_input())
-        loss = F.cross_entropy(outputs.reshape([-1, outputs.shape[-1]]).astype("float32"),
-                               paddle.zeros([outputs.size // outputs.shape[-1]], "int64"))  # fmt: skip
+        num_classes = outputs.shape[-1]
+        labels = paddle.zeros([outputs.size // num_classes], "int64")
+        loss = F.cross_entropy(outputs.reshape([-1, num_classes]).astype("float32"), labels)
         loss.backward()
         losses.append(loss)
         optimizer.step()
