@@ -67,6 +67,10 @@ bench: venv
 	    .venv/bin/python -m $$module || exit 1; \
 	done
 
+# One of them: make bench-correctness, bench-real_models, bench-recompute_cost
+bench-%: venv
+	.venv/bin/python -m benchmarks.$*
+
 # The wheel, not the work tree: is every module in it, does it work anywhere else?
 wheel-test: build/.wheel-tested
 build/.wheel-tested: .venv/.installed setup.py pyproject.toml tests/wheel_check.py $(PACKAGE) $(wildcard fleet_configs/*)
