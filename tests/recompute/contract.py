@@ -200,6 +200,24 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+ANOTHER_ORDER = 1e-5
+"""What a float32 sum of the cases' few terms may differ by when they are added in another order,
+as a share of its largest term or of 1."""
+
+
+def is_rounding(found: Seen, wanted: Seen) -> bool:
+    """Whether nothing differs but gradients, and those as sums in another order do."""
+    return found.keys() == wanted.keys() and all(
+        place.startswith("grad of ")
+        and isinstance(found[place], np.ndarray)
+        and isinstance(value, np.ndarray)
+        and found[place].shape == value.shape
+        and np.abs(found[place] - value).max() <= ANOTHER_ORDER * max(1, np.abs(value).max())
+        for place, value in wanted.items()
+        if not same(found[place], value)
+    )
+
+
 def short(value: Any) -> str:
     if isinstance(value, np.ndarray):
         start = " ".join(f"{number:.4g}" for number in value.ravel()[:2].tolist())

@@ -159,6 +159,28 @@ def test_recompute_around_a_model_with_recompute(inner: str) -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("ours", ["outside", "inside"])
+def test_together_with_paddles_own(ours: str) -> None:
+    """A model that uses Paddle's recompute inside may be recomputed, and the other way round."""
+    from paddle.distributed.fleet.utils import recompute as paddles_own
+
+    gradients = []
+    for runs in (
+        (plain, plain),
+        (recompute, paddles_own) if ours == "outside" else (paddles_own, recompute),
+    ):
+        outer, inner = runs
+        paddle.seed(1)
+        block, x = Nest(1), leaf(6, 4)
+
+        def function(x: paddle.Tensor, block: Any = block, inner: Any = inner) -> paddle.Tensor:
+            return inner(block, x.tanh()).tanh()
+
+        outer(function, x * 2).sum().backward()
+        gradients.append([x.grad.numpy().tolist(), block.linear.weight.grad.numpy().tolist()])
+    assert gradients[0] == gradients[1]
+
+
 def test_nesting_lowers_the_peak(peaks: dict[str, int]) -> None:
     """8 blocks in two halves: without inner recompute, four blocks' activations come back at
     once; with it, one block's."""
