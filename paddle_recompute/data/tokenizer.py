@@ -256,8 +256,8 @@ def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:
 def _tokenizers() -> types.ModuleType:
     """The package `tokenizers`, told to use one thread unless the user says otherwise.
 
-    Its threads do not survive a fork, and it says so on the terminal in every worker process of a
-    DataLoader. One thread costs little here: the ranks of a machine share its cores.
+    Its threads do not survive a fork, which it says on the terminal (up to 0.22) in every worker
+    process of a DataLoader. One thread costs little: the ranks of a machine share its cores.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

@@ -273,7 +273,7 @@ print(len(batches_of(loader)))
 
 
 def test_workers_say_nothing(tmp_path: Path) -> None:
-    """The package tokenizers warns of its threads in every fork, unless told otherwise."""
+    """The package tokenizers, up to 0.22, warns of its threads in every fork, if it has any."""
     environment = {name: value for name, value in os.environ.items() if "TOKENIZERS" not in name}
     ended = subprocess.run(
         [sys.executable, "-c", WITH_WORKERS.format(path=str(tmp_path / "tokenizer.json"))],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -139,8 +140,22 @@ def test_vocabulary_is_not_larger_than_asked_for(tmp_path: Path) -> None:
     assert UNK in rare
 
 
-def test_inner_pieces_are_no_special_tokens(tokenizer: PairTokenizer, path: Path) -> None:
+def test_inner_pieces_are_no_special_tokens(path: Path, tokenizer: PairTokenizer) -> None:
+    added = json.loads(path.read_text(encoding="utf-8"))["added_tokens"]
+    assert [token["content"] for token in added if token["special"]] == list(SPECIAL_TOKENS)
+    assert len(added) == len(SPECIAL_TOKENS)
     assert "##n" not in pieces(path, tokenizer.encode(["##n"], 9)[0])
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "false"), ("true", "true")])
+def test_one_thread_unless_the_user_says_otherwise(
+    path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", own or "")
+    if own is None:
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    load_tokenizer(path)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == expected
 
 
 def test_saved_again(path: Path, tokenizer: PairTokenizer, tmp_path: Path) -> None:
