@@ -63,12 +63,13 @@ def shares_memory(tensor: paddle.Tensor) -> paddle.Tensor:
     a public shallow copy exists in every supported version.
     """
     if hasattr(tensor, "_new_shared_tensor"):
-        shared = tensor._new_shared_tensor()
-        return shared.detach()
-    shared = core.eager.Tensor(
-        tensor.dtype, tensor.shape, "", core.VarDesc.VarType.LOD_TENSOR, False
-    )
-    tensor._share_buffer_to(shared)
+        shared = tensor._new_shared_tensor().detach()
+    else:
+        shared = core.eager.Tensor(
+            tensor.dtype, tensor.shape, "", core.VarDesc.VarType.LOD_TENSOR, False
+        )
+        tensor._share_buffer_to(shared)
+    shared.stop_gradient = tensor.stop_gradient  # a PyLayer may ask what it saved
     return shared
 
 

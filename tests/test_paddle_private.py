@@ -53,8 +53,11 @@ def test_tensor_share_buffer_to_and_the_tensor_constructor() -> None:
 def test_shares_memory_has_an_identity_of_its_own() -> None:
     x = needs_grad(3) * 2
     shared = _paddle.shares_memory(x)
-    assert shared.stop_gradient and shared.data_ptr() == x.data_ptr()
-    shared.add_(paddle.ones([3]))
+    assert shared is not x and shared.data_ptr() == x.data_ptr()
+    assert shared.stop_gradient == x.stop_gradient  # PyLayers see it: ctx.saved_tensor()
+    assert shared.grad_fn is None
+    with paddle.no_grad():
+        shared.add_(paddle.ones([3]))
     assert x.tolist() == [3, 3, 3]
 
 
