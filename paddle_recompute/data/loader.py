@@ -25,6 +25,8 @@ class PairLoader:
             be full. Which ones they are changes with the epoch.
         num_cut_queries: Queries that lost their end to ``max_query_tokens``.
         num_cut_positives: Positives that lost their end to ``max_positive_tokens``.
+        num_unknown_queries: Queries with a word that the vocabulary cannot spell.
+        num_unknown_positives: Positives with such a word.
     """
 
     def __init__(
@@ -36,6 +38,8 @@ class PairLoader:
         self.num_dropped = sampler.num_dropped
         self.num_cut_queries = queries.num_cut
         self.num_cut_positives = positives.num_cut
+        self.num_unknown_queries = queries.num_unknown
+        self.num_unknown_positives = positives.num_unknown
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; without a call it is that of epoch 0."""
@@ -77,6 +81,8 @@ class PairLoader:
         counts = {
             "training queries are cut at data.max_query_tokens": self.num_cut_queries,
             "training positives are cut at data.max_positive_tokens": self.num_cut_positives,
+            "training queries hold words beyond data.vocab_size": self.num_unknown_queries,
+            "training positives hold words beyond data.vocab_size": self.num_unknown_positives,
             "training pairs, others in each epoch, are left out: they fill no global batch": (
                 self.num_dropped
             ),

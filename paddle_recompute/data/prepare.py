@@ -93,6 +93,8 @@ def prepare_data(
     candidates = tokenizer.tokenize(pool, config.max_positive_tokens)
     account.note(queries.num_cut, "held-out queries are cut at data.max_query_tokens")
     account.note(candidates.num_cut, "candidates are cut at data.max_positive_tokens")
+    account.note(queries.num_unknown, "held-out queries hold words beyond data.vocab_size")
+    account.note(candidates.num_unknown, "candidates hold words beyond data.vocab_size")
     return PreparedData(split.train, split.valid, pool, tokenizer, account.skipped, account.notes)
 
 

@@ -41,11 +41,13 @@ class TokenRows:
         ids: [all tokens] int32.
         starts: [texts + 1] int64; text ``i`` is ``ids[starts[i] : starts[i + 1]]``.
         num_cut: How many texts were longer than allowed and lost their end.
+        num_unknown: How many texts hold a word that became ``[UNK]``.
     """
 
     ids: npt.NDArray[np.int32]
     starts: npt.NDArray[np.int64]
     num_cut: int
+    num_unknown: int
 
     def pad(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
         """The texts at the places `rows` as a matrix.
@@ -76,6 +78,7 @@ class PairTokenizer:
         self._tokenizer.encode_special_tokens = True  # they are text, where texts hold them
         self._first = tokenizer.token_to_id("[CLS]")
         self._last = tokenizer.token_to_id("[SEP]")
+        self._unknown = tokenizer.token_to_id("[UNK]")
         self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> npt.NDArray[np.int64]:
@@ -100,12 +103,13 @@ class PairTokenizer:
         room = max_tokens - 2
         if room < 0:
             raise ValueError(f"max_tokens is {max_tokens}; [CLS] and [SEP] alone are 2")
-        num_cut, lengths, parts = 0, [0], []
+        num_cut, num_unknown, lengths, parts = 0, 0, [0], []
         for some in _in_lots(texts):
             ids: list[int] = []
             for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
                 found = encoding.ids
                 num_cut += len(found) > room
+                num_unknown += self._unknown in found
                 ids += [self._first, *found[:room], self._last]
                 lengths.append(min(len(found), room) + 2)
             parts.append(np.array(ids, dtype=np.int32))
@@ -113,6 +117,7 @@ class PairTokenizer:
             ids=np.concatenate(parts) if parts else np.empty(0, np.int32),
             starts=np.cumsum(lengths, dtype=np.int64),
             num_cut=num_cut,
+            num_unknown=num_unknown,
         )
 
     def save(self, path: str | Path) -> None:

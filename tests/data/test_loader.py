@@ -235,6 +235,25 @@ def test_what_is_left_out_is_told(tokenizer: PairTokenizer) -> None:
     ]
 
 
+def test_unknown_words_are_told(tokenizer: PairTokenizer) -> None:
+    pairs = [Pair("Ω", "word"), Pair("1", "word Ω"), Pair("Ω 2", "word")]
+    loader = build_loader(
+        pairs,
+        tokenizer,
+        local_batch=3,
+        rank=0,
+        num_ranks=1,
+        seed=0,
+        max_query_tokens=9,
+        max_positive_tokens=9,
+        num_workers=0,
+    )
+    assert loader.notes() == [
+        "2 of 3 training queries hold words beyond data.vocab_size",
+        "1 of 3 training positives hold words beyond data.vocab_size",
+    ]
+
+
 def test_nothing_to_tell(tokenizer: PairTokenizer) -> None:
     loader = loader_of(tokenizer, local_batch=5, max_query_tokens=99, max_positive_tokens=99)
     assert loader.notes() == []

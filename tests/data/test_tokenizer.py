@@ -67,6 +67,12 @@ def test_long_texts_are_cut_and_counted(tokenizer: PairTokenizer) -> None:
         assert rows.num_cut == (allowed < 7) + (allowed < 3)
 
 
+def test_texts_with_unknown_words_are_counted(tokenizer: PairTokenizer) -> None:
+    texts = ["cat", "Ω cat Ω", "猫", "a cat, a Ω", "[UNK]"]
+    assert UNK in tokenizer.encode(texts, 20)[1]
+    assert tokenizer.tokenize(texts[:4], 20).num_unknown == 2
+
+
 def test_no_texts(tokenizer: PairTokenizer) -> None:
     assert tokenizer.encode([], 8).shape == (0, 0)
 
