@@ -6,6 +6,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,38 +68,79 @@ class SomeOnHost:
 
 
 class _SpillFile:
-    """An open file without a name: the system frees it even if the process is killed."""
+    """An open file without a name: the system frees it even if the process is killed.
+
+    The backward asks for the tensors in the opposite order, so whenever one is loaded, a thread
+    reads the one that was written before it.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="paddle_recompute-")  # noqa: SIM115
+        self._written: list[weakref.ref[_OnDisk]] = []
 
-    def append(self, data: bytes) -> int:
+    def append(self, tensor: paddle.Tensor) -> _OnDisk:
+        """Write `tensor` at the end."""
+        values = tensor.detach().numpy()
         offset = self._file.seek(0, os.SEEK_END)
-        self._file.write(data)
+        self._file.write(np.ascontiguousarray(values).tobytes())
         self._file.flush()
-        return offset
+        number = len(self._written)
+        kept = _OnDisk(self, number, offset, list(values.shape), values.dtype, tensor.place)
+        self._written.append(weakref.ref(kept))
+        return kept
 
     def read(self, offset: int, num_bytes: int) -> bytes:
+        """`num_bytes` from `offset`; lets go of the GIL."""
         data = os.pread(self._file.fileno(), num_bytes, offset)
         while len(data) < num_bytes:  # pread may return less than asked for above 2 GiB
             data += os.pread(self._file.fileno(), num_bytes - len(data), offset + len(data))
         return data
 
+    def prefetch_before(self, number: int) -> None:
+        """Begin to read what was written before tensor `number`, if somebody still waits for it."""
+        kept = self._written[number - 1]() if number > 0 else None
+        if kept is not None:
+            kept.prefetch()
 
-@dataclass
+
+_reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paddle_recompute-prefetch")
+
+
 class _OnDisk:
-    file: _SpillFile
-    offset: int
-    shape: list[int]
-    dtype: np.dtype[Any]
-    place: Any
+    """A tensor in a `_SpillFile`."""
+
+    def __init__(
+        self,
+        file: _SpillFile,
+        number: int,
+        offset: int,
+        shape: list[int],
+        dtype: np.dtype[Any],
+        place: Any,
+    ) -> None:
+        self._file = file
+        self._number = number
+        self._offset = offset
+        self._shape = shape
+        self._dtype = dtype
+        self._place = place
+        self._ahead: Future[bytes] | None = None
+
+    def prefetch(self) -> None:
+        """Begin to read in the background."""
+        if self._ahead is None:
+            num_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+            self._ahead = _reader.submit(self._file.read, self._offset, num_bytes)
 
     def load(self) -> paddle.Tensor:
-        num_bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-        data = self.file.read(self.offset, num_bytes)
-        values = np.frombuffer(data, self.dtype).reshape(self.shape)
+        """The tensor on the device it came from."""
+        self.prefetch()
+        assert self._ahead is not None
+        data, self._ahead = self._ahead.result(), None
+        self._file.prefetch_before(self._number)
+        values = np.frombuffer(data, self._dtype).reshape(self._shape)
         # uint16 is how NumPy carries bfloat16 in and out of Paddle.
-        return paddle.to_tensor(values, place=self.place)
+        return paddle.to_tensor(values, place=self._place)
 
 
 class DiskStorage:
@@ -113,9 +155,7 @@ class DiskStorage:
         if file is None:
             file = _SpillFile()
             type(self)._current = weakref.ref(file)
-        values = tensor.detach().numpy()
-        offset = file.append(np.ascontiguousarray(values).tobytes())
-        return _OnDisk(file, offset, list(values.shape), values.dtype, tensor.place)
+        return file.append(tensor)
 
 
 STORAGES: dict[str | None, Storage] = {

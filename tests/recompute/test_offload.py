@@ -13,6 +13,7 @@ import pytest
 
 from paddle_recompute import RecomputeConfig, _memory, apply_recompute, recompute
 from paddle_recompute.errors import ConfigError
+from paddle_recompute.recompute._storage import STORAGES
 from tests.recompute.contract import leaf, plain
 
 WIDTH, BATCH = 64, 256
@@ -224,3 +225,12 @@ def test_offload_indices_are_paddles_own_spelling() -> None:
 def test_offload_needs_the_hook_form() -> None:
     with pytest.raises(ConfigError, match="offload need the saved-tensor hooks"):
         recompute(paddle.tanh, leaf(3), use_reentrant=True, offload="disk")
+
+
+def test_the_tensor_before_is_read_while_one_is_used() -> None:
+    storage = STORAGES["disk"]
+    first, second = storage.keep(paddle.ones([3])), storage.keep(paddle.full([3], 2.0))
+    assert second.load().tolist() == [2.0, 2.0, 2.0]
+    assert first._ahead is not None, "nothing was read ahead"
+    assert first._ahead.result() == np.ones(3, "float32").tobytes()
+    assert first.load().tolist() == [1.0, 1.0, 1.0]
