@@ -63,6 +63,8 @@ def ticket_for(tensor: paddle.Tensor) -> Ticket | None:
     output = found.output() if found is not None else None
     if found is None or output is None or describe(output) != describe(tensor):
         return None
+    if not tensor.is_contiguous() or not output.is_contiguous():
+        return None  # a transposed view has the memory, and may have the shape
     return found.maker.ticket_for_output(output)
 
 

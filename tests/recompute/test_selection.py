@@ -280,6 +280,10 @@ class Square(paddle.nn.Layer):
             return self.last(h.T.T) * self.dropout(h.T).T
         if self.way == "reshaped":
             return self.last(h.reshape([2, 8]).reshape([4, 4])) * h
+        if self.way == "reshaped and kept so":
+            return self.last(h.reshape([2, 8]).square().reshape([4, 4])) * h
+        if self.way == "transposed and kept so":
+            return self.last(h.T.square() * h.transpose([1, 0])) * h
         if self.way == "cut":
             return self.last(h[:, :]) @ h[:4].T + h[1:].sum()
         if self.way == "changed in place":
@@ -300,7 +304,9 @@ class Square(paddle.nn.Layer):
 
 
 WAYS = [
-    "plainly", "transposed", "transposed and back", "reshaped", "cut", "changed in place",
+    "plainly", "transposed", "transposed and back",
+    "reshaped and kept so",
+    "transposed and kept so", "reshaped", "cut", "changed in place",
     "changed in place after its use", "detached", "one cheap part after another", "used by many",
 ]  # fmt: skip
 
