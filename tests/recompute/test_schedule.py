@@ -165,6 +165,20 @@ def test_forward_count_leaves_out_second_forwards() -> None:
         forward_count(layer.unwrap())
 
 
+def test_forward_count_leaves_out_second_forwards_of_a_block_around() -> None:
+    layer = recompute_wrapper(paddle.nn.Linear(4, 4))
+    recompute(lambda x: layer(x).tanh(), leaf(3, 4)).sum().backward()
+    assert forward_count(layer) == 1
+
+
+def test_under_no_grad_a_function_may_change_its_argument() -> None:
+    """A cache of keys and values, say: without a second forward nothing stands against it."""
+    cache = paddle.zeros([3])
+    with paddle.no_grad():
+        recompute(lambda x, cache: cache.add_(x), paddle.ones([3]), cache)
+    assert cache.tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
