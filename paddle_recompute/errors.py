@@ -42,3 +42,15 @@ class RecomputeError(PaddleRecomputeError, RuntimeError):
 
 class SyncError(PaddleRecomputeError, RuntimeError):
     """The ranks disagree about what is to be synchronized, or one of them is gone."""
+
+
+class PeerError(SyncError):
+    """A rank died, stopped or came too late; the message names it and the step."""
+
+
+class DivergenceError(PaddleRecomputeError, ArithmeticError):
+    """The loss or the gradient is no finite number any more."""
+
+
+class StaticGraphError(PaddleRecomputeError, RuntimeError):
+    """A Program that cannot be trained as asked: its checkpoints, its operators or its Paddle."""

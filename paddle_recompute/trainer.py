@@ -35,7 +35,7 @@ from paddle_recompute.data import (
     load_tokenizer,
     prepare_data,
 )
-from paddle_recompute.errors import CheckpointError, ConfigError, DataError, PaddleRecomputeError
+from paddle_recompute.errors import CheckpointError, ConfigError, DataError, DivergenceError
 from paddle_recompute.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.grad_sync import (
     GradientSync,
@@ -52,10 +52,6 @@ from paddle_recompute.report import retrieval_table, write_report
 from paddle_recompute.train_step import StepResult, TrainStep
 
 Batch = dict[str, paddle.Tensor]
-
-
-class DivergenceError(PaddleRecomputeError, ArithmeticError):
-    """The loss or the gradient is no finite number any more."""
 
 
 class Trainer:

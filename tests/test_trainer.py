@@ -20,11 +20,11 @@ from paddle_recompute import _memory
 from paddle_recompute import trainer as trainer_module
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.config import Config
-from paddle_recompute.errors import CheckpointError, ConfigError, DataError
+from paddle_recompute.errors import CheckpointError, ConfigError, DataError, DivergenceError
 from paddle_recompute.evaluation import encode_texts
 from paddle_recompute.models import build_model
 from paddle_recompute.progress import read_metrics
-from paddle_recompute.trainer import DivergenceError, Trainer, step_seed, total_steps
+from paddle_recompute.trainer import Trainer, step_seed, total_steps
 from tests.ranks import run_ranks
 
 NUM_PAIRS = 76  # 20 of them held out: 56 for training, 7 steps of 8 in an epoch
