@@ -1,0 +1,14 @@
+"""Training in a static graph, on Paddle 2.6 and 3.3, with recompute that is right."""
+
+from paddle_recompute.static_graph.checkpoints import mark_checkpoint
+from paddle_recompute.static_graph.minimize import RecomputeOptimizer, explain, minimize
+from paddle_recompute.static_graph.report import SegmentInfo, SegmentReport
+
+__all__ = [
+    "RecomputeOptimizer",
+    "SegmentInfo",
+    "SegmentReport",
+    "explain",
+    "mark_checkpoint",
+    "minimize",
+]

@@ -1,0 +1,123 @@
+"""`minimize`, `explain` and `RecomputeOptimizer`, whichever representation Paddle builds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import paddle
+
+from paddle_recompute import _paddle_static
+from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.static_graph.checkpoints import mark_checkpoint
+from paddle_recompute.static_graph.report import SegmentReport
+
+if TYPE_CHECKING:
+    from paddle.distributed import fleet
+
+
+def minimize(
+    optimizer: paddle.optimizer.Optimizer,
+    loss: Any,
+    strategy: fleet.DistributedStrategy,
+    *,
+    startup_program: paddle.static.Program | None = None,
+) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """Append to the Program of `loss` what trains it: backward, recompute, sync and update.
+
+    Means what ``fleet.distributed_optimizer(optimizer, strategy).minimize(loss)`` means.
+
+    Args:
+        optimizer: Any of ``paddle.optimizer``; its ``grad_clip`` is honoured.
+        loss: The mean loss of the batch; one element, float32, per rank.
+        strategy: ``recompute`` (with the names of `mark_checkpoint`), ``amp`` (bf16, O1) and
+            ``gradient_merge``.
+        startup_program: Where new variables are initialized; the default startup program.
+
+    Returns:
+        The operators of the update, and pairs of parameter and gradient, as
+        ``optimizer.minimize`` returns them.
+
+    Raises:
+        StaticGraphError: The strategy asks for what this Paddle cannot do, or its checkpoints
+            are not in the Program; the message says which.
+    """
+    if _paddle_static.representation() == "pir":
+        from paddle_recompute.static_graph import pir
+
+        return pir.minimize(optimizer, loss, strategy, startup_program=startup_program)
+    from paddle_recompute.static_graph import old_ir
+
+    return old_ir.minimize(optimizer, loss, strategy, startup_program=startup_program)
+
+
+def explain(program: paddle.static.Program) -> SegmentReport:
+    """The recompute segments of `program`: operators, and bytes kept for the backward.
+
+    Args:
+        program: Before or after `minimize`; before, what the backward will keep is not known.
+
+    Returns:
+        A report whose ``str`` is a table.
+
+    Raises:
+        StaticGraphError: The Program has no checkpoints.
+    """
+    if _paddle_static.representation() == "pir":
+        from paddle_recompute.static_graph import pir
+
+        return pir.explain(program)
+    from paddle_recompute.static_graph import old_ir
+
+    return old_ir.explain(program)
+
+
+class RecomputeOptimizer:
+    """An optimizer that recomputes, for one card: the way of the Paddle guide.
+
+    Named and used like ``paddle.incubate.optimizer.RecomputeOptimizer`` of 2.6, on both versions.
+
+    Args:
+        optimizer: Any of ``paddle.optimizer``.
+    """
+
+    def __init__(self, optimizer: paddle.optimizer.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._checkpoints: list[str] = []
+
+    def _set_checkpoints(self, checkpoints: Sequence[Any]) -> None:
+        """Say where segments end.
+
+        Args:
+            checkpoints: Intermediate variables of the Program, or names of `mark_checkpoint`.
+        """
+        self._checkpoints = [
+            one if isinstance(one, str) else _named(one, number)
+            for number, one in enumerate(checkpoints)
+        ]
+
+    def minimize(
+        self, loss: Any, startup_program: paddle.static.Program | None = None
+    ) -> tuple[list[Any], list[tuple[Any, Any]]]:
+        """As ``optimizer.minimize``, with recompute between the checkpoints.
+
+        Raises:
+            StaticGraphError: No checkpoints were set, or they do not fit the Program of `loss`.
+        """
+        from paddle.distributed import fleet
+
+        if not self._checkpoints:
+            raise StaticGraphError(
+                "RecomputeOptimizer.minimize was called without checkpoints; call "
+                "_set_checkpoints([...]) with variables of the Program first"
+            )
+        strategy = fleet.DistributedStrategy()
+        strategy.recompute = True
+        strategy.recompute_configs = {"checkpoints": self._checkpoints}
+        return minimize(self._optimizer, loss, strategy, startup_program=startup_program)
+
+
+def _named(variable: Any, number: int) -> str:
+    name = f"checkpoint_{number}"
+    mark_checkpoint(variable, name)
+    return name

@@ -1,0 +1,1 @@
+"""Recompute, gradient merge and data parallelism for Programs of PIR (Paddle 3.3)."""

@@ -1,0 +1,74 @@
+"""What `explain` tells about the segments of a Program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """One run of forward operators between two checkpoints.
+
+    Attributes:
+        name: The checkpoint at its end.
+        num_ops: Its forward operators.
+        num_recomputed: How many of them run a second time in the backward; None in a Program
+            that has no backward yet.
+        kept_bytes: What it keeps from its forward to its backward, its checkpoint included, in
+            bytes; None in a Program that has no backward yet.
+        crossing: How many variables later operators take from it.
+        crossing_bytes: Their size in bytes.
+        kept_ops: Names of operators whose outputs are kept though they are not the checkpoint,
+            each with the reason.
+    """
+
+    name: str
+    num_ops: int
+    num_recomputed: int | None = None
+    kept_bytes: int | None = None
+    crossing: int = 1
+    crossing_bytes: int = 0
+    kept_ops: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SegmentReport:
+    """The segments of a Program, in its order; printed, a readable table.
+
+    Attributes:
+        segments: Those that end at a checkpoint.
+        num_ops_after: Forward operators after the last checkpoint; they are not recomputed.
+        unknown_sizes: Whether some dimension is unknown until a batch is fed (-1). Such a
+            dimension counts as 1, so every figure of bytes is one for that batch of 1.
+    """
+
+    segments: tuple[SegmentInfo, ...] = ()
+    num_ops_after: int = 0
+    unknown_sizes: bool = False
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.segments)} segments"]
+        if self.unknown_sizes:
+            lines[0] += " (bytes: unknown dimensions count as 1)"
+        for segment in self.segments:
+            lines.append(f"  {segment.name}: {_told(segment)}")
+            lines += [f"    {name} is kept: {why}" for name, why in segment.kept_ops.items()]
+        lines.append(f"  {self.num_ops_after} operators after the last checkpoint, kept")
+        return "\n".join(lines)
+
+
+def mebibytes(num_bytes: int) -> str:
+    """``31 MiB``; below ten, with one decimal."""
+    value = num_bytes / 2**20
+    return f"{value:.0f} MiB" if value >= 10 else f"{value:.1f} MiB"
+
+
+def _told(segment: SegmentInfo) -> str:
+    told = f"{segment.num_ops} operators"
+    if segment.num_recomputed is not None:
+        told += f", {segment.num_recomputed} run again"
+    if segment.kept_bytes is not None:
+        told += f", {mebibytes(segment.kept_bytes)} kept"
+    plural = "" if segment.crossing == 1 else "s"
+    crosses = f"{segment.crossing} variable{plural} cross its end"
+    return f"{told}; {crosses}, {mebibytes(segment.crossing_bytes)}"
