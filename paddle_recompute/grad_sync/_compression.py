@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import paddle
+
+from paddle_recompute.grad_sync._buckets import Bucket
 
 Compression = Literal["none", "bf16"]
 
@@ -12,53 +15,113 @@ Compression = Literal["none", "bf16"]
 class Wire(Protocol):
     """How a bucket is written for the network and read back."""
 
-    def encode(self, flat: paddle.Tensor, bucket: int) -> paddle.Tensor:
-        """What to send for `flat`, the content of bucket number `bucket`."""
+    def plan(self, buckets: Sequence[Bucket]) -> None:
+        """These are the buckets from now on."""
+
+    def encode(self, flat: paddle.Tensor, bucket: Bucket) -> paddle.Tensor:
+        """What to send for `flat`, the content of `bucket`."""
 
     def decode(self, received: paddle.Tensor, dtype: Any) -> paddle.Tensor:
         """The sum that arrived, in `dtype`."""
 
-    def forget(self) -> None:
-        """The buckets have changed."""
+    def begin(self) -> None:
+        """A step begins, or sends everything once more; what was sent since counts for nothing."""
+
+    def commit(self) -> None:
+        """Everything sent since `begin` has arrived and is used."""
+
+    def residuals(self) -> dict[int, paddle.Tensor]:
+        """What the rounding of earlier steps still owes each parameter (by index): flat tensors."""
+
+    def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
+        """Owe this, and nothing else."""
 
 
 class Exact:
     """Sends the numbers as they are."""
 
-    def encode(self, flat: paddle.Tensor, bucket: int) -> paddle.Tensor:
+    def plan(self, buckets: Sequence[Bucket]) -> None:
+        """All buckets are alike."""
+
+    def encode(self, flat: paddle.Tensor, bucket: Bucket) -> paddle.Tensor:
         return flat
 
     def decode(self, received: paddle.Tensor, dtype: Any) -> paddle.Tensor:
         return received
 
-    def forget(self) -> None:
+    def begin(self) -> None:
         """Nothing is remembered."""
+
+    def commit(self) -> None:
+        """Nothing is remembered."""
+
+    def residuals(self) -> dict[int, paddle.Tensor]:
+        return {}
+
+    def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
+        """A checkpoint of a run with bf16: with exact sums nothing needs to be made good."""
 
 
 class BFloat16:
-    """Half the bytes. With error feedback, what rounding took from a bucket is added to it in the
+    """Half the bytes. With error feedback, what rounding took from a gradient is added to it in the
     next step, so that the errors do not add up (Karimireddy et al. 2019, arXiv:1901.09847).
 
-    The mean's division by the number of ranks comes before the rounding. For 2, 4, 8, ... ranks it
-    changes the exponent alone and so costs no accuracy; and a sum of means cannot overflow where
-    the mean does not.
+    The residuals lie in one buffer per bucket. They belong to the parameters: when the buckets
+    change, they are cut up and joined anew. Those of the step under way replace those of the step
+    before only when the step has succeeded, so a step that sends twice rounds twice the same, and
+    needs, for as long, a second buffer of the gradients' size.
     """
 
     def __init__(self, *, error_feedback: bool) -> None:
-        self._residuals: dict[int, paddle.Tensor] = {}
         self._error_feedback = error_feedback
+        self._buckets: Sequence[Bucket] = ()
+        self._kept: dict[Bucket, paddle.Tensor] = {}
+        self._new: dict[Bucket, paddle.Tensor] = {}
+        self._unplanned: dict[int, paddle.Tensor] = {}  # of parameters in no bucket
 
-    def encode(self, flat: paddle.Tensor, bucket: int) -> paddle.Tensor:
-        if self._error_feedback and bucket in self._residuals:
-            flat = flat + self._residuals[bucket]
+    @paddle.no_grad()
+    def plan(self, buckets: Sequence[Bucket]) -> None:
+        pieces = self.residuals()
+        self._buckets, self._kept = buckets, {}
+        for bucket in buckets:
+            dtypes = [pieces[index].dtype for index in bucket.members if index in pieces]
+            if dtypes:
+                parts = [
+                    pieces.pop(index) if index in pieces else paddle.zeros([size], dtypes[0])
+                    for index, size in zip(bucket.members, bucket.sizes, strict=True)
+                ]
+                self._kept[bucket] = paddle.concat(parts)
+        self._unplanned = pieces
+
+    def encode(self, flat: paddle.Tensor, bucket: Bucket) -> paddle.Tensor:
+        if not self._error_feedback:
+            return flat.astype("bfloat16")
+        if bucket in self._kept:
+            flat = flat + self._kept[bucket]
         sent = flat.astype("bfloat16")
-        if self._error_feedback:
-            self._residuals[bucket] = flat - sent.astype(flat.dtype)
+        lost = flat - sent.astype(flat.dtype)
+        # inf - inf of a step that overflowed would stay NaN in all steps to come.
+        self._new[bucket] = paddle.where(paddle.isfinite(lost), lost, paddle.zeros_like(lost))
         return sent
 
     def decode(self, received: paddle.Tensor, dtype: Any) -> paddle.Tensor:
         return received.astype(dtype)
 
-    def forget(self) -> None:
-        """Drop the residuals of buckets that no longer exist: one step's rounding is lost."""
-        self._residuals.clear()
+    def begin(self) -> None:
+        self._new = {}
+
+    def commit(self) -> None:
+        self._kept.update(self._new)
+        self._new = {}
+
+    @paddle.no_grad()
+    def residuals(self) -> dict[int, paddle.Tensor]:
+        pieces = dict(self._unplanned)
+        for bucket, flat in self._kept.items():
+            split = paddle.split(flat, list(bucket.sizes)) if len(bucket.sizes) > 1 else [flat]
+            pieces.update(zip(bucket.members, split, strict=True))
+        return pieces
+
+    def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
+        self._kept, self._new, self._unplanned = {}, {}, dict(residuals)
+        self.plan(self._buckets)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from typing import Protocol
+import time
+from typing import Any, Protocol
 
 import paddle
 import paddle.distributed as dist
@@ -16,6 +17,11 @@ from paddle_recompute.grad_sync.ranks import barrier
 
 class Delivery(Protocol):
     """An all-reduce under way."""
+
+    started: float | None
+    """When the all-reduce began (``time.perf_counter``); None: not yet, or unknown to the host."""
+    ended: float | None
+    """When it ended."""
 
     def wait(self) -> None:
         """Return when the tensor holds the sum over all ranks; raise what went wrong."""
@@ -31,6 +37,8 @@ class Courier(Protocol):
 class _Parcel:
     def __init__(self, tensor: paddle.Tensor) -> None:
         self.tensor = tensor
+        self.started: float | None = None
+        self.ended: float | None = None
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -39,7 +47,9 @@ class _Parcel:
         try:
             if earlier is not None:
                 raise earlier
+            self.started = time.perf_counter()
             dist.all_reduce(self.tensor, group=group)
+            self.ended = time.perf_counter()
         except BaseException as error:
             self._error = error
         finally:
@@ -82,6 +92,17 @@ def _deliver_all(parcels: queue.SimpleQueue[_Parcel], group: Group) -> None:
         error = parcels.get().deliver(group, error)
 
 
+class _OnStream:
+    started: float | None = None
+    ended: float | None = None
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+
+    def wait(self) -> None:
+        self._task.wait()
+
+
 class StreamCourier:
     """For NCCL and other device backends: asynchronous collectives on the communication stream."""
 
@@ -89,8 +110,7 @@ class StreamCourier:
         self._group = group
 
     def send(self, tensor: paddle.Tensor) -> Delivery:
-        delivery: Delivery = dist.all_reduce(tensor, group=self._group, sync_op=False)
-        return delivery
+        return _OnStream(dist.all_reduce(tensor, group=self._group, sync_op=False))
 
 
 def courier_of(group: Group | None) -> Courier:

@@ -21,8 +21,9 @@ send everything again, and learn anew.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import paddle
@@ -33,6 +34,7 @@ from paddle_recompute import _paddle
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._compression import Wire
 from paddle_recompute.grad_sync._couriers import Courier, Delivery, courier_of
+from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -69,9 +71,15 @@ class BucketedReduction:
         self._warned = False
         self.num_early = 0
         """Buckets that the last step sent before its backward had ended."""
+        self.timeline: Timeline | None = None
+        """The last step's times."""
 
     def arm(self) -> None:
         """The backward that follows is the last one before the optimizer's step."""
+        self._wire.begin()
+        self._began = time.perf_counter()
+        self._first_gradient: float | None = None
+        self._queued: list[tuple[float, int]] = []
         self._counts = [0] * len(self._parameters)
         self._order: list[int] = []
         self._late: list[int] = []
@@ -88,6 +96,7 @@ class BucketedReduction:
     def finish(self) -> None:
         """Send what is left, wait for everything, and write the means into ``.grad``."""
         self._armed = False
+        backward_ended = time.perf_counter()
         self.num_early = self._next
         relearn = self._expected is None
         if relearn:
@@ -104,7 +113,17 @@ class BucketedReduction:
             nowhere = self._without_gradient_anywhere()
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
             bucket.split_into(self._parameters, flat, nowhere)
+        self._wire.commit()
+        self.timeline = self._timeline(backward_ended)
         self._flats, self._deliveries = [], []
+
+    def residuals(self) -> dict[int, paddle.Tensor]:
+        """What rounding still owes each parameter, by index; flat tensors."""
+        return self._wire.residuals()
+
+    def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
+        """Owe this, and nothing else."""
+        self._wire.set_residuals(residuals)
 
     # ------------------------------------------------------------------------------ sending
 
@@ -113,6 +132,8 @@ class BucketedReduction:
         if not self._armed:
             return
         self._counts[index] += 1
+        if self._first_gradient is None:
+            self._first_gradient = time.perf_counter()
         if self._expected is None:
             self._order.append(index)
             return
@@ -128,8 +149,9 @@ class BucketedReduction:
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         flat = bucket.join(self._parameters, 1.0 / dist.get_world_size(self._group))
-        wire = self._wire.encode(flat, self._next)
+        wire = self._wire.encode(flat, bucket)
         self._flats.append(wire)
+        self._queued.append((time.perf_counter(), int(wire.size) * wire.element_size()))
         self._deliveries.append(self._courier.send(wire))
         self._next += 1
 
@@ -145,6 +167,19 @@ class BucketedReduction:
             self._wire.decode(flat, self._parameters[bucket.members[0]].dtype)
             for bucket, flat in zip(self._buckets, self._flats, strict=True)
         ]
+
+    def _timeline(self, backward_ended: float) -> Timeline:
+        sent = zip(self._queued, self._deliveries, strict=True)
+        return Timeline(
+            began=self._began,
+            first_gradient=self._first_gradient,
+            backward_ended=backward_ended,
+            ended=time.perf_counter(),
+            buckets=tuple(
+                BucketTimes(number, num_bytes, queued, delivery.started, delivery.ended)
+                for number, ((queued, num_bytes), delivery) in enumerate(sent)
+            ),
+        )
 
     # ----------------------------------------------------------------------------- agreeing
 
@@ -166,7 +201,7 @@ class BucketedReduction:
     def _plan(self, order: list[int]) -> None:
         self._buckets = plan_buckets(self._parameters, order, **self._sizes)
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.members}
-        self._wire.forget()
+        self._wire.plan(self._buckets)
 
     def _agree(self, *flags: bool) -> list[bool]:
         """Each flag: whether it is set on any rank."""
@@ -189,7 +224,8 @@ class BucketedReduction:
                 "serial), and the order is learnt anew.",
                 self._names[self._late[0]],
             )
-        self._next, self._flats, self._deliveries = 0, [], []
+        self._next, self._flats, self._deliveries, self._queued = 0, [], [], []
+        self._wire.begin()
         planned = list(self._bucket_of)
         others = [i for i in range(len(self._parameters)) if i not in self._bucket_of]
         self._plan([*planned, *others])

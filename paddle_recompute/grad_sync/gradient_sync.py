@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute.config import Config
-from paddle_recompute.errors import ConfigError, SyncError
+from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
 from paddle_recompute.grad_sync._reduction import BucketedReduction
+from paddle_recompute.grad_sync._timeline import Timeline
 from paddle_recompute.grad_sync.ranks import is_distributed
 
 SyncMode = Literal["auto", "fused", "overlap"]
@@ -53,6 +54,9 @@ class GradientSync:
         error_feedback: bool = True,
         group: Group | None = None,
         find_unused_parameters: bool = False,
+        peer_timeout: float = 30.0,
+        stall_timeout: float = 1800.0,
+        check_every: int | None = None,
     ) -> None:
         """Agree with the other ranks on what will be synchronized. Every rank must call this.
 
@@ -68,12 +72,18 @@ class GradientSync:
             group: The data-parallel ranks; None is all of them.
             find_unused_parameters: Expect that parameters have no gradient in
                 some steps. Exact without it too, but then a warning says so.
+            peer_timeout: Seconds after which a rank that shows no sign of life is given up.
+            stall_timeout: Seconds to wait for a rank that lives but does not come: an evaluation
+                or a checkpoint on rank 0 alone may take this long.
+            check_every: Compare the parameters of all ranks, bit by bit, after each so many steps;
+                None: never.
 
         Raises:
             ConfigError: An option has a value that does not exist or does not go with the others.
             SyncError: The ranks' parameters differ in number, shape or dtype.
         """
         _check_options(mode, compression, bucket_bytes, first_bucket_bytes)
+        _check_limits(peer_timeout, stall_timeout, check_every)
         self._model = parameters if isinstance(parameters, paddle.nn.Layer) else None
         named = (
             list(parameters.named_parameters())
@@ -83,6 +93,12 @@ class GradientSync:
         # By identity: a weight that is tied under two names is sent once.
         trained = {id(p): (name, p) for name, p in named if not p.stop_gradient}
         self._parameters = dict(trained.values())
+        # The names that Paddle gives count the Layers of a process, so they differ between runs.
+        self._keys = (
+            list(self._parameters)
+            if isinstance(parameters, paddle.nn.Layer)
+            else [str(index) for index in range(len(self._parameters))]
+        )
         self.group = group
         self.num_synchronized = 0
         """How many optimizer steps were synchronized so far."""
@@ -152,6 +168,61 @@ class GradientSync:
             return context
         return contextlib.nullcontext()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with the same bits; every rank has its own.
+
+        Returns:
+            ``num_synchronized``, and ``residuals``: with ``compression="bf16"`` and error feedback
+            what the rounding of this rank still owes, an array of the parameter's shape under the
+            name of each parameter (its position, where a list of parameters was given). Empty
+            otherwise. It does not depend on the buckets, so their size may change in between.
+        """
+        residuals = self._reduction.residuals() if self._reduction is not None else {}
+        shapes = [parameter.shape for parameter in self._parameters.values()]
+        return {
+            "num_synchronized": self.num_synchronized,
+            "residuals": {
+                self._keys[index]: flat.reshape(shapes[index]).numpy()
+                for index, flat in sorted(residuals.items())
+            },
+        }
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the `GradientSync` stood that gave `state` on this rank.
+
+        Residuals are dropped where nothing is sent in bfloat16 now.
+
+        Raises:
+            CheckpointError: `state` is of other parameters.
+        """
+        shapes = {
+            key: (index, list(parameter.shape))
+            for index, (key, parameter) in enumerate(
+                zip(self._keys, self._parameters.values(), strict=True)
+            )
+        }
+        residuals = {}
+        for key, residual in state["residuals"].items():
+            index, shape = shapes.get(key, (-1, None))
+            if shape != list(residual.shape):
+                raise CheckpointError(
+                    f"the gradient residual of '{key}' in the checkpoint has the shape "
+                    f"{list(residual.shape)}; the parameter here "
+                    + ("does not exist" if shape is None else f"has {shape}")
+                    + ". Resume with the model that was saved."
+                )
+            residuals[index] = paddle.to_tensor(residual).flatten()
+        self.num_synchronized = int(state["num_synchronized"])
+        if self._reduction is not None:
+            self._reduction.set_residuals(residuals)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """When the last step's gradients were ready and travelled; None before the first step and
+        in a single process. Recorded always: it costs two clock readings a bucket.
+        """
+        return self._reduction.timeline if self._reduction is not None else None
+
     @property
     def num_early_buckets(self) -> int:
         """How many buckets the last step sent before its backward had ended."""
@@ -190,6 +261,16 @@ def _choose(mode: str, distributed: bool) -> tuple[str, str]:
     if mode == "auto":
         return "overlap", "the backward hides the communication"
     return mode, "as configured"
+
+
+def _check_limits(peer_timeout: float, stall_timeout: float, check_every: int | None) -> None:
+    if not 0 < peer_timeout <= stall_timeout:
+        raise ConfigError(
+            f"peer_timeout is {peer_timeout}, stall_timeout {stall_timeout} seconds; both must be "
+            "positive, and the first at most the second"
+        )
+    if check_every is not None and check_every < 1:
+        raise ConfigError(f"check_every is {check_every}; it must be at least 1, or None for never")
 
 
 def _check_options(mode: str, compression: str, bucket_bytes: int, first_bucket_bytes: int) -> None:

@@ -135,6 +135,37 @@ def test_it_gives_the_bits_of_data_parallel_and_of_fleet() -> None:
         assert equal == {"DataParallel": True, "fused_allreduce_gradients": True}
 
 
+def timelines() -> dict[str, list[Any]]:
+    seen = {}
+    for mode in ("fused", "overlap"):
+        model, optimizer = make("hooks", 2)
+        sync = GradientSync(model, mode=mode, compression="bf16", **SMALL)
+        assert sync.timeline is None
+        train(sync, model, optimizer, 1)
+        seen[mode] = [
+            sync.timeline,
+            sync.num_early_buckets,
+            sum(p.size for p in model.parameters()),
+        ]
+    return seen
+
+
+def test_the_timeline_tells_when_each_bucket_was_ready_and_travelled() -> None:
+    for seen in run_ranks(timelines, 2):
+        for mode, (timeline, num_early, num_elements) in seen.items():
+            buckets = timeline.buckets
+            assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+            assert sum(bucket.num_bytes for bucket in buckets) == 2 * num_elements  # bfloat16
+            for bucket in buckets:
+                assert bucket.queued <= bucket.started < bucket.ended < timeline.ended
+            for before, after in itertools.pairwise(buckets):
+                assert before.ended <= after.started
+            early = [bucket.queued < timeline.backward_ended for bucket in buckets]
+            assert early.count(True) == num_early
+            assert (num_early > 0) is (mode == "overlap")
+            assert timeline.began < timeline.first_gradient < timeline.backward_ended
+
+
 def use_parts(mode: str) -> list[list[list[float] | None]]:
     """The gradients of three layers in steps that use other layers on each rank and step."""
     paddle.seed(0)

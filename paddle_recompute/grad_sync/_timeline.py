@@ -1,0 +1,45 @@
+"""When one step's gradients were ready, and when they travelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """One bucket's way. Times are seconds of this process's ``time.perf_counter``.
+
+    Attributes:
+        number: Place in the order in which buckets are sent, from 0.
+        num_bytes: Its size as it travels: with bf16 compression half of what the gradients take.
+        queued: When its last gradient was ready and it was handed over to be sent.
+        started: When its all-reduce began, all ranks being ready for it; None where a device
+            runs it on a stream of its own (NCCL), which the host does not see.
+        ended: When the sum was there; None as for `started`.
+    """
+
+    number: int
+    num_bytes: int
+    queued: float
+    started: float | None
+    ended: float | None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One synchronized step, for a picture of computation and communication side by side.
+
+    Attributes:
+        began: When ``last_backward()`` was entered; a forward inside of it comes first.
+        first_gradient: When the first gradient was complete; None if no hook fired.
+        backward_ended: When the body of ``last_backward()`` ended.
+        ended: When every ``.grad`` held its mean.
+        buckets: In the order in which they were sent. A step that had to send everything again
+            (its graph had changed) shows the second sending.
+    """
+
+    began: float
+    first_gradient: float | None
+    backward_ended: float
+    ended: float
+    buckets: tuple[BucketTimes, ...]
