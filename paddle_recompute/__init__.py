@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paddle_recompute import errors
     from paddle_recompute.config import Config, RecomputeConfig, load_config
-    from paddle_recompute.contrastive import ContrastiveLoss
+    from paddle_recompute.contrastive import ContrastiveLoss, GradCache
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
     from paddle_recompute.recompute import (
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ContrastiveLoss",
+    "GradCache",
     "GradientSync",
     "RecomputeConfig",
     "RecomputeLayer",
@@ -61,6 +62,7 @@ _WITHOUT_PADDLE = {
 }
 _WITH_PADDLE = {
     "ContrastiveLoss": "contrastive",
+    "GradCache": "contrastive",
     "GradientSync": "grad_sync",
     "RecomputeLayer": "recompute",
     "RecomputeReport": "recompute",

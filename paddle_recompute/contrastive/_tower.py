@@ -1,0 +1,331 @@
+"""One encoder and its batch during one step: encoded in chunks, and later once more with a graph.
+
+The second forward of a chunk repeats the first: the random streams, AMP state, train/eval flags and
+buffers are those that the first one saw, and it leaves no marks. BatchNorm's running statistics
+take in each chunk once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute._nested import is_tensor, map_leaves, named_leaves, tensors_in
+from paddle_recompute._rng import RngState
+from paddle_recompute.contrastive._chunks import Chunk, joined, rows_of
+from paddle_recompute.errors import DataError, RecomputeError
+from paddle_recompute.recompute import _calls
+from paddle_recompute.recompute._layer_state import LayerState, layers_of
+
+# Both forwards of a chunk are the same operations on the same numbers. Kernels of a GPU may add
+# them up in another order (a percent, in bfloat16); another dropout mask changes much more.
+REPETITION_TOLERANCE = 0.05
+
+
+@dataclass
+class _Moment:
+    """What the first forward of one chunk saw and, of its first row, what it returned."""
+
+    rng: RngState
+    layers: LayerState
+    first_rows: list[paddle.Tensor] = field(default_factory=list)
+
+
+class Tower:
+    """An encoder with the rows that it encodes in one step.
+
+    Args:
+        encoder: A Layer or any callable.
+        batch: A Tensor or a structure of them.
+        chunks: How `batch` is cut; every row is in one of them.
+        name: How errors call the batch.
+    """
+
+    def __init__(
+        self, encoder: Callable[..., Any], batch: Any, chunks: Sequence[Chunk], name: str
+    ) -> None:
+        self.encoder = encoder
+        self.num_chunks = len(chunks)
+        self._batch = batch
+        self._chunks = chunks
+        self._name = name
+        self._amp = _paddle.amp_state()
+        self._moments: list[_Moment] = []
+        self._paths: list[str] = []
+        self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
+        self._embeddings: list[paddle.Tensor] = []
+        self._gradients: dict[int, paddle.Tensor] = {}
+        self._deviations: list[paddle.Tensor] = []
+
+    def encode(self) -> Any:
+        """The first forward of every chunk.
+
+        Returns:
+            What the encoder returns, with all rows in every tensor; those that need a gradient
+            are leaves that get one.
+        """
+        watch = _StateWatch(layers_of(self.encoder, ()))
+        structure, parts = None, []
+        for number, chunk in enumerate(self._chunks):
+            moment = watch.moment()
+            # With a graph for once: it tells which outputs depend on something that is trained.
+            # What a Layer's parameters say would miss those that it holds in other ways.
+            with paddle.set_grad_enabled(number == 0):
+                output = self._call(chunk)
+            watch.forward_done()
+            leaves = self._leaves(output, chunk)
+            if number == 0:
+                structure = map_leaves(lambda leaf: None if is_tensor(leaf) else leaf, output)
+                self._trained = [
+                    place
+                    for place, leaf in enumerate(leaves)
+                    if leaf.is_floating_point() and not leaf.stop_gradient
+                ]
+            del output
+            # Copies: the output may be a view, hidden[:, 0], of something large.
+            parts.append([leaf.detach().clone() for leaf in leaves])
+            if self._trained:
+                moment.first_rows = [parts[-1][i][:1].clone() for i in self._trained]
+                self._moments.append(moment)
+            del leaves
+        self._embeddings = self._joined(parts)
+        return _filled(structure, self._paths, self._embeddings)
+
+    def when_reached(self, call: Callable[[], None]) -> None:
+        """Call `call` when the loss's backward reaches an embedding, once for each head."""
+        for place in self._trained:
+            self._embeddings[place].register_hook(lambda _: call())
+
+    def take_gradients(self) -> None:
+        """Keep the gradients of the embeddings, which the loss has left there, and no more."""
+        for place in self._trained:
+            gradient = self._embeddings[place].grad
+            if gradient is not None:  # None: the loss does not depend on it
+                self._gradients[place] = gradient
+        self._embeddings = []
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an output needs a gradient."""
+        return bool(self._trained)
+
+    @property
+    def replays(self) -> range:
+        """The chunks that need a second forward: none of a frozen encoder."""
+        return range(self.num_chunks if self._gradients else 0)
+
+    def replay(self, number: int) -> None:
+        """The second forward of a chunk, and its backward into ``.grad`` of the parameters."""
+        chunk, moment = self._chunks[number], self._moments[number]
+        with (
+            moment.rng.replayed(),
+            moment.layers.replayed(),
+            _paddle.amp_state_of(self._amp),
+            _calls._recomputing(),
+        ):
+            outputs = self._leaves(self._call(chunk), chunk, again=True)
+        with _amp_off():
+            self._note_deviation([outputs[i] for i in self._trained], moment.first_rows)
+            heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
+            for place, gradient in self._gradients.items():
+                head, part = outputs[place], rows_of(gradient, chunk.rows)
+                # The engine refuses the same tensor twice.
+                part = heads[id(head)][1] + part if id(head) in heads else part
+                heads[id(head)] = head, part
+            tensors, gradients = zip(*heads.values(), strict=True)
+            del outputs, heads, head, part
+            paddle.autograd.backward(list(tensors), list(gradients))
+
+    def check_repetition(self) -> None:
+        """Compare the second forwards since the last call with the first; waits for the device.
+
+        Raises:
+            RecomputeError: A second forward returned other numbers.
+        """
+        if not self._deviations:
+            return
+        with paddle.no_grad(), _amp_off():
+            worst = float(paddle.stack(self._deviations).max().item())
+        self._deviations = []
+        if worst > REPETITION_TOLERANCE:
+            raise RecomputeError(
+                f"the encoder of {self._name} returned other numbers in the second forward of a "
+                f"chunk (they differ by {worst:.0%}), so its gradient would be wrong. An encoder "
+                "must do the same thing twice: look for state that it changes, a global that it "
+                "reads, or randomness outside Paddle, NumPy and Python's random."
+            )
+
+    def _call(self, chunk: Chunk) -> Any:
+        batch = chunk.of(self._batch)
+        versions = [(tensor, tensor.inplace_version) for tensor in tensors_in(batch)]
+        arguments, named = arguments_for(self.encoder, batch)
+        output = self.encoder(*arguments, **named)
+        if any(tensor.inplace_version != version for tensor, version in versions):
+            raise RecomputeError(
+                f"the encoder of {self._name} changes its input in place, so a second forward "
+                "would not see the values that the first one saw; let it change a copy"
+            )
+        return output
+
+    def _leaves(self, output: Any, chunk: Chunk, *, again: bool = False) -> list[paddle.Tensor]:
+        """The tensors of an output, checked."""
+        leaves = list(named_leaves(output, "output"))
+        tensors = {path: leaf for path, leaf in leaves if is_tensor(leaf)}
+        expected = len(chunk.rows)
+        for path, tensor in tensors.items():
+            if not tensor.shape or tensor.shape[0] != expected:
+                raise DataError(
+                    f"the encoder of {self._name} got {expected} rows and returned {path} of shape "
+                    f"{list(tensor.shape)}; the first axis of every tensor that it returns must be "
+                    "the batch, because the chunks are put together along it"
+                )
+        if not any(tensor.is_floating_point() for tensor in tensors.values()):
+            raise DataError(
+                f"the encoder of {self._name} returned no floating-point Tensor, so there is no "
+                "embedding to give to the loss"
+            )
+        paths = list(tensors)
+        if self._paths and paths != self._paths:
+            error = RecomputeError if again else DataError
+            raise error(
+                f"the encoder of {self._name} returned {', '.join(self._paths)} for its first "
+                f"chunk and {', '.join(paths)} for another one; it must always return the same "
+                "structure"
+            )
+        self._paths = paths
+        return list(tensors.values())
+
+    def _joined(self, parts: list[list[paddle.Tensor]]) -> list[paddle.Tensor]:
+        heads = []
+        with paddle.no_grad(), _amp_off():
+            for place in range(len(self._paths)):
+                head = joined([part[place] for part in parts], self._chunks)
+                head.stop_gradient = place not in self._trained
+                heads.append(head)
+        return heads
+
+    @paddle.no_grad()
+    def _note_deviation(self, now: list[paddle.Tensor], then: list[paddle.Tensor]) -> None:
+        for tensor, first_row in zip(now, then, strict=True):
+            before = first_row.astype("float32")
+            change = (tensor[:1].astype("float32") - before).abs().max()
+            # A row of zeros has changed if it is anything else; 0 / 0 must be 0 here.
+            smallest = float(np.finfo(np.float32).tiny)
+            self._deviations.append(change / before.abs().max().clip(min=smallest))
+
+
+class _StateWatch:
+    """Notes the state before each chunk; what has not changed since the last is kept once.
+
+    A `RngState` is 33 kB, nearly all of it the streams of NumPy and Python, which few encoders
+    draw from. Without those it is 4.4 kB a chunk on a CPU (Paddle's Mersenne twister); the state of
+    a GPU's generator is two numbers. A `LayerState` lists all parameters and copies the buffers.
+    """
+
+    def __init__(self, layers: list[paddle.nn.Layer]) -> None:
+        self._layers = layers
+        self._rng: RngState | None = None
+        self._state: LayerState | None = None
+        self._is_new = False
+        self._copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []
+
+    def moment(self) -> _Moment:
+        """The state now, before a forward."""
+        rng = RngState.capture()
+        if self._rng is not None:
+            if rng.python == self._rng.python:
+                rng = replace(rng, python=self._rng.python)
+            if _same_numpy_state(rng.numpy, self._rng.numpy):
+                rng = replace(rng, numpy=self._rng.numpy)
+        self._rng = rng
+        buffers = self._buffers()
+        self._is_new = self._state is None or not self._unchanged(buffers)
+        if self._is_new:
+            self._state = LayerState(self._layers)
+            self._copies = [(buffer, buffer.clone()) for buffer in buffers]
+        assert self._state is not None
+        return _Moment(rng, self._state)
+
+    def forward_done(self) -> None:
+        """The forward after the last `moment` has ended."""
+        if self._is_new and self._state is not None:
+            self._state.after_forward()
+
+    def _buffers(self) -> list[paddle.Tensor]:
+        """Those that an output may depend on: not the statistics of a BatchNorm in training."""
+        return [
+            tensors[name]
+            for layer in self._layers
+            for member in layer.sublayers(include_self=True)
+            if not (isinstance(member, _paddle.BATCH_NORMS) and member.training)
+            for tensors, names in _paddle.non_trained_state(member)
+            for name in names
+            if _paddle.is_initialized(tensors[name])
+        ]
+
+    @paddle.no_grad()
+    def _unchanged(self, buffers: list[paddle.Tensor]) -> bool:
+        return len(buffers) == len(self._copies) and all(
+            now is then and _equal(now, copy)
+            for now, (then, copy) in zip(buffers, self._copies, strict=True)
+        )
+
+
+def arguments_for(
+    encoder: Callable[..., Any], batch: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How `batch` is given to the encoder: (positional arguments, keyword arguments).
+
+    A dict becomes keyword arguments if the encoder takes arguments of these names, a tuple or list
+    positional ones if it takes so many; everything else, and what the encoder does not take in
+    this way, is one argument.
+    """
+    if isinstance(batch, dict) and all(isinstance(key, str) for key in batch):
+        if _takes(encoder, (), batch):
+            return (), batch
+    elif type(batch) in (tuple, list) and _takes(encoder, tuple(batch), {}):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _takes(encoder: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    function = encoder.forward if isinstance(encoder, paddle.nn.Layer) else encoder
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # compiled code has none: believe that it takes what it gets
+        return True
+    try:
+        signature.bind(*args, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _filled(structure: Any, paths: list[str], tensors: list[paddle.Tensor]) -> Any:
+    """`structure` with the tensors at the places where it had tensors."""
+    by_path = dict(zip(paths, tensors, strict=True))
+    order: Iterator[str] = (path for path, _ in named_leaves(structure, "output"))
+    return map_leaves(lambda leaf: by_path.get(next(order), leaf), structure)
+
+
+def _amp_off() -> contextlib.AbstractContextManager[None]:
+    """As in a plain step, whose backward runs outside of ``paddle.amp.auto_cast``."""
+    off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
+    return off
+
+
+def _same_numpy_state(one: Any, other: Any) -> bool:
+    return bool(one[0] == other[0] and one[2:] == other[2:] and np.array_equal(one[1], other[1]))
+
+
+def _equal(one: paddle.Tensor, other: paddle.Tensor) -> bool:
+    if one.dtype in (paddle.float16, paddle.bfloat16, paddle.uint8, paddle.int8, paddle.int16):
+        one, other = one.astype("float32"), other.astype("float32")  # no kernel on CPU; exact
+    return one.shape == other.shape and bool(paddle.equal_all(one, other))

@@ -1,0 +1,351 @@
+"""`GradCache`: the gradient of a loss over a large batch, in the memory of a small one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute.contrastive._chunks import Chunk, LengthOf, by_length, by_rows, num_rows_of
+from paddle_recompute.contrastive._tower import Tower
+from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.grad_sync.ranks import is_distributed
+from paddle_recompute.recompute._layer_state import layers_of
+
+Encoder = Callable[..., Any]
+_NAMES = ("query", "positive")
+
+
+class GradCache:
+    r"""Runs the backward of a loss that relates all rows of a batch to each other, chunk by chunk.
+
+    A contrastive loss needs the embeddings of the whole batch at once, but an encoder's activations
+    only where a chunk's backward runs. So: (1) every chunk is encoded without a graph; (2) the
+    loss is computed on all embeddings E, and its backward leaves :math:`\partial L / \partial E`,
+    the cache; (3) every chunk is encoded again, with a graph, and its rows of the cache are
+    propagated into the parameters. By the chain rule the sum is the gradient of the whole batch:
+
+    .. math:: \frac{\partial L}{\partial \theta} =
+        \sum_{chunks\ c} \frac{\partial L}{\partial E_c} \frac{\partial E_c}{\partial \theta}
+
+    The second forward repeats the first: dropout masks, AMP state, flags and buffers are replayed.
+
+    Cost: one extra forward; memory for the activations of one chunk, the embeddings and their
+    gradients ``[batch, dim]``, and what the loss needs (`ContrastiveLoss` with ``tile`` needs no
+    ``[batch, batch]`` matrix). Beside that, a chunk leaves 4.4 kB on a CPU (the state of Paddle's
+    generator; less on a GPU) until its second forward, and 31 kB more where the encoder draws from
+    NumPy's or Python's streams. Not worth it where the whole batch fits: use a plain step.
+
+    Exactness: with ``chunk_size``, the gradients of encoders that share all parameters or none are
+    bit by bit those of ``loss(concat(encoder(chunk) for each chunk)).backward()``, dropout
+    included. Against one call of the encoder on the whole batch they differ by rounding, and
+    dropout draws other masks.
+
+    BatchNorm: a Layer that normalises over the batch sees the rows of a chunk, in both forwards,
+    and its running statistics take in every chunk once, in order, as if the chunks were
+    micro-batches. The statistics of the whole batch would need the chunks to wait for each other
+    at every such Layer, forward and backward, which is what ``paddle.nn.SyncBatchNorm`` does for
+    ranks; it would keep all activations, so it is not offered. Use LayerNorm.
+
+    What the encoder does besides, in Python (counters, hooks, logging), happens twice per chunk;
+    `paddle_recompute.recompute` has the same rule, and ``is_recomputing()`` tells which time.
+
+    Args:
+        encoders: One encoder for both sides (tied), or a pair: (of the queries, of the positives).
+            Each is a Layer, or another callable, such as a method of a Layer. One that trains
+            nothing is not run a second time.
+        loss: ``loss(query_embeddings, positive_embeddings)`` returns a scalar Tensor; a Layer or
+            any callable. It is called once per step, with what the encoders return (a Tensor, or
+            a structure of them) for all rows in the caller's order. Its own parameters, such as a
+            learnable temperature, get their gradients too. Normalise the embeddings here or in
+            the encoder.
+        chunk_size: Rows of a chunk.
+        chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
+            Rows are sorted by length, and integer or boolean tensors ``[batch, length]`` (ids,
+            masks, token types) are cut to the longest row of the chunk. So little is computed for
+            padding, which can pay for the second forward. The encoder must not depend on trailing
+            padding. Costs one copy of the inputs' lengths to the host per step.
+        sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
+            chunk runs. It must be over all trained parameters of the encoders and the loss. None:
+            the gradients stay this rank's own.
+        length_of: With `chunk_tokens`: ``length_of(input)`` returns the number of tokens of each
+            row, ``[batch]``, trailing padding not counted. Without it the lengths are read from
+            the mask (an integer or boolean tensor ``[batch, length]`` with "mask" in its name, 0
+            where there is padding) or else from the first integer tensor ``[batch, length]``, the
+            ids, whose padding is 0.
+
+    Raises:
+        ConfigError: Not one of `chunk_size` and `chunk_tokens` was given, it is less than 1,
+            `encoders` is not one or a pair of callables, or one is in ``paddle.DataParallel``
+            without a `sync`.
+
+    References:
+        Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
+        Limited Setup", arXiv:2101.06983, section 3.2. The random streams are replayed as in the
+        authors' code; chunks by length, buffers and the overlapped synchronization are ours.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute import ContrastiveLoss
+        >>> encoder = paddle.nn.Linear(8, 4)
+        >>> cache = GradCache(encoder, ContrastiveLoss(temperature=0.1), chunk_size=16)
+        >>> loss = cache.backward(paddle.randn([64, 8]), paddle.randn([64, 8]))
+        >>> list(encoder.weight.grad.shape)
+        [8, 4]
+    """
+
+    def __init__(
+        self,
+        encoders: Encoder | tuple[Encoder, Encoder],
+        loss: Callable[..., paddle.Tensor],
+        *,
+        chunk_size: int | None = None,
+        chunk_tokens: int | None = None,
+        sync: GradientSync | None = None,
+        length_of: LengthOf | None = None,
+    ) -> None:
+        _check_sizes(chunk_size, chunk_tokens, length_of)
+        self._encoders = _pair(encoders)
+        self._loss = loss
+        self._chunk_size = chunk_size
+        self._chunk_tokens = chunk_tokens
+        self._length_of = length_of
+        self._sync = sync
+        self._parallel = [e for e in self._encoders if isinstance(e, paddle.DataParallel)]
+        if self._parallel and sync is None and is_distributed():
+            raise ConfigError(
+                "an encoder in paddle.DataParallel synchronizes in the backward of every chunk; "
+                "pass sync=GradientSync(encoder), which does it once per step, or the bare Layer"
+            )
+        self.num_chunks = 0
+        """How many chunks the last step had, both sides together."""
+
+    def backward(
+        self,
+        query: Any,
+        positive: Any,
+        *negatives: Any,
+        last: bool = True,
+        loss_scale: float | paddle.Tensor = 1.0,
+    ) -> paddle.Tensor:
+        """Add the gradient of ``loss(encoders(query), encoders(positive))`` to ``.grad``.
+
+        An input is a Tensor, or a structure (tuple, list, dict, dataclass, nested) whose tensors
+        all have the batch as their first axis. It is given to the encoder as in a plain call: a
+        dict as keyword arguments if the encoder takes arguments of these names, a tuple or list as
+        positional ones if it takes so many, everything else as one argument. ``(value,)`` is
+        always the one argument `value`.
+
+        To be called as the rest of a step is, under the ``paddle.amp.auto_cast`` that the forward
+        is to have; the backward runs outside of it. Several calls before the optimizer's step
+        accumulate: the sum of their gradients, for losses with negatives of their own call each.
+
+        Args:
+            query: ``[batch, ...]``, the input of the first encoder.
+            positive: ``[batch, ...]``, the input of the second; row i belongs to query i.
+            *negatives: More inputs of the second encoder, of any number of rows, whose embeddings
+                `loss` gets after the first two.
+            last: Whether this is the last call before the optimizer's step: the one that
+                synchronizes. Without `sync` it has no effect.
+            loss_scale: What the loss is multiplied by before its backward: ``1 / K`` for the mean
+                of K accumulated calls, the scale of a `paddle.amp.GradScaler`
+                (``scaler.scale(paddle.ones([]))``), or the product.
+
+        Returns:
+            The loss, a scalar without graph, not scaled; this rank's own. It may be no finite
+            number: that is not looked at here, so that ranks do not part ways and a GradScaler can
+            do its work.
+
+        Raises:
+            DataError: The inputs have no rows, not the same number of rows, or need a gradient; or
+                an encoder returns something that is not one row per row.
+            ConfigError: The loss is not a scalar, or nothing that is trained has to do with it; or
+                this was called under ``paddle.no_grad`` or while a static graph is built.
+            RecomputeError: The second forward of a chunk returned other numbers than the first.
+            SyncError: See `GradientSync.last_backward`.
+        """
+        _check_mode()
+        towers = self._towers((query, positive, *negatives))
+        self.num_chunks = sum(tower.num_chunks for tower in towers)
+        with self._no_sync():
+            loss, in_order = self._backward_of_loss(towers, loss_scale)
+            earlier, final = _schedule(in_order)
+            for tower, chunk in earlier:
+                tower.replay(chunk)
+            for tower in in_order:
+                tower.check_repetition()
+        with self._last_backward() if last else self._no_sync():
+            if last:
+                self._touch_gradients_of_loss()
+            for tower, chunk in final:
+                tower.replay(chunk)
+            for tower in in_order:
+                tower.check_repetition()
+        return loss
+
+    def _towers(self, inputs: tuple[Any, ...]) -> list[Tower]:
+        names = [*_NAMES, *(f"negatives[{place}]" for place in range(len(inputs) - 2))]
+        rows = [num_rows_of(batch, name) for batch, name in zip(inputs, names, strict=True)]
+        if rows[0] != rows[1]:
+            raise DataError(
+                f"query has {rows[0]} rows and positive has {rows[1]}; row i of one belongs to "
+                "row i of the other, so there must be as many"
+            )
+        return [
+            Tower(self._encoders[min(place, 1)], batch, self._cut(batch, rows[place], name), name)
+            for place, (batch, name) in enumerate(zip(inputs, names, strict=True))
+        ]
+
+    def _cut(self, batch: Any, num_rows: int, name: str) -> list[Chunk]:
+        if self._chunk_size is not None:
+            return by_rows(num_rows, self._chunk_size)
+        assert self._chunk_tokens is not None
+        return by_length(batch, self._chunk_tokens, self._length_of, name)
+
+    def _backward_of_loss(
+        self, towers: list[Tower], loss_scale: float | paddle.Tensor
+    ) -> tuple[paddle.Tensor, list[Tower]]:
+        """First forwards, loss, and the loss's backward, down to the embeddings.
+
+        Returns:
+            The loss, and the towers in the order in which its backward reached them: that in
+            which the engine would go on into them, and add up what they have in common.
+        """
+        embeddings = [tower.encode() for tower in towers]
+        reached: list[int] = []
+        for place, tower in enumerate(towers):
+            tower.when_reached(functools.partial(reached.append, place))
+        loss = self._loss(*embeddings)
+        del embeddings
+        if not isinstance(loss, paddle.Tensor) or loss.size != 1:
+            raise ConfigError(
+                "the loss must return a scalar Tensor; it returned "
+                + (f"the shape {loss.shape}" if hasattr(loss, "shape") else f"{loss!r}")
+            )
+        if loss.stop_gradient:
+            raise ConfigError(
+                "the loss does not depend on anything that is trained: "
+                + (
+                    "it does not use the embeddings, or detaches them"
+                    if any(tower.is_trained for tower in towers)
+                    else "no encoder's output needs a gradient. Are all parameters frozen "
+                    "(stop_gradient), or does the encoder run under no_grad or detach its output?"
+                )
+            )
+        scaled = loss if isinstance(loss_scale, float) and loss_scale == 1.0 else loss * loss_scale
+        with paddle.amp.auto_cast(enable=False):  # a plain step's backward is outside of it, too
+            scaled.backward()
+        for tower in towers:
+            tower.take_gradients()
+        in_order = [towers[place] for place in dict.fromkeys(reversed(reached))]
+        return loss.detach(), in_order[::-1]
+
+    def _touch_gradients_of_loss(self) -> None:
+        """Add 0 to the gradients of the loss's own parameters, where the sync can see it.
+
+        They got theirs in the loss's backward, and `GradientSync` takes a parameter to which the
+        last backward adds nothing for one that is not trained.
+        """
+        if self._sync is None:
+            return
+        of_encoders = {id(p) for encoder in self._encoders for p in _parameters_of(encoder)}
+        touched = [
+            parameter.sum() * 0.0
+            for parameter in _parameters_of(self._loss)
+            if id(parameter) not in of_encoders
+            and not parameter.stop_gradient
+            and parameter.grad is not None
+        ]
+        if touched:
+            with paddle.amp.auto_cast(enable=False):
+                paddle.autograd.backward(touched)
+
+    @contextlib.contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._sync is not None:
+                stack.enter_context(self._sync.no_sync())
+            for encoder in self._parallel:
+                stack.enter_context(encoder.no_sync())
+            yield
+
+    @contextlib.contextmanager
+    def _last_backward(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._sync is not None:
+                stack.enter_context(self._sync.last_backward())
+            for encoder in self._parallel:
+                stack.enter_context(encoder.no_sync())
+            yield
+
+
+def _schedule(towers: list[Tower]) -> tuple[list[tuple[Tower, int]], list[tuple[Tower, int]]]:
+    """The second forwards in order: before the synchronization, and while it runs.
+
+    Every encoder's last chunk is in the second part, so that each trained parameter gets its last
+    gradient there, and equally often in every step, however many chunks it has.
+    """
+    tasks = [(tower, chunk) for tower in towers for chunk in tower.replays]
+    final: list[tuple[Tower, int]] = []
+    for tower, chunk in reversed(tasks):
+        if all(tower.encoder != other.encoder for other, _ in final):
+            final.insert(0, (tower, chunk))
+    return [task for task in tasks if task not in final], final
+
+
+def _parameters_of(function: Any) -> list[paddle.Tensor]:
+    return [parameter for layer in layers_of(function, ()) for parameter in layer.parameters()]
+
+
+def _pair(encoders: Any) -> tuple[Encoder, Encoder]:
+    if isinstance(encoders, (tuple, list, paddle.nn.LayerList)):
+        if len(encoders) != 2:
+            raise ConfigError(
+                f"encoders has {len(encoders)} items; allowed are one encoder, for both sides, or "
+                "a pair: (of the queries, of the positives)"
+            )
+        pair = tuple(encoders)
+    else:
+        pair = (encoders, encoders)
+    for encoder in pair:
+        if not callable(encoder):
+            raise ConfigError(
+                f"encoders: received {type(encoder).__name__}; allowed is a Layer or another "
+                "callable, or a pair of them"
+            )
+    return pair[0], pair[1]
+
+
+def _check_sizes(
+    chunk_size: int | None, chunk_tokens: int | None, length_of: LengthOf | None
+) -> None:
+    if (chunk_size is None) == (chunk_tokens is None):
+        raise ConfigError(
+            f"received chunk_size={chunk_size} and chunk_tokens={chunk_tokens}; give one of them: "
+            "a number of rows, or a number of tokens for texts of different lengths"
+        )
+    name, value = (
+        ("chunk_size", chunk_size) if chunk_tokens is None else ("chunk_tokens", chunk_tokens)
+    )
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}: received {value!r}; allowed is a whole number of at least 1")
+    if length_of is not None and chunk_tokens is None:
+        raise ConfigError("length_of has no effect with chunk_size; use it with chunk_tokens")
+
+
+def _check_mode() -> None:
+    if not _paddle.is_dygraph():
+        raise ConfigError(
+            "GradCache runs in dygraph only, and a static graph is being built "
+            "(paddle.enable_static or paddle.jit.to_static)"
+        )
+    if not paddle.is_grad_enabled():
+        raise ConfigError(
+            "GradCache.backward was called under paddle.no_grad, so there would be no gradient; "
+            "call it outside"
+        )
