@@ -46,6 +46,13 @@ PRESETS: dict[str, dict[str, int]] = {
     },
 }
 
+# Fields of AmpConfigs: the dtype that each of Paddle's switches stands for; what belongs to the
+# loss scale, and of that, to its changes; what only the static graph has.
+_PURE = {"use_pure_fp16": "float16", "use_pure_bf16": "bfloat16"}
+_DYNAMIC_SCALE = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
+_SCALE = ("init_loss_scaling", "use_dynamic_loss_scaling", *_DYNAMIC_SCALE)
+_STATIC_AMP = ("custom_black_varnames", "use_fp16_guard", "use_optimizer_fp16")
+
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 UserPath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
@@ -159,8 +166,56 @@ class RecomputeConfig(Section):
 
 
 class AmpConfigs(Section):
-    """`DistributedStrategy.amp_configs`, with Paddle's defaults."""
+    """`DistributedStrategy.amp_configs`, with Paddle's defaults.
 
+    That has no field for bfloat16 at level O1, so ``dtype`` and ``level`` stand before its own;
+    they are the arguments of ``paddle.amp.auto_cast``.
+    """
+
+    @staticmethod
+    def _pure_is_level_o2(v: Values) -> Iterator[Broken]:
+        for name, dtype in _PURE.items():
+            if v[name] and (v["dtype"], v["level"]) != (dtype, "O2"):
+                yield Broken(
+                    name,
+                    True,
+                    f"means dtype: {dtype} and level: O2, and here is dtype: {v['dtype']} with "
+                    f"level: {v['level']}; remove one or the other",
+                )
+
+    @staticmethod
+    def _scale_settings_need_a_scale(v: Values) -> Iterator[Broken]:
+        for name in _SCALE:
+            field = AmpConfigs.model_fields[name]
+            if v[name] == field.default:
+                continue
+            if v["dtype"] == "bfloat16":
+                words = "has no effect with bfloat16, which needs no loss scale; remove it"
+                yield Broken(name, v[name], words)
+            elif name in _DYNAMIC_SCALE and not v["use_dynamic_loss_scaling"]:
+                words = "has no effect with use_dynamic_loss_scaling: false; remove it"
+                yield Broken(name, v[name], words)
+
+    @staticmethod
+    def _lists_are_apart(v: Values) -> Iterator[Broken]:
+        both = sorted({*v["custom_white_list"]} & {*v["custom_black_list"]})
+        if both:
+            yield Broken(
+                "custom_black_list",
+                v["custom_black_list"],
+                f"names {', '.join(both)}, and so does custom_white_list; remove one of them",
+            )
+
+    rules = (_pure_is_level_o2, _scale_settings_need_a_scale, _lists_are_apart)
+
+    dtype: Literal["float16", "bfloat16"] = Field(
+        "float16", description="bfloat16: the range of float32, no loss scale; float16: with one"
+    )
+    level: Literal["O1", "O2"] = Field(
+        "O1",
+        description="O1: operators of Paddle's white list in half precision; O2: parameters too, "
+        "with float32 master weights in the optimizer",
+    )
     init_loss_scaling: float = Field(32768.0, gt=0, description="first loss scale, a factor")
     incr_every_n_steps: Count = Field(1000, description="steps without overflow before it grows")
     decr_every_n_nan_or_inf: Count = Field(2, description="steps with overflow before it shrinks")
@@ -170,12 +225,22 @@ class AmpConfigs(Section):
     custom_white_list: list[str] = Field(default_factory=list, description="ops in half precision")
     custom_black_list: list[str] = Field(default_factory=list, description="ops in float32")
     custom_black_varnames: list[str] = Field(
-        default_factory=list, description="variables kept in float32"
+        default_factory=list, description="static graph: variables kept in float32"
     )
     use_pure_fp16: bool = Field(False, description="true: level O2 in float16")
     use_fp16_guard: bool = Field(True, description="static graph: only guarded ops in float16")
-    use_optimizer_fp16: bool = Field(False, description="true: optimizer state in float16")
+    use_optimizer_fp16: bool = Field(
+        False, description="static graph: true: optimizer state in float16"
+    )
     use_pure_bf16: bool = Field(False, description="true: level O2 in bfloat16")
+
+    @classmethod
+    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """``use_pure_fp16`` and ``use_pure_bf16`` stand for a dtype and level O2."""
+        for name, dtype in _PURE.items():
+            if given.get(name) is True:
+                given = {"dtype": dtype, "level": "O2", **given}
+        return given
 
 
 class GradientMergeConfigs(Section):
@@ -210,11 +275,12 @@ class StrategyConfig(Section):
 
     rules = (_configs_need_their_switch,)
     refused_keys: ClassVar[Any] = REFUSED_STRATEGY_FIELDS
-    refused_values: ClassVar[Any] = {
-        "amp": {True: "mixed precision is not supported yet; set amp: false (float32)"}
-    }
 
-    amp: Literal[False] = Field(False, description="mixed precision; false: float32 throughout")
+    amp: bool = Field(
+        False,
+        description="true: mixed precision (in dygraph on a GPU; Paddle has none on a CPU there); "
+        "false: float32 throughout",
+    )
     amp_configs: AmpConfigs = Field(default_factory=AmpConfigs, description="settings of amp")
     gradient_merge: bool = Field(
         False, description="true: one optimizer step per k_steps micro-batches"
@@ -235,14 +301,50 @@ class StrategyConfig(Section):
 class SyncConfig(Section):
     """How the ranks' gradients become one."""
 
-    refused_keys: ClassVar[Any] = {
-        "compression": "compressed gradients are not available yet; remove it (float32 is sent)"
+    @staticmethod
+    def _feedback_needs_compression(v: Values) -> Iterator[Broken]:
+        if v["compression"] == "none" and not v["error_feedback"]:
+            yield Broken("error_feedback", False, "has no effect with compression: none; remove it")
+
+    @staticmethod
+    def _peers_before_stalls(v: Values) -> Iterator[Broken]:
+        if v["peer_timeout"] > v["stall_timeout"]:
+            yield Broken(
+                "peer_timeout",
+                v["peer_timeout"],
+                f"must be at most stall_timeout = {v['stall_timeout']:g}",
+            )
+
+    rules = (_feedback_needs_compression, _peers_before_stalls)
+    refused_values: ClassVar[Any] = {
+        "compression": {
+            "fp16": "gradients beyond 65504 would overflow, and gloo adds float16 up wrongly; use "
+            "bf16, which has the range of float32"
+        }
     }
 
     mode: Literal["auto", "fused", "overlap"] = Field(
         "auto",
         description="overlap: gradients are sent while the backward runs; fused: all after it; "
         "auto: overlap",
+    )
+    compression: Literal["none", "bf16"] = Field(
+        "none",
+        description="bf16: gradients are sent in bfloat16, half the bytes; none: as they are",
+    )
+    error_feedback: bool = Field(
+        True, description="with bf16: what rounding took is sent in the next step; false: is lost"
+    )
+    check_every: Count | None = Field(
+        None,
+        description="optimizer steps from one comparison of all ranks' parameters to the next; "
+        "none: never",
+    )
+    peer_timeout: float = Field(
+        30.0, gt=0, description="a rank without a sign of life is given up after it, in seconds"
+    )
+    stall_timeout: float = Field(
+        1800.0, gt=0, description="longest wait for a rank that is alive but late, in seconds"
     )
 
 
@@ -423,7 +525,16 @@ class Config(Section):
                     path, v[path], f"must be at most model.max_position_embeddings = {longest}"
                 )
 
-    rules = (_batch_divides, _texts_fit_the_model)
+    @staticmethod
+    def _dygraph_has_no_static_amp(v: Values) -> Iterator[Broken]:
+        for name in _STATIC_AMP:
+            path = f"strategy.amp_configs.{name}"
+            field = AmpConfigs.model_fields[name]
+            default = field.get_default(call_default_factory=True)
+            if v["mode"] == "dygraph" and v["strategy.amp"] and v[path] != default:
+                yield Broken(path, v[path], "is for the static graph; remove it in mode: dygraph")
+
+    rules = (_batch_divides, _texts_fit_the_model, _dygraph_has_no_static_amp)
     refused_values: ClassVar[Any] = {
         "mode": {"static": "the static graph is not supported yet; set mode: dygraph"}
     }

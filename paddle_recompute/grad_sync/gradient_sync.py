@@ -126,7 +126,12 @@ class GradientSync:
             model,
             mode=config.sync.mode,
             bucket_bytes=config.strategy.fuse_grad_size_in_MB * MIB,
+            compression=config.sync.compression,
+            error_feedback=config.sync.error_feedback,
             find_unused_parameters=config.strategy.find_unused_parameters,
+            peer_timeout=config.sync.peer_timeout,
+            stall_timeout=config.sync.stall_timeout,
+            check_every=config.sync.check_every,
         )
 
     @contextlib.contextmanager

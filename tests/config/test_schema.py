@@ -34,6 +34,12 @@ def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], str, str]:
+    """A case of `test_fault`: what is wrong with the field `name` of these amp_configs."""
+    strategy = {"amp": True, "amp_configs": settings}
+    return {"strategy": strategy}, f"strategy.amp_configs.{name}", words
+
+
 @pytest.mark.parametrize(
     ("sections", "path", "words"),
     [
@@ -55,7 +61,33 @@ def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
             "must be a valid integer or 'auto'",
         ),
         ({"recompute": {"checkpoints": []}}, "recompute.checkpoints", "must have at least 1 item"),
-        ({"strategy": {"amp": True}}, "strategy.amp", "mixed precision is not supported yet"),
+        ({"strategy": {"amp": "yes"}}, "strategy.amp", "must be a valid boolean"),
+        amp_fault("dtype", "must be 'float16' or 'bfloat16'", dtype="half"),
+        amp_fault(
+            "use_pure_fp16",
+            "means dtype: float16 and level: O2, and here is dtype: bfloat16 with level: O2",
+            use_pure_fp16=True,
+            dtype="bfloat16",
+        ),
+        amp_fault("use_pure_fp16", "level: O1; remove one", use_pure_fp16=True, level="O1"),
+        amp_fault(
+            "init_loss_scaling", "needs no loss scale", dtype="bfloat16", init_loss_scaling=2.0
+        ),
+        amp_fault(
+            "incr_ratio",
+            "no effect with use_dynamic_loss_scaling: false",
+            use_dynamic_loss_scaling=False,
+            incr_ratio=4.0,
+        ),
+        amp_fault(
+            "custom_black_list",
+            "names exp, and so does custom_white_list",
+            custom_black_list=["tanh", "exp"],
+            custom_white_list=["exp"],
+        ),
+        amp_fault("custom_black_varnames", "static graph", custom_black_varnames=["x"]),
+        amp_fault("use_fp16_guard", "static graph", use_fp16_guard=False),
+        amp_fault("use_optimizer_fp16", "static graph", use_optimizer_fp16=True),
         (
             {"strategy": {"amp_configs": {"use_pure_bf16": True}}},
             "strategy.amp_configs",
@@ -79,7 +111,13 @@ def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
         ({"strategy": {"sharding": True}}, "strategy.sharding", "does not honour: the model is"),
         ({"strategy": {"recompute": True}}, "strategy.recompute", "set the section recompute"),
         ({"sync": {"mode": "overlapp"}}, "sync.mode", "did you mean overlap?"),
-        ({"sync": {"compression": "bf16"}}, "sync.compression", "float32 is sent"),
+        ({"sync": {"compression": "fp16"}}, "sync.compression", "gloo adds float16 up wrongly"),
+        ({"sync": {"compression": "bf61"}}, "sync.compression", "did you mean bf16?"),
+        ({"sync": {"error_feedback": False}}, "sync.error_feedback", "with compression: none"),
+        ({"sync": {"check_every": 0}}, "sync.check_every", "greater than or equal to 1"),
+        ({"sync": {"peer_timeout": 0.0}}, "sync.peer_timeout", "must be greater than 0"),
+        ({"sync": {"stall_timeout": -1.0}}, "sync.stall_timeout", "must be greater than 0"),
+        ({"sync": {"stall_timeout": 5.0}}, "sync.peer_timeout", "at most stall_timeout = 5"),
         ({"contrastive": {"negatives": "global"}}, "contrastive.negatives", "use local"),
         ({"contrastive": {"chunk_tokens": 9}}, "contrastive.chunk_tokens", "gradient cache"),
         ({"contrastive": {"global_batch": 0}}, "contrastive.global_batch", "greater than or"),
@@ -112,6 +150,34 @@ def test_fault(sections: dict[str, dict[str, Any]], path: str, words: str) -> No
     [(found, message)] = faults(**sections)
     assert found == path
     assert words in message
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "level"),
+    [
+        ({}, "float16", "O1"),
+        ({"dtype": "bfloat16"}, "bfloat16", "O1"),
+        ({"use_pure_fp16": True}, "float16", "O2"),
+        ({"use_pure_bf16": True}, "bfloat16", "O2"),
+        ({"use_pure_bf16": True, "dtype": "bfloat16"}, "bfloat16", "O2"),
+    ],
+)
+def test_dtype_and_level_of_mixed_precision(given: dict[str, Any], dtype: str, level: str) -> None:
+    config = Config.model_validate(tree(strategy={"amp": True, "amp_configs": given}))
+    assert (config.strategy.amp_configs.dtype, config.strategy.amp_configs.level) == (dtype, level)
+    assert Config.model_validate(config.to_dict()) == config
+
+
+def test_sync_settings() -> None:
+    given = {
+        "compression": "bf16",
+        "error_feedback": False,
+        "check_every": 3,
+        "peer_timeout": 5.0,
+        "stall_timeout": 60.0,
+    }
+    sync = Config.model_validate(tree(sync=given)).sync
+    assert {name: getattr(sync, name) for name in given} == given
 
 
 def test_static_mode_is_refused_in_plain_words() -> None:
