@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import re
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import Any
 import paddle
 from paddle.base import core, framework
 
-from paddle_recompute.errors import DependencyError, SyncError
+from paddle_recompute.errors import DependencyError
 
 BATCH_NORMS = (
     paddle.nn.BatchNorm,
@@ -315,24 +316,48 @@ def on_gradient_added(parameter: paddle.Tensor, call: Callable[[], None]) -> Non
     parameter._register_backward_hook(added)
 
 
-def store_barrier(key: str, *, rank: int, num_ranks: int, timeout: float) -> None:
-    """Wait on the launch's TCP store until all ranks have called this with `key`.
+def is_from_gloo(error: BaseException) -> bool:
+    """Whether a gloo collective has raised `error`.
+
+    It is a RuntimeError or ValueError like others (2.6, 3.x); what tells it apart is the source
+    file that its text begins with.
+    """
+    return "gloo/transport/" in str(error)
+
+
+def master_host() -> str:
+    """Name or address of the machine of rank 0, where the launch's TCP store listens.
+
+    What ``init_parallel_env`` (2.6, 3.x) reads; the store itself does not tell where it is.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    endpoint = f"{address}:{port}" if address and port else os.environ.get("PADDLE_MASTER")
+    if endpoint is None:
+        endpoint = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
+    return endpoint.split(":")[0]
+
+
+def store_publish(key: str, value: str) -> None:
+    """Put `value` under `key` into the launch's TCP store, for `store_await` on other ranks.
 
     ``core.create_or_get_global_tcp_store`` (2.6, 3.x) is how Paddle itself reaches the store; there
-    is no public barrier that outlives gloo's 30 s. Polls: the store's own wait cannot be bounded.
+    is no public way. One operation takes 43 ms, so it is for what is told once.
     """
     store = core.create_or_get_global_tcp_store()
-    deadline = time.monotonic() + timeout
-    arrived = store.add(key, 1)
-    pause = 0.001
-    while arrived < num_ranks:
-        if time.monotonic() > deadline:
-            raise SyncError(
-                f"rank {rank} waited {timeout:.0f} s for the others: {arrived} of {num_ranks} came"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
-        arrived = store.add(key, 0)
+    store.set(key, value)
+    store.add(f"{key}/published", 1)
+
+
+def store_await(key: str) -> str:
+    """What a rank has published under `key`; waits for it, for ever.
+
+    Polls: the store's own ``wait`` and ``get`` (2.6, 3.x) end the process after 15 minutes. A
+    RuntimeError says that the store, which is in rank 0, is gone.
+    """
+    store = core.create_or_get_global_tcp_store()
+    while not store.add(f"{key}/published", 0):
+        time.sleep(0.05)
+    return str(store.get(key).decode())
 
 
 # ---------------------------------------------------------------------------------- memory

@@ -20,6 +20,7 @@ import pytest
 from paddle.base import core, framework
 
 from paddle_recompute import _memory, _paddle
+from tests.ranks import run_ranks
 
 IS_26 = paddle.__version__.startswith("2.6")
 
@@ -295,6 +296,44 @@ def test_fleets_recompute_takes_the_keywords_that_we_give() -> None:
 def test_core_create_or_get_global_tcp_store() -> None:
     assert callable(core.create_or_get_global_tcp_store)
     assert {"add", "get", "set", "wait"} <= set(dir(core.TCPStore))
+
+
+def test_core_global_tcp_store_hands_a_value_to_the_other_ranks() -> None:
+    assert run_ranks(hand_over, 2, value="17 é") == ["17 é", "17 é"]
+
+
+def hand_over(value: str) -> str:
+    if paddle.distributed.get_rank() == 0:
+        _paddle.store_publish("tests/key", value)
+    return _paddle.store_await("tests/key")
+
+
+@pytest.mark.parametrize(
+    ("variables", "host"),
+    [
+        ({"PADDLE_MASTER": "node0:1234", "PADDLE_TRAINER_ENDPOINTS": "other:1"}, "node0"),
+        ({"PADDLE_TRAINER_ENDPOINTS": "first:1,second:2"}, "first"),
+        ({"MASTER_ADDR": "torch", "MASTER_PORT": "1", "PADDLE_MASTER": "node0:1234"}, "torch"),
+    ],
+)
+def test_master_host_is_found_where_init_parallel_env_looks(
+    variables: dict[str, str], host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("MASTER_ADDR", "MASTER_PORT", "PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS")
+    source = inspect.getsource(paddle.distributed.init_parallel_env)
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+        assert name in source
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert _paddle.master_host() == host
+
+
+def test_is_from_gloo_knows_the_text_of_its_errors() -> None:
+    """As `tests/grad_sync/test_mortal_ranks.py` sees it from a collective whose peer has died."""
+    text = "[/paddle/third_party/gloo/gloo/transport/tcp/pair.cc:576] Read error: reset by peer"
+    assert _paddle.is_from_gloo(RuntimeError(text))
+    assert not _paddle.is_from_gloo(RuntimeError("out of memory"))
 
 
 @pytest.mark.parametrize("kind", ["current", "peak"])

@@ -25,15 +25,15 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import paddle
-import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
+from paddle_recompute.grad_sync._agreement import exchange_long
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._compression import Wire
 from paddle_recompute.grad_sync._couriers import Courier, Delivery, courier_of
+from paddle_recompute.grad_sync._liveness import Scope, peers
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
 _logger = logging.getLogger("paddle_recompute")
@@ -47,6 +47,7 @@ class BucketedReduction:
         parameters: Sequence[paddle.Tensor],
         names: Sequence[str],
         group: Group | None,
+        scope: Scope,
         *,
         bucket_bytes: int,
         first_bucket_bytes: int,
@@ -56,7 +57,7 @@ class BucketedReduction:
     ) -> None:
         self._parameters = list(parameters)
         self._names = list(names)
-        self._group = group
+        self._scope = scope
         self._sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
         self._wire = wire
         self._early = early
@@ -64,7 +65,7 @@ class BucketedReduction:
         self._expected: list[int] | None = None
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
-        self._courier: Courier = courier_of(group)
+        self._courier: Courier = courier_of(group, scope)
         for index, parameter in enumerate(self._parameters):
             _call_on_addition(parameter, weakref.WeakMethod(self._gradient_added), index)
         self._armed = False
@@ -74,8 +75,9 @@ class BucketedReduction:
         self.timeline: Timeline | None = None
         """The last step's times."""
 
-    def arm(self) -> None:
-        """The backward that follows is the last one before the optimizer's step."""
+    def arm(self, step: int) -> None:
+        """The backward that follows is the last one before the optimizer's step number `step`."""
+        self._step = step
         self._wire.begin()
         self._began = time.perf_counter()
         self._first_gradient: float | None = None
@@ -148,11 +150,12 @@ class BucketedReduction:
     @paddle.no_grad()
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
-        flat = bucket.join(self._parameters, 1.0 / dist.get_world_size(self._group))
+        flat = bucket.join(self._parameters, 1.0 / len(self._scope.ranks))
         wire = self._wire.encode(flat, bucket)
         self._flats.append(wire)
         self._queued.append((time.perf_counter(), int(wire.size) * wire.element_size()))
-        self._deliveries.append(self._courier.send(wire))
+        label = f"bucket {self._next} of {len(self._buckets)} of step {self._step}"
+        self._deliveries.append(self._courier.send(wire, label, self._scope))
         self._next += 1
 
     def _send_rest(self) -> None:
@@ -190,30 +193,31 @@ class BucketedReduction:
         ready = sorted(
             range(len(self._parameters)), key=lambda i: (last.get(i, len(self._order)), -i)
         )
-        counts = paddle.to_tensor(self._counts, dtype="int64")
-        dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self._group)
-        order = paddle.to_tensor(ready, dtype="int64")
-        source = 0 if self._group is None else self._group.ranks[0]
-        dist.broadcast(order, src=source, group=self._group)
-        self._expected = counts.tolist()
-        self._plan([index for index in order.tolist() if self._expected[index]])
+        learnt = exchange_long(
+            [self._counts, ready], self._label("order of gradients"), self._scope
+        )
+        counts, orders = zip(*learnt, strict=True)
+        self._expected = [max(count) for count in zip(*counts, strict=True)]
+        self._plan([index for index in orders[0] if self._expected[index]])
 
     def _plan(self, order: list[int]) -> None:
         self._buckets = plan_buckets(self._parameters, order, **self._sizes)
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.members}
         self._wire.plan(self._buckets)
 
-    def _agree(self, *flags: bool) -> list[bool]:
-        """Each flag: whether it is set on any rank."""
-        agreed = paddle.to_tensor([int(flag) for flag in flags], dtype="int32")
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in agreed.tolist()]
+    def _agree(self, late: bool, missing: bool) -> tuple[bool, bool]:
+        """Whether, on any rank, a gradient came late, and one that is planned is missing."""
+        label = self._label("end of the backward")
+        told = peers().exchange([late, missing], label, self._scope)
+        return any(late for late, _ in told), any(missing for _, missing in told)
 
     def _without_gradient_anywhere(self) -> frozenset[int]:
-        present = np.array([p.grad is not None for p in self._parameters], "int32")
-        agreed = paddle.to_tensor(present)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
-        return frozenset(np.flatnonzero(agreed.numpy() == 0).tolist())
+        present = "".join("01"[p.grad is not None] for p in self._parameters)
+        told = exchange_long(present, self._label("which gradients there are"), self._scope)
+        return frozenset(i for i, flags in enumerate(zip(*told, strict=True)) if "1" not in flags)
+
+    def _label(self, what: str) -> str:
+        return f"gradient sync of step {self._step}: {what}"
 
     def _repeat_and_relearn(self) -> None:
         """Send every bucket again, from gradients that are complete now; learn in the next step."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import paddle
-import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute import _paddle
 from paddle_recompute.config import Config
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
+from paddle_recompute.grad_sync._agreement import (
+    agree_on_options,
+    agree_on_parameters,
+    first_that_differs,
+)
 from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
+from paddle_recompute.grad_sync._liveness import Limits, Scope, peers
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._timeline import Timeline
-from paddle_recompute.grad_sync.ranks import is_distributed
+from paddle_recompute.grad_sync.ranks import is_distributed, scope_of
 
 SyncMode = Literal["auto", "fused", "overlap"]
 MODES = ("auto", "fused", "overlap")
@@ -104,14 +109,34 @@ class GradientSync:
         """How many optimizer steps were synchronized so far."""
         self._broken: BaseException | None = None
         self._reduction: BucketedReduction | None = None
+        self._check_every = check_every
         self.mode, self.reason = _choose(mode, is_distributed(group))
         if self.mode == "none":
             return
-        self._agree_on_parameters()
+        peers().limits = Limits(peer_timeout, stall_timeout)
+        self._scope = _new_scope(group)
+        agree_on_options(
+            {
+                "mode": self.mode,
+                "bucket_bytes": bucket_bytes,
+                "first_bucket_bytes": first_bucket_bytes,
+                "compression": compression,
+                "find_unused_parameters": find_unused_parameters,
+                "check_every": check_every,
+            },
+            self._scope,
+        )
+        agree_on_parameters(
+            list(self._parameters),
+            list(self._parameters.values()),
+            structured=isinstance(parameters, paddle.nn.Layer),
+            scope=self._scope,
+        )
         self._reduction = BucketedReduction(
             list(self._parameters.values()),
             list(self._parameters),
             group,
+            self._scope,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
             wire=Exact() if compression == "none" else BFloat16(error_feedback=error_feedback),
@@ -154,17 +179,27 @@ class GradientSync:
         if self._reduction is None:
             yield
             return
-        self._reduction.arm()
+        step = self.num_synchronized + 1
+        peers().place = f"in step {step}"
+        self._reduction.arm(step)
         try:
+            peers().check(self._scope, "the gradients")
             with self.no_sync():
                 yield
             self._refuse_sparse()
             self._reduction.finish()
+            if self._check_every is not None and step % self._check_every == 0:
+                self._check_parameters(step)
         except BaseException as error:
             self._broken = error
             self._reduction.disarm()
-            raise
-        self.num_synchronized += 1
+            failure = self._why(error)
+            peers().tell_failure(failure, self._scope)
+            if failure is error:
+                raise
+            raise failure from error
+        self.num_synchronized = step
+        peers().place = f"after step {step}"
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Around the other backwards; keeps a ``paddle.DataParallel`` from synchronizing."""
@@ -233,6 +268,24 @@ class GradientSync:
         """How many buckets the last step sent before its backward had ended."""
         return self._reduction.num_early if self._reduction is not None else 0
 
+    def _why(self, error: BaseException) -> BaseException:
+        """`error`; where it is that of a collective of the user's own: whose fault it is."""
+        if _paddle.is_from_gloo(error):
+            return peers().explain(error, "a collective", self._scope)
+        return error
+
+    def _check_parameters(self, step: int) -> None:
+        difference = first_that_differs(list(self._parameters.values()), self._scope)
+        if difference is not None:
+            index, ranks = difference
+            raise SyncError(
+                f"'{list(self._parameters)[index]}' is not the same on all ranks any more: before "
+                f"the update of step {step} it differs on rank {', '.join(map(str, ranks))} "
+                f"(check_every is {self._check_every}). Something changes it on some ranks only: "
+                "an update outside of the optimizer, an optimizer's state or a learning rate that "
+                "differs, or a weight loaded on one rank."
+            )
+
     def _refuse_sparse(self) -> None:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and parameter.grad.is_selected_rows():
@@ -241,22 +294,17 @@ class GradientSync:
                     "synchronized; make its Embedding with sparse=False"
                 )
 
-    def _agree_on_parameters(self) -> None:
-        described = [
-            f"{index}: {list(p.shape)} {p.dtype}"
-            for index, p in enumerate(self._parameters.values())
-        ]
-        own = [len(described), zlib.crc32("\n".join(described).encode())]
-        smallest = paddle.to_tensor(own, dtype="int64")
-        largest = smallest.clone()
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        if smallest.tolist() != largest.tolist():
-            raise SyncError(
-                "the ranks do not synchronize the same parameters (their number, order, shapes or "
-                f"dtypes differ); this rank has {len(described)}. Build the model in the same way "
-                "on every rank."
-            )
+
+def _new_scope(group: Group | None) -> Scope:
+    """Told apart from earlier ones of the same ranks, as all ranks make them in the same order."""
+    ranks = scope_of(group).ranks
+    number = _num_made[ranks] = _num_made.get(ranks, 0) + 1
+    scope = scope_of(group, f"gradients{number}")
+    peers().exchange(None, f"the making of GradientSync number {number}", scope_of(group))
+    return scope
+
+
+_num_made: dict[tuple[int, ...], int] = {}
 
 
 def _choose(mode: str, distributed: bool) -> tuple[str, str]:

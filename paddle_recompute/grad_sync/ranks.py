@@ -1,19 +1,23 @@
-"""Small agreements between ranks: waiting for each other, equal parameters, mean of a number."""
+"""Small agreements between ranks: waiting for each other, equal parameters, mean of a number.
+
+None of them hangs on a peer that has died, stopped or failed: each ends with a `PeerError` that
+names it. The limits are those of the newest `GradientSync` of the process.
+"""
 
 from __future__ import annotations
 
-import itertools
-import zlib
+import dataclasses
+import math
 from collections.abc import Iterator
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute import _paddle
 from paddle_recompute.errors import SyncError
-
-_barrier_numbers = itertools.count()
+from paddle_recompute.grad_sync._agreement import first_that_differs
+from paddle_recompute.grad_sync._liveness import Limits, Scope, peers
+from paddle_recompute.grad_sync._watched import run_watched
 
 
 def is_distributed(group: Group | None = None) -> bool:
@@ -21,25 +25,29 @@ def is_distributed(group: Group | None = None) -> bool:
     return bool(dist.is_initialized()) and int(dist.get_world_size(group)) > 1
 
 
+def scope_of(group: Group | None, name: str = "main", limits: Limits | None = None) -> Scope:
+    """The ranks of `group` (None: all), as those who wait for each other."""
+    ranks = range(dist.get_world_size()) if group is None else group.ranks
+    return Scope(tuple(ranks), name, limits or peers().limits)
+
+
 def barrier(timeout: float = 3600.0) -> None:
     """Wait until every rank is here; returns at once in a single process.
 
-    The ranks wait on the TCP store of the launch, not in a collective: gloo gives up a collective
-    after 30 s, which is less than a rank-0-only evaluation or checkpoint may take.
+    The ranks wait in no collective: gloo gives up a collective after 30 s, which is less than a
+    rank-0-only evaluation or checkpoint may take.
 
     Args:
-        timeout: Seconds to wait for the slowest rank.
+        timeout: Seconds to wait for the slowest rank, as long as it shows signs of life.
 
     Raises:
-        SyncError: Some rank did not come in time.
+        PeerError: Some rank did not come in time, or has died, stopped or failed.
+        SyncError: Another rank is not at a barrier.
     """
     if is_distributed():
-        _paddle.store_barrier(
-            f"paddle_recompute/barrier/{next(_barrier_numbers)}",
-            rank=dist.get_rank(),
-            num_ranks=dist.get_world_size(),
-            timeout=timeout,
-        )
+        scope = scope_of(None)
+        limits = dataclasses.replace(scope.limits, stall_timeout=timeout)
+        peers().exchange(None, "barrier()", dataclasses.replace(scope, limits=limits))
 
 
 def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> None:
@@ -51,42 +59,42 @@ def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> 
 
     Raises:
         SyncError: A tensor still differs afterwards; the message names the first one.
+        PeerError: A rank has died, stopped or failed.
     """
     if not is_distributed(group):
         return
+    scope = scope_of(group)
     tensors = dict(_tensors_of(model))
-    source = 0 if group is None else group.ranks[0]
-    for tensor in tensors.values():
+
+    def broadcast_all() -> None:
         with paddle.no_grad():
-            dist.broadcast(tensor, src=source, group=group)
-    first_difference = _first_that_differs(list(tensors.values()), group)
-    if first_difference is not None:
+            for tensor in tensors.values():
+                dist.broadcast(tensor, src=scope.ranks[0], group=group)
+
+    run_watched(broadcast_all, f"the broadcast of {len(tensors)} tensors from rank 0", scope)
+    difference = first_that_differs(list(tensors.values()), scope)
+    if difference is not None:
+        index, ranks = difference
         raise SyncError(
-            f"after the broadcast from rank 0, '{list(tensors)[first_difference]}' is not equal "
-            "on all ranks; is the model built in the same way everywhere?"
+            f"after the broadcast from rank 0, '{list(tensors)[index]}' on rank "
+            f"{', '.join(map(str, ranks))} is not what the others have; is the model built in the "
+            "same way everywhere?"
         )
 
 
 def mean_over_ranks(value: float, group: Group | None = None) -> float:
-    """The mean of a number over the ranks of `group`; costs one small collective."""
+    """The mean of a number over the ranks of `group`, the same bits on all; about 0.2 ms.
+
+    Raises:
+        PeerError: A rank has died, stopped or failed.
+        SyncError: Another rank does something else.
+    """
     if not is_distributed(group):
         return value
-    total = paddle.to_tensor([value], dtype="float64")
-    dist.all_reduce(total, group=group)
-    return float(total.item()) / int(dist.get_world_size(group))
+    values = peers().exchange(float(value), "mean_over_ranks()", scope_of(group))
+    return math.fsum(values) / len(values)
 
 
 def _tensors_of(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _first_that_differs(tensors: list[paddle.Tensor], group: Group | None) -> int | None:
-    checksums = paddle.to_tensor(
-        [zlib.crc32(tensor.numpy().tobytes()) for tensor in tensors], dtype="int64"
-    )
-    smallest, largest = checksums.clone(), checksums.clone()
-    dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    differing = (smallest != largest).nonzero().flatten().tolist()
-    return int(differing[0]) if differing else None
