@@ -8,6 +8,7 @@ take in each chunk once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,16 +61,18 @@ class Tower:
         self._moments: list[_Moment] = []
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
-        self._embeddings: list[paddle.Tensor] = []
         self._gradients: dict[int, paddle.Tensor] = {}
         self._deviations: list[paddle.Tensor] = []
 
-    def encode(self) -> Any:
+    def encode(self, when_reached: Callable[[], None]) -> Any:
         """The first forward of every chunk.
 
+        Args:
+            when_reached: Called when the backward of the loss reaches an output, once for each
+                that needs a gradient.
+
         Returns:
-            What the encoder returns, with all rows in every tensor; those that need a gradient
-            are leaves that get one.
+            What the encoder returns, with all rows in every tensor.
         """
         watch = _StateWatch(layers_of(self.encoder, ()))
         structure, parts = None, []
@@ -95,21 +98,11 @@ class Tower:
                 moment.first_rows = [parts[-1][i][:1].clone() for i in self._trained]
                 self._moments.append(moment)
             del leaves
-        self._embeddings = self._joined(parts)
-        return _filled(structure, self._paths, self._embeddings)
-
-    def when_reached(self, call: Callable[[], None]) -> None:
-        """Call `call` when the loss's backward reaches an embedding, once for each head."""
+        heads = self._joined(parts)
         for place in self._trained:
-            self._embeddings[place].register_hook(lambda _: call())
-
-    def take_gradients(self) -> None:
-        """Keep the gradients of the embeddings, which the loss has left there, and no more."""
-        for place in self._trained:
-            gradient = self._embeddings[place].grad
-            if gradient is not None:  # None: the loss does not depend on it
-                self._gradients[place] = gradient
-        self._embeddings = []
+            receive = functools.partial(self._receive, place, when_reached)
+            heads[place] = _Source.of(heads[place], receive)
+        return _filled(structure, self._paths, heads)
 
     @property
     def is_trained(self) -> bool:
@@ -206,10 +199,14 @@ class Tower:
         heads = []
         with paddle.no_grad(), _amp_off():
             for place in range(len(self._paths)):
-                head = joined([part[place] for part in parts], self._chunks)
-                head.stop_gradient = place not in self._trained
-                heads.append(head)
+                heads.append(joined([part[place] for part in parts], self._chunks))
         return heads
+
+    def _receive(
+        self, place: int, when_reached: Callable[[], None], gradient: paddle.Tensor
+    ) -> None:
+        self._gradients[place] = gradient
+        when_reached()
 
     @paddle.no_grad()
     def _note_deviation(self, now: list[paddle.Tensor], then: list[paddle.Tensor]) -> None:
@@ -219,6 +216,41 @@ class Tower:
             # A row of zeros has changed if it is anything else; 0 / 0 must be 0 here.
             smallest = float(np.finfo(np.float32).tiny)
             self._deviations.append(change / before.abs().max().clip(min=smallest))
+
+
+class _Source(paddle.autograd.PyLayer):
+    """Where a graph over an embedding begins, and its backward ends: with a call.
+
+    A leaf would do too, but for the order: the engine takes care of leaves before all others, and
+    of this node when it would of the concatenation of the chunks in a plain step.
+    """
+
+    @classmethod
+    def of(cls, embedding: paddle.Tensor, receive: Callable[[paddle.Tensor], None]) -> Any:
+        """`embedding`, itself, with a graph; `receive` is called with its gradient."""
+        anchor = paddle.zeros([1])  # a PyLayer without an input that needs a gradient has no graph
+        anchor.stop_gradient = False
+        # In a holder: Paddle would take a tensor among the arguments that is returned
+        # for one that is changed in place.
+        return cls.apply(anchor, _Holder(embedding, receive))
+
+    @staticmethod
+    def forward(ctx: Any, anchor: paddle.Tensor, holder: _Holder) -> paddle.Tensor:
+        ctx.receive = holder.receive
+        return holder.embedding
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        ctx.receive(gradient)
+        return paddle.zeros([1])
+
+
+@dataclass
+class _Holder:
+    """An argument that Paddle does not look into."""
+
+    embedding: paddle.Tensor
+    receive: Callable[[paddle.Tensor], None]
 
 
 class _StateWatch:
@@ -234,6 +266,7 @@ class _StateWatch:
         self._rng: RngState | None = None
         self._state: LayerState | None = None
         self._is_new = False
+        self._noted_flags: list[bool] = []
         self._copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []
 
     def moment(self) -> _Moment:
@@ -245,10 +278,11 @@ class _StateWatch:
             if _same_numpy_state(rng.numpy, self._rng.numpy):
                 rng = replace(rng, numpy=self._rng.numpy)
         self._rng = rng
-        buffers = self._buffers()
-        self._is_new = self._state is None or not self._unchanged(buffers)
+        buffers, flags = self._buffers(), self._flags()
+        self._is_new = self._state is None or not self._unchanged(buffers, flags)
         if self._is_new:
             self._state = LayerState(self._layers)
+            self._noted_flags = flags
             self._copies = [(buffer, buffer.clone()) for buffer in buffers]
         assert self._state is not None
         return _Moment(rng, self._state)
@@ -257,6 +291,13 @@ class _StateWatch:
         """The forward after the last `moment` has ended."""
         if self._is_new and self._state is not None:
             self._state.after_forward()
+
+    def _flags(self) -> list[bool]:
+        return [
+            member.training
+            for layer in self._layers
+            for member in layer.sublayers(include_self=True)
+        ]
 
     def _buffers(self) -> list[paddle.Tensor]:
         """Those that an output may depend on: not the statistics of a BatchNorm in training."""
@@ -271,10 +312,14 @@ class _StateWatch:
         ]
 
     @paddle.no_grad()
-    def _unchanged(self, buffers: list[paddle.Tensor]) -> bool:
-        return len(buffers) == len(self._copies) and all(
-            now is then and _equal(now, copy)
-            for now, (then, copy) in zip(buffers, self._copies, strict=True)
+    def _unchanged(self, buffers: list[paddle.Tensor], flags: list[bool]) -> bool:
+        return (
+            flags == self._noted_flags
+            and len(buffers) == len(self._copies)
+            and all(
+                now is then and _equal(now, copy)
+                for now, (then, copy) in zip(buffers, self._copies, strict=True)
+            )
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import paddle
@@ -41,10 +41,12 @@ class GradCache:
     generator; less on a GPU) until its second forward, and 31 kB more where the encoder draws from
     NumPy's or Python's streams. Not worth it where the whole batch fits: use a plain step.
 
-    Exactness: with ``chunk_size``, the gradients of encoders that share all parameters or none are
-    bit by bit those of ``loss(concat(encoder(chunk) for each chunk)).backward()``, dropout
-    included. Against one call of the encoder on the whole batch they differ by rounding, and
-    dropout draws other masks.
+    Exactness: the gradients are bit by bit those of a plain step whose loss is over the same
+    chunks, ``loss(concat(encoder(chunk) for each chunk)).backward()``, dropout included. Only where
+    a parameter is used more than once in a call of its encoder, or by two encoders that share some
+    parameters but not all, or where ``.grad`` held something before, the order of a sum, and so its
+    last bit, may differ. Against one call of the encoder on the whole batch they differ by
+    rounding, and dropout draws other masks.
 
     BatchNorm: a Layer that normalises over the batch sees the rows of a chunk, in both forwards,
     and its running statistics take in every chunk once, in order, as if the chunks were
@@ -132,6 +134,7 @@ class GradCache:
         *negatives: Any,
         last: bool = True,
         loss_scale: float | paddle.Tensor = 1.0,
+        loss_arguments: Mapping[str, Any] | None = None,
     ) -> paddle.Tensor:
         """Add the gradient of ``loss(encoders(query), encoders(positive))`` to ``.grad``.
 
@@ -149,12 +152,15 @@ class GradCache:
             query: ``[batch, ...]``, the input of the first encoder.
             positive: ``[batch, ...]``, the input of the second; row i belongs to query i.
             *negatives: More inputs of the second encoder, of any number of rows, whose embeddings
-                `loss` gets after the first two.
+                `loss` gets after the first two. For n hard negatives of each query give
+                ``[batch * n, ...]``, and let `loss` make it ``[batch, n, dim]``.
             last: Whether this is the last call before the optimizer's step: the one that
                 synchronizes. Without `sync` it has no effect.
             loss_scale: What the loss is multiplied by before its backward: ``1 / K`` for the mean
                 of K accumulated calls, the scale of a `paddle.amp.GradScaler`
                 (``scaler.scale(paddle.ones([]))``), or the product.
+            loss_arguments: Keyword arguments of `loss` for this call, as they are:
+                ``{"positive_ids": ids}`` for all rows, in the caller's order.
 
         Returns:
             The loss, a scalar without graph, not scaled; this rank's own. It may be no finite
@@ -173,7 +179,7 @@ class GradCache:
         towers = self._towers((query, positive, *negatives))
         self.num_chunks = sum(tower.num_chunks for tower in towers)
         with self._no_sync():
-            loss, in_order = self._backward_of_loss(towers, loss_scale)
+            loss, in_order = self._backward_of_loss(towers, loss_scale, loss_arguments or {})
             earlier, final = _schedule(in_order)
             for tower, chunk in earlier:
                 tower.replay(chunk)
@@ -208,7 +214,10 @@ class GradCache:
         return by_length(batch, self._chunk_tokens, self._length_of, name)
 
     def _backward_of_loss(
-        self, towers: list[Tower], loss_scale: float | paddle.Tensor
+        self,
+        towers: list[Tower],
+        loss_scale: float | paddle.Tensor,
+        loss_arguments: Mapping[str, Any],
     ) -> tuple[paddle.Tensor, list[Tower]]:
         """First forwards, loss, and the loss's backward, down to the embeddings.
 
@@ -216,16 +225,17 @@ class GradCache:
             The loss, and the towers in the order in which its backward reached them: that in
             which the engine would go on into them, and add up what they have in common.
         """
-        embeddings = [tower.encode() for tower in towers]
         reached: list[int] = []
-        for place, tower in enumerate(towers):
-            tower.when_reached(functools.partial(reached.append, place))
-        loss = self._loss(*embeddings)
+        embeddings = [
+            tower.encode(functools.partial(reached.append, place))
+            for place, tower in enumerate(towers)
+        ]
+        loss = self._loss(*embeddings, **loss_arguments)
         del embeddings
         if not isinstance(loss, paddle.Tensor) or loss.size != 1:
             raise ConfigError(
                 "the loss must return a scalar Tensor; it returned "
-                + (f"the shape {loss.shape}" if hasattr(loss, "shape") else f"{loss!r}")
+                + (f"the shape {list(loss.shape)}" if hasattr(loss, "shape") else f"{loss!r}")
             )
         if loss.stop_gradient:
             raise ConfigError(
@@ -240,8 +250,6 @@ class GradCache:
         scaled = loss if isinstance(loss_scale, float) and loss_scale == 1.0 else loss * loss_scale
         with paddle.amp.auto_cast(enable=False):  # a plain step's backward is outside of it, too
             scaled.backward()
-        for tower in towers:
-            tower.take_gradients()
         in_order = [towers[place] for place in dict.fromkeys(reversed(reached))]
         return loss.detach(), in_order[::-1]
 

@@ -1,0 +1,322 @@
+"""What GradCache may be given, how it cuts it, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paddle_recompute import GradCache
+from paddle_recompute.contrastive._chunks import by_length, by_rows, joined, lengths_of
+from paddle_recompute.contrastive._tower import arguments_for
+from paddle_recompute.errors import ConfigError, DataError
+from tests.contrastive.encoders import (
+    BATCH,
+    LENGTH,
+    Encoder,
+    criterion,
+    gradients,
+    make,
+    one_shot,
+    relative_difference,
+    texts,
+)
+
+EMPTY = paddle.zeros([0, LENGTH], "int64")
+Named = namedtuple("Named", "ids mask")
+
+
+@dataclasses.dataclass
+class Batch:
+    ids: paddle.Tensor
+    mask: paddle.Tensor
+
+
+class OneArgument(paddle.nn.Layer):
+    """Takes a dict, tuple or dataclass as one argument."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, batch: Any) -> paddle.Tensor:
+        if isinstance(batch, dict):
+            return self.encoder(batch["ids"], batch["more"]["mask"])
+        if isinstance(batch, (tuple, list)):
+            return self.encoder(*batch)
+        return self.encoder(batch.ids, batch.mask)
+
+
+class Anything(OneArgument):
+    def forward(self, *arguments: Any, **named: Any) -> paddle.Tensor:
+        return self.encoder(*arguments, **named)
+
+
+STRUCTURES: dict[str, tuple[type | None, Callable[[Any, Any], Any]]] = {
+    "tensor": (None, lambda ids, mask: ids),
+    "keywords": (None, lambda ids, mask: {"mask": mask, "ids": ids}),
+    "positional": (None, lambda ids, mask: (ids, mask)),
+    "list": (None, lambda ids, mask: [ids, mask]),
+    "None inside": (None, lambda ids, mask: {"ids": ids, "mask": None}),
+    "a dict as one argument": (OneArgument, lambda i, m: {"ids": i, "more": {"mask": m}}),
+    "a pair as one argument": (OneArgument, lambda ids, mask: (ids, mask)),
+    "one argument, by a tuple of one": (OneArgument, lambda ids, mask: ((ids, mask),)),
+    "named tuple": (OneArgument, Named),
+    "dataclass": (OneArgument, Batch),
+    "keywords of any name": (Anything, lambda ids, mask: {"ids": ids, "mask": mask}),
+    "as many as there are": (Anything, lambda ids, mask: (ids, mask)),
+}
+
+
+@pytest.mark.parametrize("chunks", [{"chunk_size": 7}, {"chunk_tokens": 30}], ids=str)
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_every_structure_is_given_as_in_a_plain_call(name: str, chunks: dict[str, int]) -> None:
+    kind, structure = STRUCTURES[name]
+    encoder, query, positive = make(1, dropout=0.0), texts(1), texts(2)
+    one_shot(encoder, criterion, query, positive)
+    expected = gradients(encoder)
+    wrapped = encoder if kind is None else kind(encoder)
+    GradCache(wrapped, criterion, **chunks).backward(
+        *(structure(ids, (ids != 0).astype("int64")) for ids in (query, positive))
+    )
+    assert relative_difference(gradients(encoder), expected) < 1e-5
+
+
+def test_what_a_callable_without_a_signature_gets() -> None:
+    assert arguments_for(dict, {"a": 1}) == ((), {"a": 1})
+    assert arguments_for(paddle.tanh, (1, 2)) == ((1, 2), {})
+
+
+# ----------------------------------------------------------------------------- lengths and chunks
+
+
+def test_rows_in_order() -> None:
+    assert [list(chunk.rows) for chunk in by_rows(5, 2)] == [[0, 1], [2, 3], [4]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    tokens=st.integers(1, 60),
+    dtype=st.sampled_from(["int64", "int32", "bool"]),
+)
+def test_chunks_by_length(lengths: list[int], tokens: int, dtype: str) -> None:
+    width = 10
+    ids = paddle.to_tensor(np.arange(width) < np.array(lengths)[:, None]).astype(dtype)
+    chunks = by_length(ids, tokens, None, "ids")
+    rows = np.concatenate([chunk.rows for chunk in chunks])
+    assert sorted(rows) == list(range(len(lengths))), "every row once"
+    for chunk in chunks:
+        assert chunk.columns == max(1, *(lengths[row] for row in chunk.rows))
+        assert len(chunk.rows) * chunk.columns <= tokens or len(chunk.rows) == 1
+        part = chunk.of(ids)
+        assert part.shape == [len(chunk.rows), chunk.columns] and part.dtype == ids.dtype
+    longest = [chunk.columns for chunk in chunks]
+    assert longest == sorted(longest), "the last chunk is a full one"
+    fewest = sum(len(chunk.rows) + 1 > tokens // max(1, chunk.columns or 1) for chunk in chunks)
+    assert fewest >= len(chunks) - 1, "all but one are full"
+    whole = joined([chunk.of(ids)[:, 0].astype("int64") for chunk in chunks], chunks)
+    assert whole.tolist() == ids[:, 0].astype("int64").tolist()
+
+
+def test_a_mask_says_the_length_before_ids_do() -> None:
+    ids = paddle.full([2, 4], 7, dtype="int64")
+    mask = paddle.to_tensor([[True, True, False, False], [True, False, True, False]])
+    assert lengths_of((ids, mask), None, "x").tolist() == [4, 4], "a tuple has no names"
+    assert lengths_of({"ids": ids, "attention_mask": mask}, None, "x").tolist() == [2, 3]
+    assert lengths_of({"ids": ids, "mask": mask.astype("float32")}, None, "x").tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("kind", [list, np.array, paddle.to_tensor])
+def test_length_of(kind: Any) -> None:
+    encoder, query = make(1, dropout=0.0), texts(1)
+    calls = []
+
+    def length_of(ids: paddle.Tensor) -> Any:
+        calls.append(ids.shape)
+        return kind((ids != 0).sum(axis=1).tolist())
+
+    one_shot(encoder, criterion, query, query)
+    expected = gradients(encoder)
+    cache = GradCache(encoder, criterion, chunk_tokens=30, length_of=length_of)
+    cache.backward(query, query)
+    assert calls == [[BATCH, LENGTH]] * 2
+    assert relative_difference(gradients(encoder), expected) < 1e-5
+
+
+def test_padding_is_not_computed() -> None:
+    class Counting(Encoder):
+        num_tokens = 0
+
+        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+            self.num_tokens += ids.size
+            return super().forward(ids)
+
+    short = paddle.ones([BATCH, 1], dtype="int64")
+    one_long = paddle.concat([short, paddle.zeros([BATCH, 9], "int64")], axis=1)
+    one_long[0] = 1
+    encoder = Counting()
+    GradCache(encoder, criterion, chunk_tokens=20).backward(one_long, short)
+    needed = (BATCH - 1) + 10 + BATCH
+    assert encoder.num_tokens <= 2 * (needed + 10), "padded it would be 2 * 24 * 11"
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give one of them"),
+        ({"chunk_size": 1, "chunk_tokens": 1}, "give one of them"),
+        ({"chunk_size": 0}, "chunk_size: received 0; allowed is a whole number of at least 1"),
+        ({"chunk_size": 2.0}, "chunk_size: received 2.0"),
+        ({"chunk_size": True}, "chunk_size: received True"),
+        ({"chunk_tokens": -1}, "chunk_tokens: received -1"),
+        ({"chunk_size": 1, "length_of": len}, "length_of has no effect with chunk_size"),
+    ],
+)
+def test_sizes_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GradCache(make(1), criterion, **options)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_pair_is_two(number: int) -> None:
+    with pytest.raises(ConfigError, match=f"encoders has {number} items"):
+        GradCache((make(1),) * number, criterion, chunk_size=1)
+
+
+def test_a_layer_list_is_a_pair() -> None:
+    encoders = paddle.nn.LayerList(make(2))
+    GradCache(encoders, criterion, chunk_size=9).backward(texts(1), texts(2))
+    assert len(gradients(encoders)) > 0
+
+
+def test_an_encoder_that_cannot_be_called() -> None:
+    with pytest.raises(ConfigError, match="encoders: received int; allowed is a Layer"):
+        GradCache((make(1), 3), criterion, chunk_size=1)
+
+
+@pytest.mark.parametrize(
+    ("query", "positive", "message"),
+    [
+        (texts(1), texts(2, 5), "query has 24 rows and positive has 5"),
+        (EMPTY, EMPTY, "query has 0 rows; a batch needs at least one"),
+        ((texts(1), texts(1, 3)), texts(2), r"query\[1\] has 3 rows and query\[0\] has 24"),
+        ({"ids": texts(1).numpy()}, texts(2), r"query\['ids'\] is a NumPy array"),
+        (texts(1), (texts(2), paddle.zeros([])), r"positive\[1\] is a tensor without axes"),
+        ("猫", texts(2), "query holds no Tensor"),
+        (texts(1), paddle.create_parameter([BATCH, 4], "float32"), "positive needs a gradient"),
+    ],
+)
+def test_inputs_that_are_refused(query: Any, positive: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        GradCache(make(1), criterion, chunk_size=8).backward(query, positive)
+
+
+def test_zero_rows_are_counted_before_anything_is_run() -> None:
+    encoder = make(1)
+    with pytest.raises(DataError, match="0 rows"):
+        GradCache(encoder, criterion, chunk_tokens=8).backward(EMPTY, EMPTY)
+    assert encoder.num_forwards == 0
+
+
+def test_no_tokens_to_count() -> None:
+    with pytest.raises(ConfigError, match="query has no integer or boolean tensor of shape"):
+        GradCache(make(1), criterion, chunk_tokens=8).backward(paddle.rand([4, 3]), texts(2, 4))
+
+
+@pytest.mark.parametrize("lengths", [[1, 2], [0.5] * BATCH, [[1]] * BATCH])
+def test_lengths_that_are_refused(lengths: Any) -> None:
+    cache = GradCache(make(1), criterion, chunk_tokens=8, length_of=lambda _: lengths)
+    with pytest.raises(DataError, match=r"length_of\(query\) returned .* one whole number per row"):
+        cache.backward(texts(1), texts(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.mean(axis=0), r"got 8 rows and returned output of shape \[16\]"),
+        (lambda x: (x, x.mean()), r"got 8 rows and returned output\[1\] of shape \[\]"),
+        (lambda x: x.argmax(axis=1), "returned no floating-point Tensor"),
+        (lambda x: None, "returned no floating-point Tensor"),
+    ],
+)
+def test_outputs_that_are_refused(change: Any, message: str) -> None:
+    encoder = make(1)
+    with pytest.raises(DataError, match=message):
+        GradCache(lambda ids: change(encoder(ids)), criterion, chunk_size=8).backward(
+            texts(1), texts(2)
+        )
+
+
+def test_another_structure_for_another_chunk() -> None:
+    encoder = make(1)
+
+    def changing(ids: paddle.Tensor) -> Any:
+        output = encoder(ids)
+        return output if len(ids) == 7 else (output, output)
+
+    with pytest.raises(DataError, match=r"returned output for its first chunk and output\[0\]"):
+        GradCache(changing, criterion, chunk_size=7).backward(texts(1), texts(2))
+
+
+def test_encoders_that_cannot_be_differentiated() -> None:
+    encoder = make(1)
+
+    def detached(ids: paddle.Tensor) -> paddle.Tensor:
+        return encoder(ids).detach()
+
+    with pytest.raises(ConfigError, match="no encoder's output needs a gradient"):
+        GradCache(detached, criterion, chunk_size=7).backward(texts(1), texts(2))
+
+
+def test_a_loss_without_the_embeddings() -> None:
+    with pytest.raises(ConfigError, match="does not use the embeddings, or detaches them"):
+        GradCache(make(1), lambda q, p: q.detach().mean(), chunk_size=7).backward(
+            texts(1), texts(2)
+        )
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda q, p: q * p, r"must return a scalar Tensor; it returned the shape \[24, 16\]"),
+        (lambda q, p: 1.0, "must return a scalar Tensor; it returned 1.0"),
+    ],
+)
+def test_losses_that_are_no_scalar(loss: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GradCache(make(1), loss, chunk_size=7).backward(texts(1), texts(2))
+
+
+def test_under_no_grad() -> None:
+    with paddle.no_grad(), pytest.raises(ConfigError, match=r"called under paddle\.no_grad"):
+        GradCache(make(1), criterion, chunk_size=7).backward(texts(1), texts(2))
+
+
+def test_while_a_program_is_built() -> None:
+    cache = GradCache(make(1), criterion, chunk_size=7)
+    paddle.enable_static()
+    try:
+        with pytest.raises(ConfigError, match="GradCache runs in dygraph only"):
+            cache.backward(None, None)
+    finally:
+        paddle.disable_static()
+
+
+def test_a_loss_that_is_no_number_is_returned() -> None:
+    encoder = make(1)
+    loss = GradCache(encoder, lambda q, p: (q * p).sum() * float("nan"), chunk_size=7).backward(
+        texts(1), texts(2)
+    )
+    assert np.isnan(loss.item())
+    assert all(np.isnan(one).any() for one in gradients(encoder) if one.ndim > 1)

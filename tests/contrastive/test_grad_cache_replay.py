@@ -1,0 +1,263 @@
+"""The second forward of a chunk repeats the first, and leaves no marks of its own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.base import core
+
+from paddle_recompute import GradCache, _paddle
+from paddle_recompute.contrastive._tower import _StateWatch
+from paddle_recompute.errors import RecomputeError
+from paddle_recompute.recompute import is_recomputing
+from tests.contrastive.encoders import (
+    BATCH,
+    WIDTH,
+    Encoder,
+    criterion,
+    gradients,
+    make,
+    one_shot,
+    relative_difference,
+    same_bits,
+    texts,
+)
+
+SIZE = 7
+CHUNKS = -(-BATCH // SIZE)
+
+
+class OtherStreams(paddle.nn.Layer):
+    """Noise from NumPy and Python on top of Paddle's dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        noise = np.random.rand() + random.random()
+        return self.encoder(ids) * noise
+
+
+def seed_all() -> None:
+    paddle.seed(3)
+    np.random.seed(3)
+    random.seed(3)
+
+
+def test_streams_of_numpy_and_python() -> None:
+    paddle.seed(1)
+    encoder, query, positive = OtherStreams(), texts(1), texts(2)
+    seed_all()
+    one_shot(encoder, criterion, query, positive, chunk_size=SIZE)
+    expected, after = gradients(encoder), (np.random.rand(), random.random())
+    seed_all()
+    GradCache(encoder, criterion, chunk_size=SIZE).backward(query, positive)
+    assert same_bits(gradients(encoder), expected)
+    assert (np.random.rand(), random.random()) == after
+
+
+class WithBuffers(paddle.nn.Layer):
+    """BatchNorm, a spectral norm, and a buffer that counts and that the output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+        self.norm = paddle.nn.BatchNorm1D(WIDTH)
+        self.linear = paddle.nn.utils.spectral_norm(paddle.nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("calls", paddle.zeros([1]))
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        with paddle.no_grad():
+            self.calls.set_value(self.calls + 1)
+        return self.linear(self.norm(self.encoder(ids))) * (1 + 0.1 * self.calls)
+
+
+def buffers(layer: paddle.nn.Layer) -> dict[str, Any]:
+    trained = {name for name, p in layer.named_parameters() if not p.stop_gradient}
+    state = {name: t.numpy().copy() for name, t in layer.state_dict().items()}
+    return {name: value for name, value in state.items() if name not in trained}
+
+
+def test_buffers_see_each_chunk_once() -> None:
+    def build() -> WithBuffers:
+        paddle.seed(1)
+        return WithBuffers()
+
+    plain, encoder, query, positive = build(), build(), texts(1), texts(2)
+    before = buffers(plain)
+    paddle.seed(3)
+    one_shot(plain, criterion, query, positive, chunk_size=SIZE)
+    paddle.seed(3)
+    GradCache(encoder, criterion, chunk_size=SIZE).backward(query, positive)
+    # Not the bits: the spectral norm uses its weight twice, in ways of different length.
+    trained = [p.stop_gradient is False for p in plain.parameters()]
+    expected, found = (
+        [one for one, keep in zip(gradients(layer), trained, strict=True) if keep]
+        for layer in (plain, encoder)
+    )
+    assert relative_difference(found, expected) < 1e-6
+    expected, found = buffers(plain), buffers(encoder)
+    assert expected["calls"] == 2 * CHUNKS
+    changed = {name for name in before if not np.array_equal(before[name], expected[name])}
+    assert {"calls", "norm._mean", "norm._variance"} < changed, "the spectral norm changes, too"
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not np.array_equal(expected[name], found[name])] == []
+
+
+def test_flags_are_those_of_the_first_forward() -> None:
+    class Switching(Encoder):
+        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+            output = super().forward(ids)
+            self.encoder.eval()  # from the second chunk on without dropout
+            return output
+
+    def build() -> Switching:
+        paddle.seed(1)
+        return Switching()
+
+    plain, encoder, query, positive = build(), build(), texts(1), texts(2)
+    paddle.seed(3)
+    one_shot(plain, criterion, query, positive, chunk_size=SIZE)
+    paddle.seed(3)
+    GradCache(encoder, criterion, chunk_size=SIZE).backward(query, positive)
+    assert same_bits(gradients(encoder), gradients(plain))
+    assert not encoder.encoder.training
+
+
+def test_evaluation_mode_stays() -> None:
+    encoder, query, positive = make(1), texts(1), texts(2)
+    encoder.eval()
+    one_shot(encoder, criterion, query, positive, chunk_size=SIZE)
+    expected = gradients(encoder)
+    GradCache(encoder, criterion, chunk_size=SIZE).backward(query, positive)
+    assert same_bits(gradients(encoder), expected)
+    assert not any(layer.training for layer in encoder.sublayers(include_self=True))
+
+
+class Watching(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, str]] = []
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        self.seen.append((is_recomputing(), str(_paddle.amp_state().level)))
+        return super().forward(ids)
+
+
+def test_the_amp_state_is_that_of_the_first_forward_and_off_in_the_backward() -> None:
+    backward: list[str] = []
+
+    class Spy(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+            backward.append(str(_paddle.amp_state().level))
+            return gradient
+
+    def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
+        _paddle._set_amp_state(off)  # a loss that forgets to give it back
+        return criterion(Spy.apply(query), positive)
+
+    off = _paddle.amp_state()
+    encoder = Watching()
+    # On a CPU paddle.amp.auto_cast does nothing in dygraph, so the tracer is told. With no operator
+    # on the white list nothing is really cast: what is looked at is the state.
+    state = _paddle.AmpState(core.AmpLevel.O1, "bfloat16", (set(), set()), True)
+    with _paddle.amp_state_of(state):
+        GradCache(encoder, loss, chunk_size=SIZE).backward(texts(1), texts(2))
+    first, second = encoder.seen[: 2 * CHUNKS], encoder.seen[2 * CHUNKS :]
+    assert first == [(False, "AmpLevel.O1")] * (2 * CHUNKS)
+    assert second == [(True, "AmpLevel.O1")] * (2 * CHUNKS)
+    assert backward == ["AmpLevel.O0"]
+
+
+@pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
+@pytest.mark.parametrize("size", [1, SIZE, BATCH])
+def test_two_forwards_per_chunk(towers: int, size: int) -> None:
+    encoders = make(towers)
+    GradCache(encoders, criterion, chunk_size=size).backward(texts(1), texts(2))
+    counts = [e.num_forwards for e in (encoders if towers == 2 else (encoders,))]
+    assert counts == [4 // towers * -(-BATCH // size)] * towers
+
+
+def test_a_frozen_tower_is_run_once() -> None:
+    query_encoder, frozen = make(2)
+    for parameter in frozen.parameters():
+        parameter.stop_gradient = True
+    query, positive = texts(1), texts(2)
+    paddle.seed(3)
+    one_shot((query_encoder, frozen), criterion, query, positive, chunk_size=SIZE)
+    expected = gradients(query_encoder)
+    query_encoder.num_forwards = frozen.num_forwards = 0
+    paddle.seed(3)
+    GradCache((query_encoder, frozen), criterion, chunk_size=SIZE).backward(query, positive)
+    assert (query_encoder.num_forwards, frozen.num_forwards) == (2 * CHUNKS, CHUNKS)
+    assert same_bits(gradients(query_encoder), expected)
+    assert all(one is None for one in gradients(frozen))
+
+
+def test_a_tower_that_the_loss_detaches_is_run_once() -> None:
+    encoders = make(2)
+    GradCache(encoders, lambda q, p: criterion(q, p.detach()), chunk_size=SIZE).backward(
+        texts(1), texts(2)
+    )
+    assert [e.num_forwards for e in encoders] == [2 * CHUNKS, CHUNKS]
+    assert all(one is None for one in gradients(encoders[1]))
+
+
+def test_a_layer_that_is_frozen_but_for_what_it_hides_is_trained() -> None:
+    class Hiding(paddle.nn.Layer):
+        def __init__(self, encoder: Encoder) -> None:
+            super().__init__()
+            self.hidden = [encoder]  # no sublayer: Hiding has no parameters
+
+        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+            return self.hidden[0](ids)
+
+    encoder = make(1)
+    paddle.seed(3)
+    one_shot(encoder, criterion, texts(1), texts(2), chunk_size=SIZE)
+    expected = gradients(encoder)
+    paddle.seed(3)
+    GradCache(Hiding(encoder), criterion, chunk_size=SIZE).backward(texts(1), texts(2))
+    assert same_bits(gradients(encoder), expected)
+
+
+def test_an_encoder_that_does_something_else_the_second_time_is_told() -> None:
+    class Counting(Encoder):
+        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+            return super().forward(ids) * (1 + self.num_forwards)
+
+    with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other numbers"):
+        GradCache(Counting(), criterion, chunk_size=SIZE).backward(texts(1), texts(2))
+
+
+def test_an_encoder_that_writes_into_its_input_is_told() -> None:
+    def encoder(ids: paddle.Tensor) -> paddle.Tensor:
+        return inner(ids.add_(paddle.ones_like(ids)))
+
+    inner = make(1)
+    with pytest.raises(RecomputeError, match="changes its input in place"):
+        GradCache(encoder, criterion, chunk_size=SIZE).backward(texts(1) * 0, texts(2))
+
+
+def test_chunks_share_the_state_that_does_not_change() -> None:
+    watch = _StateWatch([make(1)])
+    moments = []
+    for _ in range(3):
+        moments.append(watch.moment())
+        paddle.rand([2])
+        watch.forward_done()
+    first, *others = moments
+    for other in others:
+        assert other.layers is first.layers
+        assert other.rng.numpy is first.rng.numpy and other.rng.python is first.rng.python
+        assert other.rng.generators is not first.rng.generators
