@@ -5,9 +5,12 @@ Layout, below the run's output folder::
     checkpoint/
         step-300/
             model.pdparams         parameters and buffers, by structured name
-            optimizer.pdopt     moments, by structured name: "encoder.layers.0.norm1.bias:moment1"
-            tokenizer.json      the vocabulary that the rows of the word embedding belong to
-            state.json          step, configuration and what else the trainer wants to know
+            optimizer.safetensors  moments and master weights, by structured name:
+                                   "encoder.layers.0.norm1.bias:moment1"
+            tokenizer.json         the vocabulary that the rows of the word embedding belong to
+            sync_rank0.pdparams    what the gradient synchronization of a rank must remember; one
+                                   file per rank, only with sync.compression: bf16
+            state.json             step, configuration and what else the trainer wants to know
 
 A folder appears under its name in one rename, after every byte in it reached the disk, and the
 ones before it are removed after that. There is no random state in it: the trainer draws the
@@ -18,9 +21,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +39,10 @@ from paddle_recompute.errors import CheckpointError
 from paddle_recompute.models import load_weights, save_weights
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
-_ACCUMULATOR = re.compile(r"(.+)_\d+")  # Paddle numbers them: "moment1_0"
+# Paddle numbers them: "moment1_0", and "fp32_master_0_moment1_0" where there is a master weight.
+_ACCUMULATOR = re.compile(r"(?:fp32_master_\d+_)?(.+)_\d+")
+_MASTER = "fp32_master"
+_HALF = (paddle.float16, paddle.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,36 @@ class Checkpoint:
         """The vocabulary of the run."""
         return self.folder / "tokenizer.json"
 
+    @property
+    def has_sync_states(self) -> bool:
+        """Whether the ranks saved something of their gradient synchronization."""
+        return (self.folder / _sync_file(0)).exists()
+
+    def sync_state(self, rank: int) -> dict[str, Any]:
+        """What `rank` gave as `sync_state` to `save_checkpoint`.
+
+        Raises:
+            CheckpointError: There is no such file, or it is damaged.
+        """
+        file = self.folder / _sync_file(rank)
+        try:
+            state = paddle.load(str(file), return_numpy=True)
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{file}: cannot be read ({error})") from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{file}: holds no state, which is a dict")
+        return state
+
     def load_into(self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
-        """Put parameters, buffers and moments back, bit by bit.
+        """Put parameters, buffers, moments and master weights back, bit by bit.
+
+        A parameter that was in half precision and is in float32 now gets its master weight. One
+        that was in float32 and is in half precision now is rounded, and its master weight starts
+        from that.
 
         Args:
-            model: Of the same structure; how its sublayers are wrapped does not matter.
+            model: Of the same structure; how its sublayers are wrapped does not matter. At AMP
+                level O2 it has been decorated, and so has `optimizer`.
             optimizer: Fresh: one that has made no step yet. Its learning rate is left alone.
 
         Raises:
@@ -79,11 +110,24 @@ class Checkpoint:
             raise CheckpointError(f"{file}: cannot be read ({error})") from error
         parameters = dict(model.named_parameters())
         moments: dict[str, Any] = {}
+        masters: dict[str, paddle.Tensor] = {}
         for key, value in saved.items():
             name, _, accumulator = key.partition(":")
             if name not in parameters:
                 raise CheckpointError(f"{file}: holds {key}, and the model has no {name}")
-            moments[f"{parameters[name].name}_{accumulator}_0"] = value
+            parameter = parameters[name]
+            is_half = parameter.dtype in _HALF
+            # The moments are named after the master weight, where the optimizer keeps one.
+            owner = f"{parameter.name}_{_MASTER}_0" if is_half else parameter.name
+            if accumulator != _MASTER:
+                moments[f"{owner}_{accumulator}_0"] = value
+            elif is_half:
+                masters[parameter.name] = paddle.to_tensor(value)
+                masters[parameter.name].name = owner
+            else:
+                parameter.set_value(value)
+        if masters:
+            moments["master_weights"] = masters
         # Paddle insists on the state of a scheduler that the optimizer has: give it its own back.
         schedule = optimizer.state_dict().get("LR_Scheduler")
         with warnings.catch_warnings():
@@ -101,23 +145,47 @@ def save_checkpoint(
     optimizer: paddle.optimizer.Optimizer,
     save_tokenizer: Callable[[Path], None],
     state: dict[str, Any],
+    rank: int = 0,
+    sync_state: dict[str, Any] | None = None,
+    barrier: Callable[[], None] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint on this rank, atomically, and remove the ones before it.
+    """Write a checkpoint, atomically, and remove the ones before it. Every rank calls this.
+
+    Rank 0 writes everything but the other ranks' `sync_state`, and returns last: what another rank
+    gets back may not be complete yet.
 
     Args:
         folder: The folder of all checkpoints of the run; it is made if need be.
         model: Whose parameters and buffers are saved.
-        optimizer: Whose moments are saved, without the learning rate.
+        optimizer: Whose moments and master weights are saved, without the learning rate.
         save_tokenizer: Writes the tokenizer to the path it is given.
         state: JSON values; ``state["step"]`` is required and names the checkpoint.
+        rank: Number of this rank.
+        sync_state: What this rank alone must remember; None: nothing.
+        barrier: Waits for all ranks; None: there is one rank only.
 
     Raises:
         CheckpointError: It cannot be written, for want of room perhaps.
     """
     final = folder / f"step-{state['step']}"
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
+    unfinished = folder / f".unfinished-{final.name}"
+    wait = barrier or _nothing
     try:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        wait()
+        if sync_state is not None:
+            if not unfinished.is_dir():  # paddle.save would make it, on this machine alone
+                raise CheckpointError(
+                    f"rank {rank} does not see {unfinished}, which rank 0 has made: every rank has "
+                    "something to save there; put train.output_dir on a disk that all machines "
+                    "share, or set sync.error_feedback: false"
+                )
+            paddle.save(sync_state, str(unfinished / _sync_file(rank)))
+        wait()
+        if rank != 0:
+            return Checkpoint(final, state)
         save_weights(model, unfinished / "model.pdparams")
         save_file(_moments(model, optimizer), unfinished / "optimizer.safetensors")
         save_tokenizer(unfinished / "tokenizer.json")
@@ -135,7 +203,8 @@ def save_checkpoint(
             f"{final}: cannot be written ({error}); a checkpoint before it is as it was"
         ) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
     for other in folder.iterdir():
         if other != final and (_STEP_FOLDER.fullmatch(other.name) or other.name.startswith(".unf")):
             shutil.rmtree(other)
@@ -176,12 +245,24 @@ def _moments(
     for key, tensor in optimizer.state_dict().items():
         if key == "LR_Scheduler":
             continue
+        if key == "master_weights":
+            for owner, master in tensor.items():
+                moments[f"{structured[owner]}:{_MASTER}"] = master.numpy()
+            continue
         owner = max((p for p in structured if key.startswith(f"{p}_")), key=len, default=None)
         accumulator = _ACCUMULATOR.fullmatch(key[len(owner) + 1 :]) if owner else None
         if owner is None or accumulator is None:
             raise CheckpointError(f"the optimizer state {key!r} belongs to no parameter")
         moments[f"{structured[owner]}:{accumulator[1]}"] = tensor.numpy()
     return moments
+
+
+def _sync_file(rank: int) -> str:
+    return f"sync_rank{rank}.pdparams"
+
+
+def _nothing() -> None:
+    """What a barrier of one rank does."""
 
 
 def _flush_to_disk(path: Path) -> None:

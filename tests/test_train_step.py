@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.config import AmpConfigs, RecomputeConfig
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import broadcast_from_rank0
+from paddle_recompute.grad_sync import GradientSync, broadcast_from_rank0
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.train_step import TrainStep
+from tests.half_precision import pretended_gpu, rounded
 from tests.ranks import run_ranks
 
 # Sums over a batch are taken in another order when it is cut into parts. Momentum, unlike Adam,
@@ -38,13 +42,19 @@ def loss_fn(model: paddle.nn.Layer, micro_batch: paddle.Tensor) -> paddle.Tensor
     return (model(micro_batch) - micro_batch.roll(1, 1)).square().mean()
 
 
-def train(model: paddle.nn.Layer, data: list[np.ndarray], micro_batches: int, **options: Any):
-    """Parameters after one step on each batch, and the losses."""
+def train(
+    model: paddle.nn.Layer, data: list[np.ndarray], cuts: int | Sequence[int], **options: Any
+) -> tuple[dict[str, np.ndarray], list[float]]:
+    """Parameters after one step on each batch, and the losses.
+
+    A batch is cut into `cuts` equal micro-batches, or before the rows that `cuts` names.
+    """
     optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
-    step = TrainStep(model, optimizer, loss_fn=loss_fn, accumulate_steps=micro_batches, **options)
+    number = cuts if isinstance(cuts, int) else len(cuts) + 1
+    step = TrainStep(model, optimizer, loss_fn=loss_fn, accumulate_steps=number, **options)
     losses = []
     for batch in data:
-        parts = [paddle.to_tensor(part) for part in np.split(batch, micro_batches)]
+        parts = [paddle.to_tensor(part) for part in np.split(batch, cuts)]
         losses.append(step(parts).loss)
     return {name: p.numpy() for name, p in model.named_parameters()}, losses
 
@@ -76,6 +86,46 @@ def test_micro_batches_are_one_batch(micro_batches: int) -> None:
     np.testing.assert_allclose(losses, losses_of_parts, rtol=1e-5)
 
 
+@pytest.mark.parametrize("cuts", [[5, 7], [1, 2, 3, 4], [7]])
+def test_micro_batches_of_any_sizes_are_one_batch(cuts: list[int]) -> None:
+    whole, losses = train(encoder(), batches(), 1)
+    parts, losses_of_parts = train(encoder(), batches(), cuts)
+    assert_close(whole, parts)
+    np.testing.assert_allclose(losses, losses_of_parts, rtol=1e-5)
+
+
+def test_three_equal_micro_batches_are_their_plain_mean_to_the_bit() -> None:
+    model, twin = encoder(), encoder()
+    parameters, _ = train(model, [batches()[0][:6]], 3)
+    for part in np.split(batches()[0][:6], 3):
+        (loss_fn(twin, paddle.to_tensor(part)) / 3).backward()
+    paddle.optimizer.Momentum(0.1, parameters=twin.parameters()).step()
+    for name, parameter in twin.named_parameters():
+        assert np.array_equal(parameters[name], parameter.numpy()), name
+
+
+def test_examples_may_be_tokens() -> None:
+    """The loss is a mean over tokens, so micro-batches of other lengths weigh as their tokens."""
+    texts = [batches()[0][:4, :2], batches()[0][4:6], batches()[0][6:, :3]]
+    model, twin = paddle.nn.Linear(WIDTH, 2), paddle.nn.Linear(WIDTH, 2)
+    twin.set_state_dict(model.state_dict())
+    step = TrainStep(
+        model,
+        paddle.optimizer.SGD(0.1, parameters=model.parameters()),
+        loss_fn=lambda model, batch: model(batch["x"]).square().mean(),
+        accumulate_steps=3,
+        num_examples=lambda batch: batch["x"].shape[0] * batch["x"].shape[1],
+    )
+    result = step([{"x": paddle.to_tensor(text)} for text in texts])
+    tokens = np.concatenate([text.reshape(-1, WIDTH) for text in texts])
+    loss = twin(paddle.to_tensor(tokens)).square().mean()
+    loss.backward()
+    paddle.optimizer.SGD(0.1, parameters=twin.parameters()).step()
+    assert result.num_examples == len(tokens) == 8 + 12 + 6
+    assert result.loss == pytest.approx(float(loss), rel=1e-6)
+    np.testing.assert_allclose(model.weight.numpy(), twin.weight.numpy(), atol=1e-7)
+
+
 def test_the_update_is_that_of_a_hand_written_loop() -> None:
     model, twin = encoder(), encoder()
     parameters, _ = train(model, batches()[:1], 1)
@@ -103,7 +153,21 @@ def test_clipping_is_that_of_paddle() -> None:
 def test_gradients_are_cleared_after_the_step() -> None:
     model = encoder()
     train(model, batches()[:1], 1)
-    assert all(p.grad is None or not p.grad.numpy().any() for p in model.parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_parameter_without_gradient_in_a_later_step_is_left_alone() -> None:
+    """A gradient of zeros in its place would let AdamW decay it."""
+    model = paddle.nn.LayerList([paddle.nn.Linear(2, 2), paddle.nn.Linear(2, 2)])
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters(), weight_decay=0.5)
+    step = TrainStep(
+        model, optimizer, loss_fn=lambda model, b: sum(model[i](b[0]).mean() for i in b[1])
+    )
+    step([(paddle.ones([1, 2]), [0, 1])])
+    before = [layer.weight.numpy() for layer in model]
+    step([(paddle.ones([1, 2]), [0])])
+    assert not np.array_equal(model[0].weight.numpy(), before[0])
+    assert np.array_equal(model[1].weight.numpy(), before[1])
 
 
 @pytest.mark.parametrize(
@@ -129,6 +193,24 @@ def test_another_number_of_micro_batches_is_refused() -> None:
         step([paddle.ones([1, 2])])
 
 
+@pytest.mark.parametrize(
+    ("micro_batch", "options", "message"),
+    [
+        ({"rows": 3}, {}, "cannot be told from a micro-batch with no Tensor in it; give TrainStep"),
+        (paddle.to_tensor(1.0), {}, "a Tensor without axes first in it"),
+        (paddle.ones([0, 2]), {}, "has 0 examples; allowed is a number greater than 0"),
+        (paddle.ones([1, 2]), {"num_examples": lambda batch: math.nan}, "has nan examples"),
+    ],
+)
+def test_examples_that_cannot_be_counted_are_refused(
+    micro_batch: Any, options: dict[str, Any], message: str
+) -> None:
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(parameters=model.parameters())
+    with pytest.raises(ConfigError, match=message):
+        TrainStep(model, optimizer, loss_fn=loss_fn, **options)([micro_batch])
+
+
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     model = paddle.nn.Linear(2, 2)
     optimizer = paddle.optimizer.SGD(parameters=model.parameters())
@@ -140,29 +222,131 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
 # ------------------------------------------------------------------------------- several ranks
 
 
-def train_one_rank(micro_batches: int) -> tuple[dict[str, np.ndarray], list[float]]:
+def train_one_rank() -> list[tuple[dict[str, np.ndarray], list[float]]]:
+    """With one micro-batch a step, and with two."""
     import paddle.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = encoder()
-    if rank != 0:  # what the broadcast must undo
-        for parameter in model.parameters():
-            parameter.set_value(parameter + 1)
-    broadcast_from_rank0(model)
-    return train(model, [np.split(batch, ranks)[rank] for batch in batches()], micro_batches)
+    data = [np.split(batch, ranks)[rank] for batch in batches()]
+    results = []
+    for micro_batches in (1, 2):
+        model = encoder()
+        if rank != 0:  # what the broadcast must undo
+            for parameter in model.parameters():
+                parameter.set_value(parameter + 1)
+        broadcast_from_rank0(model)
+        results.append(train(model, data, micro_batches))
+    return results
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_two_ranks_with_half_a_batch_each_are_one_process(micro_batches: int) -> None:
-    (one, losses_one), (other, losses_other) = run_ranks(
-        train_one_rank, 2, micro_batches=micro_batches
-    )
-    alone, losses = train(encoder(), batches(), 1)
+def test_two_ranks_with_half_a_batch_each_are_one_process() -> None:
+    for one_rank, other_rank in zip(*run_ranks(train_one_rank, 2), strict=True):
+        assert_one_process(one_rank, other_rank)
+
+
+def assert_one_process(
+    one_rank: tuple[dict[str, np.ndarray], list[float]],
+    other_rank: tuple[dict[str, np.ndarray], list[float]],
+    **options: Any,
+) -> None:
+    """Equal parameters on both ranks, and those that one process has after the whole batches."""
+    (one, losses_one), (other, losses_other) = one_rank, other_rank
+    alone, losses = train(encoder(), batches(), 1, **options)
     assert losses_one == losses_other
     np.testing.assert_allclose(losses, losses_one, rtol=1e-5)
     for name, value in one.items():
         assert np.array_equal(value, other[name]), f"the ranks differ in {name}"
     assert_close(alone, one)
+
+
+CLIPS = (None, 0.1)
+
+
+def train_uneven_rank() -> list[tuple[dict[str, np.ndarray], list[float]]]:
+    """5 of 8 examples on rank 0, cut into 4 and 1; 3 on rank 1, cut into 1 and 2."""
+    import paddle.distributed as dist
+
+    rows, cut = [(slice(0, 5), [4]), (slice(5, 8), [1])][dist.get_rank()]
+    data = [batch[rows] for batch in batches()]
+    return [train(encoder(), data, cut, clip_grad_norm=clip) for clip in CLIPS]
+
+
+def test_ranks_with_more_and_fewer_examples_are_one_process() -> None:
+    """Clipped: by the norm of all ranks' gradient together, which the ranks' own norms exceed."""
+    for clip, one_rank, other_rank in zip(CLIPS, *run_ranks(train_uneven_rank, 2), strict=True):
+        assert_one_process(one_rank, other_rank, clip_grad_norm=clip)
+
+
+class Spoiling(GradientSync):
+    """After the third synchronization, rank 1 alone finds an infinite gradient."""
+
+    @contextlib.contextmanager
+    def last_backward(self) -> Iterator[None]:
+        import paddle.distributed as dist
+
+        with super().last_backward():
+            yield
+        if self.num_synchronized == 3 and dist.get_rank() == 1:
+            with paddle.no_grad():
+                next(iter(self._parameters.values())).grad.scale_(math.inf)
+
+
+def train_with_overflow() -> list[dict[str, Any]]:
+    """With gradients sent as they are, and in bfloat16."""
+    return [train_over_an_overflow(compression) for compression in ("none", "bf16")]
+
+
+def train_over_an_overflow(compression: str) -> dict[str, Any]:
+    """Six steps in float16. In the second one, the data of rank 1 alone makes it overflow."""
+    import paddle.distributed as dist
+
+    paddle.seed(0)
+    model = paddle.nn.Linear(WIDTH, WIDTH)
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+    seen: dict[str, list[Any]] = {"skipped": [], "scale": [], "weight": [], "norm": []}
+    amp = AmpConfigs(
+        init_loss_scaling=2.0**10, decr_every_n_nan_or_inf=1, decr_ratio=0.5, incr_every_n_steps=2
+    )
+    with pretended_gpu():
+        step = TrainStep(
+            model,
+            optimizer,
+            loss_fn=lambda model, x: rounded(model(x)).square().mean(),
+            sync=Spoiling(model, compression=compression),
+            clip_grad_norm=1.0,
+            amp=amp,
+        )
+        for number in range(6):
+            random = np.random.default_rng([number, dist.get_rank()])
+            x = random.standard_normal((8, WIDTH)).astype("float32")
+            if number == 1 and dist.get_rank() == 1:
+                x *= 4e3
+            result = step([paddle.to_tensor(x)])
+            seen["skipped"].append(result.skipped)
+            seen["scale"].append(result.loss_scale)
+            seen["norm"].append(result.grad_norm)
+            seen["weight"].append(model.weight.numpy())
+    return {**seen, "num_skipped": step.num_skipped}
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    for one, other in zip(*run_ranks(train_with_overflow, 2), strict=True):
+        assert_skipped_together(one, other)
+
+
+def assert_skipped_together(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for seen in (one, other):
+        assert seen["skipped"] == [False, True, True, False, False, False]
+        assert seen["scale"] == [1024.0, 1024.0, 512.0, 256.0, 256.0, 512.0]
+        assert seen["num_skipped"] == 2
+        weights = seen["weight"]
+        assert np.array_equal(weights[0], weights[1]) and np.array_equal(weights[0], weights[2])
+        assert not np.array_equal(weights[2], weights[3])
+        assert np.isfinite(weights[5]).all()
+    for step in range(6):
+        assert np.array_equal(one["weight"][step], other["weight"][step]), step
+    # Only rank 1 could see the second one.
+    assert math.isfinite(one["norm"][2]) and not math.isfinite(other["norm"][2])
 
 
 def train_in_data_parallel() -> bool:
