@@ -57,7 +57,8 @@ class _Parcel:
         try:
             # gloo gives up after 30 s, which a live rank may be late by, and sums buffers of
             # different sizes without a word: so all say first that they are here, and with what.
-            peers().exchange(None, self._described(), self._scope, lane="buckets")
+            lane = f"{self._scope.name}/buckets"
+            peers().exchange(None, self._described(), self._scope, lane=lane)
             self.started = time.perf_counter()
             dist.all_reduce(self._tensor, group=group)
             self.ended = time.perf_counter()

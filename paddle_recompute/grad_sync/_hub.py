@@ -62,6 +62,7 @@ class Hub:
         self.token = secrets.token_hex(16)
         self._lines: dict[int, _Line] = {}
         self._troubles: list[Message] = []  # for ranks that connect later
+        self._failed_scopes: set[str] = set()
         self._waiting: dict[str, dict[int, Message]] = {}
         listening = socket.create_server(("127.0.0.1" if _is_loopback(host) else "", 0))
         self.port = int(listening.getsockname()[1])
@@ -83,8 +84,8 @@ class Hub:
         if hello is None or not hmac.compare_digest(str(hello.get("token")), self.token):
             writer.close()
             return
-        # asyncio does it only for a socket that was made with IPPROTO_TCP; without it an answer that
-        # follows another waits 40 ms for the peer's delayed acknowledgement.
+        # asyncio does it only for a socket made with IPPROTO_TCP; without it an answer that follows
+        # another waits 40 ms for the peer's delayed acknowledgement.
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         rank = int(hello["rank"])
         line = self._lines[rank] = _Line(writer)
@@ -106,6 +107,8 @@ class Hub:
             self._exchange(rank, message)
         elif kind in ("failed", "left"):
             line.left = kind == "left"
+            if kind == "failed":
+                self._give_up(message["scope"])
             self._announce({**message, "rank": rank})
 
     def _news_for(self, rank: int) -> Message:
@@ -121,6 +124,8 @@ class Hub:
     def _exchange(self, rank: int, message: Message) -> None:
         """Keep what `rank` has to say until all of its channel have spoken, then tell them all."""
         channel, ranks = message["channel"], message["ranks"]
+        if message["scope"] in self._failed_scopes:
+            return
         arrived = self._waiting.setdefault(channel, {})
         arrived[rank] = message
         if len(arrived) < len(ranks):
@@ -136,6 +141,15 @@ class Hub:
             answer["labels"] = labels
         for r in ranks:
             self._tell(r, answer)
+
+    def _give_up(self, scope: str) -> None:
+        """Forget who waits on behalf of `scope`, which has failed: they are told, and what they
+        said, or will say before they hear of it, must not answer the exchange of a new start.
+        """
+        self._failed_scopes.add(scope)
+        for arrived in self._waiting.values():
+            for rank in [r for r, message in arrived.items() if message["scope"] == scope]:
+                del arrived[rank]
 
     def _announce(self, trouble: Message) -> None:
         """Tell everybody, the one concerned included: it may wait to know that it was heard."""

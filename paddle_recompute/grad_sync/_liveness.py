@@ -66,7 +66,7 @@ class Scope:
     @property
     def key(self) -> str:
         """The scope on the wire."""
-        return f"{','.join(map(str, self.ranks))}/{self.name}"
+        return f"{self.ranks}/{self.name}"
 
 
 class _Answer:
@@ -118,18 +118,20 @@ class Peers:
             content: What JSON can hold.
             label: What this is about; must be the same on all ranks.
             scope: The ranks.
-            lane: Each thread that exchanges has its own.
+            lane: Each thread that exchanges has its own; that of the main thread is the same for
+                all scopes of the same ranks, so that a rank that is elsewhere is noticed.
 
         Raises:
             SyncError: The ranks are in different places of the program: their labels differ.
             PeerError: A rank will not come.
         """
-        channel = f"{scope.key}/{lane}"
+        channel = f"{scope.ranks}/{lane}"
         answer = self._answers[channel] = _Answer()
         self._send(
             {
                 "kind": "exchange",
                 "channel": channel,
+                "scope": scope.key,
                 "ranks": scope.ranks,
                 "label": label,
                 "content": content,
@@ -204,9 +206,10 @@ class Peers:
         if left_is_trouble is None:
             # A rank that has done its part of a collective may end before we have done ours.
             left_is_trouble = waited > 2 * TICK
+        # This rank's own failures too: its courier must not wait on for the others of a scope that
+        # the main thread has given up.
         told = [f for f in self._failures if f["scope"] == scope.key]
         told += [self._ended[rank] for rank in {0, *scope.ranks} if rank in self._ended]
-        told = [one for one in told if one["rank"] != self.rank]
         if not left_is_trouble:
             told = [one for one in told if not _is_regular(one)]
         if told:
@@ -238,7 +241,7 @@ class Peers:
         missing = {
             rank
             for channel, ranks in self._missing.items()
-            if channel.startswith(f"{scope.key}/")
+            if channel.startswith(f"{scope.ranks}/")
             for rank in ranks
         }
         return missing or {*scope.ranks} - {self.rank}
