@@ -69,6 +69,6 @@ def _told(segment: SegmentInfo) -> str:
         told += f", {segment.num_recomputed} run again"
     if segment.kept_bytes is not None:
         told += f", {mebibytes(segment.kept_bytes)} kept"
-    plural = "" if segment.crossing == 1 else "s"
-    crosses = f"{segment.crossing} variable{plural} cross its end"
+    one = segment.crossing == 1
+    crosses = f"{segment.crossing} {'variable crosses' if one else 'variables cross'} its end"
     return f"{told}; {crosses}, {mebibytes(segment.crossing_bytes)}"

@@ -1,0 +1,69 @@
+"""`minimize` for PIR: backward, recompute, exchange, merge, clip and update, in this order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle_static import pir
+from paddle_recompute._paddle_static.pir import Operation
+from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.static_graph.pir.data_parallel import ParamsGrads, mean_over_ranks
+from paddle_recompute.static_graph.pir.gradient_merge import merge_gradients
+from paddle_recompute.static_graph.pir.graph import Graph
+from paddle_recompute.static_graph.pir.recompute import recompute
+from paddle_recompute.static_graph.pir.requested import Requested, check_amp
+from paddle_recompute.static_graph.pir.segments import find_segments, warn_of_crossings
+
+
+def minimize(
+    optimizer: paddle.optimizer.Optimizer,
+    loss: Any,
+    strategy: Any,
+    *,
+    startup_program: paddle.static.Program | None = None,
+) -> tuple[list[Operation], ParamsGrads]:
+    """As `static_graph.minimize`."""
+    requested = Requested.of(strategy)
+    program = pir.program_of(loss)
+    startup = startup_program or paddle.static.default_startup_program()
+    with paddle.static.program_guard(program, startup):
+        forward = pir.operations(program)
+        check_amp(requested, forward)
+        if requested.recompute:
+            # Before anything is appended: a wrong name leaves the Program as it was.
+            find_segments(Graph(program, None), requested.checkpoints)
+        elif pir.has_recomputed_calls(program):
+            raise StaticGraphError(
+                "the model has Layers under recompute (apply_recompute, recompute_wrapper), but "
+                "the strategy does not set recompute; set strategy.recompute = True, or build the "
+                "model without wrapping it"
+            )
+        num_ranks = pir.join_ranks()
+        pir.claim_recomputed_calls(program)
+        params_grads = pir.append_backward(optimizer, loss, startup)
+        if requested.recompute:
+            graph = Graph(program, forward[-1])
+            segments = find_segments(graph, requested.checkpoints)
+            warn_of_crossings(segments, graph)
+            recompute(graph, segments)
+
+        def update(gradients: ParamsGrads) -> list[Operation]:
+            means = mean_over_ranks(
+                gradients, num_ranks=num_ranks, bucket_bytes=requested.bucket_bytes
+            )
+            return pir.append_update(optimizer, loss, startup, means)
+
+        with pir.editing(program):
+            if requested.merge_steps == 1:
+                return update(params_grads), params_grads
+            operations = merge_gradients(
+                params_grads,
+                update,
+                program=program,
+                startup=startup,
+                steps=requested.merge_steps,
+                average=requested.average,
+            )
+            return operations, params_grads
