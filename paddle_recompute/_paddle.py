@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import io
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
+import paddle.distributed as dist
 from paddle.base import core, framework
 
 from paddle_recompute.errors import DependencyError
@@ -300,6 +302,31 @@ def reentrant_recompute(
 
 
 # ------------------------------------------------------------------------------- distributed
+
+
+def init_parallel_env() -> None:
+    """``dist.init_parallel_env`` without a list of flags that nobody has modified.
+
+    It writes every flag that differs from its default to ``sys.stderr`` (2.6, 3.x), and 3.x sets
+    one itself as it is imported, so each rank of each run shows a block about it. Flags that the
+    user has set are still shown. Can go when Paddle leaves its own out.
+    """
+    written = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(written):
+            dist.init_parallel_env()
+    finally:
+        sys.stderr.write(without_own_flags(written.getvalue()))
+
+
+def without_own_flags(text: str) -> str:
+    """`text` less what it says about flags that Paddle has modified itself."""
+    for name in FLAGS_SET_BY_PADDLE - os.environ.keys():
+        text = re.sub(rf"^FLAGS\(name='{name}'.*\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"^=+ Modified FLAGS detected =+\n=+\n", "", text, flags=re.MULTILINE)
+
+
+FLAGS_SET_BY_PADDLE = {"FLAGS_enable_pir_in_executor"}
 
 
 def on_gradient_added(parameter: paddle.Tensor, call: Callable[[], None]) -> None:

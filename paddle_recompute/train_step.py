@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import paddle
-import paddle.distributed as dist
-from paddle.distributed.communication.group import Group
 
 from paddle_recompute._nested import tensors_in
 from paddle_recompute.config import AmpConfigs
 from paddle_recompute.errors import ConfigError, DivergenceError
-from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.grad_sync import GradientSync, mean_over_ranks
 from paddle_recompute.grad_sync.gradient_sync import SyncMode
-from paddle_recompute.grad_sync.ranks import is_distributed
 from paddle_recompute.mixed_precision import MixedPrecision, to_float32
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
@@ -34,7 +31,6 @@ class StepResult:
         grad_norm: Euclidean norm of the synchronized gradient of all parameters, without the loss
             scale and before clipping.
         seconds: Wall-clock time of ``forward_backward``, ``sync`` and ``update``.
-        num_examples: How many examples there were, over all micro-batches and ranks.
         skipped: Whether the parameters were left alone, because loss or gradient is not finite in
             float16. It is the same on all ranks.
         loss_scale: What the loss was multiplied with; None where it is not scaled.
@@ -43,7 +39,6 @@ class StepResult:
     loss: float
     grad_norm: float
     seconds: dict[str, float]
-    num_examples: float
     skipped: bool = False
     loss_scale: float | None = None
 
@@ -155,10 +150,10 @@ class TrainStep:
             self._amp.advise(micro_batches[0])
         times = [time.perf_counter()]
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
-        [total] = self._sum_over_ranks([math.fsum(counts)])
-        # Exactly accumulate_steps where all counts are equal: the weighted mean is the plain one
-        # then, to the bit. The synchronization divides by the number of ranks.
-        divisors = [total / (self._num_ranks * count) for count in counts]
+        per_rank = mean_over_ranks(math.fsum(counts), self._sync.group)
+        # The mean and not the sum, as the synchronization divides by the number of ranks. Exactly
+        # accumulate_steps where all counts are equal: then it is the plain mean, to the bit.
+        divisors = [per_rank / count for count in counts]
         losses = []
         with self._sync.no_sync():
             for micro_batch, divisor in zip(micro_batches[:-1], divisors, strict=False):
@@ -167,7 +162,7 @@ class TrainStep:
             losses.append(self._forward_backward(micro_batches[-1], divisors[-1]))
             times.append(time.perf_counter())
         times.append(time.perf_counter())
-        own_loss = math.fsum(loss * n for loss, n in zip(losses, counts, strict=True)) / total
+        own_loss = sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True))
         loss_scale = self._scaler.scale if self._scaler is not None else None
         grad_norm = self._unscale()
         loss, finite = self._agree(own_loss, grad_norm)
@@ -189,7 +184,7 @@ class TrainStep:
         parts = ("forward_backward", "sync", "update")
         durations = [after - before for before, after in itertools.pairwise(times)]
         seconds = dict(zip(parts, durations, strict=True))
-        return StepResult(loss, grad_norm, seconds, total, not finite, loss_scale)
+        return StepResult(loss, grad_norm, seconds, not finite, loss_scale)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The mixed precision of the forward pass, for an evaluation of the model; without `amp`
@@ -273,25 +268,11 @@ class TrainStep:
     def _agree(self, own_loss: float, grad_norm: float) -> tuple[float, bool]:
         """The loss over all ranks, and whether it and all ranks' gradients are finite."""
         overflow = 0.0 if math.isfinite(grad_norm) else 1.0
-        loss, overflows = self._sum_over_ranks([own_loss, overflow])
+        overflows = mean_over_ranks(overflow, self._sync.group)
+        # Infinities of both signs on two ranks have no mean.
+        own_loss = math.nan if own_loss == -math.inf else own_loss
+        loss = mean_over_ranks(own_loss, self._sync.group)
         return loss, math.isfinite(loss) and overflows == 0
-
-    @property
-    def _num_ranks(self) -> int:
-        group = self._sync.group
-        return int(dist.get_world_size(group)) if is_distributed(group) else 1
-
-    def _sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Each value summed over the ranks that synchronize; costs one small collective."""
-        return _sum_over_ranks(values, self._sync.group)
-
-
-def _sum_over_ranks(values: list[float], group: Group | None) -> list[float]:
-    if not is_distributed(group):
-        return values
-    total = paddle.to_tensor(values, dtype="float64")
-    dist.all_reduce(total, group=group)
-    return [float(value) for value in total.tolist()]
 
 
 def _length_of_first_axis(micro_batch: Any) -> int:

@@ -5,6 +5,7 @@ Each says what the name is relied on for, not only that it is there.
 
 from __future__ import annotations
 
+import collections
 import gc
 import inspect
 import random
@@ -291,6 +292,23 @@ def test_fleets_recompute_takes_the_keywords_that_we_give() -> None:
     (y,) = _paddle.reentrant_recompute(lambda x: (layer(x),), [x])
     y.sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_init_parallel_env_lists_the_flags_that_paddle_sets_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list is written by ``_print_modified_flags``, from ``_get_modified_flags``."""
+    from paddle.distributed import parallel
+
+    monkeypatch.delenv("FLAGS_enable_pir_in_executor", raising=False)
+    listed = parallel._get_modified_flags()
+    assert {flag.name for flag in listed} <= _paddle.FLAGS_SET_BY_PADDLE
+    parallel._print_modified_flags(listed)
+    assert _paddle.without_own_flags("before\n" + capsys.readouterr().err) == "before\n"
+    mine = type(listed[0]) if listed else collections.namedtuple("FLAGS", "name value default")
+    parallel._print_modified_flags([*listed, mine("FLAGS_mine", 1, 0)])
+    shown = _paddle.without_own_flags(capsys.readouterr().err)
+    assert shown.count("FLAGS(") == 1 and "FLAGS_mine" in shown and shown.count("===\n") == 2
 
 
 def test_core_create_or_get_global_tcp_store() -> None:
