@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paddle_recompute import errors
     from paddle_recompute.config import Config, RecomputeConfig, load_config
-    from paddle_recompute.contrastive import ContrastiveLoss, GradCache
+    from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
     from paddle_recompute.recompute import (
@@ -46,6 +46,7 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "__version__",
+    "all_gather_with_grad",
     "apply_recompute",
     "build_model",
     "errors",
@@ -68,6 +69,7 @@ _WITH_PADDLE = {
     "RecomputeReport": "recompute",
     "TrainStep": "train_step",
     "Trainer": "trainer",
+    "all_gather_with_grad": "contrastive",
     "apply_recompute": "recompute",
     "build_model": "models",
     "recompute": "recompute",

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
+from collections.abc import Iterable
 from typing import Literal
 
+import numpy as np
 import paddle
+import paddle.nn.functional as F
+from paddle.distributed.communication.group import Group
 
-from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute import _paddle
+from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
+from paddle_recompute.contrastive._streaming import streamed_loss
+from paddle_recompute.contrastive._whole import whole_loss
+from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows, has_other_ranks
+from paddle_recompute.errors import ConfigError, DataError, StaticGraphError
+
+MAX_SCALE = 100.0
+"""The largest learned 1/temperature: "clipped to prevent scaling the logits by more than 100 which
+we found necessary to prevent training instability" (CLIP, section 2.5)."""
 
 
 class ContrastiveLoss(paddle.nn.Layer):
@@ -19,35 +33,61 @@ class ContrastiveLoss(paddle.nn.Layer):
 
     .. math:: L = \frac{1}{b} \sum_i -\log \frac{e^{s_{ii}}}{\sum_j e^{s_{ij}}}
 
-    Reduction: the mean over the b queries. ``symmetric`` takes the mean of this and of the same
-    with the roles exchanged (every positive must find its query); it does not double the scale.
+    The sum over j goes over the positives of all ranks (``negatives="global"``) or of this one
+    (``"local"``), and over hard negatives if there are any. ``symmetric`` takes the mean of this
+    and of the same with the roles exchanged (every positive must find its query among the queries;
+    hard negatives do not search); it does not double the scale.
 
-    Gradients: negatives are local, which means that a query competes with the b positives of its
-    own call, whatever other ranks and micro-batches do. Gradients averaged over R ranks and K
-    micro-batches are those of the mean of R*K such losses, each a choice among b: of the same
-    scale as one of them, with nothing to multiply by R or K, but *not* those of one loss over all
-    R*K*b pairs, whose queries have R*K*b - 1 negatives.
+    Reduction: the mean over the b queries of this rank. With ``"global"`` it is times b and divided
+    by the mean b of the ranks, which is 1 unless the last batch is uneven.
+
+    Gradients: for data-parallel averaging, with nothing to multiply by the number of ranks R.
+
+    - ``"global"``: the mean over the ranks of the gradients is that of the mean loss over the
+      *global* batch, as one process with all the pairs would compute it; uneven batches and the
+      learned temperature included. A rank computes the rows of its own pairs alone, [b, R*b]
+      scores; other ranks' vectors arrive by `all_gather_with_grad`, whose gradients are exact.
+    - ``"local"``: it is that of the mean of R losses, each a choice among b: of the same scale, but
+      *not* the gradient of one loss over all pairs, whose queries have R*b - 1 negatives.
+
+    K micro-batches of b give the mean of K such losses in either case: more negatives come from a
+    larger micro-batch (`GradCache`), not from accumulation.
 
     Precision: the gradient of a query that has found its positive shrinks with its loss, and both
     keep their relative precision as far down as float32 goes, where softmax cross-entropy in
     float32 rounds them to 0 at 6e-8. Finite scores do not overflow. It is computed in float32 at
     least, in dygraph under ``paddle.amp.auto_cast`` too.
 
-    Memory: one matrix [b, b] until the backward pass, three at the peak of the forward; two and
-    four with ``symmetric``.
+    Memory, with m candidates per query: without `tile` one matrix [b, m] until the backward, three
+    at the peak of the forward; two and four with ``symmetric``. With `tile` no such matrix: beyond
+    the gradients, a few blocks [tile, tile] and [tile, dim], for one more matrix product per tile.
+    The backward of tiles, and of vectors that were gathered, can run once (no ``retain_graph``),
+    and ``paddle.grad`` must ask for all of their vectors that need a gradient.
 
     Args:
         temperature: :math:`\tau > 0`; with normalised vectors the scores are within 1/temperature.
         symmetric: Whether positives search for queries too.
-        negatives: ``"local"``, the pairs of the call; the only value so far.
+        negatives: ``"global"``, the pairs of all ranks' calls; ``"local"``, of this call alone. The
+            same in a single process.
+        learnable_temperature: Make 1/temperature a parameter of this Layer, ``logit_scale``, [1],
+            float32, which holds its logarithm as in CLIP. It is at most log 100: a forward in
+            dygraph takes a larger one back to that. Give it to the optimizer (without weight decay)
+            and to `GradientSync`; its gradient is averaged as the others are.
+        label_smoothing: Share of the label, in [0, 1), that is spread evenly over all candidates of
+            a query, its own positive included and masked ones not.
+        tile: Queries and candidates per block; None: one matrix. 512 to 2048 are fast on a CPU.
+        mask_false_negatives: Leave out candidates that are equal to the right one, which the ids
+            tell; the ids are required then. A row whose every candidate is masked has no loss.
+        normalize: Scale the vectors to length 1 first.
+        group: The ranks of ``"global"``; None is all of them.
 
     Raises:
-        ConfigError: `temperature` is no positive number, or `negatives` is not known.
+        ConfigError: An option has a value that does not exist or does not go with the others.
 
     References:
         van den Oord et al., "Representation Learning with Contrastive Predictive Coding",
         arXiv:1807.03748, equation 4; Radford et al., "CLIP", arXiv:2103.00020, figure 3, for the
-        symmetric form.
+        symmetric form and section 2.5 for the learned temperature.
 
     Examples:
         >>> import paddle
@@ -61,47 +101,212 @@ class ContrastiveLoss(paddle.nn.Layer):
         self,
         temperature: float = 0.05,
         symmetric: bool = True,
-        negatives: Literal["local"] = "local",
+        negatives: Literal["global", "local"] = "global",
+        *,
+        learnable_temperature: bool = False,
+        label_smoothing: float = 0.0,
+        tile: int | None = None,
+        mask_false_negatives: bool = False,
+        normalize: bool = False,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         if not (math.isfinite(temperature) and temperature > 0):
             raise ConfigError(
                 f"temperature: received {temperature!r}; allowed is a number greater than 0"
             )
-        if negatives != "local":
-            raise ConfigError(f"negatives: received {negatives!r}; allowed is 'local'")
-        self.temperature = temperature
+        if learnable_temperature and temperature < 1 / MAX_SCALE:
+            raise ConfigError(
+                f"temperature: received {temperature!r}; with learnable_temperature it starts at "
+                f"{1 / MAX_SCALE} at least, where it is kept"
+            )
+        if negatives not in ("global", "local"):
+            raise ConfigError(
+                f"negatives: received {negatives!r}; allowed are 'global' and 'local'"
+            )
+        if not 0 <= label_smoothing < 1:
+            raise ConfigError(
+                f"label_smoothing: received {label_smoothing!r}; allowed is 0 to below 1"
+            )
+        if tile is not None and tile < 1:
+            raise ConfigError(f"tile: received {tile!r}; allowed is None or at least 1")
+        if group is not None and negatives == "local":
+            raise ConfigError("group has no effect with negatives='local'; leave it out")
         self.symmetric = symmetric
+        self.negatives = negatives
+        self.label_smoothing = label_smoothing
+        self.tile = tile
+        self.mask_false_negatives = mask_false_negatives
+        self.normalize = normalize
+        self.group = group
+        self._temperature = temperature
+        self.logit_scale: paddle.Tensor | None = (
+            self.create_parameter(
+                [1],
+                dtype="float32",
+                default_initializer=paddle.nn.initializer.Constant(-math.log(temperature)),
+            )
+            if learnable_temperature
+            else None
+        )
 
-    def forward(self, query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
+    @property
+    def temperature(self) -> float:
+        """The temperature in force, the learned one if it is learned."""
+        if self.logit_scale is None:
+            return self._temperature
+        return 1 / min(math.exp(float(self.logit_scale.item())), MAX_SCALE)
+
+    def forward(
+        self,
+        query: paddle.Tensor,
+        positive: paddle.Tensor,
+        hard_negatives: paddle.Tensor | None = None,
+        *,
+        positive_ids: paddle.Tensor | None = None,
+        negative_ids: paddle.Tensor | None = None,
+    ) -> paddle.Tensor:
         """The loss of one batch of pairs.
+
+        With ``negatives="global"`` every rank must call this, with the same arguments but for the
+        number of pairs.
 
         Args:
             query: ``[local_batch, dim]``, floating point, per rank; normalised by the caller if
                 the scores are to be cosines. Row i of `positive` belongs to row i.
             positive: ``[local_batch, dim]``, like `query`.
+            hard_negatives: ``[local_batch, num_negatives, dim]``, more candidates: for all queries,
+                of all ranks with ``"global"``, not only for the query of their row.
+            positive_ids: ``[local_batch]``, int64, with ``mask_false_negatives``: positives of
+                equal texts have equal numbers, on all ranks; `text_ids` makes them.
+            negative_ids: ``[local_batch, num_negatives]``, int64, likewise for `hard_negatives`,
+                in the same numbering.
 
         Returns:
             A scalar, float32 (float64 from float64 input), at least 0.
 
         Raises:
-            DataError: The shapes differ or are not ``[batch, dim]``, or there is one pair only:
-                it has no negatives, its loss would be 0 whatever the model does.
+            DataError: Shapes or dtypes do not fit together; ids are missing, or not asked for; or
+                there is one pair only: it has no negatives, its loss would be 0 whatever the model
+                does. Or a rank has none.
+            SyncError: The ranks' arguments differ in more than the number of pairs.
+            StaticGraphError: In a Program, `tile` is set, or ``"global"`` meets other ranks.
         """
-        _check(query, positive)
-        with _amp_off():
-            query, positive = (
-                vectors if vectors.dtype == paddle.float64 else vectors.astype("float32")
-                for vectors in (query, positive)
+        given = (query, positive, hard_negatives, positive_ids, negative_ids)
+        _check_shapes(query, positive, hard_negatives)
+        self._check_ids(*given)
+        if self.tile is not None and not _paddle.is_dygraph():
+            raise StaticGraphError(
+                f"tile={self.tile}: tiles are streamed in dygraph only; in a Program set tile=None"
             )
-            query = query / self.temperature
-            own = (query * positive).sum(axis=1)
-            others = paddle.matmul(query, positive, transpose_y=True)
-            others = others + paddle.diag(paddle.full_like(own, -math.inf))
-            loss = _mean_surprise(own, others)
+        with _amp_off():
+            batch, weight = self._batch(*given)
+            options = LossOptions(self.symmetric, self.label_smoothing, weight)
+            if self.tile is None:
+                return whole_loss(batch, self._scale(), options)
+            return streamed_loss(batch, self._scale(), options, self.tile)
+
+    def _batch(
+        self,
+        query: paddle.Tensor,
+        positive: paddle.Tensor,
+        hard_negatives: paddle.Tensor | None,
+        positive_ids: paddle.Tensor | None,
+        negative_ids: paddle.Tensor | None,
+    ) -> tuple[ContrastiveBatch, float]:
+        """Everything that is scored, in float32 at least, and the weight of this rank's mean."""
+        query, positive = self._vectors(query), self._vectors(positive)
+        tensors = {"queries": query, "positives": positive}
+        if hard_negatives is not None:
+            tensors["negatives"] = self._vectors(hard_negatives)
+        if positive_ids is not None:
+            tensors["positive_ids"] = positive_ids
+        if negative_ids is not None:
+            tensors["negative_ids"] = negative_ids
+        num_pairs, weight, places = query.shape[0], 1.0, {}
+        if self.negatives == "global" and has_other_ranks(self.group):
+            # Queries that nobody searches for stay where they are.
+            staying = [] if self.symmetric else ["queries"]
+            sent = [name for name in tensors if name not in staying]
+            rows = agree_on_rows(list(tensors.values()), self.group)
+            if 0 in rows.counts:
+                raise DataError(
+                    f"the ranks have {', '.join(map(str, rows.counts))} pairs; give every rank at "
+                    "least one"
+                )
+            gathered = gather_rows([tensors[name] for name in sent], rows, self.group)
+            tensors.update(zip(sent, gathered, strict=True))
+            places = {"own_positives": rows.own}
             if self.symmetric:
-                loss = (loss + _mean_surprise(own, others.t())) / 2
-        return loss
+                places["own_queries"] = rows.own
+            num_pairs = rows.total
+            weight = rows.counts[rows.rank] * len(rows.counts) / rows.total
+        _check_number(num_pairs, lonely=hard_negatives is None or self.symmetric)
+        for name in ("negatives", "negative_ids"):
+            if name in tensors:  # which pair one was given with does not matter any more
+                tensors[name] = tensors[name].flatten(0, 1)
+        return ContrastiveBatch(**tensors, **places), weight
+
+    def _vectors(self, vectors: paddle.Tensor) -> paddle.Tensor:
+        if vectors.dtype not in (paddle.float32, paddle.float64):
+            vectors = vectors.astype("float32")
+        return F.normalize(vectors, axis=-1) if self.normalize else vectors
+
+    def _scale(self) -> Scale:
+        if self.logit_scale is None:
+            return 1 / self._temperature
+        largest = math.log(MAX_SCALE)
+        if _paddle.is_dygraph():
+            # The parameter itself, or it could wander off to where no gradient brings it back.
+            with paddle.no_grad():
+                self.logit_scale.clip_(max=largest)
+            return paddle.exp(self.logit_scale)
+        beyond = (self.logit_scale - paddle.clip(self.logit_scale, max=largest)).detach()
+        return paddle.exp(self.logit_scale - beyond)
+
+    def _check_ids(
+        self,
+        query: paddle.Tensor,
+        positive: paddle.Tensor,
+        hard_negatives: paddle.Tensor | None,
+        positive_ids: paddle.Tensor | None,
+        negative_ids: paddle.Tensor | None,
+    ) -> None:
+        if not self.mask_false_negatives:
+            if positive_ids is not None or negative_ids is not None:
+                raise DataError(
+                    "received ids, which nothing is done with; set mask_false_negatives=True or "
+                    "leave them out"
+                )
+            return
+        for name, ids, of in (
+            ("positive_ids", positive_ids, positive),
+            ("negative_ids", negative_ids, hard_negatives),
+        ):
+            wanted = None if of is None else list(of.shape[:-1])
+            found = None if ids is None else list(ids.shape)
+            if found != wanted or (ids is not None and ids.dtype != paddle.int64):
+                received = "none" if ids is None else f"{ids.dtype} of shape {found}"
+                allowed = "none" if wanted is None else f"int64 of shape {wanted}"
+                raise DataError(
+                    f"{name}: received {received}; with mask_false_negatives and these vectors "
+                    f"allowed is {allowed}"
+                )
+
+
+def text_ids(texts: Iterable[str]) -> paddle.Tensor:
+    """Numbers by which `ContrastiveLoss` tells equal texts, the same on every rank.
+
+    64 bits of a hash: among a million texts some two agree by chance once in 37 million times.
+
+    Args:
+        texts: Compared letter by letter; bring them into a normal form first if need be.
+
+    Returns:
+        ``[len(texts)]``, int64.
+    """
+    digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return paddle.to_tensor(np.frombuffer(digests, "<i8").astype(np.int64))
 
 
 def _amp_off() -> contextlib.AbstractContextManager[None]:
@@ -112,33 +317,30 @@ def _amp_off() -> contextlib.AbstractContextManager[None]:
     return amp_off
 
 
-def _mean_surprise(own: paddle.Tensor, others: paddle.Tensor) -> paddle.Tensor:
-    """Mean over the rows of ``log(1 + sum_j exp(others[i, j] - own[i]))``.
-
-    The 1 is the row's own score: kept out of the sum, it cannot swallow a small rest. With
-    m = max(0, max_j others[i, j] - own[i]) the logarithm is
-    ``m + log(exp(-m) + sum_j exp(others[i, j] - own[i] - m))``, in which nothing overflows; log1p
-    and expm1 keep what is small.
-
-    Args:
-        own: ``[batch]``, the score of each row with its partner.
-        others: ``[batch, batch]``, the scores with everybody, -inf on the diagonal.
-    """
-    # The value does not depend on m, so no gradient has to go through it.
-    m = (others.max(axis=1) - own).clip(min=0.0).detach()
-    rest = paddle.exp(others - (own + m).unsqueeze(1)).sum(axis=1)
-    return (m + paddle.log1p(paddle.expm1(-m) + rest)).mean()
-
-
-def _check(query: paddle.Tensor, positive: paddle.Tensor) -> None:
+def _check_shapes(
+    query: paddle.Tensor, positive: paddle.Tensor, hard_negatives: paddle.Tensor | None
+) -> None:
     shapes = list(query.shape), list(positive.shape)
     if shapes[0] != shapes[1] or len(shapes[0]) != 2:
         raise DataError(
             f"received queries of shape {shapes[0]} and positives of shape {shapes[1]}; "
             "allowed is the same [batch, dim] for both"
         )
-    if shapes[0][0] < 2 and shapes[0][0] != -1:  # -1: a static Program does not know it yet
+    if hard_negatives is None:
+        return
+    batch, dim = shapes[0]
+    found = list(hard_negatives.shape)
+    if len(found) != 3 or [found[0], found[2]] != [batch, dim] or found[1] == 0:
         raise DataError(
-            f"received a batch of {shapes[0][0]}; a pair needs at least one other pair for its "
+            f"received hard negatives of shape {found}; allowed is "
+            f"[{batch}, num_negatives, {dim}], at least one for each pair"
+        )
+
+
+def _check_number(num_pairs: int, *, lonely: bool) -> None:
+    """`lonely`: whether one pair alone would have nobody to compete with, on one side at least."""
+    if num_pairs < 2 and num_pairs != -1 and lonely:  # -1: a Program does not know it yet
+        raise DataError(
+            f"received a batch of {num_pairs}; a pair needs at least one other pair for its "
             "negative; give every rank and micro-batch at least 2 pairs"
         )

@@ -10,53 +10,13 @@ import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
 import pytest
-from numpy.typing import NDArray
 from paddle.base import core
 
 from paddle_recompute import _paddle
 from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.errors import ConfigError, DataError
+from tests.contrastive.loss_reference import UNDERFLOW, Array, reference, tolerance, unit_rows
 from tests.ranks import run_ranks
-
-Array = NDArray[Any]
-
-
-def reference(
-    query: Array, positive: Array, temperature: float, symmetric: bool
-) -> tuple[float, Array, Array, float]:
-    """Loss, gradient of the queries, gradient of the positives; float64.
-
-    And the size of the gradients: of the largest sum, were all of its terms positive. An error is
-    judged against it, as the terms may cancel to 0.
-    """
-    query, positive = query.astype(np.float64), positive.astype(np.float64)
-    scores = query @ positive.T / temperature
-    loss, gradient = one_direction(scores)
-    if symmetric:
-        other_loss, other_gradient = one_direction(scores.T)
-        loss, gradient = (loss + other_loss) / 2, (gradient + other_gradient.T) / 2
-    size = max(
-        (np.abs(gradient) @ np.abs(positive)).max(), (np.abs(gradient.T) @ np.abs(query)).max()
-    )
-    return (
-        loss,
-        gradient @ positive / temperature,
-        gradient.T @ query / temperature,
-        float(size / temperature),
-    )
-
-
-def one_direction(scores: Array) -> tuple[float, Array]:
-    """Mean of -log softmax of the diagonal, and its gradient by the scores."""
-    batch = len(scores)
-    losses, gradient = np.empty(batch), np.empty_like(scores)
-    for i, row in enumerate(scores):
-        rest = np.logaddexp.reduce(np.delete(row, i))
-        losses[i] = np.logaddexp(0.0, rest - row[i])
-        gradient[i] = np.exp(row - np.logaddexp(row[i], rest))
-        gradient[i, i] = 0.0
-        gradient[i, i] = -gradient[i].sum()  # softmax - 1, without the cancellation
-    return float(losses.mean()), gradient / batch
 
 
 def with_gradients(
@@ -67,19 +27,6 @@ def with_gradients(
     value.backward()
     return float(value), tensors[0].grad.numpy(), tensors[1].grad.numpy()
 
-
-def unit_rows(shape: tuple[int, int], seed: int = 0) -> Array:
-    rows = np.random.default_rng(seed).normal(size=shape)
-    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-
-
-def tolerance(temperature: float) -> float:
-    """A score of size 1/temperature is rounded by 6e-8 of it, and exp makes that relative."""
-    return 2e-6 + 5e-7 / temperature
-
-
-# Paddle's float32 exp does not go below 1.2e-38; the gradient multiplies that by 1/temperature.
-UNDERFLOW = 1e-33
 
 SAME = unit_rows((12, 20))
 CASES = {
@@ -93,24 +40,30 @@ CASES = {
 }
 
 
+TILES = [None, 1, 4, 5, 12, 100]  # of 12 pairs: one, a divisor, uneven, all, more than all
+
+
+@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.05, 0.02, 0.001])
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_the_reference(
-    case: str, temperature: float, symmetric: bool
+    case: str, temperature: float, symmetric: bool, tile: int | None
 ) -> None:
     query, positive = CASES[case]
-    loss, *gradients, size = reference(query, positive, temperature, symmetric)
-    found = with_gradients(ContrastiveLoss(temperature, symmetric), query, positive)
-    assert found[0] == pytest.approx(loss, rel=tolerance(temperature), abs=UNDERFLOW)
-    for got, want in zip(found[1:], gradients, strict=True):
-        atol = tolerance(temperature) * size + UNDERFLOW
+    expected = reference(query, positive, temperature, symmetric)
+    found = with_gradients(ContrastiveLoss(temperature, symmetric, tile=tile), query, positive)
+    assert found[0] == pytest.approx(expected.loss, rel=tolerance(temperature), abs=UNDERFLOW)
+    for got, want in zip(found[1:], (expected.query, expected.positive), strict=True):
+        atol = tolerance(temperature) * expected.size + UNDERFLOW
         np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
-def test_small_loss_keeps_what_cross_entropy_rounds_to_zero() -> None:
+@pytest.mark.parametrize("tile", [None, 3])
+def test_small_loss_keeps_what_cross_entropy_rounds_to_zero(tile: int | None) -> None:
     vectors, temperature = np.eye(8, dtype=np.float32), 0.02
-    loss, query_gradient, _ = with_gradients(ContrastiveLoss(temperature), vectors, vectors)
+    criterion = ContrastiveLoss(temperature, tile=tile)
+    loss, query_gradient, _ = with_gradients(criterion, vectors, vectors)
     assert loss == pytest.approx(7 * math.exp(-50), rel=1e-4)
     own, other = query_gradient[0, 0], query_gradient[0, 1]
     assert other > 0
@@ -143,17 +96,24 @@ def test_knowing_nothing_costs_the_logarithm_of_the_batch() -> None:
         assert float(ContrastiveLoss()(vectors, vectors)) == pytest.approx(math.log(batch))
 
 
+@pytest.mark.parametrize("tile", [None, 5])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_result_is_a_scalar_of_float32_at_least(dtype: str) -> None:
+def test_result_is_a_scalar_of_float32_at_least(dtype: str, tile: int | None) -> None:
     query, positive = (paddle.to_tensor(one).astype(dtype) for one in CASES["random"])
-    loss = ContrastiveLoss()(query, positive)
+    query.stop_gradient = False
+    loss = ContrastiveLoss(tile=tile)(query, positive)
+    loss.backward()
+    assert query.grad.dtype == query.dtype
     assert list(loss.shape) == []
     assert loss.dtype == (paddle.float64 if dtype == "float64" else paddle.float32)
 
 
-def test_autocast_does_not_reach_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tile", [None, 12])
+def test_autocast_does_not_reach_the_scores(
+    tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked at the matrix product: on the CPU nothing is cast, whatever the AMP state says."""
-    query, positive = (paddle.to_tensor(one) for one in CASES["random"])
+    query, positive = (paddle.to_tensor(one, stop_gradient=False) for one in CASES["random"])
     levels, matmul = [], paddle.matmul
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -163,9 +123,10 @@ def test_autocast_does_not_reach_the_scores(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(paddle, "matmul", recorded)
     off, amp = core.AmpLevel.O0, core.AmpLevel.O1
     with _paddle.amp_state_of(_paddle.AmpState(amp, "bfloat16", ({"matmul"}, set()), False)):
-        ContrastiveLoss()(query, positive)
+        ContrastiveLoss(tile=tile)(query, positive).backward()
         assert _paddle.amp_state().level == amp
-    assert levels == [off]
+    # In tiles: the scores, the scores again, and the two products of the gradients.
+    assert levels == [off] * (1 if tile is None else 4)
 
 
 def local_loss_gradient(num_pairs: int, dim: int) -> Array:
@@ -176,7 +137,8 @@ def local_loss_gradient(num_pairs: int, dim: int) -> Array:
     query, positive = (
         paddle.to_tensor(unit_rows((num_pairs, dim), seed=seed)[rows]) for seed in (3, 4)
     )
-    ContrastiveLoss()(paddle.matmul(query, weight), positive).backward()
+    criterion = ContrastiveLoss(negatives="local")
+    criterion(paddle.matmul(query, weight), positive).backward()
     gradient = weight.grad
     dist.all_reduce(gradient)
     return np.asarray((gradient / dist.get_world_size()).numpy())
@@ -192,8 +154,7 @@ def test_averaged_gradient_is_that_of_the_mean_of_the_local_losses() -> None:
     def expected(batch: int) -> Array:
         parts = [slice(first, first + batch) for first in range(0, num_pairs, batch)]
         each = [
-            query[rows].T @ reference(query[rows] @ weight, positive[rows], 0.05, True)[1]
-            for rows in parts
+            query[rows].T @ reference(query[rows] @ weight, positive[rows]).query for rows in parts
         ]
         return np.mean(each, axis=0)
 
@@ -209,9 +170,23 @@ def test_temperature_must_be_a_positive_number(temperature: float) -> None:
         ContrastiveLoss(temperature)
 
 
-def test_other_negatives_are_refused() -> None:
-    with pytest.raises(ConfigError, match="negatives: received 'global'; allowed is 'local'"):
-        ContrastiveLoss(negatives="global")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"negatives": "all"}, "negatives: received 'all'; allowed are 'global' and 'local'"),
+        ({"label_smoothing": 1.0}, "label_smoothing: received 1.0; allowed is 0 to below 1"),
+        ({"label_smoothing": -0.1}, "label_smoothing: received -0.1"),
+        ({"tile": 0}, "tile: received 0; allowed is None or at least 1"),
+        ({"negatives": "local", "group": "a group"}, "group has no effect with negatives='local'"),
+        (
+            {"temperature": 0.009, "learnable_temperature": True},
+            "temperature: received 0.009; with learnable_temperature it starts at 0.01 at least",
+        ),
+    ],
+)
+def test_options_that_do_not_exist_or_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ContrastiveLoss(**options)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""Refuse what ends the interpreter: to run a PyLayer's backward a second time."""
+
+from __future__ import annotations
+
+import weakref
+
+import paddle
+
+from paddle_recompute import _paddle
+
+
+class Once:
+    """A hook for the results of a PyLayer, which Paddle calls before the node itself.
+
+    The second run of such a node is a segmentation fault, whatever is in its backward, and so is
+    ``paddle.grad(create_graph=True)`` on 2.6 (seen with 2.6.2 and 3.3.1). Can go when
+    ``backward(retain_graph=True)`` and a second ``backward()`` work through a PyLayer.
+
+    Args:
+        error: What to raise, a type.
+        message: What to say.
+    """
+
+    def __init__(self, error: type[Exception], message: str) -> None:
+        _paddle.watch_backward()
+        self._error, self._message = error, message
+        # Weakly: what waits for the end of a backward should not live as long as the graph.
+        self._seen: weakref.ref[_paddle.Backward] | None = None
+
+    def guard(self, *results: paddle.Tensor) -> None:
+        """Watch over the results of one node."""
+        for result in results:
+            if not result.stop_gradient:
+                result.register_hook(self)
+
+    def __call__(self, gradient: paddle.Tensor) -> None:
+        backward = _paddle.current_backward()
+        if backward is None:
+            return
+        again = self._seen is not None and self._seen() is not backward
+        twice_differentiable = backward.partial and backward.retain_graph
+        self._seen = weakref.ref(backward)
+        if again or twice_differentiable:
+            error = self._error(self._message)
+            _paddle.hand_on(error)
+            raise error

@@ -1,0 +1,97 @@
+"""The contrastive loss from whole matrices of scores, in operators that Paddle differentiates.
+
+In a Program as in dygraph, and as often as one likes. `_streaming` computes the same in tiles.
+"""
+
+from __future__ import annotations
+
+import math
+
+import paddle
+
+from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
+
+
+def whole_loss(batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> paddle.Tensor:
+    """The loss of this rank's pairs, a scalar; `scale` is what the inner products are times."""
+    query, positive = _rows(batch.queries, batch.own_queries), batch.positives
+    own_positive = _rows(positive, batch.own_positives)
+    query = query * scale
+    own = (query * own_positive).sum(axis=1)
+    scores = _competing(query, positive, _equal_pairs(batch, batch.own_positives))
+    searches = [scores]
+    if options.symmetric and batch.own_positives is None:
+        searches.append(scores.t())
+    elif options.symmetric:
+        equal = _equal_pairs(batch, batch.own_queries)
+        searches.append(_competing(own_positive * scale, batch.queries, equal))
+    if batch.negatives is not None:
+        more = _competing(query, batch.negatives, _equal_negatives(batch))
+        searches[0] = paddle.concat([scores, more], axis=1)
+    losses = [_mean_surprise(own, scores, options.label_smoothing) for scores in searches]
+    return paddle.add_n(losses) * (options.weight / len(losses))
+
+
+def _competing(
+    rows: paddle.Tensor, candidates: paddle.Tensor, excluded: paddle.Tensor | None
+) -> paddle.Tensor:
+    """The scores [rows, candidates], -inf where `excluded` (bool, of that shape) says so.
+
+    By addition, whose gradient keeps neither operand: `masked_fill` would keep the mask.
+    """
+    if excluded is None:
+        return paddle.matmul(rows, candidates, transpose_y=True)
+    nothing = paddle.zeros_like(excluded, dtype=rows.dtype)
+    added = paddle.masked_fill(nothing, excluded, -math.inf)
+    del nothing
+    return paddle.matmul(rows, candidates, transpose_y=True) + added
+
+
+def _equal_pairs(batch: ContrastiveBatch, own: slice | None) -> paddle.Tensor:
+    """[own pairs, pairs], bool: a pair's own partner, and equal texts, are no negatives."""
+    ids = batch.positive_ids
+    if ids is None:
+        # Places, counted and not taken from the shape, which a Program may not know.
+        ids = paddle.cumsum(paddle.ones_like(batch.positives[:, 0], dtype="int64")) - 1
+    return paddle.equal(_rows(ids, own).unsqueeze(1), ids.unsqueeze(0))
+
+
+def _equal_negatives(batch: ContrastiveBatch) -> paddle.Tensor | None:
+    if batch.positive_ids is None or batch.negative_ids is None:
+        return None
+    own = _rows(batch.positive_ids, batch.own_positives)
+    return paddle.equal(own.unsqueeze(1), batch.negative_ids.unsqueeze(0))
+
+
+def _rows(tensor: paddle.Tensor, own: slice | None) -> paddle.Tensor:
+    return tensor if own is None else tensor[own]
+
+
+def _mean_surprise(
+    own: paddle.Tensor, others: paddle.Tensor, label_smoothing: float
+) -> paddle.Tensor:
+    """Mean over the rows of ``log(1 + sum_j exp(others[i, j] - own[i]))``, plus the smoothing.
+
+    The 1 is the row's own score: kept out of the sum, it cannot swallow a small rest. With
+    m = max(0, max_j others[i, j] - own[i]) the logarithm is
+    ``m + log(exp(-m) + sum_j exp(others[i, j] - own[i] - m))``, in which nothing overflows; log1p
+    and expm1 keep what is small.
+
+    Smoothing moves the share e of the label to all n candidates of the row alike, which adds
+    ``e / n * sum_j (own[i] - others[i, j])``.
+
+    Args:
+        own: ``[batch]``, the score of each row with its partner.
+        others: ``[batch, candidates]``, -inf where j is no candidate, as for the row's partner.
+        label_smoothing: The e above.
+    """
+    # The value does not depend on m, so no gradient has to go through it.
+    m = (others.max(axis=1) - own).clip(min=0.0).detach()
+    rest = paddle.exp(others - (own + m).unsqueeze(1)).sum(axis=1)
+    surprise = m + paddle.log1p(paddle.expm1(-m) + rest)
+    if label_smoothing:
+        none = others == -math.inf
+        gaps = paddle.masked_fill(own.unsqueeze(1) - others, none, 0.0).sum(axis=1)
+        candidates = 1.0 + paddle.logical_not(none).astype(others.dtype).sum(axis=1)
+        surprise = surprise + label_smoothing * gaps / candidates
+    return surprise.mean()

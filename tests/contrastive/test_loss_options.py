@@ -1,0 +1,305 @@
+"""Masks, smoothing, hard negatives, a learned temperature and tiles, against float64 NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import _memory
+from paddle_recompute.contrastive import ContrastiveLoss, text_ids
+from paddle_recompute.errors import ConfigError, DataError
+from tests.contrastive.loss_reference import Array, reference, tolerance, unit_rows
+
+PAIRS, DIM, HARD = 11, 7, 2
+TILES = [None, 1, 4, 100]
+
+QUERY, POSITIVE = (
+    unit_rows((PAIRS, DIM)),
+    unit_rows((PAIRS, DIM), 1) * 0.5 + unit_rows((PAIRS, DIM)),
+)
+NEGATIVES = unit_rows((PAIRS, HARD, DIM), 2)
+# Two texts three times and twice; hard negatives that are somebody's positive, or one another.
+IDS = np.array([5, 6, 5, 7, 8, 9, 5, 6, 10, 11, 2**62])
+NEGATIVE_IDS = np.arange(100, 100 + PAIRS * HARD).reshape(PAIRS, HARD)
+NEGATIVE_IDS[0, 0], NEGATIVE_IDS[4, 1], NEGATIVE_IDS[5] = 5, 2**62, 7
+
+
+def with_gradients(loss: ContrastiveLoss, *vectors: Array, **ids: Array) -> tuple[float, list[Any]]:
+    """The loss and its gradients by `vectors`."""
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in vectors]
+    value = loss(*tensors, **{name: paddle.to_tensor(one) for name, one in ids.items()})
+    value.backward()
+    return float(value), [tensor.grad.numpy() for tensor in tensors]
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("hard", [False, True])
+def test_every_combination_is_that_of_the_reference(
+    hard: bool, masked: bool, label_smoothing: float, symmetric: bool, tile: int | None
+) -> None:
+    vectors = (QUERY, POSITIVE, NEGATIVES) if hard else (QUERY, POSITIVE)
+    ids = {"positive_ids": IDS} if masked else {}
+    if masked and hard:
+        ids["negative_ids"] = NEGATIVE_IDS
+    expected = reference(
+        QUERY,
+        POSITIVE,
+        0.07,
+        symmetric,
+        negatives=NEGATIVES if hard else None,
+        ids=ids.get("positive_ids"),
+        negative_ids=ids.get("negative_ids"),
+        label_smoothing=label_smoothing,
+    )
+    loss = ContrastiveLoss(
+        0.07,
+        symmetric,
+        learnable_temperature=True,
+        label_smoothing=label_smoothing,
+        tile=tile,
+        mask_false_negatives=masked,
+    )
+    value, gradients = with_gradients(loss, *vectors, **ids)
+    assert value == pytest.approx(expected.loss, rel=tolerance(0.07))
+    wanted = [expected.query, expected.positive, expected.negatives][: len(vectors)]
+    for got, want in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(0.07) * expected.size)
+    assert loss.logit_scale.grad.item() == pytest.approx(
+        expected.logit_scale, abs=tolerance(0.07) * expected.size
+    )
+
+
+def test_smoothing_is_paddles_cross_entropy_with_soft_labels() -> None:
+    scores = paddle.to_tensor(QUERY @ POSITIVE.T / 0.5)
+    labels = paddle.nn.functional.label_smooth(paddle.eye(PAIRS), epsilon=0.2)
+    expected = paddle.nn.functional.cross_entropy(scores, labels, soft_label=True)
+    loss = ContrastiveLoss(0.5, symmetric=False, label_smoothing=0.2)
+    value, _ = with_gradients(loss, QUERY, POSITIVE)
+    assert value == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_masked_texts_get_no_gradient_and_cost_nothing(tile: int | None) -> None:
+    """Two pairs with the same positive: nobody is left to compete with."""
+    vectors = unit_rows((2, 4)), unit_rows((2, 4), 1)
+    loss = ContrastiveLoss(tile=tile, mask_false_negatives=True, label_smoothing=0.3)
+    value, gradients = with_gradients(loss, *vectors, positive_ids=np.array([3, 3]))
+    assert value == 0.0
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient, 0.0)
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_hard_negatives_alone_are_enough_for_one_pair(tile: int | None) -> None:
+    expected = reference(QUERY[:1], POSITIVE[:1], symmetric=False, negatives=NEGATIVES[:1])
+    loss = ContrastiveLoss(symmetric=False, tile=tile)
+    value, _ = with_gradients(loss, QUERY[:1], POSITIVE[:1], NEGATIVES[:1])
+    assert value == pytest.approx(expected.loss, rel=tolerance(0.05))
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_double_precision_is_kept(tile: int | None) -> None:
+    vectors = [one.astype(np.float64) for one in (QUERY, POSITIVE, NEGATIVES)]
+    expected = reference(*vectors[:2], negatives=vectors[2], label_smoothing=0.1)
+    loss = ContrastiveLoss(tile=tile, label_smoothing=0.1)
+    value, gradients = with_gradients(loss, *vectors)
+    assert value == pytest.approx(expected.loss, rel=1e-12)
+    for got, want in zip(
+        gradients, (expected.query, expected.positive, expected.negatives), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * expected.size)
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_normalized_vectors_are_those_of_length_one(tile: int | None) -> None:
+    expected = reference(QUERY, POSITIVE / np.linalg.norm(POSITIVE, axis=1, keepdims=True))
+    value, gradients = with_gradients(
+        ContrastiveLoss(tile=tile, normalize=True), QUERY * 3, POSITIVE * 5
+    )
+    assert value == pytest.approx(expected.loss, rel=tolerance(0.05))
+    # The loss does not depend on the length, so the gradient is at a right angle to the vector.
+    np.testing.assert_allclose((gradients[0] * QUERY).sum(axis=1), 0.0, atol=1e-5)
+
+
+# ------------------------------------------------------------------------ learned temperature
+
+
+def test_learned_temperature_is_a_parameter_and_a_fixed_one_is_none() -> None:
+    assert list(ContrastiveLoss().parameters()) == []
+    loss = ContrastiveLoss(0.05, learnable_temperature=True)
+    assert [name for name, _ in loss.named_parameters()] == ["logit_scale"]
+    assert loss.temperature == pytest.approx(0.05, rel=1e-6)
+    fixed, _ = with_gradients(ContrastiveLoss(0.05), QUERY, POSITIVE)
+    assert with_gradients(loss, QUERY, POSITIVE)[0] == pytest.approx(fixed, rel=1e-6)
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_learned_scale_stays_at_100_and_comes_back(tile: int | None) -> None:
+    """At the limit the gradient is the true one: it is not cut off with the value."""
+    loss = ContrastiveLoss(0.01, learnable_temperature=True, tile=tile)
+    loss.logit_scale.set_value(paddle.full([1], 7.0))
+    expected = reference(QUERY, POSITIVE, 0.01)
+    value, _ = with_gradients(loss, QUERY, POSITIVE)
+    assert value == pytest.approx(expected.loss, rel=tolerance(0.01))
+    assert loss.logit_scale.item() == pytest.approx(math.log(100.0))
+    assert loss.temperature == pytest.approx(0.01)
+    assert abs(expected.logit_scale) > 0.1
+    assert loss.logit_scale.grad.item() == pytest.approx(expected.logit_scale, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------- tiles
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_side_gets_no_gradient_and_changes_no_other(tile: int | None, frozen: int) -> None:
+    expected = reference(QUERY, POSITIVE)
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE)]
+    tensors[frozen].stop_gradient = True
+    loss = ContrastiveLoss(tile=tile, learnable_temperature=True)
+    loss(*tensors).backward()
+    assert tensors[frozen].grad is None
+    np.testing.assert_allclose(
+        tensors[1 - frozen].grad.numpy(),
+        (expected.query, expected.positive)[1 - frozen],
+        atol=tolerance(0.05) * expected.size,
+        rtol=0,
+    )
+    assert loss.logit_scale.grad.item() == pytest.approx(expected.logit_scale, rel=1e-4)
+
+
+def test_gradient_is_times_what_comes_from_above() -> None:
+    _, once = with_gradients(ContrastiveLoss(tile=4), QUERY, POSITIVE)
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE)]
+    (ContrastiveLoss(tile=4)(*tensors) * 8).backward()
+    for tensor, gradient in zip(tensors, once, strict=True):
+        np.testing.assert_array_equal(tensor.grad.numpy(), gradient * 8)  # 8: no rounding
+
+
+def test_without_gradients_there_is_one_pass() -> None:
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE)]
+    loss = ContrastiveLoss(tile=4)
+    with paddle.no_grad():
+        value = loss(*tensors)
+    assert value.stop_gradient
+    assert float(value) == with_gradients(loss, QUERY, POSITIVE)[0]
+
+
+def test_no_product_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there are as many as there have to be: one per tile, and three in the backward."""
+    products: list[tuple[int, ...]] = []
+    matmul = paddle.matmul
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        result = matmul(*args, **kwargs)
+        products.append(tuple(result.shape))
+        return result
+
+    monkeypatch.setattr(paddle, "matmul", recorded)
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE)]
+    value = ContrastiveLoss(tile=4)(*tensors)
+    assert len(products) == 9  # both directions: 11 pairs are 3 blocks
+    value.backward()
+    assert len(products) == 4 * 9
+    assert max(max(shape) for shape in products) <= max(4, DIM)
+
+
+@pytest.mark.skipif(not _memory.can_reset_peak(), reason="Paddle 2.6 cannot restart a peak")
+def test_peak_does_not_grow_with_the_square_of_the_batch() -> None:
+    def beyond_the_gradients(pairs: int, tile: int | None) -> int:
+        tensors = [
+            paddle.to_tensor(unit_rows((pairs, 16), seed), stop_gradient=False) for seed in (0, 1)
+        ]
+        _memory.reset_peak()
+        before = _memory.current_bytes()
+        ContrastiveLoss(tile=tile)(*tensors).backward()
+        return _memory.peak_bytes() - before - 2 * tensors[0].numpy().nbytes
+
+    matrix = 2048 * 2048 * 4
+    assert beyond_the_gradients(2048, None) > 3 * matrix
+    small, large = beyond_the_gradients(512, 64), beyond_the_gradients(2048, 64)
+    assert large < matrix / 20
+    assert large < 5 * small  # 4 times the pairs, and what is joined once per side
+
+
+@pytest.mark.parametrize("ask_again", ["backward", "create_graph"])
+def test_second_backward_is_refused_before_paddle_crashes(ask_again: str) -> None:
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE)]
+    value = ContrastiveLoss(tile=4)(*tensors)
+    with pytest.raises(ConfigError, match=r"tile=4: the backward .* once only .* set tile=None"):
+        if ask_again == "backward":
+            value.backward(retain_graph=True)
+            value.backward()
+        else:
+            paddle.grad(value, tensors, create_graph=True)
+    ContrastiveLoss(tile=4)(*tensors).backward()  # and the next one is as ever
+
+
+def test_partial_gradient_is_that_of_backward() -> None:
+    _, expected = with_gradients(ContrastiveLoss(tile=4), QUERY, POSITIVE)
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in (QUERY, POSITIVE)]
+    found = paddle.grad(ContrastiveLoss(tile=4)(*tensors), tensors)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(got.numpy(), want)
+    assert tensors[0].grad is None
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+def test_ids_of_texts_are_equal_where_the_texts_are() -> None:
+    ids = text_ids(["cat", "dog", "cat", "Cat", ""])
+    assert ids.dtype == paddle.int64
+    assert len(set(ids.tolist())) == 4
+    assert ids.tolist()[0] == ids.tolist()[2] == 3429664268601861939  # on every rank, always
+    assert text_ids([]).shape == [0]
+
+
+def ones(*shape: int) -> paddle.Tensor:
+    return paddle.ones(shape)
+
+
+def whole(*shape: int) -> paddle.Tensor:
+    return paddle.zeros(shape, dtype="int64")
+
+
+@pytest.mark.parametrize(
+    ("masked", "arguments", "message"),
+    [
+        (False, lambda: {"positive_ids": whole(4)}, "received ids, which nothing is done with"),
+        (True, dict, r"positive_ids: received none; .* allowed is int64 of shape \[4\]"),
+        (True, lambda: {"positive_ids": whole(3)}, r"int64 of shape \[3\]; .* shape \[4\]"),
+        (True, lambda: {"positive_ids": ones(4)}, r"float32 of shape \[4\]; .* allowed is int64"),
+        (
+            True,
+            lambda: {"positive_ids": whole(4), "negative_ids": whole(4, 2)},
+            "negative_ids: received .* allowed is none",
+        ),
+        (
+            True,
+            lambda: {"positive_ids": whole(4), "hard_negatives": ones(4, 2, 3)},
+            r"negative_ids: received none; .* allowed is int64 of shape \[4, 2\]",
+        ),
+        (False, lambda: {"hard_negatives": ones(4, 3)}, r"hard negatives of shape \[4, 3\]"),
+        (False, lambda: {"hard_negatives": ones(4, 0, 3)}, r"allowed is \[4, num_negatives, 3\]"),
+        (False, lambda: {"hard_negatives": ones(5, 2, 3)}, r"shape \[5, 2, 3\]; allowed is \[4"),
+    ],
+)
+def test_what_does_not_go_with_the_pairs_is_refused(
+    masked: bool, arguments: Callable[[], dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        ContrastiveLoss(mask_false_negatives=masked)(ones(4, 3), ones(4, 3), **arguments())
+
+
+def test_one_pair_with_hard_negatives_has_nobody_who_searches_back() -> None:
+    with pytest.raises(DataError, match="received a batch of 1"):
+        ContrastiveLoss()(ones(1, 3), ones(1, 3), ones(1, 2, 3))
