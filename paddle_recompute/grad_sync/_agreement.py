@@ -10,7 +10,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._liveness import Scope, peers
+from paddle_recompute.grad_sync._liveness import peers
+from paddle_recompute.grad_sync._notes import Scope
 
 
 def exchange_long(content: Any, label: str, scope: Scope) -> list[Any]:

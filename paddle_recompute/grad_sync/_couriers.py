@@ -13,7 +13,8 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._liveness import Scope, peers
+from paddle_recompute.grad_sync._liveness import peers
+from paddle_recompute.grad_sync._notes import Scope
 from paddle_recompute.grad_sync._watched import run_watched
 
 

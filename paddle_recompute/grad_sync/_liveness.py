@@ -16,11 +16,11 @@ import atexit
 import functools
 import json
 import os
+import selectors
 import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -29,44 +29,11 @@ import paddle.distributed as dist
 from paddle_recompute import _paddle
 from paddle_recompute.errors import PeerError, SyncError
 from paddle_recompute.grad_sync._hub import TICK, Hub, Message, encode
+from paddle_recompute.grad_sync._notes import Limits, Notes, Scope
 
 _POLL = 0.1
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
 _ADDRESS = "paddle_recompute/hub"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long to wait for others.
-
-    Attributes:
-        peer_timeout: Seconds without a sign of life after which a rank is given up.
-        stall_timeout: Seconds to wait for a rank that lives but does not come.
-    """
-
-    peer_timeout: float = 30.0
-    stall_timeout: float = 1800.0
-
-
-@dataclass(frozen=True)
-class Scope:
-    """For whom one waits, and what for.
-
-    Attributes:
-        ranks: The global ranks concerned, this one among them.
-        name: Separates the messages and failures of one `GradientSync` from those of another; the
-            same on all ranks.
-        limits: How long to wait.
-    """
-
-    ranks: tuple[int, ...]
-    name: str
-    limits: Limits
-
-    @property
-    def key(self) -> str:
-        """The scope on the wire."""
-        return f"{self.ranks}/{self.name}"
 
 
 class _Answer:
@@ -80,9 +47,8 @@ class _Answer:
 class Peers:
     """This rank's line to the others. Made by `peers`."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.num_ranks = num_ranks
         self.limits = Limits()
         """For waits that belong to no `GradientSync`: those of the newest one."""
         self.place = "before the first step"
@@ -90,12 +56,7 @@ class Peers:
         self._process = os.getpid()
         self._sending = threading.Lock()
         self._answers: dict[str, _Answer] = {}
-        self._lost: str | None = None
-        self._hub_quiet = 0
-        self._silent: dict[int, float] = {}
-        self._missing: dict[str, list[int]] = {}
-        self._ended: dict[int, Message] = {}
-        self._failures: list[Message] = []
+        self._notes = Notes(rank)
         self._heard = threading.Event()  # the hub has repeated our own last words
         self._connected = threading.Event()
         self._socket: socket.socket | None = None
@@ -173,7 +134,7 @@ class Peers:
         """Raise if waiting for `what` from the ranks of `scope`, `waited` seconds so far, is in
         vain as far as is known.
         """
-        trouble = self._trouble(scope, waited)
+        trouble = self._notes.trouble(scope, waited)
         if trouble is not None:
             raise PeerError(self._complaint(trouble, what))
 
@@ -186,7 +147,7 @@ class Peers:
         impatient = Scope(scope.ranks, scope.name, Limits(patience, scope.limits.stall_timeout))
         deadline = time.monotonic() + patience + 2 * TICK
         while time.monotonic() < deadline:
-            trouble = self._trouble(impatient, waited=0.0, left_is_trouble=True)
+            trouble = self._notes.trouble(impatient, waited=0.0, at_once=True)
             if trouble is not None:
                 return PeerError(self._complaint(trouble, what))
             time.sleep(_POLL)
@@ -197,54 +158,6 @@ class Peers:
 
     def _complaint(self, trouble: str, what: str) -> str:
         return f"{trouble}. Rank {self.rank} waited {self.place} for {what}."
-
-    def _trouble(
-        self, scope: Scope, waited: float, *, left_is_trouble: bool | None = None
-    ) -> str | None:
-        """Why waiting for the ranks of `scope` is in vain; None if it is not, as far as known."""
-        limits = scope.limits
-        if left_is_trouble is None:
-            # A rank that has done its part of a collective may end before we have done ours.
-            left_is_trouble = waited > 2 * TICK
-        # This rank's own failures too: its courier must not wait on for the others of a scope that
-        # the main thread has given up.
-        told = [f for f in self._failures if f["scope"] == scope.key]
-        told += [self._ended[rank] for rank in {0, *scope.ranks} if rank in self._ended]
-        if not left_is_trouble:
-            told = [one for one in told if not _is_regular(one)]
-        if told:
-            # Who ended because of another comes after that other.
-            return _described(min(told, key=lambda one: bool(one.get("is_peer_error"))))
-        if self._lost is not None and 0 not in self._ended:
-            return (
-                "rank 0, through which the ranks know of each other, has died (its connection was "
-                f"closed: {self._lost}): killed, crashed or out of memory; its log may say more"
-            )
-        silent = {**self._silent, 0: max(self._hub_quiet * TICK, self._silent.get(0, 0.0))}
-        for rank in sorted({0, *scope.ranks} - {self.rank}):
-            if silent.get(rank, 0.0) > limits.peer_timeout:
-                return (
-                    f"rank {rank} has shown no sign of life for {silent[rank]:.0f} s (peer_timeout "
-                    f"is {limits.peer_timeout:.0f} s): it is stopped, or its machine cannot be "
-                    "reached"
-                )
-        if waited > limits.stall_timeout:
-            missing = sorted(self._missing_in(scope))
-            return (
-                f"rank {', '.join(map(str, missing))} did not come within {waited:.0f} s "
-                f"(stall_timeout) although it shows signs of life"
-            )
-        return None
-
-    def _missing_in(self, scope: Scope) -> set[int]:
-        """The ranks that this one waits for, as far as the hub knows."""
-        missing = {
-            rank
-            for channel, ranks in self._missing.items()
-            if channel.startswith(f"{scope.ranks}/")
-            for rank in ranks
-        }
-        return missing or {*scope.ranks} - {self.rank}
 
     # ------------------------------------------------------------------------------ speaking
 
@@ -277,15 +190,15 @@ class Peers:
                 assert self._socket is not None
                 self._socket.sendall(encode(message))
         except OSError as error:
-            self._lost = self._lost or str(error)
+            self._notes.lost = self._notes.lost or str(error)
 
     # ----------------------------------------------------------------------------- listening
 
     def _await_connection(self) -> None:
         began = time.monotonic()
         while not self._connected.wait(_POLL):
-            if self._lost is not None:
-                raise PeerError(f"rank 0 cannot be reached, it may have died: {self._lost}")
+            if self._notes.lost is not None:
+                raise PeerError(f"rank 0 cannot be reached, it may have died: {self._notes.lost}")
             if time.monotonic() - began > self.limits.stall_timeout:
                 raise PeerError(
                     f"rank 0 did not come within {self.limits.stall_timeout:.0f} s to where rank "
@@ -299,23 +212,25 @@ class Peers:
             self._socket = line = self._connect()
             self._send({"kind": "alive"})
             self._connected.set()
+            news = selectors.DefaultSelector()
+            news.register(line, selectors.EVENT_READ)
             received, last_sign = b"", time.monotonic()
             while True:
-                try:
+                if news.select(TICK):
                     data = line.recv(1 << 16)
                     if not data:
                         raise ConnectionError("no more data")
-                    self._hub_quiet = 0
+                    self._notes.hub_quiet = 0
                     *lines, received = (received + data).split(b"\n")
                     for text in lines:
-                        self._note(json.loads(text))
-                except TimeoutError:
-                    self._hub_quiet += 1
+                        self._hear(json.loads(text))
+                else:
+                    self._notes.hub_quiet += 1
                 if time.monotonic() - last_sign >= TICK:
                     last_sign = time.monotonic()
                     self._send({"kind": "alive"})
         except (OSError, RuntimeError) as error:  # RuntimeError: the store's
-            self._lost = self._lost or str(error)
+            self._notes.lost = self._notes.lost or str(error)
 
     def _connect(self) -> socket.socket:
         host = _paddle.master_host()
@@ -327,46 +242,23 @@ class Peers:
             port, token = json.loads(_paddle.store_await(_ADDRESS))
         line = socket.create_connection((host, port), timeout=self.limits.peer_timeout)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.settimeout(TICK)
         line.sendall(encode({"kind": "hello", "rank": self.rank, "token": token}))
         return line
 
-    def _note(self, message: Message) -> None:
-        kind = message["kind"]
-        if kind == "alive":
-            self._silent = {int(rank): float(s) for rank, s in message["silent"].items()}
-            self._missing = message["missing"]
-        elif kind == "exchanged":
+    def _hear(self, message: Message) -> None:
+        if message["kind"] == "exchanged":
             answer = self._answers[message["channel"]]
             answer.message = message
             answer.here.set()
-        elif kind == "failed":
-            self._failures.append(message)
-        elif message["rank"] == self.rank:
+        elif message["kind"] == "left" and message["rank"] == self.rank:
             self._heard.set()
         else:
-            self._ended[message["rank"]] = message
+            self._notes.take(message)
 
     def _close(self) -> None:
         """In a forked child: a socket that it held open would hide the end of this process."""
         if self._socket is not None:
             self._socket.close()
-
-
-def _is_regular(end: Message) -> bool:
-    return end["kind"] == "left" and end["message"] is None
-
-
-def _described(end: Message) -> str:
-    rank = end["rank"]
-    if end["kind"] == "gone":
-        return (
-            f"rank {rank} has died (its connection was closed): killed, crashed or out of memory; "
-            "its log may say more"
-        )
-    if _is_regular(end):
-        return f"rank {rank} has ended {end['place']}; its log may say why"
-    return f"rank {rank} failed {end['place']}: {str(end['message']).rstrip('.')}"
 
 
 def _one_line(error: BaseException) -> str:
@@ -378,4 +270,4 @@ def peers() -> Peers:
     """This process's line to the other ranks; connects at the first call, for which rank 0 must
     call it too.
     """
-    return Peers(dist.get_rank(), dist.get_world_size())
+    return Peers(dist.get_rank())

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._liveness import Scope, peers
+from paddle_recompute.grad_sync._liveness import peers
+from paddle_recompute.grad_sync._notes import Scope
 
 Result = TypeVar("Result")
 

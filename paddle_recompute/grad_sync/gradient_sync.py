@@ -18,7 +18,8 @@ from paddle_recompute.grad_sync._agreement import (
     first_that_differs,
 )
 from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
-from paddle_recompute.grad_sync._liveness import Limits, Scope, peers
+from paddle_recompute.grad_sync._liveness import peers
+from paddle_recompute.grad_sync._notes import Limits, Scope
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._timeline import Timeline
 from paddle_recompute.grad_sync.ranks import is_distributed, scope_of

@@ -16,7 +16,8 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._agreement import first_that_differs
-from paddle_recompute.grad_sync._liveness import Limits, Scope, peers
+from paddle_recompute.grad_sync._liveness import peers
+from paddle_recompute.grad_sync._notes import Limits, Scope
 from paddle_recompute.grad_sync._watched import run_watched
 
 
