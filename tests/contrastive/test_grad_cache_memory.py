@@ -16,7 +16,7 @@ from paddle_recompute import GradCache, _memory
 from tests.contrastive.encoders import WIDTH, Encoder, gradients, one_shot, texts
 from tests.ranks import run_ranks
 
-ROWS, CHUNK, LENGTH = 32, 16, 32
+ROWS, CHUNK, LENGTH = 32, 4, 32
 EMBEDDINGS = 4 * WIDTH
 
 
@@ -59,7 +59,7 @@ def test_the_peak_is_that_of_one_chunk(encoder: str) -> None:
     grown = found[f"{8 * ROWS} rows"] - found[f"{ROWS} rows"]
     # Two sides, each: the chunks' embeddings, all of them together, their gradients.
     assert grown <= 6 * 7 * ROWS * EMBEDDINGS
-    assert found[f"{8 * ROWS} rows"] < 0.25 * found["plain"]
+    assert found[f"{8 * ROWS} rows"] < 0.1 * found["plain"]
 
 
 def test_nothing_is_left_behind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,10 +143,13 @@ def test_evaluation_mode_stays() -> None:
 class Watching(Encoder):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[bool, str]] = []
+        self.seen: list[tuple[Any, ...]] = []
+        self.with_graph: list[bool] = []
 
     def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-        self.seen.append((is_recomputing(), str(_paddle.amp_state().level)))
+        amp = _paddle.amp_state()
+        self.seen.append((is_recomputing(), str(amp.level), amp.dtype))
+        self.with_graph.append(paddle.is_grad_enabled())
         return super().forward(ids)
 
 
@@ -163,10 +167,9 @@ def test_the_amp_state_is_that_of_the_first_forward_and_off_in_the_backward() ->
             return gradient
 
     def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
-        _paddle._set_amp_state(off)  # a loss that forgets to give it back
+        _paddle._set_amp_state(replace(state, dtype="float16"))  # forgets to give it back
         return criterion(Spy.apply(query), positive)
 
-    off = _paddle.amp_state()
     encoder = Watching()
     # On a CPU paddle.amp.auto_cast does nothing in dygraph, so the tracer is told. With no operator
     # on the white list nothing is really cast: what is looked at is the state.
@@ -174,9 +177,17 @@ def test_the_amp_state_is_that_of_the_first_forward_and_off_in_the_backward() ->
     with _paddle.amp_state_of(state):
         GradCache(encoder, loss, chunk_size=SIZE).backward(texts(1), texts(2))
     first, second = encoder.seen[: 2 * CHUNKS], encoder.seen[2 * CHUNKS :]
-    assert first == [(False, "AmpLevel.O1")] * (2 * CHUNKS)
-    assert second == [(True, "AmpLevel.O1")] * (2 * CHUNKS)
+    assert first == [(False, "AmpLevel.O1", "bfloat16")] * (2 * CHUNKS)
+    assert second == [(True, "AmpLevel.O1", "bfloat16")] * (2 * CHUNKS)
     assert backward == ["AmpLevel.O0"]
+
+
+def test_the_first_forward_has_no_graph() -> None:
+    encoder = Watching()
+    GradCache(encoder, criterion, chunk_size=SIZE).backward(texts(1), texts(2))
+    # The first chunk of each side has one, which tells whether anything is trained, and drops it.
+    first = [True] + [False] * (CHUNKS - 1)
+    assert encoder.with_graph == first * 2 + [True] * (2 * CHUNKS)
 
 
 @pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
