@@ -290,3 +290,35 @@ def test_gradients_reach_a_learnt_temperature_of_a_closure() -> None:
     paddle.seed(3)
     GradCache(encoder, loss, chunk_size=5).backward(query, positive)
     assert same_bits(gradients(encoder, scale), expected)
+
+
+class HalfEmbeddings(paddle.nn.Layer):
+    """Its output is rounded to `dtype`, as under AMP."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.encoder = Encoder(dropout=0.0)
+        self.dtype_out = dtype
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        return self.encoder(ids).astype(self.dtype_out)
+
+
+@pytest.mark.parametrize("chunks", [{"chunk_size": 5}, {"chunk_tokens": 30}], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-3), ("bfloat16", 2e-2)])
+def test_embeddings_in_half_precision(dtype: str, tolerance: float, chunks: dict[str, int]) -> None:
+    query, positive = texts(1), texts(2)
+    paddle.seed(1)
+    exact = HalfEmbeddings("float32")
+    one_shot(exact, criterion, query, positive)
+    paddle.seed(1)
+    encoder = HalfEmbeddings(dtype)
+    seen: list[Any] = []
+
+    def loss(*embeddings: paddle.Tensor) -> paddle.Tensor:
+        seen.extend(one.dtype for one in embeddings)
+        return criterion(*(one.astype("float32") for one in embeddings))
+
+    GradCache(encoder, loss, **chunks).backward(query, positive)
+    assert seen == [getattr(paddle, dtype)] * 2
+    assert relative_difference(gradients(encoder), gradients(exact)) < tolerance
