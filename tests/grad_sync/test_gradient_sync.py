@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.errors import ConfigError, SyncError
+from paddle_recompute.grad_sync import GradientSync, broadcast_from_rank0
 from paddle_recompute.recompute import recompute
 from tests.ranks import run_ranks
 
@@ -86,20 +87,9 @@ def train_every_way() -> list[tuple[str, bool, bool]]:
             sync = GradientSync(model, mode=mode, **SMALL)
             parameters[mode] = train(sync, model, optimizer, num_micro)
             early = sync.num_early_buckets
-        equal = all(
-            np.array_equal(a, b)
-            for a, b in zip(parameters["fused"], parameters["overlap"], strict=True)
-        )
+        equal = same(parameters["fused"], parameters["overlap"])
         results.append((f"{form}, {num_towers} towers, K={num_micro}", equal, early >= 2))
     return results
-
-
-def test_overlap_gives_the_bits_of_fused_in_every_combination() -> None:
-    for combinations in run_ranks(train_every_way, 2, timeout=180):
-        assert len(combinations) == 12
-        for name, equal, early in combinations:
-            assert equal, f"{name}: overlap differs from fused"
-            assert early, f"{name}: nothing was sent before the backward had ended"
 
 
 def compare_with_paddle() -> dict[str, bool]:
@@ -125,14 +115,61 @@ def compare_with_paddle() -> dict[str, bool]:
         optimizer.clear_grad()
     fleet = [p.numpy() for p in model.parameters()]
     return {
-        "DataParallel": all(map(np.array_equal, ours, data_parallel)),
-        "fused_allreduce_gradients": all(map(np.array_equal, ours, fleet)),
+        "DataParallel": same(ours, data_parallel),
+        "fused_allreduce_gradients": same(ours, fleet),
     }
 
 
-def test_it_gives_the_bits_of_data_parallel_and_of_fleet() -> None:
-    for equal in run_ranks(compare_with_paddle, 2):
-        assert equal == {"DataParallel": True, "fused_allreduce_gradients": True}
+def wrapped_and_grouped() -> dict[str, bool]:
+    """A model in ``paddle.DataParallel``, and the data-parallel group of a hybrid topology."""
+    from paddle.distributed import fleet
+
+    model, optimizer = make("reentrant", 2)
+    expected = train(GradientSync(model, **SMALL), model, optimizer, 3)
+
+    model, optimizer = make("reentrant", 2)
+    wrapped = paddle.DataParallel(model)
+    sync = GradientSync(wrapped, **SMALL)
+    result = {"DataParallel": same(expected, train(sync, wrapped, optimizer, 3))}
+
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 2, "mp_degree": 1, "pp_degree": 1}
+    fleet.init(is_collective=True, strategy=strategy)
+    group = fleet.get_hybrid_communicate_group().get_data_parallel_group()
+    model, optimizer = make("reentrant", 2)
+    broadcast_from_rank0(model, group)
+    sync = GradientSync(model, group=group, **SMALL)
+    result["hybrid group"] = same(expected, train(sync, model, optimizer, 3))
+    alone = fleet.get_hybrid_communicate_group().get_model_parallel_group()
+    result["group of one"] = GradientSync(model, group=alone).mode == "none"
+    return result
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    assert len(one) == len(other) > 0
+    return all(map(np.array_equal, one, other))
+
+
+def elements_sent() -> dict[str, list[int]]:
+    """How many numbers were summed in each optimizer step, for 1 and 3 micro-batches."""
+    all_reduce, sent = dist.all_reduce, []
+
+    def counting(tensor: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.size)
+        return all_reduce(tensor, *args, **kwargs)
+
+    result = {}
+    dist.all_reduce = counting
+    for mode, form, num_micro in itertools.product(
+        ("fused", "overlap"), ("hooks", "reentrant"), (1, 3)
+    ):
+        model, optimizer = make(form, 2)
+        sent.clear()
+        train(GradientSync(model, mode=mode, **SMALL), model, optimizer, num_micro)
+        result[f"{mode}, {form}, K={num_micro}"] = sum(sent)
+    dist.all_reduce = all_reduce
+    result["expected"] = STEPS * sum(p.size for p in model.parameters())
+    return result
 
 
 def timelines() -> dict[str, list[Any]]:
@@ -148,22 +185,6 @@ def timelines() -> dict[str, list[Any]]:
             sum(p.size for p in model.parameters()),
         ]
     return seen
-
-
-def test_the_timeline_tells_when_each_bucket_was_ready_and_travelled() -> None:
-    for seen in run_ranks(timelines, 2):
-        for mode, (timeline, num_early, num_elements) in seen.items():
-            buckets = timeline.buckets
-            assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
-            assert sum(bucket.num_bytes for bucket in buckets) == 2 * num_elements  # bfloat16
-            for bucket in buckets:
-                assert bucket.queued <= bucket.started < bucket.ended < timeline.ended
-            for before, after in itertools.pairwise(buckets):
-                assert before.ended <= after.started
-            early = [bucket.queued < timeline.backward_ended for bucket in buckets]
-            assert early.count(True) == num_early
-            assert (num_early > 0) is (mode == "overlap")
-            assert timeline.began < timeline.first_gradient < timeline.backward_ended
 
 
 def bf16_error(error_feedback: bool) -> tuple[float, float]:
@@ -184,24 +205,165 @@ def bf16_error(error_feedback: bool) -> tuple[float, float]:
     return max(errors), float(np.sqrt(np.mean((total / steps - exact) ** 2)))
 
 
+def corrupt_one() -> dict[str, str]:
+    """What is said, with and without check_every, of a weight that changes on rank 1 alone."""
+    messages = {}
+    for check_every in (None, 2):
+        model, optimizer = make("none", 1)
+        sync = GradientSync(model, check_every=check_every)
+        try:
+            for step in range(1, 5):
+                with sync.last_backward():
+                    model(batch(step, 0)).square().mean().backward()
+                optimizer.step()
+                optimizer.clear_grad()
+                if step == 2 and dist.get_rank() == 1:
+                    weight = model.blocks[1][0].weight
+                    weight.set_value(weight + 2.0**-20)
+        except SyncError as error:
+            messages[f"check_every={check_every}"] = str(error)
+    return messages
+
+
+BF16 = {"compression": "bf16", **SMALL}
+
+
+def resume() -> dict[str, Any]:
+    """Whether a run that stops after two steps and goes on elsewhere equals one that does not."""
+
+    def some_steps(model: Any, sync: GradientSync, steps: range) -> list[np.ndarray]:
+        optimizer = paddle.optimizer.SGD(0.5, parameters=model.parameters())
+        for step in steps:
+            paddle.seed(step)
+            with sync.last_backward():
+                model(batch(step, 0)).square().mean().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        return [p.numpy() for p in model.parameters()]
+
+    model, _ = make("hooks", 2)
+    whole = some_steps(model, GradientSync(model, **BF16), range(4))
+
+    def resumed(*, as_list: bool = False, drop: bool = False, **options: Any) -> list[np.ndarray]:
+        model, _ = make("hooks", 2)
+        sync = GradientSync(model.parameters() if as_list else model, **BF16)
+        weights = some_steps(model, sync, range(2))
+        file = pickle.dumps([weights, sync.state_dict()])
+
+        weights, state = pickle.loads(file)
+        model, _ = make("hooks", 2)
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.set_value(weight)
+        sync = GradientSync(model.parameters() if as_list else model, **{**BF16, **options})
+        if not drop:
+            sync.set_state_dict(state)
+            assert sync.num_synchronized == 2
+        return some_steps(model, sync, range(2, 4))
+
+    return {
+        "resumed": same(whole, resumed()),
+        "resumed, a list": same(whole, resumed(as_list=True)),
+        "other buckets": same(whole, resumed(bucket_bytes=100)),
+        "without residuals": same(whole, resumed(drop=True)),
+    }
+
+
+def every_case() -> dict[str, Any]:
+    return {
+        "every way": train_every_way(),
+        "paddle": compare_with_paddle(),
+        "wrapped": wrapped_and_grouped(),
+        "sent": elements_sent(),
+        "timelines": timelines(),
+        "bf16": bf16_error(error_feedback=True),
+        "bf16 without feedback": bf16_error(error_feedback=False),
+        "corrupt": corrupt_one(),
+        "resume": resume(),
+    }
+
+
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    """What each of two ranks saw, all cases one after the other."""
+    return run_ranks(every_case, 2, timeout=110)
+
+
+def test_overlap_gives_the_bits_of_fused_in_every_combination(seen: Seen) -> None:
+    for combinations in (one["every way"] for one in seen):
+        assert len(combinations) == 12
+        for name, equal, early in combinations:
+            assert equal, f"{name}: overlap differs from fused"
+            assert early, f"{name}: nothing was sent before the backward had ended"
+
+
+def test_it_gives_the_bits_of_data_parallel_and_of_fleet(seen: Seen) -> None:
+    for one in seen:
+        assert one["paddle"] == {"DataParallel": True, "fused_allreduce_gradients": True}
+
+
+def test_a_wrapped_model_and_a_hybrid_group_give_the_same_bits(seen: Seen) -> None:
+    for one in seen:
+        assert one["wrapped"] == {
+            "DataParallel": True,
+            "hybrid group": True,
+            "group of one": True,
+        }
+
+
+def test_every_gradient_travels_once_per_optimizer_step(seen: Seen) -> None:
+    for one in seen:
+        expected = one["sent"].pop("expected")
+        assert one["sent"] and all(sent == expected for sent in one["sent"].values()), one["sent"]
+
+
+def test_the_timeline_tells_when_each_bucket_was_ready_and_travelled(seen: Seen) -> None:
+    for one in seen:
+        for mode, (timeline, num_early, num_elements) in one["timelines"].items():
+            buckets = timeline.buckets
+            assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+            assert sum(bucket.num_bytes for bucket in buckets) == 2 * num_elements  # bfloat16
+            for bucket in buckets:
+                assert bucket.queued <= bucket.started < bucket.ended < timeline.ended
+            for before, after in itertools.pairwise(buckets):
+                assert before.ended <= after.started
+            early = [bucket.queued < timeline.backward_ended for bucket in buckets]
+            assert early.count(True) == num_early
+            assert (num_early > 0) is (mode == "overlap")
+            assert timeline.began < timeline.first_gradient < timeline.backward_ended
+
+
 # bfloat16 keeps 8 bits of mantissa: half a unit in the last place is 2**-9 of each rank's share,
 # and their sum is rounded once more.
 BF16_MEAN = 2**-7
 
 
-def hazards() -> dict[str, Any]:
-    return {
-        "bf16": bf16_error(error_feedback=True),
-        "bf16 without feedback": bf16_error(error_feedback=False),
-    }
-
-
-def test_hazards_are_named_and_bf16_errors_do_not_add_up() -> None:
-    for seen in run_ranks(hazards, 2):
-        (single, accumulated), (_, without) = seen["bf16"], seen["bf16 without feedback"]
+def test_bf16_errors_do_not_add_up(seen: Seen) -> None:
+    for one in seen:
+        (single, accumulated), (_, without) = one["bf16"], one["bf16 without feedback"]
         assert 0 < single < BF16_MEAN
         # What remains is the rounding of the sum itself, which no rank can carry over.
         assert accumulated < 0.8 * without
+
+
+def test_a_resumed_run_with_bf16_repeats_the_bits_of_one_that_went_on(seen: Seen) -> None:
+    for one in seen:
+        assert one["resume"] == {
+            "resumed": True,
+            "resumed, a list": True,
+            "other buckets": True,
+            "without residuals": False,  # or the others would show nothing
+        }
+
+
+def test_check_every_names_the_first_parameter_that_differs(seen: Seen) -> None:
+    for one in seen:
+        (message,) = one["corrupt"].values()
+        assert list(one["corrupt"]) == ["check_every=2"]
+        assert message.startswith("'blocks.1.0.weight' is not the same on all ranks any more")
+        assert "before the update of step 4 it differs on rank 1" in message
 
 
 @pytest.mark.parametrize(
@@ -211,6 +373,9 @@ def test_hazards_are_named_and_bf16_errors_do_not_add_up() -> None:
         ({"compression": "fp16"}, "compression 'fp16' is not offered"),
         ({"compression": "zip"}, "compression 'zip' does not exist"),
         ({"bucket_bytes": 0}, "bucket_bytes is 0"),
+        ({"peer_timeout": 0}, "peer_timeout is 0"),
+        ({"peer_timeout": 60, "stall_timeout": 30}, "the first at most the second"),
+        ({"check_every": 0}, "check_every is 0"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,117 @@
+"""bfloat16 on the wire: nothing that rounding takes is lost, whatever happens to the buckets."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute.errors import CheckpointError
+from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.grad_sync._buckets import Bucket
+from paddle_recompute.grad_sync._compression import BFloat16, Exact
+
+TWO_AND_ONE = [Bucket((2, 0), (3, 2)), Bucket((1,), (4,))]
+ONE_AND_NONE = [Bucket((0, 1), (2, 4))]
+SIZES = {0: 2, 1: 4, 2: 3}
+
+
+def numbers(size: int, seed: int = 0) -> paddle.Tensor:
+    return paddle.to_tensor(np.random.default_rng(seed).standard_normal(size).astype("float32"))
+
+
+def step(wire: BFloat16, buckets: list[Bucket], seed: int = 0) -> dict[int, np.ndarray]:
+    """Send the same gradients as ever in `buckets`; returns what was sent of each parameter."""
+    wire.begin()
+    sent = {}
+    for bucket in buckets:
+        flat = paddle.concat([numbers(SIZES[index], seed + index) for index in bucket.members])
+        pieces = np.split(
+            wire.encode(flat, bucket).astype("float32").numpy(), np.cumsum(bucket.sizes)[:-1]
+        )
+        sent.update(zip(bucket.members, pieces, strict=True))
+    wire.commit()
+    return sent
+
+
+def residuals(wire: BFloat16) -> dict[int, list[float]]:
+    return {index: flat.tolist() for index, flat in sorted(wire.residuals().items())}
+
+
+def made(buckets: list[Bucket] = TWO_AND_ONE) -> BFloat16:
+    wire = BFloat16(error_feedback=True)
+    wire.plan(buckets)
+    return wire
+
+
+def test_what_is_sent_and_what_is_owed_add_up_to_the_gradient() -> None:
+    wire = made()
+    total = {index: np.zeros(size) for index, size in SIZES.items()}
+    for _ in range(5):
+        for index, piece in step(wire, TWO_AND_ONE).items():
+            total[index] += piece
+    for index, owed in wire.residuals().items():
+        assert np.abs(owed.numpy()).max() > 0
+        exact = 5 * numbers(SIZES[index], index).numpy().astype("float64")
+        # float32 rounds gradient + residual five times.
+        np.testing.assert_allclose(total[index] + owed.numpy(), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_new_buckets_keep_what_is_owed_also_of_parameters_that_are_in_none() -> None:
+    wire = made()
+    step(wire, TWO_AND_ONE)
+    before = residuals(wire)
+    assert sorted(before) == [0, 1, 2]
+    wire.plan(ONE_AND_NONE)
+    assert residuals(wire) == before
+    other = made()
+    step(other, TWO_AND_ONE)
+    # The residuals count in the new bucket as they would have in the old ones.
+    assert np.array_equal(step(wire, ONE_AND_NONE)[1], step(other, TWO_AND_ONE)[1])
+    assert residuals(wire)[2] == before[2]
+    wire.plan(TWO_AND_ONE)
+    assert residuals(wire)[2] == before[2]
+
+
+def test_a_step_that_is_sent_again_counts_once() -> None:
+    once, twice = made(), made()
+    for wire in (once, twice):
+        step(wire, TWO_AND_ONE)
+    twice.begin()
+    for bucket in TWO_AND_ONE:
+        twice.encode(numbers(sum(bucket.sizes), 7), bucket)
+    sent = [step(wire, TWO_AND_ONE, seed=3) for wire in (once, twice)]
+    assert all(np.array_equal(sent[0][index], sent[1][index]) for index in SIZES)
+    assert residuals(once) == residuals(twice)
+
+
+def test_a_step_that_overflowed_does_not_poison_the_next() -> None:
+    wire = made([Bucket((0,), (2,))])
+    wire.begin()
+    wire.encode(paddle.to_tensor([float("inf"), 1.001]), Bucket((0,), (2,)))
+    wire.commit()
+    infinite, finite = residuals(wire)[0]
+    assert infinite == 0 and finite != 0
+
+
+def test_without_error_feedback_and_without_compression_nothing_is_owed() -> None:
+    wire = BFloat16(error_feedback=False)
+    wire.plan(TWO_AND_ONE)
+    step(wire, TWO_AND_ONE)
+    assert not wire.residuals()
+    exact = Exact()
+    exact.set_residuals({0: numbers(2)})
+    assert not exact.residuals()
+
+
+@pytest.mark.parametrize(
+    ("key", "array", "message"),
+    [
+        ("weight", np.zeros([3, 2], "float32"), r"'weight' .* \[3, 2\]; the parameter here has"),
+        ("head.weight", np.zeros([2, 3], "float32"), "'head.weight' .* does not exist"),
+    ],
+)
+def test_residuals_of_another_model_are_refused(key: str, array: np.ndarray, message: str) -> None:
+    sync = GradientSync(paddle.nn.Linear(2, 3))
+    with pytest.raises(CheckpointError, match=message):
+        sync.set_state_dict({"num_synchronized": 3, "residuals": {key: array}})
