@@ -205,7 +205,7 @@ def _summed(gradient: paddle.Tensor, rows: RowsOfRanks, group: Group | None) -> 
     dtype = gradient.dtype
     half = dtype in (paddle.float16, paddle.bfloat16)  # gloo's sum of float16 is wrong
     # A copy in any case: the engine may have given the same tensor to another node.
-    gradient = gradient.astype("float32") if half else gradient.clone()
+    gradient = (gradient.astype("float32") if half else gradient.clone()).contiguous()
     dist.all_reduce(gradient, group=group)
     return gradient[rows.own].astype(dtype)
 
@@ -214,5 +214,5 @@ def _all_gather(tensor: paddle.Tensor, group: Group | None) -> paddle.Tensor:
     """Equal numbers of rows from each rank, joined."""
     num_ranks = dist.get_world_size(group)
     joined = paddle.empty([num_ranks * tensor.shape[0], *tensor.shape[1:]], tensor.dtype)
-    dist.stream.all_gather(joined, tensor, group=group)
+    dist.stream.all_gather(joined, tensor.contiguous(), group=group)
     return joined

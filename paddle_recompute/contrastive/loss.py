@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import paddle
@@ -203,8 +203,8 @@ class ContrastiveLoss(paddle.nn.Layer):
             batch, weight = self._batch(*given)
             options = LossOptions(self.symmetric, self.label_smoothing, weight)
             if self.tile is None:
-                return whole_loss(batch, self._scale(), options)
-            return streamed_loss(batch, self._scale(), options, self.tile)
+                return whole_loss(batch, self._scale(batch.queries.dtype), options)
+            return streamed_loss(batch, self._scale(batch.queries.dtype), options, self.tile)
 
     def _batch(
         self,
@@ -252,7 +252,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             vectors = vectors.astype("float32")
         return F.normalize(vectors, axis=-1) if self.normalize else vectors
 
-    def _scale(self) -> Scale:
+    def _scale(self, dtype: Any) -> Scale:
         if self.logit_scale is None:
             return 1 / self._temperature
         largest = math.log(MAX_SCALE)
@@ -260,9 +260,9 @@ class ContrastiveLoss(paddle.nn.Layer):
             # The parameter itself, or it could wander off to where no gradient brings it back.
             with paddle.no_grad():
                 self.logit_scale.clip_(max=largest)
-            return paddle.exp(self.logit_scale)
+            return paddle.exp(self.logit_scale.astype(dtype))
         beyond = (self.logit_scale - paddle.clip(self.logit_scale, max=largest)).detach()
-        return paddle.exp(self.logit_scale - beyond)
+        return paddle.exp((self.logit_scale - beyond).astype(dtype))
 
     def _check_ids(
         self,
