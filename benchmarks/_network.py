@@ -24,7 +24,7 @@ from pathlib import Path
 PREFIX = "gradient-sync-"
 BUCKET_SECONDS = 0.002
 """A token bucket may send this much at once: several of the 64 KiB packets that TCP hands down."""
-MIN_BUCKET_BYTES = 256 * 1024
+MIN_BUCKET_BYTES = 128 * 1024
 QUEUE_MILLISECONDS = 100
 CONGESTION_CONTROL = "reno"
 """Built into every kernel. BBR, where it is the default, drains the link every 10 s to measure its

@@ -30,10 +30,35 @@ FIRST_PORT = 23456
 """In a namespace of one's own, where nobody else listens."""
 PATIENCE = 10.0
 """Seconds that the other ranks have to end after one has failed."""
+START_SECONDS = 90.0
+"""For importing Paddle and connecting all ranks."""
+STARTED = "all ranks are connected"
 
 
 class RanksFailedError(RuntimeError):
     """A rank failed or did not end in time; the message holds the end of its output."""
+
+
+class RanksNotConnectedError(RanksFailedError):
+    """It did so before `STARTED`, while the ranks connected to each other."""
+
+
+def run_ranks_patiently(
+    function: Callable[..., Any], hosts: Sequence[Host], *, attempts: int, **others: Any
+) -> tuple[list[Any], list[str]]:
+    """`run_ranks`, again where the ranks could not be connected, at most `attempts` times.
+
+    Returns:
+        The results, and of each attempt that failed the last line that the failed rank said.
+    """
+    failures: list[str] = []
+    while True:
+        try:
+            return run_ranks(function, hosts, **others), failures
+        except RanksNotConnectedError as error:
+            failures.append(str(error).strip().splitlines()[-1])
+            if len(failures) == attempts:
+                raise
 
 
 def run_ranks(
@@ -49,7 +74,7 @@ def run_ranks(
     Args:
         function: At the top of a module.
         hosts: Where each rank runs. Rank i is bound to core i modulo the machine's cores.
-        timeout: Seconds for everything.
+        timeout: Seconds from when the ranks are connected.
         on_line: Gets each line that rank 0 prints.
         **arguments: Picklable, the same for every rank.
 
@@ -81,7 +106,7 @@ def run_ranks(
                             preexec_fn=functools.partial(_prepare, cores[rank % len(cores)]),
                         )
                     )
-            _watch(processes, Path(folder), time.monotonic() + timeout, on_line)
+            _watch(processes, Path(folder), timeout, on_line)
         finally:
             for process in processes:
                 if process.poll() is None:
@@ -100,18 +125,23 @@ def _prepare(core: int) -> None:
 def _watch(
     processes: list[subprocess.Popen[bytes]],
     folder: Path,
-    deadline: float,
+    timeout: float,
     on_line: Callable[[str], None],
 ) -> None:
     """Return when every rank has ended well."""
     failed: int | None = None
+    started = False
+    deadline = time.monotonic() + START_SECONDS
     with (folder / "0.log").open(encoding="utf-8", errors="replace") as output:
         rest = ""
         while True:
             running = any(process.poll() is None for process in processes)
             *lines, rest = (rest + output.read()).split("\n")
             for line in lines:
-                on_line(line)
+                if line == STARTED:
+                    started, deadline = True, time.monotonic() + timeout
+                else:
+                    on_line(line)
             codes = [process.poll() for process in processes]
             wrong = [rank for rank, code in enumerate(codes) if code not in (0, None)]
             if wrong and failed is None:
@@ -126,7 +156,8 @@ def _watch(
         code = codes[failed]
         how = "did not end in time" if code is None else f"ended with code {code}"
         said = (folder / f"{failed}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
-        raise RanksFailedError(f"rank {failed} of {len(processes)} {how}; its output:\n{said}")
+        kind = RanksFailedError if started else RanksNotConnectedError
+        raise kind(f"rank {failed} of {len(processes)} {how}; its output:\n{said}")
 
 
 def _endpoints(hosts: Sequence[Host]) -> list[str]:
@@ -168,13 +199,17 @@ def _environment(
 
 
 def _main(folder: str, rank: str) -> None:
+    import paddle
     import paddle.distributed as dist
 
-    from paddle_recompute.grad_sync import barrier
+    from paddle_recompute.grad_sync import GradientSync, barrier
 
     module, name, arguments = pickle.loads((Path(folder) / "job.pkl").read_bytes())
     function = getattr(importlib.import_module(module), name)
     dist.init_parallel_env()
+    GradientSync(paddle.nn.Linear(1, 1))  # makes the group that all others of this process use
+    if rank == "0":
+        print(STARTED, flush=True)
     result = function(**arguments)
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
     barrier()  # rank 0 hosts the store: if it left first, the others would lose it

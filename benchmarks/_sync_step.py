@@ -56,7 +56,7 @@ class Workload:
     num_layers: int = 6
     hidden_size: int = 512
     vocab_size: int = 2000
-    batch: int = 16
+    batch: int = 24
     length: int = 64
     bucket_bytes: int = 2 * 2**20
     first_bucket_bytes: int = 2**20
