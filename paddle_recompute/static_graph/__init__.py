@@ -3,11 +3,13 @@
 from paddle_recompute.static_graph.checkpoints import mark_checkpoint
 from paddle_recompute.static_graph.minimize import RecomputeOptimizer, explain, minimize
 from paddle_recompute.static_graph.report import SegmentInfo, SegmentReport
+from paddle_recompute.static_graph.strategy import distributed_strategy
 
 __all__ = [
     "RecomputeOptimizer",
     "SegmentInfo",
     "SegmentReport",
+    "distributed_strategy",
     "explain",
     "mark_checkpoint",
     "minimize",

@@ -1,0 +1,171 @@
+"""From the configuration to a ``fleet.DistributedStrategy``, and back where that has no field."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import paddle
+
+from paddle_recompute.config import Config, RecomputeConfig, SyncConfig
+from paddle_recompute.errors import ConfigError, StaticGraphError
+from paddle_recompute.recompute import RecomputeLayer
+from paddle_recompute.recompute.layer import RecomputedFunction
+
+if TYPE_CHECKING:
+    from paddle.distributed import fleet
+
+_MIB = 2**20
+_NO_LOSS_SCALE = {"use_dynamic_loss_scaling": False, "init_loss_scaling": 1.0}
+
+
+def distributed_strategy(
+    config: Config, model: paddle.nn.Layer | None = None
+) -> fleet.DistributedStrategy:
+    """The strategy that `config` describes, for `static_graph.minimize`.
+
+    ``recompute_configs["checkpoints"]`` are names of sublayers, as in dygraph: those that
+    ``apply_recompute(model, config.recompute)`` has wrapped. Nothing is started and no Program is
+    changed.
+
+    Args:
+        config: Its sections ``recompute`` and ``strategy`` are read; ``sync`` is checked.
+        model: The model whose parts `apply_recompute` has wrapped. None: no names are given, which
+            means every wrapped Layer and every `mark_checkpoint` of the Program.
+
+    Returns:
+        A new strategy. Mixed precision in bfloat16, for which it has no field, is written as amp
+        without a loss scale.
+
+    Raises:
+        ConfigError: A setting that a static graph cannot honour.
+        StaticGraphError: ``recompute.enable`` is true and nothing of `model` is wrapped.
+
+    Examples:
+        >>> import paddle_recompute
+        >>> from paddle_recompute.static_graph import distributed_strategy
+        >>> config = paddle_recompute.load_config(
+        ...     "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
+        ... )
+        >>> distributed_strategy(config).recompute
+        True
+    """
+    from paddle.distributed import fleet
+
+    check_static(config)
+    wanted = config.strategy
+    strategy = fleet.DistributedStrategy()
+    strategy.find_unused_parameters = wanted.find_unused_parameters
+    strategy.fuse_grad_size_in_MB = wanted.fuse_grad_size_in_MB
+    if model is not None:
+        strategy.fuse_grad_size_in_num = _gradients_per_buffer(model, wanted.fuse_grad_size_in_MB)
+    if config.recompute.enable:
+        strategy.recompute = True
+        strategy.recompute_configs = {"checkpoints": _wrapped_names(model)}
+    if wanted.amp:
+        strategy.amp = True
+        given = wanted.amp_configs.model_dump(exclude={"dtype", "level"})
+        is_bfloat16 = wanted.amp_configs.dtype == "bfloat16"
+        strategy.amp_configs = {**given, **(_NO_LOSS_SCALE if is_bfloat16 else {})}
+    if wanted.gradient_merge:
+        strategy.gradient_merge = True
+        strategy.gradient_merge_configs = wanted.gradient_merge_configs.model_dump()
+    return strategy
+
+
+def amp_dtype(strategy: fleet.DistributedStrategy) -> Literal["bfloat16", "float16"] | None:
+    """What the mixed precision of `strategy` computes in; None if it is off.
+
+    ``DistributedStrategy`` knows float16 alone, and float16 has a loss scale: a strategy without
+    one means bfloat16. On a CPU, which has no float16, every strategy does.
+
+    Raises:
+        StaticGraphError: It asks for level O2.
+    """
+    if not strategy.amp:
+        return None
+    for name in ("use_pure_fp16", "use_pure_bf16"):
+        if strategy.amp_configs[name]:
+            raise StaticGraphError(
+                f"the strategy sets amp_configs.{name}, level O2, and static_graph.minimize does "
+                "level O1: parameters stay in float32; leave it at False"
+            )
+    has_scale = any(strategy.amp_configs[name] != value for name, value in _NO_LOSS_SCALE.items())
+    return "float16" if has_scale and str(paddle.get_device()) != "cpu" else "bfloat16"
+
+
+def check_static(config: Config) -> None:
+    """Check that a static graph can honour `config`.
+
+    Raises:
+        ConfigError: It cannot; the message lists every setting in question.
+    """
+    faults = [*_recompute_faults(config.recompute), *_sync_faults(config.sync)]
+    if config.strategy.amp and config.strategy.amp_configs.level != "O1":
+        faults.append(
+            "strategy.amp_configs.level: static graphs are trained at level O1, with parameters in "
+            "float32; set level: O1"
+        )
+    if faults:
+        raise ConfigError("mode: static cannot honour:\n" + "\n".join(f"  {one}" for one in faults))
+
+
+def _recompute_faults(recompute: RecomputeConfig) -> list[str]:
+    faults = []
+    if recompute.enable and recompute.offload != "none":
+        faults.append(
+            f"recompute.offload: {recompute.offload}: a Program keeps what it keeps on its device; "
+            "set offload: none"
+        )
+    if recompute.enable and not recompute.preserve_rng_state:
+        faults.append(
+            "recompute.preserve_rng_state: false: a Program never draws a second dropout mask; "
+            "remove it"
+        )
+    return faults
+
+
+def _sync_faults(sync: SyncConfig) -> list[str]:
+    given, default = sync.model_dump(), SyncConfig().model_dump()
+    return [
+        f"sync.{name}: {given[name]}: the gradients of a Program are exchanged by operators of "
+        "Paddle, in float32, which know no such setting; remove it"
+        for name in given
+        if given[name] != default[name]
+    ]
+
+
+def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:
+    """Names of what is recomputed together; a segment of several Layers has that of its last."""
+    if model is None:
+        return []
+    names: dict[str, None] = {}
+    for layer in model.sublayers(include_self=True):
+        if isinstance(layer, RecomputeLayer):
+            chain, _ = layer._recompute_segment or (None, 0)
+            names[layer._recompute_name if chain is None else chain.names[-1]] = None
+        for value in vars(layer).values():
+            if isinstance(value, RecomputedFunction):
+                names[value._name] = None
+    if not names:
+        raise StaticGraphError(
+            "recompute.enable is true and no part of the model is under recompute; call "
+            "apply_recompute(model, config.recompute) before the model is called, or set "
+            "recompute.enable: false"
+        )
+    return list(names)
+
+
+def _gradients_per_buffer(model: paddle.nn.Layer, mebibytes: int) -> int:
+    """How many gradients make a buffer of `mebibytes`, on average.
+
+    Fleet's static graph of 2.6 counts gradients (``fuse_grad_size_in_num``), not bytes.
+    """
+    sizes = [_num_bytes(one) for one in model.parameters() if not one.stop_gradient]
+    return max(1, round(mebibytes * _MIB * len(sizes) / sum(sizes))) if sizes else 1
+
+
+def _num_bytes(parameter: paddle.Tensor) -> int:
+    size = 4 if "32" in str(parameter.dtype) else 2
+    for length in parameter.shape:
+        size *= length
+    return size
