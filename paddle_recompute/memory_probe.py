@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 from paddle_recompute import _memory
-from paddle_recompute.config import Config
+from paddle_recompute.config import AmpConfigs, Config
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.models import build_model
 from paddle_recompute.optimizer import build_optimizer
@@ -52,6 +52,7 @@ def measure_step(config: Config, loss_fn: LossFn, *, vocab_size: int, recompute:
         sync=GradientSync.from_config(model, config),
         accumulate_steps=config.strategy.gradient_merge_configs.k_steps,
         clip_grad_norm=config.train.clip_grad_norm,
+        amp=_unscaled(config.strategy.amp_configs) if config.strategy.amp else None,
     )
     micro_batches = [
         _full_length_batch(config, vocab_size)
@@ -65,6 +66,11 @@ def measure_step(config: Config, loss_fn: LossFn, *, vocab_size: int, recompute:
     del step, optimizer, model, micro_batches
     gc.collect()
     return peak
+
+
+def _unscaled(amp: AmpConfigs) -> AmpConfigs:
+    """A step that overflows would be skipped, and AdamW would not make its moments in it."""
+    return amp.model_copy(update={"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False})
 
 
 def _full_length_batch(config: Config, vocab_size: int) -> dict[str, paddle.Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,14 @@ def write_report(
         (folder / f"{name}.png").write_bytes(png)
         data = base64.b64encode(png).decode("ascii")
         images[name] = f'<img alt="{name}" src="data:image/png;base64,{data}">'
+    skipped = record.get("skipped_steps", 0)
+    overflow = f", {skipped} of the steps skipped (overflow in float16)" if skipped else ""
     ranks = "1 rank" if record["world_size"] == 1 else f"{record['world_size']} ranks"
     page = _PAGE.format(
         title=html.escape(Path(record["output_dir"]).name),
         subtitle=html.escape(
-            f"{record['steps']} steps of {config['contrastive']['global_batch']} pairs on {ranks}, "
-            f"{record['examples_per_second']:.0f} pairs per second"
+            f"{record['steps']} steps of {config['contrastive']['global_batch']} pairs on {ranks}"
+            f"{overflow}, {record['examples_per_second']:.0f} pairs per second"
         ),
         tiles=_tiles(record),
         table=_table(record),
@@ -133,7 +136,8 @@ def loss_figure(metrics: Sequence[dict[str, Any]]) -> Figure:
     steps = [record["step"] for record in metrics]
     marker = "o" if len(steps) < 30 else ""
     for axes, key, color in ((loss, "loss", AFTER), (rate, "lr", QUIET)):
-        values = [record[key] for record in metrics]
+        # A step that was skipped may have no loss: the line has a gap there.
+        values = [math.nan if record[key] is None else record[key] for record in metrics]
         axes.plot(steps, values, color=color, linewidth=2, marker=marker, markersize=4)
         axes.set_ylim(bottom=0)
         axes.set_ylabel({"loss": "loss", "lr": "lr"}[key], color=INK)

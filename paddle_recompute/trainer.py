@@ -11,12 +11,13 @@ resumed repeats the bits of one that was not interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
 
-from paddle_recompute import _memory
-from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
+from paddle_recompute import _memory, _paddle
+from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.config import Config
 from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.data import (
@@ -35,7 +36,7 @@ from paddle_recompute.data import (
     load_tokenizer,
     prepare_data,
 )
-from paddle_recompute.errors import CheckpointError, ConfigError, DataError, DivergenceError
+from paddle_recompute.errors import ConfigError, DataError, DivergenceError
 from paddle_recompute.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.grad_sync import (
     GradientSync,
@@ -44,11 +45,13 @@ from paddle_recompute.grad_sync import (
     mean_over_ranks,
 )
 from paddle_recompute.memory_probe import measure_step
+from paddle_recompute.mixed_precision import check_device
 from paddle_recompute.models import build_model
 from paddle_recompute.optimizer import build_optimizer, build_schedule
 from paddle_recompute.progress import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.report import retrieval_table, write_report
+from paddle_recompute.run_checkpoints import RunCheckpoints
 from paddle_recompute.train_step import StepResult, TrainStep
 
 Batch = dict[str, paddle.Tensor]
@@ -75,6 +78,9 @@ class Trainer:
             symmetric=config.contrastive.symmetric,
             negatives=config.contrastive.negatives,
         )
+        self._amp = config.strategy.amp_configs if config.strategy.amp else None
+        self._autocast: Callable[[], contextlib.AbstractContextManager[None]]
+        self._autocast = contextlib.nullcontext
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, and write checkpoint, metrics and report to ``train.output_dir``.
@@ -85,19 +91,27 @@ class Trainer:
             ``train.eval_before: false``); ``pool_size``, ``queries``; ``peak_bytes`` (the largest
             of all steps and ranks), ``plain_peak_bytes`` (the dearest step without recompute; None
             where it does not fit or ``train.measure_plain`` is false);
-            ``examples_per_second`` (pairs, all ranks), ``steps``, ``loss`` (of the last step),
-            ``world_size``, ``output_dir``.
+            ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (those among
+            them that overflowed in float16), ``loss`` (of the last step; None where that was
+            skipped), ``world_size``, ``output_dir``.
 
         Raises:
             ConfigError: The ranks that run are not those of ``config.launch``,
-                ``train.output_dir`` cannot be made, or a step does not fit into the memory.
+                ``train.output_dir`` cannot be made, a step does not fit into the memory, or the
+                device has no mixed precision.
             DataError: The pairs cannot be read, or are too few for one step.
             CheckpointError: There is nothing to resume from, or it is of another model.
-            DivergenceError: The loss is no finite number; the message names the step.
+            DivergenceError: The loss or the gradient is no finite number, in float16 after the
+                loss scale was lowered in vain; the message names the step.
         """
         self._rank, self._world_size = _join_ranks(self.config)
+        if self._amp is not None:
+            check_device(self._amp)
         self._make_folder()
-        checkpoint = self._checkpoint_to_resume()
+        self._checkpoints = RunCheckpoints(
+            self.config, rank=self._rank, world_size=self._world_size, say=self._say
+        )
+        checkpoint = self._checkpoints.find()
         data = self._prepare_data(checkpoint)
         vocab_size = data.tokenizer.vocab_size
         plain_peak, configured_peak = self._measure_memory(vocab_size)
@@ -130,6 +144,14 @@ class Trainer:
                 f"train.output_dir: {self._folder} cannot be made ({error.strerror}); name a "
                 "folder that can be written to"
             ) from error
+        barrier()
+        saves_residuals = self.config.sync.compression == "bf16" and self.config.sync.error_feedback
+        if saves_residuals and not self._folder.is_dir():
+            raise ConfigError(
+                f"train.output_dir: rank {self._rank} does not see {self._folder}, which rank 0 "
+                "has made, and with sync.compression: bf16 every rank has something to save there; "
+                "name a folder that all machines share, or set sync.error_feedback: false"
+            )
 
     def _prepare_data(self, checkpoint: Checkpoint | None) -> PreparedData:
         data = prepare_data(
@@ -203,16 +225,12 @@ class Trainer:
         checkpoint: Checkpoint | None,
         untrained: dict[str, float],
     ) -> dict[str, Any]:
-        """Make the steps that are left; returns steps, loss, peak_bytes, examples_per_second."""
+        """Make the steps that are left; returns what the final record says about them."""
         settings, global_batch = self.config.train, self.config.contrastive.global_batch
         loader = self._loader(data)
         done, total = checkpoint.step if checkpoint else 0, total_steps(self.config, len(loader))
         schedule = build_schedule(self.config, total)
         optimizer = build_optimizer(self.config, model, schedule)
-        if checkpoint is not None:
-            checkpoint.load_into(model, optimizer)
-            for _ in range(done):  # a function of the step alone: made again, not restored
-                schedule.step()
         sync = GradientSync.from_config(model, self.config)
         self._say(f"Gradient synchronization: {sync.mode}, {sync.reason}")
         train_step = TrainStep(
@@ -222,7 +240,15 @@ class Trainer:
             sync=sync,
             accumulate_steps=self._k_steps,
             clip_grad_norm=settings.clip_grad_norm,
+            amp=self._amp,
         )
+        self._autocast = train_step.autocast
+        if self._amp is not None:
+            self._say(f"Mixed precision: {self._amp.dtype}, level {self._amp.level}")
+        if checkpoint is not None:
+            self._checkpoints.restore(checkpoint, model, optimizer, train_step, sync)
+            for _ in range(done):  # a function of the step alone: made again, not restored
+                schedule.step()
         log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done) if self._is_main else None
         loss, whole_run, window = None, Meter(), Meter()
         model.train()
@@ -231,33 +257,50 @@ class Trainer:
             window.start()
             for step, epoch, micro_batches in self._steps(loader, done, total):
                 paddle.seed(step_seed(settings.seed, step, self._rank))
-                result = train_step(micro_batches)
-                _check_finite(result, step)
+                try:
+                    result = train_step(micro_batches)
+                except DivergenceError as error:
+                    raise DivergenceError(
+                        f"step {step}: {error}. The last checkpoint is as it was"
+                    ) from error
+                self._say_if_skipped(step, result)
                 rate = optimizer.get_lr()
                 schedule.step()
                 window.stop()
                 progress.advance()
                 if step % settings.log_every == 0 or step == total:
-                    loss = result.loss
+                    loss = _finite(result.loss)
                     record = {
                         "step": step,
                         "epoch": epoch,
                         "loss": loss,
                         "lr": rate,
-                        "grad_norm": result.grad_norm,
+                        "grad_norm": _finite(result.grad_norm),
                         "examples_per_second": window.rate(global_batch),
                         "peak_bytes": self._largest_peak(window),
                     }
+                    if result.loss_scale is not None:
+                        record["loss_scale"] = result.loss_scale
+                        record["skipped_steps"] = train_step.num_skipped
                     whole_run.add(window)
                     window = Meter()
-                    progress.show(record)
+                    progress.show({**record, "loss": result.loss})
                     if log is not None:
                         log.write(record)
                 if step == total or step % (settings.save_every or total) == 0:
-                    self._save(model, optimizer, data, step, untrained)
+                    self._checkpoints.save(
+                        step,
+                        model,
+                        optimizer,
+                        train_step,
+                        sync,
+                        save_tokenizer=data.tokenizer.save,
+                        untrained=untrained,
+                    )
                 window.start()
         return {
             "steps": max(done, total),
+            "skipped_steps": train_step.num_skipped,
             "loss": loss,
             "peak_bytes": self._largest_peak(whole_run),
             "examples_per_second": mean_over_ranks(whole_run.rate(global_batch)),
@@ -308,39 +351,6 @@ class Trainer:
                 if done == total:
                     return
 
-    def _save(
-        self,
-        model: paddle.nn.Layer,
-        optimizer: paddle.optimizer.Optimizer,
-        data: PreparedData,
-        step: int,
-        untrained: dict[str, float],
-    ) -> None:
-        if self._is_main:
-            save_checkpoint(
-                self._folder / "checkpoint",
-                model=model,
-                optimizer=optimizer,
-                save_tokenizer=data.tokenizer.save,
-                state={"step": step, "untrained": untrained, "config": self.config.to_dict()},
-            )
-        barrier()
-
-    def _checkpoint_to_resume(self) -> Checkpoint | None:
-        if not self.config.train.resume:
-            return None
-        checkpoint = find_checkpoint(self._folder / "checkpoint")
-        self._say(f"Resuming after step {checkpoint.step} from {checkpoint.folder}")
-        changes = list(_changes(checkpoint.state["config"], self.config.to_dict()))
-        if any(path.startswith("model.") for path, _, _ in changes):
-            raise CheckpointError(
-                f"{checkpoint.folder} is of another model: "
-                + "; ".join(f"{path} was {old!r}, is {new!r}" for path, old, new in changes)
-            )
-        for path, old, new in changes:
-            self._say(f"  changed since: {path} was {old!r}, is {new!r}")
-        return checkpoint
-
     def _evaluate(self, model: paddle.nn.Layer, data: PreparedData) -> dict[str, float]:
         """Retrieval metrics on the held-out pairs; every rank encodes its share of the texts."""
         query = self._encode(
@@ -358,13 +368,14 @@ class Trainer:
         share = texts[self._rank :: self._world_size]
         longest_share = math.ceil(len(texts) / self._world_size)
         share += texts[: longest_share - len(share)]  # so that all ranks gather equal shapes
-        vectors = encode_texts(
-            model,
-            data.tokenizer,
-            share,
-            max_tokens=max_tokens,
-            batch_size=self.config.train.eval_batch,
-        )
+        with self._autocast():
+            vectors = encode_texts(
+                model,
+                data.tokenizer,
+                share,
+                max_tokens=max_tokens,
+                batch_size=self.config.train.eval_batch,
+            )
         if self._world_size == 1:
             return vectors
         barrier()  # ranks may be far apart here, and gloo waits 30 s at most
@@ -398,6 +409,13 @@ class Trainer:
     @property
     def _is_main(self) -> bool:
         return self._rank == 0
+
+    def _say_if_skipped(self, step: int, result: StepResult) -> None:
+        if result.skipped:
+            self._say(
+                f"Step {step} is skipped: not finite in float16 with a loss scale of "
+                f"{result.loss_scale:g} (loss {result.loss:g}, gradient norm {result.grad_norm:g})"
+            )
 
     def _note(self, sentences: list[str]) -> None:
         for sentence in sentences:
@@ -446,23 +464,10 @@ def _join_ranks(config: Config) -> tuple[int, int]:
             f"train` or fleetrun, or set launch.num_ranks={running}"
         )
     if running > 1 and not dist.is_initialized():
-        dist.init_parallel_env()
+        _paddle.init_parallel_env()
     return dist.get_rank(), running
 
 
-def _check_finite(result: StepResult, step: int) -> None:
-    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-        raise DivergenceError(
-            f"step {step}: the loss is {result.loss} and the gradient norm {result.grad_norm}; "
-            "training cannot go on. Lower train.learning_rate, lengthen train.warmup_steps, or "
-            "set train.clip_grad_norm; the last checkpoint is as it was"
-        )
-
-
-def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted path, old, new) of every value that differs."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            yield from _changes(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-    elif old != new:
-        yield path, old, new
+def _finite(value: float) -> float | None:
+    """The number, or None, which JSON can hold, in its place."""
+    return value if math.isfinite(value) else None

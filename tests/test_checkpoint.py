@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,14 @@ def step(model: paddle.nn.Layer, optimizer: paddle.optimizer.AdamW) -> None:
 
 def save(folder: Path, number: int, **others: Any) -> Checkpoint:
     model, optimizer = others.pop("trained", None) or trained()
+    of_ranks = {key: others.pop(key) for key in ("rank", "sync_state", "barrier") if key in others}
     return save_checkpoint(
         folder,
         model=model,
         optimizer=optimizer,
         save_tokenizer=others.pop("save_tokenizer", write_tokenizer),
         state={"step": number, **others},
+        **of_ranks,
     )
 
 
@@ -138,6 +142,52 @@ def test_moments_of_another_model(tmp_path: Path) -> None:
     save_file({"7.weight:moment1": np.zeros(1)}, file)
     with pytest.raises(CheckpointError, match=r"holds 7\.weight:moment1, and the model has no 7"):
         checkpoint.load_into(*trained(steps=0))
+
+
+def save_on_two_ranks(folder: Path, number: int) -> None:
+    """Both in this process: each comes to its barriers when the other is there."""
+    meeting = threading.Barrier(2, timeout=30)
+    with concurrent.futures.ThreadPoolExecutor() as ranks:
+        for saved in [
+            ranks.submit(
+                save,
+                folder,
+                number,
+                rank=rank,
+                sync_state={"residuals": {"0.weight": np.full([2], rank, "float32")}},
+                barrier=meeting.wait,
+            )
+            for rank in range(2)
+        ]:
+            saved.result()
+
+
+def test_every_rank_gets_its_own_back(tmp_path: Path) -> None:
+    assert not save(tmp_path, 1).has_sync_states
+    for number in (2, 3):
+        save_on_two_ranks(tmp_path, number)
+    checkpoint = find_checkpoint(tmp_path)
+    assert checkpoint.step == 3 and checkpoint.has_sync_states
+    for rank in range(2):
+        own = checkpoint.sync_state(rank)["residuals"]["0.weight"]
+        np.testing.assert_array_equal(own, [rank, rank])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    assert (checkpoint.folder / "sync_rank1.pdparams").stat().st_mode & 0o777 == 0o644
+
+
+def test_rank_that_does_not_see_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rank 1 does not see .*on a disk that all machines"):
+        save(tmp_path / "elsewhere", 1, rank=1, sync_state={"residuals": {}}, barrier=int)
+    assert not list(tmp_path.rglob("*.pdparams"))
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", None])
+def test_damaged_sync_state(tmp_path: Path, content: bytes | None) -> None:
+    checkpoint = save(tmp_path, 1, sync_state={"residuals": {}})
+    file = checkpoint.folder / "sync_rank0.pdparams"
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"sync_rank0\.pdparams: cannot be read"):
+        checkpoint.sync_state(0)
 
 
 def test_files_are_named_by_structure(tmp_path: Path) -> None:

@@ -314,6 +314,31 @@ def test_a_resumed_step_goes_on_with_the_same_scale(gpu: None) -> None:
     assert_equal(values_of(model), values_of(whole))
 
 
+class OwingSync(GradientSync):
+    """Owes something to each rounding, as with compression between ranks."""
+
+    owed = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "residuals": {"weight": np.array([self.owed])}}
+
+    def set_state_dict(self, state: Any) -> None:
+        [self.owed] = state["residuals"]["weight"]
+
+
+def test_what_rounding_owes_moves_with_the_scale(gpu: None) -> None:
+    """It is a part of a scaled gradient, and goes into the next one."""
+    model = linear()
+    sync = OwingSync(model)
+    amp = AmpConfigs(init_loss_scaling=64.0, incr_every_n_steps=2, incr_ratio=8.0)
+    step, _ = step_of(model, amp, sync=sync)
+    owed = []
+    for _ in range(4):
+        step([batch()])
+        owed.append(sync.owed)
+    assert owed == [1.0, 8.0, 8.0, 64.0]
+
+
 def test_the_forward_alone_is_autocast(gpu: None) -> None:
     amp = AmpConfigs(dtype="bfloat16", custom_white_list=["tanh"], custom_black_list=["exp"])
     seen = []

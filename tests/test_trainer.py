@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_recompute import _memory
+from paddle_recompute import _memory, _paddle, memory_probe, mixed_precision
 from paddle_recompute import trainer as trainer_module
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.config import Config
@@ -25,6 +26,7 @@ from paddle_recompute.evaluation import encode_texts
 from paddle_recompute.models import build_model
 from paddle_recompute.progress import read_metrics
 from paddle_recompute.trainer import Trainer, step_seed, total_steps
+from tests.half_precision import pretended_gpu, rounded
 from tests.ranks import run_ranks
 
 NUM_PAIRS = 76  # 20 of them held out: 56 for training, 7 steps of 8 in an epoch
@@ -338,6 +340,111 @@ def test_loss_that_is_no_number_stops_the_run(
     assert [record["step"] for record in read_metrics(folder / "run" / "metrics.jsonl")] == [1, 2]
 
 
+# ----------------------------------------------------------------------------- mixed precision
+
+
+@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="a CPU is meant")
+def test_mixed_precision_is_refused_on_a_cpu(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"would silently compute in float32.*strategy.amp: fal"):
+        Trainer(tiny(folder, strategy__amp=True)).run()
+
+
+def test_mixed_precision_from_the_configuration(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forward passes of steps and of the last evaluation run in it; nothing is rounded here."""
+    levels = []
+
+    def noted_encode_texts(*args: Any, **options: Any) -> Any:
+        levels.append(str(_paddle.amp_state().level))
+        return encode_texts(*args, **options)
+
+    monkeypatch.setattr(trainer_module, "encode_texts", noted_encode_texts)
+    Trainer(tiny(folder, train__output_dir=str(folder / "plain"), train__max_steps=3)).run()
+    settings = {"strategy__amp": True, "strategy__amp_configs__dtype": "bfloat16"}
+    with pretended_gpu():
+        record = Trainer(tiny(folder, train__max_steps=3, **settings)).run()
+    assert_same_run(folder / "run", folder / "plain")
+    assert levels == ["AmpLevel.O0"] * 6 + ["AmpLevel.O1"] * 2
+    assert "Mixed precision: bfloat16, level O1" in capsys.readouterr().out
+    assert record["skipped_steps"] == 0
+    assert "loss_scale" not in read_metrics(folder / "run" / "metrics.jsonl")[0]
+
+
+FLOAT16 = {
+    "strategy__amp": True,
+    "strategy__amp_configs__init_loss_scaling": 2.0**17,
+    "strategy__amp_configs__decr_every_n_nan_or_inf": 1,
+    "strategy__amp_configs__decr_ratio": 0.5,
+    "strategy__amp_configs__incr_every_n_steps": 3,
+    "train__save_every": 4,
+}
+
+
+@pytest.fixture
+def float16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The vectors, and their gradients, go through float16."""
+
+    def loss_of(self: Trainer, model: Any, batch: Any) -> paddle.Tensor:
+        query, positive = (rounded(model(batch[side])) for side in ("query", "positive"))
+        return self._criterion(query, positive)
+
+    monkeypatch.setattr(Trainer, "_loss_of", loss_of)
+    with pretended_gpu():
+        yield
+
+
+def test_skipped_steps_are_told_and_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], float16: None
+) -> None:
+    probed = []
+
+    class NotedTrainStep(memory_probe.TrainStep):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            probed.append(options["amp"])
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(memory_probe, "TrainStep", NotedTrainStep)
+    whole = Trainer(tiny(folder, train__output_dir=str(folder / "whole"), **FLOAT16)).run()
+    # The step whose memory is measured must not be skipped, or AdamW would make no moments.
+    assert {(amp.init_loss_scaling, amp.use_dynamic_loss_scaling) for amp in probed} == {(1, False)}
+    shown = capsys.readouterr()
+    records = read_metrics(folder / "whole" / "metrics.jsonl")
+    skipped = [record["step"] for record in records if record["grad_norm"] is None]
+    assert skipped and len(skipped) < 10
+    assert skipped[0] == 1 and skipped[-1] > 4  # some before the checkpoint, some after
+    assert [r["skipped_steps"] for r in records] == [
+        sum(number <= step for number in skipped) for step in range(1, 11)
+    ]
+    assert records[0]["loss_scale"] == 2.0**17 and records[1]["loss_scale"] == 2.0**16
+    assert whole["skipped_steps"] == len(skipped)
+    assert shown.out.count(" is skipped: not finite in float16 with a loss scale of") == len(
+        skipped
+    )
+    assert "Step 1 is skipped" in shown.out
+    assert f"{len(skipped)} of the steps skipped" in (folder / "whole/report.html").read_text()
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, 6)
+        with pytest.raises(Interrupted):
+            Trainer(tiny(folder, **FLOAT16)).run()
+    resumed = Trainer(tiny(folder, train__resume=True, **FLOAT16)).run()
+    assert resumed["skipped_steps"] == whole["skipped_steps"]
+    assert_same_run(folder / "run", folder / "whole")
+    scales = [r["loss_scale"] for r in read_metrics(folder / "run" / "metrics.jsonl")]
+    assert scales == [r["loss_scale"] for r in records]
+
+
+def test_skipping_without_end_is_a_divergence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, float16: None
+) -> None:
+    monkeypatch.setattr(mixed_precision, "MAX_SKIPS_IN_A_ROW", 3)
+    with pytest.raises(DivergenceError, match=r"^step 3: 3 steps in a row had .*last checkpoint"):
+        Trainer(tiny(folder, **FLOAT16)).run()
+
+
+# ------------------------------------------------------------------------------------ the ranks
+
+
 def test_ranks_of_the_configuration_must_be_running(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"is 2, and 1 rank is running.*launch.num_ranks=1"):
         Trainer(tiny(folder, launch__num_ranks=2)).run()
@@ -376,9 +483,12 @@ def test_every_step_and_rank_has_masks_of_its_own() -> None:
     assert step_seed(1, 2, 3) == step_seed(1, 2, 3)
 
 
+ON_TWO_RANKS = {"train__decay": "constant", "sync__compression": "bf16"}
+
+
 def train_on_two_ranks(folder: str) -> list[dict[str, Any]]:
     """A run that is interrupted after step 4 and resumed, and one that is not; see what is said."""
-    settings = {"launch__num_ranks": 2, "train__decay": "constant"}
+    settings = {"launch__num_ranks": 2, **ON_TWO_RANKS}
     whole = str(Path(folder) / "whole")
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
@@ -407,7 +517,7 @@ def two_ranks(folder: str) -> tuple[list[dict[str, Any]], float]:
     return records, float(np.abs(together - alone).max())
 
 
-def test_two_ranks(folder: Path) -> None:
+def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (first, difference), (second, _) = run_ranks(two_ranks, 2, folder=str(folder))
     # Not to the bit: other batches, other matrix products.
     assert difference < 1e-5
@@ -419,3 +529,13 @@ def test_two_ranks(folder: Path) -> None:
     assert_same_run(folder / "run", folder / "whole")
     for key in ("recall@1", "mrr", "untrained_mrr", "loss"):
         assert first[1][key] == first[2][key]
+    of_two = checkpoint_files(folder / "run")
+    # Gone on with by one rank, which does not owe what two ranks owe.
+    Trainer(tiny(folder, train__max_steps=7, train__resume=True, **ON_TWO_RANKS)).run()
+    assert "2 ranks saved what the bfloat16 rounding of their" in capsys.readouterr().out
+    of_one = checkpoint_files(folder / "run")
+    assert of_two - of_one == {"sync_rank0.pdparams", "sync_rank1.pdparams"}
+
+
+def checkpoint_files(output_dir: Path) -> set[str]:
+    return {file.name for file in find_checkpoint(output_dir / "checkpoint").folder.iterdir()}
