@@ -11,32 +11,21 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
 
-from paddle_recompute import _paddle
 from paddle_recompute._nested import is_tensor, map_leaves, named_leaves, tensors_in
-from paddle_recompute._rng import RngState
 from paddle_recompute.contrastive._chunks import Chunk, joined, rows_of
+from paddle_recompute.contrastive._moments import Moment, StateWatch
 from paddle_recompute.errors import DataError, RecomputeError
-from paddle_recompute.recompute import _calls
-from paddle_recompute.recompute._layer_state import LayerState, layers_of
+from paddle_recompute.recompute._layer_state import layers_of
 
 # Both forwards of a chunk are the same operations on the same numbers. Kernels of a GPU may add
 # them up in another order (a percent, in bfloat16); another dropout mask changes much more.
 REPETITION_TOLERANCE = 0.05
-
-
-@dataclass
-class _Moment:
-    """What the first forward of one chunk saw and, of its first row, what it returned."""
-
-    rng: RngState
-    layers: LayerState
-    first_rows: list[paddle.Tensor] = field(default_factory=list)
 
 
 class Tower:
@@ -57,8 +46,7 @@ class Tower:
         self._batch = batch
         self._chunks = chunks
         self._name = name
-        self._amp = _paddle.amp_state()
-        self._moments: list[_Moment] = []
+        self._moments: list[Moment] = []
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
         self._gradients: dict[int, paddle.Tensor] = {}
@@ -74,7 +62,7 @@ class Tower:
         Returns:
             What the encoder returns, with all rows in every tensor.
         """
-        watch = _StateWatch(layers_of(self.encoder, ()))
+        watch = StateWatch(layers_of(self.encoder, ()))
         structure, parts = None, []
         for number, chunk in enumerate(self._chunks):
             moment = watch.moment()
@@ -117,12 +105,7 @@ class Tower:
     def replay(self, number: int) -> None:
         """The second forward of a chunk, and its backward into ``.grad`` of the parameters."""
         chunk, moment = self._chunks[number], self._moments[number]
-        with (
-            moment.rng.replayed(),
-            moment.layers.replayed(),
-            _paddle.amp_state_of(self._amp),
-            _calls._recomputing(),
-        ):
+        with moment.replayed():
             outputs = self._leaves(self._call(chunk), chunk, again=True)
         with _amp_off():
             self._note_deviation([outputs[i] for i in self._trained], moment.first_rows)
@@ -253,76 +236,6 @@ class _Holder:
     receive: Callable[[paddle.Tensor], None]
 
 
-class _StateWatch:
-    """Notes the state before each chunk; what has not changed since the last is kept once.
-
-    A `RngState` is 33 kB, nearly all of it the streams of NumPy and Python, which few encoders
-    draw from. Without those it is 4.4 kB a chunk on a CPU (Paddle's Mersenne twister); the state of
-    a GPU's generator is two numbers. A `LayerState` lists all parameters and copies the buffers.
-    """
-
-    def __init__(self, layers: list[paddle.nn.Layer]) -> None:
-        self._layers = layers
-        self._rng: RngState | None = None
-        self._state: LayerState | None = None
-        self._is_new = False
-        self._noted_flags: list[bool] = []
-        self._copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []
-
-    def moment(self) -> _Moment:
-        """The state now, before a forward."""
-        rng = RngState.capture()
-        if self._rng is not None:
-            if rng.python == self._rng.python:
-                rng = replace(rng, python=self._rng.python)
-            if _same_numpy_state(rng.numpy, self._rng.numpy):
-                rng = replace(rng, numpy=self._rng.numpy)
-        self._rng = rng
-        buffers, flags = self._buffers(), self._flags()
-        self._is_new = self._state is None or not self._unchanged(buffers, flags)
-        if self._is_new:
-            self._state = LayerState(self._layers)
-            self._noted_flags = flags
-            self._copies = [(buffer, buffer.clone()) for buffer in buffers]
-        assert self._state is not None
-        return _Moment(rng, self._state)
-
-    def forward_done(self) -> None:
-        """The forward after the last `moment` has ended."""
-        if self._is_new and self._state is not None:
-            self._state.after_forward()
-
-    def _flags(self) -> list[bool]:
-        return [
-            member.training
-            for layer in self._layers
-            for member in layer.sublayers(include_self=True)
-        ]
-
-    def _buffers(self) -> list[paddle.Tensor]:
-        """Those that an output may depend on: not the statistics of a BatchNorm in training."""
-        return [
-            tensors[name]
-            for layer in self._layers
-            for member in layer.sublayers(include_self=True)
-            if not (isinstance(member, _paddle.BATCH_NORMS) and member.training)
-            for tensors, names in _paddle.non_trained_state(member)
-            for name in names
-            if _paddle.is_initialized(tensors[name])
-        ]
-
-    @paddle.no_grad()
-    def _unchanged(self, buffers: list[paddle.Tensor], flags: list[bool]) -> bool:
-        return (
-            flags == self._noted_flags
-            and len(buffers) == len(self._copies)
-            and all(
-                now is then and _equal(now, copy)
-                for now, (then, copy) in zip(buffers, self._copies, strict=True)
-            )
-        )
-
-
 def arguments_for(
     encoder: Callable[..., Any], batch: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -364,13 +277,3 @@ def _amp_off() -> contextlib.AbstractContextManager[None]:
     """As in a plain step, whose backward runs outside of ``paddle.amp.auto_cast``."""
     off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
     return off
-
-
-def _same_numpy_state(one: Any, other: Any) -> bool:
-    return bool(one[0] == other[0] and one[2:] == other[2:] and np.array_equal(one[1], other[1]))
-
-
-def _equal(one: paddle.Tensor, other: paddle.Tensor) -> bool:
-    if one.dtype in (paddle.float16, paddle.bfloat16, paddle.uint8, paddle.int8, paddle.int16):
-        one, other = one.astype("float32"), other.astype("float32")  # no kernel on CPU; exact
-    return one.shape == other.shape and bool(paddle.equal_all(one, other))

@@ -12,7 +12,7 @@ import pytest
 from paddle.base import core
 
 from paddle_recompute import GradCache, _paddle
-from paddle_recompute.contrastive._tower import _StateWatch
+from paddle_recompute.contrastive._moments import StateWatch
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
 from tests.contrastive.encoders import (
@@ -261,7 +261,7 @@ def test_an_encoder_that_writes_into_its_input_is_told() -> None:
 
 
 def test_chunks_share_the_state_that_does_not_change() -> None:
-    watch = _StateWatch([make(1)])
+    watch = StateWatch([make(1)])
     moments = []
     for _ in range(3):
         moments.append(watch.moment())
