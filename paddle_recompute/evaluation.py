@@ -1,16 +1,26 @@
-"""Retrieval quality: encode texts, rank a pool for each query, recall@k and MRR."""
+"""Retrieval quality: encode texts, rank a pool for each query, recall@k and MRR.
+
+On several ranks each does a share of the batches, and of the tiles of queries, that one process
+would make. A share is never cut otherwise, so the same numbers are computed from the same
+operands, and the result is that of one process to the bit.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 from numpy.typing import NDArray
 
-from paddle_recompute.errors import DataError
+from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows
+from paddle_recompute.errors import DataError, SyncError
+from paddle_recompute.grad_sync.ranks import barrier, is_distributed
 
 Vectors = NDArray[np.floating[Any]]
 
@@ -31,6 +41,7 @@ def encode_texts(
     max_tokens: int,
     batch_size: int,
     progress: Callable[[int], object] | None = None,
+    over_ranks: bool = False,
 ) -> NDArray[np.float32]:
     """The normalised vectors of `texts`, computed in evaluation mode and without gradients.
 
@@ -46,6 +57,8 @@ def encode_texts(
         max_tokens: Longer texts are cut.
         batch_size: Texts at a time.
         progress: Called after every batch with its number of texts, as ``tqdm.update``.
+        over_ranks: Every rank calls this, with the same texts, and encodes a share of the batches;
+            the vectors then travel to all ranks.
 
     Returns:
         ``[len(texts), dim]``, float32, row i of text i, each of length 1 (a vector of zeros
@@ -53,16 +66,20 @@ def encode_texts(
 
     Raises:
         DataError: There are no texts, or `batch_size` is less than 1.
+        SyncError: The ranks' texts differ.
     """
     if not texts or batch_size < 1:
         raise DataError(
             f"received {len(texts)} texts and batch_size={batch_size}; both must be at least 1"
         )
+    share = _Share.of_this_rank(over_ranks)
+    share.check_equal("texts", np.frombuffer("\0".join(texts).encode(), np.uint8))
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    own = batches[share.rank :: share.num_ranks]
     vectors: NDArray[np.float32] | None = None
     with _evaluation_mode(model), paddle.no_grad():
-        for first in range(0, len(order), batch_size):
-            rows = order[first : first + batch_size]
+        for rows in own or batches[:1]:  # a rank without a batch must know the dimension
             ids = tokenizer.encode([texts[row] for row in rows], max_tokens)
             batch = model(paddle.to_tensor(ids)).astype("float32").numpy()
             if vectors is None:
@@ -72,6 +89,11 @@ def encode_texts(
             if progress is not None:
                 progress(len(rows))
     assert vectors is not None
+    if share.num_ranks > 1:
+        joined = share.join(vectors[list(itertools.chain.from_iterable(own))])
+        shares = (batches[rank :: share.num_ranks] for rank in range(share.num_ranks))
+        places = itertools.chain.from_iterable(itertools.chain.from_iterable(shares))
+        vectors[list(places)] = joined
     return vectors
 
 
@@ -82,6 +104,7 @@ def retrieval_metrics(
     *,
     ks: Sequence[int] = (1, 10),
     tile: int = 1024,
+    over_ranks: bool = False,
 ) -> dict[str, float]:
     """How early the right candidate comes when the pool is sorted by its score with the query.
 
@@ -100,6 +123,8 @@ def retrieval_metrics(
         target: ``[n]``, integer: the row of `pool` that is right for a query.
         ks: The k of each recall@k, the share of queries whose target has a rank of at most k.
         tile: Queries and candidates at a time.
+        over_ranks: Every rank calls this, with the same arrays, and ranks a share of the queries;
+            all of them get the result for all queries.
 
     Returns:
         ``recall@k`` for every k and ``mrr``, the mean of 1/rank, all in [0, 1]; ``pool_size`` = m
@@ -108,11 +133,22 @@ def retrieval_metrics(
     Raises:
         DataError: Shapes or dtypes do not fit together, a target is no row of the pool, or a vector
             is not finite.
+        SyncError: The ranks' arrays differ.
     """
+    share = _Share.of_this_rank(over_ranks)
+    share.check_equal("queries, pools or targets", query, pool, target)
     _check(query, pool, target, ks, tile)
-    ranks = np.concatenate(
-        [_ranks(query[rows], pool, target[rows], tile) for rows in _tiles(len(query), tile)]
-    )
+    tiles = list(_tiles(len(query), tile))
+    own = [
+        _ranks(query[rows], pool, target[rows], tile)
+        for rows in tiles[share.rank :: share.num_ranks]
+    ]
+    joined = share.join(np.concatenate([np.zeros(0, np.int64), *own]))
+    # In the order of the queries again, so that the mean is added up as in one process.
+    ranks = np.empty(len(query), np.int64)
+    for rank in range(share.num_ranks):
+        for rows in tiles[rank :: share.num_ranks]:
+            ranks[rows], joined = np.split(joined, [len(ranks[rows])])
     return {
         **{f"recall@{k}": float(np.mean(ranks <= k)) for k in ks},
         "mrr": float(np.mean(1.0 / ranks)),
@@ -180,6 +216,45 @@ def _check(
                 f"{bad.size} vectors of the {name} are not finite, the first is row {bad[0]}; "
                 "has the training diverged?"
             )
+
+
+class _Share:
+    """The part of a work that is this rank's: every `num_ranks`-th piece, from the `rank`-th on."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+
+    @classmethod
+    def of_this_rank(cls, over_ranks: bool) -> _Share:
+        if over_ranks and is_distributed():
+            return cls(int(dist.get_rank()), int(dist.get_world_size()))
+        return cls(0, 1)
+
+    def check_equal(self, name: str, *parts: NDArray[Any]) -> None:
+        """Refuse to join what was computed from different things."""
+        if self.num_ranks == 1:
+            return
+        checksum = 0
+        for part in parts:
+            about = f"{part.shape} {part.dtype}".encode()
+            checksum = zlib.crc32(np.ascontiguousarray(part).data, zlib.crc32(about, checksum))
+        barrier()  # ranks may be far apart here, and gloo waits 30 s at most
+        checksums: list[paddle.Tensor] = []
+        dist.all_gather(checksums, paddle.to_tensor([checksum], dtype="int64"))
+        if len({int(one.item()) for one in checksums}) > 1:
+            raise SyncError(
+                f"the ranks' {name} differ; with over_ranks=True all ranks need the same"
+            )
+
+    def join(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """The rows of all ranks, in the order of the ranks."""
+        if self.num_ranks == 1:
+            return rows
+        barrier()
+        tensor = paddle.to_tensor(rows)
+        (joined,) = gather_rows([tensor], agree_on_rows([tensor], None), None)
+        array: NDArray[Any] = joined.numpy()
+        return array
 
 
 @contextlib.contextmanager

@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from paddle_recompute.errors import DataError
+from paddle_recompute.errors import DataError, SyncError
 from paddle_recompute.evaluation import encode_texts, retrieval_metrics
+from tests.ranks import run_ranks
 
 Array = NDArray[Any]
 
@@ -241,3 +243,61 @@ def test_vector_of_zeros_remains_one() -> None:
 def test_nothing_to_encode_is_refused(texts: list[str], batch_size: int) -> None:
     with pytest.raises(DataError, match=r"received \d texts and batch_size=\d; both must be"):
         encode_texts(SumOfLetters(), Letters(), texts, max_tokens=8, batch_size=batch_size)
+
+
+# ------------------------------------------------------------------------------ several ranks
+
+RANKED = {"query": unit_rows((50, 16), 11), "pool": unit_rows((90, 16), 12)}
+TARGETS = np.random.default_rng(13).integers(0, 90, 50)
+
+
+def results_of_a_rank() -> dict[str, Any]:
+    """In a share of the work, and what is refused."""
+    done: list[int] = []
+    many = {
+        batch_size: encode_texts(
+            SumOfLetters(),
+            Letters(),
+            TEXTS,
+            max_tokens=8,
+            batch_size=batch_size,
+            progress=done.append,
+            over_ranks=True,
+        )
+        for batch_size in (2, 100)  # 100: one batch, and so nothing for the second rank
+    }
+    found: dict[str, Any] = {"encoded": many, "done": done}
+    found["metrics"] = [
+        retrieval_metrics(**RANKED, target=TARGETS, tile=tile, over_ranks=True)
+        for tile in (7, 32, 64)  # 64: one tile, and so nothing for the second rank
+    ]
+    refused = []
+    rank = dist.get_rank()
+    with pytest.raises(SyncError) as caught:
+        retrieval_metrics(**RANKED, target=np.full(50, rank), over_ranks=True)
+    refused.append(str(caught.value))
+    with pytest.raises(SyncError) as caught:
+        encode_texts(
+            SumOfLetters(),
+            Letters(),
+            ["a", "b" * rank],
+            max_tokens=8,
+            batch_size=1,
+            over_ranks=True,
+        )
+    refused.append(str(caught.value))
+    return {**found, "refused": refused}
+
+
+def test_ranks_share_the_work_and_have_what_one_process_has() -> None:
+    for rank, found in enumerate(run_ranks(results_of_a_rank, 2)):
+        for batch_size, vectors in found["encoded"].items():
+            alone = encode_texts(
+                SumOfLetters(), Letters(), TEXTS, max_tokens=8, batch_size=batch_size
+            )
+            np.testing.assert_array_equal(vectors, alone)
+        assert found["done"] == [[2, 2, 7], [2, 1, 7]][rank]
+        for tile, metrics in zip((7, 32, 64), found["metrics"], strict=True):
+            assert metrics == retrieval_metrics(**RANKED, target=TARGETS, tile=tile)
+        assert found["refused"][0].startswith("the ranks' queries, pools or targets differ")
+        assert found["refused"][1].startswith("the ranks' texts differ")
