@@ -60,7 +60,11 @@ STEPS = 3
 
 
 def train(
-    towers: int, negatives: str, chunks: dict[str, int], mode: Any, wrap: bool
+    towers: int,
+    negatives: str,
+    chunks: dict[str, int],
+    mode: Any = "overlap",
+    wrap: bool = False,
 ) -> dict[str, Any]:
     """Three steps without an update: gradients, and what the sync has done."""
     encoders, loss = make(towers, dropout=0.0), Criterion(negatives)
@@ -108,55 +112,52 @@ def joined_batch(towers: int, negatives: str, *, with_loss: bool = True) -> list
     return result
 
 
-@pytest.mark.parametrize(
-    ("towers", "negatives", "chunks", "mode"),
-    [
-        (1, "global", {"chunk_size": 5}, "overlap"),
-        (2, "global", {"chunk_tokens": 20}, "overlap"),
-        (2, "local", {"chunk_size": 5}, "fused"),
-        (1, "local", {"chunk_tokens": 20}, "overlap"),
-    ],
-    ids=str,
-)
+CASES: dict[str, dict[str, Any]] = {
+    "tied, rows": {"towers": 1, "negatives": "global", "chunks": {"chunk_size": 5}},
+    "pair, tokens": {"towers": 2, "negatives": "global", "chunks": {"chunk_tokens": 20}},
+    "pair, rows, fused": {
+        "towers": 2,
+        "negatives": "local",
+        "chunks": {"chunk_size": 5},
+        "mode": "fused",
+    },
+    "tied, tokens": {"towers": 1, "negatives": "local", "chunks": {"chunk_tokens": 20}},
+    "DataParallel": {
+        "towers": 1,
+        "negatives": "local",
+        "chunks": {"chunk_size": 5},
+        "wrap": True,
+    },
+}
+
+
+def train_every_case() -> dict[str, Any]:
+    return {name: train(**options) for name, options in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """What `train` returned, for each rank and case: the ranks are started once."""
+    return run_ranks(train_every_case, num_ranks=2)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_equal_to_one_process_with_the_joined_batch(
-    towers: int, negatives: str, chunks: dict[str, int], mode: str
+    case: str, results: list[dict[str, Any]]
 ) -> None:
-    first, second = run_ranks(
-        train,
-        num_ranks=2,
-        towers=towers,
-        negatives=negatives,
-        chunks=chunks,
-        mode=mode,
-        wrap=False,
-    )
-    expected = joined_batch(towers, negatives)
+    first, second = (rank[case] for rank in results)
+    options = CASES[case]
+    wrapped = options.get("wrap", False)  # then the loss's own parameter is not synchronized
+    expected = joined_batch(options["towers"], options["negatives"], with_loss=not wrapped)
     for step in range(STEPS):
         assert same_bits(first["gradients"][step], second["gradients"][step])
         assert relative_difference(first["gradients"][step], expected[step]) < TOLERANCE
         assert not same_bits(first["local"][step], second["local"][step]), "last=False is local"
     for rank in (first, second):
         assert rank["num_synchronized"] == STEPS, "once per step, and not with last=False"
-        if mode == "overlap":
+        if options.get("mode") != "fused":
             assert rank["early"][0] == 0, "the first step learns the order"
             assert min(rank["early"][1:]) > 0
-
-
-def test_an_encoder_in_data_parallel_synchronizes_once() -> None:
-    first, second = run_ranks(
-        train,
-        num_ranks=2,
-        towers=1,
-        negatives="local",
-        chunks={"chunk_size": 5},
-        mode="overlap",
-        wrap=True,
-    )
-    expected = joined_batch(1, "local", with_loss=False)
-    for step in range(STEPS):
-        assert same_bits(first["gradients"][step], second["gradients"][step])
-        assert relative_difference(first["gradients"][step], expected[step]) < TOLERANCE
-        assert not same_bits(first["local"][step], second["local"][step])
 
 
 def accumulate_and_refuse() -> dict[str, Any]:
