@@ -14,7 +14,9 @@ public face cannot say what several ranks need:
   rank. Fleet's own distributed scaler replaces the private ``_unscale`` to make the ranks agree;
 - ``unscale_`` writes float16 gradients back as float16, where what the scale had saved from
   underflow is lost again; here they become float32 first;
-- it switches itself off on a CPU, so nothing of a training with it could be tested there.
+- it switches itself off on a CPU, so nothing of a training with it could be tested there. Beside
+  a NumPy that makes no number of an array with one axis (2.4; Paddle 3.3.1) it raises TypeError
+  where it is about to lower the scale.
 """
 
 from __future__ import annotations

@@ -175,6 +175,20 @@ def test_every_rank_gets_its_own_back(tmp_path: Path) -> None:
     assert (checkpoint.folder / "sync_rank1.pdparams").stat().st_mode & 0o777 == 0o644
 
 
+def test_rank_0_waits_for_the_files_of_the_others(tmp_path: Path) -> None:
+    barriers = iter([None, tmp_path / ".unfinished-step-1" / "sync_rank1.pdparams"])
+
+    def barrier() -> None:
+        """At the first one the folder is there, before the second one rank 1 writes into it."""
+        assert (tmp_path / ".unfinished-step-1").is_dir()
+        if (file := next(barriers)) is not None:
+            file.write_bytes(b"of rank 1")
+
+    folder = save(tmp_path, 1, sync_state={"residuals": {}}, barrier=barrier).folder
+    assert (folder / "sync_rank0.pdparams").exists()
+    assert (folder / "sync_rank1.pdparams").read_bytes() == b"of rank 1"
+
+
 def test_rank_that_does_not_see_the_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1 does not see .*on a disk that all machines"):
         save(tmp_path / "elsewhere", 1, rank=1, sync_state={"residuals": {}}, barrier=int)

@@ -347,6 +347,7 @@ def test_loss_that_is_no_number_stops_the_run(
 def test_mixed_precision_is_refused_on_a_cpu(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"would silently compute in float32.*strategy.amp: fal"):
         Trainer(tiny(folder, strategy__amp=True)).run()
+    assert not (folder / "cache").exists()  # before anything else is done
 
 
 def test_mixed_precision_from_the_configuration(
