@@ -65,7 +65,7 @@ def parameter_lists() -> dict[str, str]:
 
 
 USED_BY_STEP_AND_RANK = [
-    [[0, 1, 2], [0, 1, 2]],  # learnt here; layer 3 is used by nobody
+    [[0, 1, 2], [2, 1, 0]],  # learnt here, in another order on each rank; nobody uses layer 3
     [[0, 1], [0, 2]],  # fewer than expected, others on each rank
     [[0], [0]],  # 1 and 2 nowhere
     [[0, 1, 2, 0], [0, 1, 2]],  # layer 0 twice on one rank only
@@ -73,12 +73,12 @@ USED_BY_STEP_AND_RANK = [
     [[], [2]],  # nothing at all on one rank
 ]
 MEANS = [
-    [1.5, 1.5, 1.5, None],
-    [1.5, 0.5, 1.0, None],
+    [1.5, 15.0, 150.0, None],
+    [1.5, 5.0, 100.0, None],
     [1.5, None, None, None],
-    [2.0, 1.5, 1.5, None],
-    [1.5, 1.0, None, 0.5],
-    [None, None, 1.0, None],
+    [2.0, 15.0, 150.0, None],
+    [1.5, 10.0, None, 500.0],
+    [None, None, 100.0, None],
 ]
 
 
@@ -91,7 +91,10 @@ def use_parts() -> dict[str, list[Any]]:
 
 
 def gradients_of_parts(mode: str, find_unused: bool) -> list[list[float | None]]:
-    """The gradients of layers in steps that use other layers on each rank and step."""
+    """The gradients of layers in steps that use other layers on each rank and step.
+
+    That of layer i is 10**i on rank 0 and twice as much on rank 1, so that none is like another.
+    """
     paddle.seed(0)
     layers = [paddle.nn.Linear(1, 1, bias_attr=False) for _ in range(4)]
     sync = GradientSync(
@@ -103,7 +106,7 @@ def gradients_of_parts(mode: str, find_unused: bool) -> list[list[float | None]]
         with sync.last_backward():
             # One backward a layer, so that a second use comes after the first was complete.
             for index in used[rank]:
-                (layers[index](paddle.ones([1, 1])) * (rank + 1)).sum().backward()
+                (layers[index](paddle.ones([1, 1])) * (rank + 1) * 10**index).sum().backward()
         gradients.append(
             [None if layer.weight.grad is None else layer.weight.grad.item() for layer in layers]
         )
