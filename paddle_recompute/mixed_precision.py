@@ -216,7 +216,7 @@ def check_device(settings: AmpConfigs) -> None:
     if str(in_force.level).endswith(settings.level) and in_force.dtype == settings.dtype:
         return
     device = paddle.get_device()
-    reason = f" (Paddle: {caught[0].message})" if caught else ""
+    reason = f" (Paddle: {str(caught[0].message).rstrip('.')})" if caught else ""
     raise ConfigError(
         f"mixed precision in {settings.dtype} was asked for (strategy.amp: true), and Paddle would "
         f"silently compute in float32 on this device, '{device}', in dygraph{reason}. Set "

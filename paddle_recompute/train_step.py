@@ -49,8 +49,8 @@ class TrainStep:
     The gradient is that of the mean over all examples of all micro-batches and ranks, however many
     each of them has, where `loss_fn` is a mean over the examples of its micro-batch: with n_i
     examples in micro-batch i of N in total, its loss L_i counts n_i / N. A loss that relates the
-    examples of a batch to each other (contrastive with in-batch negatives) still sees the examples
-    of one micro-batch of one rank at a time: accumulation adds no negatives.
+    examples of a batch to each other (contrastive with in-batch negatives) is one of a micro-batch,
+    whatever K is: accumulation adds no negatives.
 
     The order within a step, which is what makes loss scaling and several ranks go together:
 
@@ -101,7 +101,9 @@ class TrainStep:
                 dygraph, it is refused.
             num_examples: ``num_examples(micro_batch)`` is the number of examples that its loss is
                 the mean of, or any other weight greater than 0; None: the length of the first axis
-                of the first Tensor in it.
+                of the first Tensor in it. A loss that weighs the ranks' batches itself, as
+                ``ContrastiveLoss(negatives="global")`` does, is not to be weighed again where they
+                differ in size: ``num_examples=lambda micro_batch: 1``.
 
         Raises:
             ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, `sync` is not
