@@ -19,6 +19,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle.base import core, framework
+from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
 from paddle_recompute import _memory, _paddle
 from tests.ranks import run_ranks
@@ -375,6 +376,70 @@ def test_the_peak_can_be_reset_where_it_is_said() -> None:
     assert _memory.can_reset_peak() is not IS_26
 
 
+# -------------------------------------------------------------------------- translated bytecode
+
+
+def test_core_set_eval_frame() -> None:
+    """It returns the function that translated before, of this thread."""
+    seen = []
+
+    def translator(frame: Any) -> Any:
+        seen.append(frame.f_code.co_name)
+        return CustomCode(None, False)  # run the frame as it is
+
+    def called() -> None:
+        pass
+
+    assert _paddle.set_translator(translator) is None
+    try:
+        called()
+        assert _paddle.set_translator(None) is translator
+        called()
+    finally:
+        _paddle.set_translator(None)
+    assert seen.count("called") == 1
+
+
+def test_core_eval_frame_skip_file_prefix(tmp_path: Path) -> None:
+    path = tmp_path / "skipped.py"
+    path.write_text("def called():\n    pass\n", encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
+    seen = []
+
+    def translator(frame: Any) -> Any:
+        seen.append(frame.f_code.co_filename)
+        return CustomCode(None, False)
+
+    _paddle.never_translate_files_below(str(tmp_path))
+    _paddle.set_translator(translator)
+    try:
+        names["called"]()
+    finally:
+        _paddle.set_translator(None)
+    assert str(path) not in seen
+
+
+@pytest.mark.skipif(IS_26, reason="exists from Paddle 3.0 on")
+def test_jit_marker_force_dynamic() -> None:
+    """`never_translate` relies on it for functions and for Layer classes."""
+    calls = []
+
+    def untranslatable(x: paddle.Tensor) -> paddle.Tensor:
+        calls.append(bool(paddle.in_dynamic_mode()))
+        return x * 2
+
+    _paddle.never_translate(untranslatable)
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        return untranslatable(x + 1) + 1
+
+    static = paddle.jit.to_static(function, full_graph=False)
+    assert static(paddle.ones([1])).tolist() == [5]
+    assert static(paddle.ones([1])).tolist() == [5]
+    assert calls == [True, True]  # a translated function would run once, to be traced
+
+
 # --------------------------------------------------------------------------------- nothing else
 
 
@@ -393,7 +458,7 @@ def test_every_private_name_has_a_test_here() -> None:
 def test_no_other_module_reaches_into_paddle() -> None:
     package = Path(_paddle.__file__).parent
     for path in package.rglob("*.py"):
-        if path.name != "_paddle.py":
+        if path.name != "_paddle.py" and path.parent.name != "_paddle_static":
             source = path.read_text(encoding="utf-8")
             assert not re.search(r"paddle\.(base|fluid)\b(?!``)", source), path
             assert "paddle.__version__" not in source or path.name == "_installed.py", path

@@ -20,6 +20,7 @@ from paddle_recompute.recompute._frames import (
     run_inside_a_repetition,
 )
 from paddle_recompute.recompute._segments import Segment
+from paddle_recompute.recompute._static import run_marked
 from paddle_recompute.recompute._storage import STORAGES, OnDevice, SomeOnHost, Storage
 
 DeterminismCheck = Literal["default", "values", "none"]
@@ -68,7 +69,9 @@ def recompute(
     costs one extra forward of `function`, and the memory of what its operators would have saved
     is free in between. Drop-in for ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
 
-    Under ``paddle.no_grad`` the function is called once and nothing is kept.
+    Under ``paddle.no_grad`` the function is called once and nothing is kept. While a Program is
+    being built (``paddle.enable_static``, ``paddle.jit.to_static``) the call is marked, and
+    recomputed by `static_graph.minimize`, or by what `to_static` returns (Paddle 3.3).
 
     Args:
         function: A Layer or any callable. It must do the same thing when it is called again with
@@ -102,7 +105,8 @@ def recompute(
     Raises:
         ConfigError: An option has a value that does not exist.
         RecomputeError: The function changes an argument in place, or (from the backward) its
-            second forward is not a repetition of the first; or a Program is being built.
+            second forward is not a repetition of the first.
+        StaticGraphError: In a Program, it is called inside a branch or loop body.
 
     Examples:
         >>> import paddle
@@ -147,13 +151,36 @@ def run_recomputed(
         gives_up_outputs: Whether its outputs, too, are computed again (`_discarded`).
         segment: The segment that the call belongs to, and its position there.
     """
-    name = name or name_of(function)
     if not _paddle.is_dygraph():
-        raise RecomputeError(
-            f"recompute({name}) was called while a static graph is being built "
-            "(paddle.enable_static or paddle.jit.to_static). Paddle would keep every activation "
-            "there without a word; run the model in dygraph."
+        return run_marked(
+            function,
+            args,
+            kwargs,
+            name=name,
+            is_offloaded=storage is not None or options.offload not in (None, "none"),
+            gives_up_outputs=gives_up_outputs,
+            segment=segment,
         )
+    translator = _paddle.set_translator(None)
+    try:
+        return _run_in_dygraph(
+            function, args, kwargs, options, storage, name, gives_up_outputs, segment
+        )
+    finally:
+        _paddle.set_translator(translator)
+
+
+def _run_in_dygraph(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RecomputeOptions,
+    storage: Storage | None,
+    name: str,
+    gives_up_outputs: bool,
+    segment: tuple[Segment, int] | None,
+) -> Any:
+    name = name or name_of(function)
     if not paddle.is_grad_enabled():
         return function(*args, **kwargs)
     _paddle.watch_backward()
@@ -185,6 +212,10 @@ def run_recomputed(
     if gives_up_outputs:
         _discarded.offer(outputs, frame)
     return outputs
+
+
+_paddle.never_translate(recompute)
+_paddle.never_translate(run_recomputed)
 
 
 def _call_plainly(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -20,6 +21,7 @@ from paddle_recompute.recompute.function import (
     run_recomputed,
 )
 
+_paddle.never_translate_files_below(os.path.dirname(__file__))
 _wrapped_classes: dict[tuple[type, type], type[paddle.nn.Layer]] = {}
 
 AnyLayer = TypeVar("AnyLayer", bound=paddle.nn.Layer)
@@ -99,11 +101,17 @@ class SelectiveLayer(WrappedLayer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, with a `Keeper` for what its operators save."""
+        if not _paddle.is_dygraph():  # the pass finds out by itself what is needed again
+            return super().__call__(*args, **kwargs)
         if innermost() is not None or not paddle.is_grad_enabled():
             return super().__call__(*args, **kwargs)
-        _paddle.watch_backward()
-        with recording(Keeper()):
-            return super().__call__(*args, **kwargs)
+        translator = _paddle.set_translator(None)
+        try:
+            _paddle.watch_backward()
+            with recording(Keeper()):
+                return super().__call__(*args, **kwargs)
+        finally:
+            _paddle.set_translator(translator)
 
 
 class RecomputedFunction:
@@ -216,6 +224,7 @@ def _wrapped_class(
         return known
     name = f"{wrapping.__name__.removesuffix('Layer')}{bare.__name__}"
     made = type(name, (wrapping, bare), {"__module__": bare.__module__})
+    _paddle.never_translate(made)
     return _wrapped_classes.setdefault((wrapping, bare), made)
 
 

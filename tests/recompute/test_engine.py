@@ -648,36 +648,6 @@ def test_backward_inside_the_function_is_refused() -> None:
         recompute(function, x)
 
 
-def test_static_mode_is_refused() -> None:
-    paddle.enable_static()
-    try:
-        with paddle.static.program_guard(paddle.static.Program()):
-            x = paddle.static.data("x", [3, 4])
-            with pytest.raises(RecomputeError, match="static graph is being built"):
-                recompute(paddle.tanh, x)
-    finally:
-        paddle.disable_static()
-
-
-@pytest.mark.parametrize("full_graph", [True, False])
-def test_to_static_is_refused(full_graph: bool) -> None:
-    """Never silently without recompute. Paddle's bytecode translator (``full_graph=False``) fails
-    over the library's own code before it can speak, so the error is Paddle's there."""
-
-    class Model(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = paddle.nn.Linear(4, 4)
-
-        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-            return recompute(self.linear, x)
-
-    static = paddle.jit.to_static(Model(), full_graph=full_graph)
-    errors = (RecomputeError, "static graph is being built") if full_graph else (Exception, r"\S")
-    with pytest.raises(errors[0], match=errors[1]):
-        static(paddle.ones([3, 4]))
-
-
 def test_other_saved_tensors_hooks_around(caplog: pytest.LogCaptureFixture) -> None:
     """Paddle allows one pair at a time: what the user's hooks do is done, and said."""
     gradients = []

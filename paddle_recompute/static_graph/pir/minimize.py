@@ -44,10 +44,7 @@ def minimize(
         pir.claim_recomputed_calls(program)
         params_grads = pir.append_backward(optimizer, loss, startup)
         if requested.recompute:
-            graph = Graph(program, forward[-1])
-            segments = find_segments(graph, requested.checkpoints)
-            warn_of_crossings(segments, graph)
-            recompute(graph, segments)
+            _recompute_between(program, forward[-1], requested.checkpoints)
 
         def update(gradients: ParamsGrads) -> list[Operation]:
             means = mean_over_ranks(
@@ -67,3 +64,22 @@ def minimize(
                 average=requested.average,
             )
             return operations, params_grads
+
+
+def recompute_calls(program: paddle.static.Program, num_forward: int) -> None:
+    """Recompute every recomputed call in a Program that `paddle.jit.to_static` made.
+
+    Args:
+        program: With its backward.
+        num_forward: How many of its operators are not backward.
+    """
+    _recompute_between(program, pir.operations(program)[num_forward - 1], ())
+
+
+def _recompute_between(
+    program: paddle.static.Program, last_forward: Operation, names: tuple[str, ...]
+) -> None:
+    graph = Graph(program, last_forward)
+    segments = find_segments(graph, names)
+    warn_of_crossings(segments, graph)
+    recompute(graph, segments)

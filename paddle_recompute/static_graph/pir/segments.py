@@ -23,6 +23,9 @@ from paddle_recompute.static_graph.report import mebibytes
 SEGMENT = "recompute_segment"
 """Attribute of a forward operator: the segment that it was recomputed in."""
 
+SMALL = 8
+"""A side result of this fraction of a kept result, as a norm's mean, is not worth a second run."""
+
 _AND = " and "  # between the names of checkpoints that one operator returns
 _logger = logging.getLogger("paddle_recompute")
 
@@ -162,6 +165,9 @@ class Kept:
             return "a branch or loop uses it"
         if not segment.gives_up_outputs and _escapes(value, segment, self._graph):
             return "operators after the segment use it"
+        largest = max(pir.results_of(operation), key=pir.num_bytes)
+        if 0 < SMALL * pir.num_bytes(value) <= pir.num_bytes(largest) and largest in self:
+            return "it is small, and what its operator returns besides it is kept"
         # An operator that was run before the overwriting would now see other numbers.
         for operand in pir.operands_of(operation):
             if pir.key(operand) in self._overwritten and operand in self:

@@ -1,0 +1,179 @@
+"""Programs that are built twice, run for some steps and compared: with recompute and without."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.distributed import fleet
+
+from paddle_recompute.static_graph import SegmentReport, explain, mark_checkpoint, minimize
+
+HIDDEN = 8
+BATCH = 4
+Build = Callable[[], Any]
+"""Builds a forward in the default Program and returns its loss; feeds are made by `feeds`."""
+
+
+@contextlib.contextmanager
+def static_mode() -> Iterator[None]:
+    paddle.enable_static()
+    try:
+        yield
+    finally:
+        paddle.disable_static()
+
+
+@dataclass
+class Run:
+    """What some steps of one Program gave."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
+    parameters: dict[str, np.ndarray] = field(default_factory=dict)
+    report: SegmentReport = field(default_factory=SegmentReport)
+
+
+def strategy_of(checkpoints: Sequence[str] | None = None, **settings: Any) -> Any:
+    """A DistributedStrategy with recompute at `checkpoints`, if they are given."""
+    strategy = fleet.DistributedStrategy()
+    if checkpoints is not None:
+        strategy.recompute = True
+        strategy.recompute_configs = {"checkpoints": list(checkpoints)}
+    for name, value in settings.items():
+        setattr(strategy, name, value)
+    return strategy
+
+
+def train(
+    build: Build,
+    checkpoints: Sequence[str] | None,
+    *,
+    steps: int = 3,
+    make_optimizer: Callable[[], Any] | None = None,
+    feeds: Callable[[np.random.RandomState], dict[str, np.ndarray]] | None = None,
+    prepare: Callable[[], Any] = contextlib.nullcontext,
+    runs_per_step: int = 1,
+    **settings: Any,
+) -> Run:
+    """Build, minimize and run; every build starts from the same seed and the same names.
+
+    Args:
+        build: The forward.
+        checkpoints: None: no recompute; empty: all.
+        steps: Runs of the Program.
+        make_optimizer: AdamW if left out.
+        feeds: From a random state to what is fed; ``x`` of [BATCH, HIDDEN] if left out.
+        prepare: A context around the building, such as auto_cast.
+        runs_per_step: Runs that get the same feed.
+        **settings: Fields of the strategy.
+    """
+    make_optimizer = make_optimizer or (lambda: paddle.optimizer.AdamW(1e-2))
+    feeds = feeds or (lambda random: {"x": random.randn(BATCH, HIDDEN).astype("float32")})
+    run = Run()
+    with static_mode():
+        paddle.seed(7)
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        with paddle.utils.unique_name.guard(), paddle.static.program_guard(main, startup):
+            with prepare():
+                loss = build()
+            strategy = strategy_of(checkpoints, **settings)
+            _, params_grads = minimize(make_optimizer(), loss, strategy)
+        if checkpoints is not None:
+            run.report = explain(main)
+        scope = paddle.static.Scope()
+        with paddle.static.scope_guard(scope):
+            executor = paddle.static.Executor(paddle.CPUPlace())
+            executor.run(startup)
+            random = np.random.RandomState(0)
+            wanted = [loss, *(gradient for _, gradient in params_grads)]
+            for step in range(steps):
+                if step % runs_per_step == 0:
+                    feed = feeds(random)
+                values = executor.run(main, feed=feed, fetch_list=wanted)
+                run.losses.append(float(values[0]))
+                names = [parameter.name for parameter, _ in params_grads]
+                run.gradients.append(dict(zip(names, values[1:], strict=True)))
+            for parameter in main.global_block().all_parameters():
+                run.parameters[parameter.name] = np.array(
+                    scope.find_var(parameter.name).get_tensor()
+                )
+    return run
+
+
+def assert_equal(run: Run, expected: Run) -> None:
+    """Bit for bit: losses, every gradient of every step, and every parameter at the end."""
+    assert run.losses == expected.losses
+    assert len(run.gradients) == len(expected.gradients) > 0
+    for step, (gradients, theirs) in enumerate(zip(run.gradients, expected.gradients, strict=True)):
+        assert gradients.keys() == theirs.keys() and gradients
+        for name, gradient in gradients.items():
+            assert np.isfinite(gradient.astype("float32")).all()
+            np.testing.assert_array_equal(gradient, theirs[name], f"step {step}, {name}")
+    assert run.parameters.keys() == expected.parameters.keys()
+    for name, value in run.parameters.items():
+        np.testing.assert_array_equal(value, expected.parameters[name], name)
+
+
+def num_recomputed(run: Run) -> int:
+    return sum(segment.num_recomputed or 0 for segment in run.report.segments)
+
+
+def assert_recompute_changes_nothing(
+    build: Build, checkpoints: Sequence[str] = (), **options: Any
+) -> Run:
+    """Train with recompute and without; returns the run with it.
+
+    A pass that copies nothing would be equal too, so at least one operator must run again.
+    """
+    recomputed = train(build, checkpoints, **options)
+    assert num_recomputed(recomputed) > 0
+    assert_equal(recomputed, train(build, None, **options))
+    return recomputed
+
+
+def data(name: str = "x", shape: Sequence[int] = (BATCH, HIDDEN), dtype: str = "float32") -> Any:
+    value = paddle.static.data(name, list(shape), dtype)
+    value.stop_gradient = dtype != "float32"
+    return value
+
+
+class Block(paddle.nn.Layer):
+    """A feed-forward block with a residual, dropout and a norm."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.inner = paddle.nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.outer = paddle.nn.Linear(4 * HIDDEN, HIDDEN)
+        self.norm = paddle.nn.LayerNorm(HIDDEN)
+        self.dropout = paddle.nn.Dropout(dropout)
+        self.activation = paddle.nn.functional.gelu
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.dropout(self.activation(self.inner(x)))
+        return self.norm(x + self.dropout(self.outer(hidden)))
+
+
+class Stack(paddle.nn.Layer):
+    """Blocks one after the other."""
+
+    def __init__(self, num_blocks: int = 3, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.layers = paddle.nn.LayerList([Block(dropout) for _ in range(num_blocks)])
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def marked_stack(num_blocks: int = 3, dropout: float = 0.1) -> Any:
+    """The loss of a `Stack` whose blocks are checkpoints ``layers.0``, ``layers.1``, ..."""
+    x = data()
+    for index, layer in enumerate(Stack(num_blocks, dropout).layers):
+        x = mark_checkpoint(layer(x), f"layers.{index}")
+    return x.square().mean()

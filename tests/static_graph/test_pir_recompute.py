@@ -1,0 +1,382 @@
+"""The pass changes no number: every gradient is that of the plain Program, bit for bit (3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import _memory
+from paddle_recompute.static_graph import mark_checkpoint, minimize
+from tests.static_graph.models import (
+    BATCH,
+    HIDDEN,
+    Block,
+    Run,
+    assert_equal,
+    assert_recompute_changes_nothing,
+    data,
+    marked_stack,
+    static_mode,
+    strategy_of,
+    train,
+)
+
+pytestmark = pytest.mark.skipif(
+    paddle.__version__.startswith("2."), reason="Paddle 2.6 builds the old representation"
+)
+
+Linear, functional = paddle.nn.Linear, paddle.nn.functional
+
+
+def mark(*values: Any) -> Any:
+    """Mark each with a name of its own; returns the last."""
+    for number, value in enumerate(values):
+        num_operators = len(value.block.program.global_block().ops)
+        mark_checkpoint(value, f"after_{num_operators}_{number}")
+    return values[-1]
+
+
+# --------------------------------------------------------------------------- the ordinary case
+
+
+def test_ten_steps_with_dropout() -> None:
+    run = assert_recompute_changes_nothing(marked_stack, steps=10)
+    assert len(set(run.losses)) == 10  # it learns, and masks differ
+
+
+def test_without_recompute_it_is_the_optimizers_own_minimize() -> None:
+    ours = train(marked_stack, None)
+
+    def own_minimize() -> Run:
+        run = Run()
+        with static_mode():
+            paddle.seed(7)
+            main, startup = paddle.static.Program(), paddle.static.Program()
+            with paddle.utils.unique_name.guard(), paddle.static.program_guard(main, startup):
+                loss = marked_stack()
+                _, pairs = paddle.optimizer.AdamW(1e-2).minimize(loss)
+            with paddle.static.scope_guard(paddle.static.Scope()):
+                executor = paddle.static.Executor()
+                executor.run(startup)
+                random = np.random.RandomState(0)
+                for _ in range(3):
+                    x = random.randn(BATCH, HIDDEN).astype("float32")
+                    values = executor.run(
+                        main, feed={"x": x}, fetch_list=[loss, *(g for _, g in pairs)]
+                    )
+                    run.losses.append(float(values[0]))
+                    run.gradients.append(
+                        dict(zip([p.name for p, _ in pairs], values[1:], strict=True))
+                    )
+        run.parameters = ours.parameters
+        return run
+
+    assert_equal(ours, own_minimize())
+
+
+def test_every_operator_of_a_block_runs_again_except_its_random_ones() -> None:
+    run = train(marked_stack, ())
+    first, *_, last = run.report.segments
+    assert [segment.name for segment in run.report.segments] == [f"layers.{i}" for i in range(3)]
+    # 2 matmuls, 2 biases, gelu, 2 dropouts, the residual; the norm's output is the checkpoint.
+    assert first.num_recomputed == last.num_recomputed == 8
+    assert first.crossing == 1 and first.crossing_bytes == BATCH * HIDDEN * 4
+
+
+def test_some_checkpoints_only() -> None:
+    run = assert_recompute_changes_nothing(marked_stack, ["layers.1"])
+    assert [segment.name for segment in run.report.segments] == ["layers.1"]
+
+
+def test_memory_falls_under_the_default_executor() -> None:
+    """Only if the copies wait for their gradient: without the tie the peak is the plain one."""
+    width, num_blocks = 64, 8
+
+    def build() -> Any:
+        x = data(shape=(256, width))
+        for index in range(num_blocks):
+            hidden = functional.gelu(Linear(width, 4 * width)(x))
+            x = x + functional.dropout(Linear(4 * width, width)(hidden), 0.1)
+            x = mark_checkpoint(functional.layer_norm(x, [width]), f"layers.{index}")
+        return x.square().mean()
+
+    assert peak_of(build, ()) < 0.6 * peak_of(build, None)
+
+
+def peak_of(build: Callable[[], Any], checkpoints: tuple[str, ...] | None) -> int:
+    """Peak of a step in bytes above what was there before it: the smallest of five steps.
+
+    Operators this small end in another order each time, so single peaks scatter by a third.
+    """
+    with static_mode():
+        paddle.seed(0)
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        with paddle.static.program_guard(main, startup):
+            loss = build()
+            minimize(paddle.optimizer.SGD(1e-3), loss, strategy_of(checkpoints))
+        with paddle.static.scope_guard(paddle.static.Scope()):
+            executor = paddle.static.Executor()
+            executor.run(startup)
+            x = np.ones([256, 64], "float32")
+            executor.run(main, feed={"x": x}, fetch_list=[loss])
+            peaks = []
+            for _ in range(5):
+                before = _memory.current_bytes()
+                _memory.reset_peak()
+                executor.run(main, feed={"x": x}, fetch_list=[loss])
+                peaks.append(_memory.peak_bytes() - before)
+            return min(peaks)
+
+
+# ------------------------------------------------------------------------------- odd graphs
+
+
+def attention_with_a_mask() -> Any:
+    """A mask that is computed once, before the first checkpoint, and used in every segment."""
+    x = data()
+    bias = (1.0 - paddle.cast(x[:, :1] > -0.5, "float32")) * -1e4
+    for _ in range(3):
+        scores = paddle.matmul(Linear(HIDDEN, HIDDEN)(x), x, transpose_y=True) + bias
+        x = mark(functional.dropout(paddle.matmul(functional.softmax(scores), x), 0.2) + x)
+    return x.square().mean()
+
+
+def shared_layer() -> Any:
+    x = data()
+    block = Block()
+    for _ in range(3):
+        x = mark(block(x))
+    return x.square().mean()
+
+
+def tied_weights() -> Any:
+    x = data()
+    layer = Linear(HIDDEN, HIDDEN)
+    for _ in range(3):
+        x = mark(paddle.tanh(paddle.matmul(layer(x), layer.weight, transpose_y=True)))
+    return x.square().mean()
+
+
+def batch_norm() -> Any:
+    x = data()
+    for _ in range(3):
+        x = mark(functional.gelu(paddle.nn.BatchNorm1D(HIDDEN)(Linear(HIDDEN, HIDDEN)(x))))
+    return x.square().mean()
+
+
+def alpha_dropout() -> Any:
+    x = data()
+    for _ in range(3):
+        x = mark(paddle.tanh(functional.alpha_dropout(functional.selu(Linear(8, 8)(x)), 0.3)))
+    return x.square().mean()
+
+
+def random_inside() -> Any:
+    x = data()
+    for _ in range(3):
+        noise = paddle.randn([BATCH, HIDDEN]) + paddle.rand([1, HIDDEN])
+        x = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(x) * noise) + x)
+    return x.square().mean()
+
+
+def dropout_along_an_axis() -> Any:
+    x = data()
+    for _ in range(2):
+        x = mark(functional.gelu(functional.dropout(Linear(8, 8)(x), 0.4, axis=1)) + x)
+    return x.square().mean()
+
+
+def split_and_concat() -> Any:
+    x = data()
+    for _ in range(3):
+        gate, value, rest = paddle.split(Linear(HIDDEN, 3 * HIDDEN)(x), 3, axis=-1)
+        mixed = paddle.concat([functional.sigmoid(gate) * value, paddle.tanh(rest)], axis=-1)
+        x = mark(Linear(2 * HIDDEN, HIDDEN)(mixed) + x)
+    return x.square().mean()
+
+
+def checkpoint_among_several_results() -> Any:
+    x = data()
+    for _ in range(2):
+        a, b = paddle.split(paddle.tanh(Linear(HIDDEN, 2 * HIDDEN)(x)), 2, axis=-1)
+        mark(a, b)
+        x = functional.gelu(a * b) + x
+    return mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(x))).square().mean()
+
+
+def branch_inside() -> Any:
+    x = data()
+    for _ in range(2):
+        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
+        branched = paddle.static.nn.cond(
+            hidden.mean() > 0, lambda h=hidden: paddle.exp(h * 0.1), lambda h=hidden: h * 3
+        )
+        x = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(branched)) + x)
+    return x.square().mean()
+
+
+def loop_inside() -> Any:
+    x = data()
+    for _ in range(2):
+        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
+        count = paddle.full([1], 0, "int64")
+        _, looped = paddle.static.nn.while_loop(
+            lambda i, h: i < 3, lambda i, h: [i + 1, paddle.tanh(h) * 1.5], [count, hidden]
+        )
+        x = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(looped)) + x)
+    return x.square().mean()
+
+
+def frozen_parameters() -> Any:
+    x = data()
+    for index in range(4):
+        layer = Block()
+        if index in (0, 2):
+            for parameter in layer.parameters():
+                parameter.stop_gradient = True
+        x = mark(layer(x))
+    return x.square().mean()
+
+
+def two_losses() -> Any:
+    x = data()
+    trunk = mark(Block()(mark(Block()(x))))
+    first = mark(Block()(trunk)).square().mean()
+    second = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(trunk))).mean()
+    return first + 0.5 * second
+
+
+def skip_connections() -> Any:
+    """As in a U-Net: what an early segment returns is used by a late one."""
+    x = data()
+    down = [x]
+    for _ in range(3):
+        down.append(mark(functional.gelu(Linear(HIDDEN, HIDDEN)(down[-1]))))
+    up = down.pop()
+    while down:
+        up = mark(functional.gelu(Linear(2 * HIDDEN, HIDDEN)(paddle.concat([up, down.pop()], -1))))
+    return up.square().mean()
+
+
+def changed_in_place() -> Any:
+    """A counter that is read by a segment, and counted up afterwards."""
+    x = data()
+    one = paddle.nn.initializer.Constant(1.0)
+    counter = paddle.create_parameter([1], "float32", "counter", default_initializer=one)
+    counter.stop_gradient = True
+    for _ in range(3):
+        x = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(x) * (counter + 0.5)))
+        paddle.increment(counter)
+    return x.square().mean()
+
+
+def evaluated_dropout() -> Any:
+    x = data()
+    for training in (True, False, True):
+        for mode in ("upscale_in_train", "downscale_in_infer"):
+            hidden = functional.dropout(
+                Linear(HIDDEN, HIDDEN)(x), 0.3, training=training, mode=mode
+            )
+            x = mark(functional.gelu(hidden) + x)
+    return x.square().mean()
+
+
+def fixed_seed_dropout() -> Any:
+    x = data()
+    for p in (0.0, 0.5, 1.0):
+        x = mark(paddle.tanh(functional.dropout(Linear(HIDDEN, HIDDEN)(x), p)) + x)
+    return x.square().mean()
+
+
+def constants_and_integers() -> Any:
+    x = data()
+    for _ in range(2):
+        positions = paddle.argsort(x, axis=-1)
+        causal = paddle.tril(paddle.ones([HIDDEN, HIDDEN]))
+        hidden = paddle.matmul(Linear(HIDDEN, HIDDEN)(x), causal)
+        picked = paddle.take_along_axis(hidden, positions, -1)
+        kept = paddle.where(paddle.logical_not(x > 0), picked, hidden * hidden)
+        x = mark(paddle.tanh(kept) + x)
+    return x.square().mean()
+
+
+def embedding_first() -> Any:
+    ids = paddle.static.data("ids", [BATCH, 5], "int64")
+    table = paddle.nn.Embedding(11, HIDDEN)
+    x = table(ids)
+    for _ in range(2):
+        x = mark(functional.dropout(functional.gelu(Linear(HIDDEN, HIDDEN)(x)), 0.1) + x)
+    return paddle.matmul(x, table.weight, transpose_y=True).square().mean()
+
+
+def unknown_batch() -> Any:
+    x = data(shape=(-1, HIDDEN))
+    for _ in range(3):
+        x = mark(Block()(x))
+    return x.square().mean()
+
+
+def weight_arithmetic() -> Any:
+    """Operators that take nothing but parameters."""
+    x = data()
+    for _ in range(3):
+        layer = Linear(HIDDEN, HIDDEN)
+        scale = paddle.rsqrt(layer.weight.square().sum(0, keepdim=True) + 1e-6)
+        x = mark(functional.gelu(paddle.matmul(x, layer.weight * scale)) + x)
+    return x.square().mean()
+
+
+def convolution() -> Any:
+    x = data(shape=(BATCH, 2, 8, 8))
+    for _ in range(2):
+        hidden = functional.relu(paddle.nn.Conv2D(2, 4, 3, padding=1)(x))
+        pooled = functional.max_pool2d(hidden, 3, stride=1, padding=1)
+        x = mark(paddle.nn.Conv2D(4, 2, 1)(pooled) + x)
+    return x.square().mean()
+
+
+def images(random: np.random.RandomState) -> dict[str, np.ndarray]:
+    return {"x": random.randn(BATCH, 2, 8, 8).astype("float32")}
+
+
+def ids(random: np.random.RandomState) -> dict[str, np.ndarray]:
+    return {"ids": random.randint(0, 11, [BATCH, 5]).astype("int64")}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        attention_with_a_mask,
+        shared_layer,
+        tied_weights,
+        batch_norm,
+        alpha_dropout,
+        random_inside,
+        dropout_along_an_axis,
+        split_and_concat,
+        checkpoint_among_several_results,
+        branch_inside,
+        loop_inside,
+        frozen_parameters,
+        two_losses,
+        skip_connections,
+        changed_in_place,
+        evaluated_dropout,
+        fixed_seed_dropout,
+        constants_and_integers,
+        unknown_batch,
+        weight_arithmetic,
+    ],
+    ids=lambda build: build.__name__,
+)
+def test_odd_graph(build: Callable[[], Any]) -> None:
+    assert_recompute_changes_nothing(build)
+
+
+def test_odd_graph_with_other_feeds() -> None:
+    assert_recompute_changes_nothing(embedding_first, feeds=ids)
+    assert_recompute_changes_nothing(convolution, feeds=images)
