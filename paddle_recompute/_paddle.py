@@ -98,6 +98,17 @@ def is_parameter(value: object) -> bool:
     return isinstance(value, framework.EagerParamBase)
 
 
+def parameters_of_optimizer(optimizer: Any) -> list[paddle.Tensor]:
+    """The parameters that `optimizer` updates; none where it cannot be told, as with a wrapper.
+
+    ``Optimizer._parameter_list`` (2.6, 3.x) holds parameters, or one dict per group of them. Can go
+    when an optimizer says it publicly.
+    """
+    listed = getattr(optimizer, "_parameter_list", None) or []
+    groups = [entry["params"] if isinstance(entry, dict) else [entry] for entry in listed]
+    return [parameter for group in groups for parameter in group]
+
+
 # ----------------------------------------------------------------------------------- layers
 
 

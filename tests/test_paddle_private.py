@@ -77,6 +77,17 @@ def test_framework_eager_param_base() -> None:
     assert not isinstance(layer.weight * 1, framework.EagerParamBase)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_optimizer_parameter_list(grouped: bool) -> None:
+    layer = paddle.nn.Linear(2, 2)
+    given = [{"params": [p]} for p in layer.parameters()] if grouped else layer.parameters()
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=given)
+    assert hasattr(optimizer, "_parameter_list")
+    found = _paddle.parameters_of_optimizer(optimizer)
+    assert [id(p) for p in found] == [id(p) for p in layer.parameters()]
+    assert _paddle.parameters_of_optimizer(object()) == []
+
+
 def test_tensor_inplace_version() -> None:
     """Public, but relied on: what raises it and what does not (`_layer_state` says so)."""
     x = paddle.ones([3])
