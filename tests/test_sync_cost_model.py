@@ -123,3 +123,16 @@ def test_a_small_first_bucket_starts_the_communication_early() -> None:
     large = encoder_step(ERNIE_BASE, 1.0, first_bucket_bytes=25e6, **sizes)
     link = Link(0.0, 1e8)
     assert overlap_seconds(small, 8, link) < overlap_seconds(large, 8, link)
+
+
+def test_gradients_become_ready_block_by_block_and_evenly_within_one() -> None:
+    encoder = Encoder(num_layers=2, hidden=4, intermediate=8, embeddings=10)
+    pooler, block = 4 * 4 * (4 + 1), 4 * encoder.block_parameters
+    step = encoder_step(encoder, 4.0, bucket_bytes=block, first_bucket_bytes=pooler + block / 2)
+    half_a_block = block / 2 + 4 * (10 * 4 + 2 * 4)
+    assert step.forward == pytest.approx(1.0)
+    assert step.buckets == (
+        Bucket(pooler + block / 2, pytest.approx(0.75)),
+        Bucket(block, pytest.approx(2.25)),
+        Bucket(half_a_block, pytest.approx(3.0)),
+    )
