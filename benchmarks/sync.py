@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=Workload.batch, help="texts per rank")
     parser.add_argument("--layers", type=int, default=Workload.num_layers)
     parser.add_argument("--hidden", type=int, default=Workload.hidden_size)
+    parser.add_argument("--no-record", action="store_true", help="print only")
     options = parser.parse_args()
     require_root_and_iproute2()
     if options.warm_up < 1:
@@ -199,24 +200,30 @@ def main() -> None:
                 rounds=rounds,
                 warm_up=options.warm_up,
             )
-    report(workload, results, rounds, options.warm_up)
+    report(workload, results, rounds, options.warm_up, record=not options.no_record)
 
 
 def report(
-    workload: Workload, results: list[dict[str, Any]], rounds: dict[float, int], warm_up: int
+    workload: Workload,
+    results: list[dict[str, Any]],
+    rounds: dict[float, int],
+    warm_up: int,
+    *,
+    record: bool,
 ) -> None:
     """Write the record and the picture, print it, and fail if parameters differ."""
     at = {rate: AtRate([result["times"][rate] for result in results]) for rate in rounds}
     differing = unequal(results)
     picture = RESULTS / f"sync_timeline_{hardware_tag()}.png"
-    RESULTS.mkdir(exist_ok=True)
     drawn = at[GOAL_RATE]
-    draw_timeline(
-        {way: drawn.by_rank[0][way][middle_round(drawn, way)] for way in (FUSED, OVERLAP)},
-        f"One step at {GOAL_RATE:.0f} Mbit/s, {results[0]['num_parameters'] / 1e6:.1f} million "
-        "parameters, two ranks",
-        picture,
-    )
+    if record:
+        RESULTS.mkdir(exist_ok=True)
+        draw_timeline(
+            {way: drawn.by_rank[0][way][middle_round(drawn, way)] for way in (FUSED, OVERLAP)},
+            f"One step at {GOAL_RATE:.0f} Mbit/s, {results[0]['num_parameters'] / 1e6:.1f} "
+            "million parameters, two ranks",
+            picture,
+        )
     steps = warm_up + sum(rounds.values())
     body = [
         *(__doc__ or "").strip().splitlines()[:16],
