@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 
 import click
+from tqdm import tqdm
 
 from paddle_recompute import __version__, _rank_process
 from paddle_recompute._installed import require_paddle
@@ -68,6 +70,110 @@ def train(
             click.echo(record)
 
 
+@main.command()
+@click.option(
+    "--model", "folder", required=True, metavar="FOLDER", help="The train.output_dir of a run."
+)
+@click.option("--output", required=True, metavar="FILE", help="A .npy or .jsonl file to write.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Texts at once.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=2),
+    help="Longer texts are cut; without it, where the positives were cut in training.",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("text_file")
+def encode(
+    folder: str, output: str, batch_size: int, max_tokens: int | None, debug: bool, text_file: str
+) -> None:
+    """Write the vectors of TEXT_FILE, which has one text per line, also as .gz.
+
+    For example: paddle-recompute encode --model outputs/run --output pool.npy texts.txt
+
+    A command that was interrupted goes on where it stopped when it is given again. The last line on
+    standard output is a record, one JSON object.
+    """
+    with _errors_in_one_paragraph(debug, "interrupted; the same command goes on from here"):
+        _prepare_one_process()
+        from paddle_recompute.encode import encode_file
+        from paddle_recompute.trained import load_encoder
+
+        with tqdm(unit="text", desc="encode", disable=None) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            record = encode_file(
+                load_encoder(folder),
+                text_file,
+                output,
+                batch_size=batch_size,
+                max_tokens=max_tokens,
+                progress=show,
+            )
+        click.echo(f"{record['texts']} texts, vectors of {record['dim']} numbers: {output}")
+        for key, what in (
+            ("cut", "texts cut at --max-tokens"),
+            ("unknown", "texts with words beyond the vocabulary"),
+        ):
+            if record[key]:
+                click.echo(f"  {what}: {record[key]}")
+        click.echo(json.dumps(record))
+
+
+@main.command()
+@click.option(
+    "--index", "place", required=True, metavar="FILE|FOLDER", help="What `encode` has written."
+)
+@click.option("--model", "folder", metavar="FOLDER", help="The run, where it has been moved.")
+@click.option(
+    "--top-k", type=click.IntRange(min=1), default=10, show_default=True, help="Texts per query."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per query, on a line.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("queries", nargs=-1, required=True, metavar="QUERY...")
+def search(
+    place: str, folder: str | None, top_k: int, as_json: bool, debug: bool, queries: tuple[str, ...]
+) -> None:
+    """Show the texts that are nearest to each QUERY: rank, score (cosine), text.
+
+    For example: paddle-recompute search --index pool.npy "a big cat"
+    """
+    with _errors_in_one_paragraph(debug, "interrupted"):
+        _prepare_one_process()
+        from paddle_recompute.search import Index
+        from paddle_recompute.search import search as find
+        from paddle_recompute.trained import load_encoder
+
+        index = Index(place)
+        found = find(index, queries, top_k=top_k, encoder=load_encoder(folder) if folder else None)
+        for query, hits in zip(queries, found, strict=True):
+            if as_json:
+                results = [hit.to_dict() for hit in hits]
+                click.echo(json.dumps({"query": query, "results": results}, ensure_ascii=False))
+                continue
+            if len(queries) > 1:
+                click.echo(query)
+            for hit in hits:
+                click.echo(f"{hit.rank:>3}  {hit.score:.4f}  {hit.text}")
+
+
+def _prepare_one_process() -> None:
+    """For a command that starts no ranks; before the first import of Paddle."""
+    require_paddle()
+    os.environ.update(speed_settings(1, os.environ))
+    # Its remarks at import (on ccache, on OMP_NUM_THREADS) are not about what was asked for.
+    with redirect_stderr(io.StringIO()):
+        import paddle  # noqa: F401
+
+
 def _train_here(config: Config) -> str | None:
     """Train in this process; on the first rank of all, returns the record as one line of JSON."""
     chosen = speed_settings(config.launch.num_ranks, os.environ)
@@ -99,7 +205,9 @@ def _train_on_ranks(
 
 
 @contextmanager
-def _errors_in_one_paragraph(debug: bool) -> Iterator[None]:
+def _errors_in_one_paragraph(
+    debug: bool, interrupted: str = "interrupted; all ranks have ended"
+) -> Iterator[None]:
     """Errors of the library's own: a paragraph and code 2. A rank's others: code 1."""
     try:
         yield
@@ -111,7 +219,7 @@ def _errors_in_one_paragraph(debug: bool) -> Iterator[None]:
         click.echo(f"paddle-recompute: {error}", err=True)
         sys.exit(1 if isinstance(error, RankFailedError) else 2)
     except KeyboardInterrupt:
-        click.echo("\npaddle-recompute: interrupted; all ranks have ended", err=True)
+        click.echo(f"\npaddle-recompute: {interrupted}", err=True)
         sys.exit(130)
 
 

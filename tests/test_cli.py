@@ -20,6 +20,7 @@ from paddle_recompute.config import Config
 from paddle_recompute.errors import DataError, LaunchError
 from paddle_recompute.launch import RankFailedError, RankRefusedError
 from tests.ranks import ROOT
+from tests.trained_run import make_run, texts
 
 CONFIGS = ROOT / "fleet_configs"
 TINY = CONFIGS / "contrastive_ernie-tiny_2cpu.yaml"
@@ -231,6 +232,99 @@ def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
     assert any("recall@10" in line for line in lines[:-1])
     assert any("step 3/3" in line for line in lines[:-1])
     assert not any("Successfully connected" in line for line in lines)
+
+
+# ---------------------------------------------------------------------- encode and search
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``run``, as training leaves it, and ``texts.txt``."""
+    folder = tmp_path_factory.mktemp("trained")
+    make_run(folder)
+    (folder / "texts.txt").write_text("\n".join([*texts(30), "cat zebra"]))
+    return folder
+
+
+def command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, [*map(str, arguments)])
+
+
+def encoded(trained: Path, output: Path, *more: str) -> Result:
+    return command(
+        "encode", "--model", trained / "run", "--output", output, trained / "texts.txt", *more
+    )
+
+
+def test_texts_are_encoded_and_found(trained: Path, tmp_path: Path) -> None:
+    for name in ("pool.npy", "pool.jsonl"):
+        output = tmp_path / name
+        result = encoded(trained, output)
+        assert result.exit_code == 0, result.output
+        first, *notes, last = result.stdout.splitlines()
+        assert first == f"31 texts, vectors of 16 numbers: {output}"
+        assert notes == ["  texts with words beyond the vocabulary: 1"]
+        assert json.loads(last)["output"] == str(output)
+
+        result = command("search", "--index", output, "--top-k", "3", "big cat")
+        assert result.exit_code == 0, result.output
+        lines = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
+        assert [rank for rank, _, _ in lines] == ["1", "2", "3"]
+        result = command("search", "--index", output, "--top-k", "3", "--json", "big cat", "dog")
+        found = [json.loads(line) for line in result.stdout.splitlines()]
+        assert [one["query"] for one in found] == ["big cat", "dog"]
+        hits = [
+            [str(hit["rank"]), f"{hit['score']:.4f}", hit["text"]] for hit in found[0]["results"]
+        ]
+        assert hits == lines
+        several = command("search", "--index", output, "--top-k", "1", "big cat", "dog")
+        assert [line.split()[0] for line in several.stdout.splitlines()] == ["big", "1", "dog", "1"]
+
+
+def test_run_that_was_moved_is_named(trained: Path, tmp_path: Path) -> None:
+    assert encoded(trained, tmp_path / "pool.npy").exit_code == 0
+    about = tmp_path / "pool.npy.json"
+    gone = {**json.loads(about.read_text()), "model": "/gone/checkpoint/step-3"}
+    about.write_text(json.dumps(gone))
+    search = ("search", "--index", tmp_path, "dog")
+    assert_one_paragraph(command(*search), "/gone/checkpoint: holds no trained model")
+    assert command(*search, "--model", trained / "run").exit_code == 0
+
+
+def test_errors_of_encode_and_search_are_one_paragraph(trained: Path, tmp_path: Path) -> None:
+    assert_one_paragraph(encoded(tmp_path, tmp_path / "pool.npy"), "holds no trained model")
+    assert_one_paragraph(encoded(trained, tmp_path / "pool.csv"), ".npy and .jsonl")
+    missing = command("search", "--index", tmp_path / "pool.npy", "dog")
+    assert_one_paragraph(missing, "there is no such file", "paddle-recompute encode")
+    result = command("search", "--index", tmp_path, "--debug", "dog")
+    assert (result.exit_code, "Traceback" in result.stderr) == (2, True)
+
+
+def test_interrupted_encode_says_how_to_go_on(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paddle_recompute.encode.encode_texts", interrupt)
+    result = encoded(trained, tmp_path / "pool.npy")
+    assert result.exit_code == 130
+    assert "interrupted; the same command goes on from here" in result.stderr
+
+
+def test_search_prints_its_hits_and_nothing_else(trained: Path, tmp_path: Path) -> None:
+    """In a process of its own, where Paddle is imported by the command."""
+    assert encoded(trained, tmp_path / "pool.npy").exit_code == 0
+    arguments = ["search", "--index", str(tmp_path), "--json", "dog"]
+    result = subprocess.run(
+        [sys.executable, "-m", "paddle_recompute.cli", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["query"] == "dog"
 
 
 def _real(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
