@@ -113,11 +113,13 @@ class GradCache:
     ) -> None:
         _check_sizes(chunk_size, chunk_tokens, length_of)
         self._encoders = _pair(encoders)
-        self._loss = loss
+        self.loss = loss
+        """What is called with the embeddings of all rows."""
         self._chunk_size = chunk_size
         self._chunk_tokens = chunk_tokens
         self._length_of = length_of
-        self._sync = sync
+        self.sync = sync
+        """Synchronizes the gradients; `TrainStep` sets it to its own where it is None."""
         self._parallel = [e for e in self._encoders if isinstance(e, paddle.DataParallel)]
         if self._parallel and sync is None and is_distributed():
             raise ConfigError(
@@ -230,7 +232,7 @@ class GradCache:
             tower.encode(functools.partial(reached.append, place))
             for place, tower in enumerate(towers)
         ]
-        loss = self._loss(*embeddings, **loss_arguments)
+        loss = self.loss(*embeddings, **loss_arguments)
         del embeddings
         if not isinstance(loss, paddle.Tensor) or loss.size != 1:
             raise ConfigError(
@@ -247,8 +249,12 @@ class GradCache:
                     "(stop_gradient), or does the encoder run under no_grad or detach its output?"
                 )
             )
-        scaled = loss if isinstance(loss_scale, float) and loss_scale == 1.0 else loss * loss_scale
         with paddle.amp.auto_cast(enable=False):  # a plain step's backward is outside of it, too
+            scaled = loss
+            if not (isinstance(loss_scale, float) and loss_scale == 1.0):
+                half = loss.dtype in (paddle.float16, paddle.bfloat16)
+                # In float32: times its scale a float16 loss could be infinite on its own.
+                scaled = (loss.astype("float32") if half else loss) * loss_scale
             scaled.backward()
         in_order = [towers[place] for place in dict.fromkeys(reversed(reached))]
         return loss.detach(), in_order[::-1]
@@ -259,12 +265,12 @@ class GradCache:
         They got theirs in the loss's backward, and `GradientSync` takes a parameter to which the
         last backward adds nothing for one that is not trained.
         """
-        if self._sync is None:
+        if self.sync is None:
             return
         of_encoders = {id(p) for encoder in self._encoders for p in _parameters_of(encoder)}
         touched = [
             parameter.sum() * 0.0
-            for parameter in _parameters_of(self._loss)
+            for parameter in _parameters_of(self.loss)
             if id(parameter) not in of_encoders
             and not parameter.stop_gradient
             and parameter.grad is not None
@@ -276,8 +282,8 @@ class GradCache:
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self._sync is not None:
-                stack.enter_context(self._sync.no_sync())
+            if self.sync is not None:
+                stack.enter_context(self.sync.no_sync())
             for encoder in self._parallel:
                 stack.enter_context(encoder.no_sync())
             yield
@@ -285,8 +291,8 @@ class GradCache:
     @contextlib.contextmanager
     def _last_backward(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self._sync is not None:
-                stack.enter_context(self._sync.last_backward())
+            if self.sync is not None:
+                stack.enter_context(self.sync.last_backward())
             for encoder in self._parallel:
                 stack.enter_context(encoder.no_sync())
             yield

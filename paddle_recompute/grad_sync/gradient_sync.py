@@ -258,6 +258,11 @@ class GradientSync:
             self._reduction.set_residuals(residuals)
 
     @property
+    def parameters(self) -> list[paddle.Tensor]:
+        """What it synchronizes, each once."""
+        return list(self._parameters.values())
+
+    @property
     def timeline(self) -> Timeline | None:
         """When the last step's gradients were ready and travelled; None before the first step and
         in a single process. Recorded always: it costs two clock readings a bucket.
