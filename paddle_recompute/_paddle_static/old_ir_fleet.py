@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import socket
 from collections.abc import Collection, Iterator
 
@@ -53,7 +54,7 @@ def fleet_minimize(
     gloo = num_ranks > 1 and on_cpu()
     if gloo:
         _join_gloo()
-    with contextlib.redirect_stdout(None):  # fleet 2.6 prints its lists of meta optimizers
+    with _quiet("paddle.distributed.fleet.utils.log_util"), contextlib.redirect_stdout(None):
         # _role_maker is None until fleet.init; there is no public way to ask.
         if fleet.fleet._role_maker is None:
             fleet.init(is_collective=True, strategy=strategy)
@@ -65,6 +66,22 @@ def fleet_minimize(
             _use_gloo(program)
     operators, params_grads = result
     return operators, params_grads
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Inside, this logger of Paddle speaks of errors only.
+
+    Fleet warns of a strategy that comes with the optimizer, and prints its lists of optimizers; the
+    lists of mixed precision speak of "the current GPU" where there is none.
+    """
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @functools.cache
@@ -135,7 +152,9 @@ def cast_to_bfloat16(
     """
     from paddle.static.amp import CustomOpLists, fp16_utils
 
-    lists = CustomOpLists(set(white_list), set(black_list), set(black_variables), dtype="bfloat16")
+    custom = set(white_list), set(black_list), set(black_variables)
+    with _quiet("paddle.static.amp.fp16_lists") if on_cpu() else contextlib.nullcontext():
+        lists = CustomOpLists(*custom, dtype="bfloat16")
     if on_cpu():
         impossible = sorted(set(white_list) - set(_MATRIX_PRODUCTS))
         if impossible:

@@ -4,11 +4,13 @@ from paddle_recompute.static_graph.checkpoints import mark_checkpoint
 from paddle_recompute.static_graph.minimize import RecomputeOptimizer, explain, minimize
 from paddle_recompute.static_graph.report import SegmentInfo, SegmentReport
 from paddle_recompute.static_graph.strategy import distributed_strategy
+from paddle_recompute.static_graph.train_step import StaticTrainStep
 
 __all__ = [
     "RecomputeOptimizer",
     "SegmentInfo",
     "SegmentReport",
+    "StaticTrainStep",
     "distributed_strategy",
     "explain",
     "mark_checkpoint",

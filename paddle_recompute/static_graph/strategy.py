@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import paddle
 
+from paddle_recompute import _paddle_static
 from paddle_recompute.config import Config, RecomputeConfig, SyncConfig
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.recompute import RecomputeLayer
@@ -56,7 +57,7 @@ def distributed_strategy(
     strategy = fleet.DistributedStrategy()
     strategy.find_unused_parameters = wanted.find_unused_parameters
     strategy.fuse_grad_size_in_MB = wanted.fuse_grad_size_in_MB
-    if model is not None:
+    if model is not None and _paddle_static.representation() == "old_ir":
         strategy.fuse_grad_size_in_num = _gradients_per_buffer(model, wanted.fuse_grad_size_in_MB)
     if config.recompute.enable:
         strategy.recompute = True
@@ -161,7 +162,8 @@ def _gradients_per_buffer(model: paddle.nn.Layer, mebibytes: int) -> int:
     Fleet's static graph of 2.6 counts gradients (``fuse_grad_size_in_num``), not bytes.
     """
     sizes = [_num_bytes(one) for one in model.parameters() if not one.stop_gradient]
-    return max(1, round(mebibytes * _MIB * len(sizes) / sum(sizes))) if sizes else 1
+    average = sum(sizes) / max(1, len(sizes))
+    return max(1, min(len(sizes), round(mebibytes * _MIB / max(1, average))))
 
 
 def _num_bytes(parameter: paddle.Tensor) -> int:

@@ -1,0 +1,129 @@
+"""What a train step needs of Paddle in a Program, in either representation.
+
+``tests/static_graph/test_paddle_private_old_ir.py`` names each private symbol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle_static import representation
+
+Variable = Any
+ParamsGrads = list[tuple[Variable, Variable]]
+
+
+@contextlib.contextmanager
+def static_mode() -> Iterator[None]:
+    """Inside, Programs are built and run; afterwards what was before."""
+    if not paddle.in_dynamic_mode():
+        yield
+        return
+    paddle.enable_static()
+    try:
+        yield
+    finally:
+        paddle.disable_static()
+
+
+@contextlib.contextmanager
+def dygraph_mode() -> Iterator[None]:
+    """Inside, operators run at once; afterwards what was before."""
+    if paddle.in_dynamic_mode():
+        yield
+        return
+    paddle.disable_static()
+    try:
+        yield
+    finally:
+        paddle.enable_static()
+
+
+def dtype_name(dtype: Any) -> str:
+    """``float32``, ``int64``, ... of whatever this Paddle uses for a dtype in a Program.
+
+    ``data_feeder.convert_dtype`` (2.6, 3.x) is how Paddle itself reads an ``InputSpec``.
+    """
+    return str(paddle.base.data_feeder.convert_dtype(dtype))
+
+
+def building_in(dtype: str | None, **lists: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Mixed precision at level O1 for what is built inside; None is float32.
+
+    In PIR operators are cast while they are added; in the old representation `minimize` does it.
+    """
+    if dtype is None or representation() == "old_ir":
+        return contextlib.nullcontext()
+    return paddle.amp.auto_cast(  # type: ignore[no-any-return]
+        True, level="O1", dtype=dtype, **{name: value for name, value in lists.items() if value}
+    )
+
+
+def needs_gradient_to_input(dtype: str | None) -> bool:
+    """Whether what is fed must ask for a gradient, which nobody reads.
+
+    In PIR (3.3.1) oneDNN's gradient of a matrix product in bfloat16 crashes (SIGSEGV) where one
+    factor needs none. Can go when it does not.
+    """
+    return dtype == "bfloat16" and representation() == "pir" and paddle.get_device() == "cpu"
+
+
+class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
+    """Clips as ``ClipGradByGlobalNorm`` and writes the norm before it to a variable.
+
+    Args:
+        clip_norm: Gradients are scaled down to it; infinity: never.
+        like: A float32 scalar of the Program.
+        startup: Where the variable is made.
+
+    Attributes:
+        norm: The variable, ``[]``, float32, persistable: with gradient merge it is written in the
+            last run of a step only, inside a branch, from where nothing can be fetched.
+    """
+
+    def __init__(self, clip_norm: float, like: Variable, startup: paddle.static.Program) -> None:
+        super().__init__(clip_norm)
+        name = "gradient_norm"
+        if representation() == "pir":
+            from paddle_recompute._paddle_static import pir
+
+            program = pir.program_of(like)
+            # ``paddle.static.create_global_var`` fails in PIR (3.3.1) with a TypeError.
+            self.norm = pir.persistable(name, like, startup, program)
+        else:
+            self.norm = paddle.static.create_global_var([], 0.0, "float32", True, name=name)
+
+    def __call__(self, params_grads: ParamsGrads) -> ParamsGrads:
+        """Append the clipping, as part of the update; returns parameters and clipped gradients."""
+        with _update_of(paddle.static.default_main_program()):
+            squares = [g.astype("float32").square().sum() for _, g in params_grads if g is not None]
+            norm = paddle.add_n(squares).sqrt()
+            paddle.assign(norm, self.norm)
+            if self.clip_norm == float("inf"):
+                return params_grads
+            bound = paddle.full([], self.clip_norm, "float32")
+            factor = bound / paddle.maximum(norm, bound)
+            return [(p, g * factor.astype(g.dtype)) for p, g in params_grads if g is not None]
+
+
+def _update_of(program: paddle.static.Program) -> contextlib.AbstractContextManager[None]:
+    """Inside, operators belong to the update (old representation: fleet goes by their roles)."""
+    if representation() == "pir":
+        return contextlib.nullcontext()
+    return program._optimized_guard([])  # type: ignore[no-any-return]
+
+
+def accumulators(optimizer: paddle.optimizer.Optimizer) -> dict[tuple[str, str], str]:
+    """Names of the variables that hold the moments: ``{(parameter, "moment1"): variable}``.
+
+    ``Optimizer.state_dict`` (public) works in dygraph only.
+    """
+    return {
+        (parameter, kind): str(variable.name)
+        for kind, by_parameter in optimizer._accumulators.items()
+        for parameter, variable in by_parameter.items()
+    }

@@ -1,0 +1,146 @@
+"""What a Program is fed: one variable for each array in a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+
+from paddle_recompute import _nested
+from paddle_recompute._paddle_static import training
+from paddle_recompute.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class _Feed:
+    name: str  # in the Program
+    path: str  # in the micro-batch: "['query'][0]"
+    shape: tuple[int, ...]  # -1: any
+    dtype: str
+
+
+class Feeds:
+    """The arrays of a micro-batch, as variables of a Program and as what is fed to them.
+
+    Everything in a micro-batch that is neither a Tensor nor an array becomes part of the Program.
+
+    Args:
+        micro_batch: The first one: nested containers with Tensors or arrays in them.
+        input_spec: The same structure with a ``paddle.static.InputSpec`` in place of each array,
+            with -1 or None for a dimension that may change; None: shapes are those of
+            `micro_batch`.
+
+    Raises:
+        ConfigError: `input_spec` does not fit `micro_batch`, or there is no array in it.
+    """
+
+    def __init__(self, micro_batch: Any, input_spec: Any = None) -> None:
+        self._structure = micro_batch
+        arrays = dict(_arrays(micro_batch))
+        specs = {path: None for path in arrays} if input_spec is None else _specs(input_spec)
+        if not arrays or specs.keys() != arrays.keys():
+            raise ConfigError(
+                f"the micro-batch has arrays at {_listed(arrays)}, and input_spec describes "
+                f"{_listed(specs)}; both must have the same structure, with one array at least"
+            )
+        self._feeds = {
+            path: _feed(number, path, array, specs[path])
+            for number, (path, array) in enumerate(arrays.items())
+        }
+        self.arrays(micro_batch)
+
+    def variables(self, *, need_gradient: bool) -> Any:
+        """Declare the variables in the Program being built; returns them as in a micro-batch.
+
+        Args:
+            need_gradient: Whether floating-point ones ask for a gradient.
+        """
+        feeds = iter(self._feeds.values())
+
+        def declared(leaf: Any) -> Any:
+            if not _is_array(leaf):
+                return leaf
+            feed = next(feeds)
+            variable = paddle.static.data(feed.name, list(feed.shape), feed.dtype)
+            if need_gradient and feed.dtype.startswith(("float", "bfloat")):
+                variable.stop_gradient = False
+            return variable
+
+        return _nested.map_leaves(declared, self._structure)
+
+    def arrays(self, micro_batch: Any) -> dict[str, NDArray[Any]]:
+        """What to feed for `micro_batch`.
+
+        Raises:
+            DataError: Its structure, a shape or a dtype is not what the Program was built for.
+        """
+        found = dict(_arrays(micro_batch))
+        if found.keys() != self._feeds.keys():
+            raise DataError(
+                f"the micro-batch has arrays at {_listed(found)}; the Program was built for one "
+                f"with arrays at {_listed(self._feeds)}"
+            )
+        for path, array in found.items():
+            feed = self._feeds[path]
+            fits = len(array.shape) == len(feed.shape) and all(
+                wanted in (-1, length)
+                for wanted, length in zip(feed.shape, array.shape, strict=True)
+            )
+            if not fits or str(array.dtype) != feed.dtype:
+                raise DataError(
+                    f"micro-batch{path}: received {array.dtype} {list(array.shape)}; the Program "
+                    f"was built for {feed.dtype} {list(feed.shape)}. Where a dimension changes "
+                    "from batch to batch, give input_spec with -1 for it"
+                )
+        constants, expected = (
+            [leaf for _, leaf in _nested.named_leaves(one) if not _is_array(leaf)]
+            for one in (micro_batch, self._structure)
+        )
+        if constants != expected:
+            raise DataError(
+                f"the micro-batch has {constants!r} beside its arrays, and the Program was built "
+                f"with {expected!r}; what changes from batch to batch must be a Tensor or an array"
+            )
+        return {self._feeds[path].name: array for path, array in found.items()}
+
+
+def length_of_first_axis(arrays: dict[str, NDArray[Any]]) -> int:
+    """The number of examples in what is fed."""
+    first = next(iter(arrays.values()))
+    if first.ndim == 0:
+        raise ConfigError(
+            "the number of examples cannot be told from a micro-batch with a scalar first in it; "
+            "give num_examples=..., a function from the micro-batch to that number"
+        )
+    return int(first.shape[0])
+
+
+def _feed(number: int, path: str, array: NDArray[Any], spec: Any) -> _Feed:
+    name = f"micro_batch_{number}"
+    if spec is None:
+        return _Feed(name, path, tuple(array.shape), str(array.dtype))
+    shape = tuple(-1 if length is None else int(length) for length in spec.shape)
+    return _Feed(name, path, shape, training.dtype_name(spec.dtype))
+
+
+def _arrays(micro_batch: Any) -> Iterator[tuple[str, NDArray[Any]]]:
+    for path, leaf in _nested.named_leaves(micro_batch):
+        if _is_array(leaf):
+            yield path, leaf if isinstance(leaf, np.ndarray) else leaf.numpy()
+
+
+def _specs(input_spec: Any) -> dict[str, Any]:
+    leaves = _nested.named_leaves(input_spec)
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, paddle.static.InputSpec)}
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) or _nested.is_tensor(leaf)
+
+
+def _listed(paths: Any) -> str:
+    return ", ".join(path or "the top" for path in paths) or "no place"

@@ -1,0 +1,388 @@
+"""`StaticTrainStep`: `TrainStep` as a Program, from the same configuration."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+from paddle.optimizer import AdamW, lr
+
+from paddle_recompute import _nested
+from paddle_recompute._paddle_static import training
+from paddle_recompute.config import Config
+from paddle_recompute.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergenceError,
+    StaticGraphError,
+)
+from paddle_recompute.grad_sync import broadcast_from_rank0, mean_over_ranks
+from paddle_recompute.grad_sync.ranks import is_distributed
+from paddle_recompute.optimizer import decayed_parameters
+from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
+from paddle_recompute.static_graph.minimize import minimize
+from paddle_recompute.static_graph.report import SegmentReport
+from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
+from paddle_recompute.train_step import StepResult
+
+Arrays = dict[str, NDArray[Any]]
+_WEIGHT = "micro_batch_weight"
+
+
+class StaticTrainStep:
+    """One optimizer step on a Program: what `TrainStep` does in dygraph, called in the same way.
+
+    Model, loss, recompute, mixed precision, gradient merge, synchronization, clipping and AdamW all
+    come from the configuration that a dygraph run has. The Program is built in the first call,
+    from the shapes and dtypes of its first micro-batch, or before it by `build`. It has variables
+    of its own: the caller may be in dygraph, and stays there.
+
+    As in `TrainStep` the gradient is that of the mean over all examples of all micro-batches and
+    ranks, where `loss_fn` is a mean over the examples of its micro-batch. In contrast to it, the
+    update is part of the Program: it is done before a loss that is not finite is noticed.
+
+    Args:
+        config: ``recompute``, ``strategy`` and ``train`` are read, and ``sync`` is checked.
+        model_fn: Makes the model, a Layer; called once, while the Program is built. Its weights are
+            drawn from Paddle's generator in `build`, or set by `set_state_dict`. On several ranks
+            they are those of rank 0.
+        loss_fn: ``loss_fn(model, micro_batch)`` returns a scalar; called once, with variables of
+            the Program in place of the Tensors of a micro-batch.
+        schedule: The learning rate, or a scheduler that the caller steps; None:
+            ``config.learning_rate``.
+        input_spec: Structured like a micro-batch, a ``paddle.static.InputSpec`` for each Tensor,
+            with -1 where a dimension changes from batch to batch; None: all shapes are fixed.
+        num_examples: As in `TrainStep`.
+
+    Raises:
+        ConfigError: A setting that a static graph cannot honour.
+        StaticGraphError: The Program cannot be trained as asked, or this Paddle is not known.
+
+    Examples:
+        >>> import paddle
+        >>> import paddle_recompute
+        >>> from paddle_recompute.static_graph import StaticTrainStep
+        >>> config = paddle_recompute.load_config(
+        ...     "fleet_configs/contrastive_ernie-tiny_2cpu.yaml", ["recompute.enable=false"]
+        ... )
+        >>> step = StaticTrainStep(
+        ...     config, lambda: paddle.nn.Linear(4, 1), lambda model, x: model(x).square().mean()
+        ... )
+        >>> step([paddle.ones([8, 4])]).grad_norm > 0
+        True
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_fn: Callable[[], paddle.nn.Layer],
+        loss_fn: Callable[[Any, Any], Any],
+        *,
+        schedule: lr.LRScheduler | float | None = None,
+        input_spec: Any = None,
+        num_examples: Callable[[Any], float] | None = None,
+    ) -> None:
+        check_static(config)
+        if config.strategy.amp and config.strategy.amp_configs.dtype != "bfloat16":
+            raise ConfigError(
+                "strategy.amp_configs.dtype: received float16, whose loss scale StaticTrainStep "
+                "neither reports nor saves; set dtype: bfloat16"
+            )
+        _check_ranks()
+        self._config = config
+        self._model_fn = model_fn
+        self._loss_fn = loss_fn
+        self._schedule = config.learning_rate if schedule is None else schedule
+        self._input_spec = input_spec
+        self._num_examples = num_examples
+        self._accumulate_steps = config.strategy.gradient_merge_configs.k_steps
+        self._built: _Built | None = None
+        self._state_to_set: Mapping[str, Mapping[str, Any]] | None = None
+
+    def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
+        """Run one optimizer step.
+
+        Args:
+            micro_batches: As many as ``strategy.gradient_merge_configs.k_steps``; nested
+                containers with Tensors or arrays in them.
+
+        Returns:
+            Loss and gradient norm as `TrainStep` gives them; ``seconds`` has one part, ``program``.
+
+        Raises:
+            ConfigError: Another number of micro-batches was given, or a loss is not a scalar.
+            DataError: A micro-batch has not the structure, shapes or dtypes of the first.
+            DivergenceError: Loss or gradient is not finite. The parameters are spoiled: continue
+                from the last checkpoint.
+        """
+        if len(micro_batches) != self._accumulate_steps:
+            raise ConfigError(
+                f"StaticTrainStep got {len(micro_batches)} micro-batches; "
+                f"strategy.gradient_merge_configs.k_steps is {self._accumulate_steps}"
+            )
+        built = self._built or self.build(micro_batches[0])
+        feeds = [built.feeds.arrays(micro_batch) for micro_batch in micro_batches]
+        started = time.perf_counter()
+        counts = [
+            self._count(one, arrays) for one, arrays in zip(micro_batches, feeds, strict=True)
+        ]
+        per_rank = mean_over_ranks(math.fsum(counts))
+        # Exactly 1 where all counts are equal: then it is the plain mean, to the bit.
+        weights = [count * len(counts) / per_rank for count in counts]
+        own_loss = 0.0
+        for arrays, weight in zip(feeds, weights, strict=True):
+            loss, norm = built.run(arrays, weight)
+            own_loss += loss * weight / len(counts)
+        loss = mean_over_ranks(math.nan if own_loss == -math.inf else own_loss)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergenceError(
+                f"the loss is {loss} and the gradient norm {norm}; the Program has updated the "
+                "parameters with it: continue from the last checkpoint with a lower learning rate, "
+                "a longer warm-up, or clip_grad_norm"
+            )
+        return StepResult(loss, norm, {"program": time.perf_counter() - started})
+
+    def build(self, micro_batch: Any) -> _Built:
+        """Build the Program for micro-batches like `micro_batch`, and draw or set its weights.
+
+        Raises:
+            ConfigError: ``input_spec`` does not fit it, or the loss is not a scalar.
+            StaticGraphError: The Program cannot be trained as asked.
+        """
+        if self._built is not None:
+            raise StaticGraphError("the Program of this StaticTrainStep is built already")
+        feeds = Feeds(micro_batch, self._input_spec)
+        with training.static_mode():
+            built = self._program(feeds)
+        _equal_ranks(built)
+        self._built = built
+        if self._state_to_set is not None:
+            built.set_state(self._state_to_set)
+            self._state_to_set = None
+        return built
+
+    def explain(self) -> SegmentReport:
+        """What `static_graph.explain` tells about the Program; it must have been built."""
+        from paddle_recompute.static_graph.minimize import explain
+
+        with training.static_mode():
+            return explain(self._known().main)
+
+    def state_dict(self) -> dict[str, Arrays]:
+        """A copy of all that is trained, under the names that the dygraph model has.
+
+        Returns:
+            ``"model"``: parameters and buffers, as in ``model.state_dict()``; ``"optimizer"``: the
+            moments, ``"encoder.layers.0.linear1.weight:moment1"``, as in a checkpoint's
+            ``optimizer.safetensors``.
+
+        Raises:
+            StaticGraphError: The Program is not built yet.
+        """
+        return self._known().state()
+
+    def set_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continue from what `state_dict` gave, or from a dygraph model and its moments.
+
+        Args:
+            state: ``"model"`` with Tensors or arrays, ``"optimizer"`` too, or ``"model"`` alone:
+                the moments stay then. Before the Program is built it waits until it is.
+
+        Raises:
+            CheckpointError: It is of another model; nothing was changed then.
+        """
+        if self._built is None:
+            self._state_to_set = _nested.map_leaves(_copied, dict(state))
+        else:
+            self._built.set_state(state)
+
+    def _known(self) -> _Built:
+        if self._built is None:
+            raise StaticGraphError(
+                "the Program of this StaticTrainStep is not built yet: it is in the first step, or "
+                "in build(micro_batch)"
+            )
+        return self._built
+
+    def _count(self, micro_batch: Any, arrays: Arrays) -> float:
+        if self._num_examples is None:
+            return length_of_first_axis(arrays)
+        count = self._num_examples(micro_batch)
+        if not (math.isfinite(count) and count > 0):
+            raise ConfigError(
+                f"a micro-batch has {count} examples; allowed is a number greater than 0"
+            )
+        return count
+
+    def _program(self, feeds: Feeds) -> _Built:
+        config = self._config
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        # Names of its own, the same on every rank: a checkpoint of ours has no use for them.
+        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+            model = self._model_fn()
+            model.train()
+            if config.recompute.enable:
+                apply_recompute(model, config.recompute)
+            amp = config.strategy.amp_configs if config.strategy.amp else None
+            dtype = amp.dtype if amp is not None else None
+            lists = (
+                amp.model_dump(include={"custom_white_list", "custom_black_list"}) if amp else {}
+            )
+            need_gradient = training.needs_gradient_to_input(dtype)
+            micro_batch = feeds.variables(need_gradient=need_gradient)
+            weight = paddle.static.data(_WEIGHT, [1], "float32")
+            with training.building_in(dtype, **lists):
+                loss = self._loss_fn(model, micro_batch)
+            if math.prod(loss.shape) != 1:
+                raise ConfigError(f"loss_fn must return a scalar; its shape is {list(loss.shape)}")
+            loss = loss.astype("float32").sum()
+            clip = training.GradientNorm(config.train.clip_grad_norm or math.inf, loss, startup)
+            decayed = decayed_parameters(model)
+            optimizer = AdamW(
+                learning_rate=self._schedule,
+                parameters=[p for p in model.parameters() if not p.stop_gradient],
+                weight_decay=config.train.weight_decay,
+                apply_decay_param_fun=decayed.__contains__,
+                grad_clip=clip,
+            )
+            strategy = distributed_strategy(config, model)
+            minimize(optimizer, loss * weight.sum(), strategy, startup_program=startup)
+            names = {variable.name: name for name, variable in model.state_dict().items()}
+            structured = {p.name: name for name, p in model.named_parameters()}
+        moments = {
+            f"{structured[parameter]}:{kind}": variable
+            for (parameter, kind), variable in training.accumulators(optimizer).items()
+        }
+        executor, scope = paddle.static.Executor(), paddle.static.Scope()
+        executor.run(startup, scope=scope)
+        variables = {"model": {name: one for one, name in names.items()}, "optimizer": moments}
+        return _Built([loss, clip.norm], feeds, variables, executor, scope, main)
+
+
+@dataclass
+class _Built:
+    """A Program with its variables. Values of PIR must die before their Program: they come first.
+
+    Attributes:
+        fetched: Loss and gradient norm.
+        feeds: What is fed.
+        variables: Names in the scope, by section and by what they are called in a state.
+        executor: Runs it.
+        scope: Holds its variables.
+        main: The Program.
+    """
+
+    fetched: list[Any]
+    feeds: Feeds
+    variables: dict[str, dict[str, str]]
+    executor: Any
+    scope: Any
+    main: paddle.static.Program
+
+    def run(self, arrays: Arrays, weight: float) -> tuple[float, float]:
+        """Run the Program once; returns loss and gradient norm (of the last update)."""
+        feed = {**arrays, _WEIGHT: np.full([1], weight, "float32")}
+        with training.static_mode():
+            loss, norm = self.executor.run(
+                self.main, feed=feed, fetch_list=self.fetched, scope=self.scope
+            )
+        return float(loss), float(norm)
+
+    def state(self) -> dict[str, Arrays]:
+        """As `StaticTrainStep.state_dict`."""
+        return {
+            section: {name: np.array(self._tensor(one)) for name, one in variables.items()}
+            for section, variables in self.variables.items()
+        }
+
+    def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """As `StaticTrainStep.set_state_dict`."""
+        arrays = {
+            section: {name: _as_array(value) for name, value in values.items()}
+            for section, values in state.items()
+        }
+        if faults := self._faults(arrays):
+            raise CheckpointError(
+                f"the state does not fit the Program; {'; '.join(faults)}. Build the model with "
+                "the dimensions that the state was taken with"
+            )
+        for section, values in arrays.items():
+            for name, array in values.items():
+                tensor = self._tensor(self.variables[section][name])
+                own = np.array(tensor)
+                tensor.set(array.astype(own.dtype).reshape(own.shape), self.executor.place)
+
+    def _faults(self, arrays: Mapping[str, Arrays]) -> list[str]:
+        faults = []
+        if unknown := sorted(arrays.keys() - self.variables.keys()):
+            faults.append(f"unexpected: {', '.join(unknown)}; it has model and optimizer")
+        for section, values in arrays.items():
+            wanted = self.variables.get(section, {})
+            for kind, names in (
+                ("missing", wanted.keys() - values.keys()),
+                ("unexpected", values.keys() - wanted.keys()),
+            ):
+                if names:
+                    faults.append(f"{kind} in {section}: {_listed(names)}")
+            misshaped = {
+                name
+                for name in values.keys() & wanted.keys()
+                if values[name].size != np.array(self._tensor(wanted[name])).size
+            }
+            if misshaped:
+                faults.append(f"of another shape in {section}: {_listed(misshaped)}")
+        return faults
+
+    def _tensor(self, variable: str) -> Any:
+        return self.scope.find_var(variable).get_tensor()
+
+
+class _Tensors(paddle.nn.Layer):
+    """Tensors by any name, for those who synchronize the buffers of a Layer."""
+
+    def __init__(self, tensors: dict[str, paddle.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+    def named_buffers(self, *_: Any, **__: Any) -> Any:
+        """The tensors."""
+        return iter(self.tensors.items())
+
+
+def _check_ranks() -> None:
+    if paddle.distributed.get_world_size() > 1 and not is_distributed():
+        raise StaticGraphError(
+            f"the launch has {paddle.distributed.get_world_size()} ranks, which are not connected; "
+            "call paddle.distributed.init_parallel_env() before StaticTrainStep"
+        )
+
+
+def _equal_ranks(built: _Built) -> None:
+    """Make parameters and buffers of all ranks those of rank 0."""
+    if not is_distributed():
+        return
+    with training.dygraph_mode():
+        weights = built.state()["model"]
+        tensors = _Tensors({name: paddle.to_tensor(array) for name, array in weights.items()})
+        broadcast_from_rank0(tensors)
+        built.set_state({"model": tensors.tensors})
+
+
+def _as_array(value: Any) -> NDArray[Any]:
+    return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
+
+
+def _copied(leaf: Any) -> NDArray[Any]:
+    return np.array(_as_array(leaf))
+
+
+def _listed(names: Any) -> str:
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
