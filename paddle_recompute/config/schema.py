@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
+from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._refused import REFUSED_STRATEGY_FIELDS
 from paddle_recompute.config._section import Broken, Section, Values
+from paddle_recompute.config._types import Count, Probability, UserPath
 
 # Published sizes. `tiny` is ERNIE 3.0 Nano and `base` ERNIE 3.0 Base (PaddleNLP,
 # model_zoo/ernie-3.0, ernie-3.0-{nano,base}-zh/config.json); `large` is ERNIE 2.0 Large
@@ -52,10 +54,6 @@ _PURE = {"use_pure_fp16": "float16", "use_pure_bf16": "bfloat16"}
 _DYNAMIC_SCALE = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
 _SCALE = ("init_loss_scaling", "use_dynamic_loss_scaling", *_DYNAMIC_SCALE)
 _STATIC_AMP = ("custom_black_varnames", "use_fp16_guard", "use_optimizer_fp16")
-
-Probability = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-UserPath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
 
 
 def default_cache_dir() -> Path:
@@ -348,28 +346,6 @@ class SyncConfig(Section):
     )
 
 
-class ContrastiveConfig(Section):
-    """The in-batch contrastive loss (InfoNCE)."""
-
-    refused_values: ClassVar[Any] = {
-        "negatives": {"global": "negatives from other ranks are not available yet; use local"}
-    }
-    refused_keys: ClassVar[Any] = {
-        "chunk_tokens": "the gradient cache is not available yet; use strategy.gradient_merge"
-    }
-
-    global_batch: Count = Field(
-        description="pairs per optimizer step, over all ranks and micro-batches"
-    )
-    temperature: float = Field(0.05, gt=0, description="divides the cosine similarities")
-    symmetric: bool = Field(
-        True, description="true: mean of query-to-positive and positive-to-query losses"
-    )
-    negatives: Literal["local"] = Field(
-        "local", description="local: the other pairs of the same micro-batch on the same rank"
-    )
-
-
 class DataConfig(Section):
     """The text pairs, their split and their tokens."""
 
@@ -508,12 +484,36 @@ class Config(Section):
                 f"{ranks} * {nodes} * {k_steps} = {parts}; near are "
                 f"{max(2, batch // parts) * parts} and {max(3, batch // parts + 1) * parts}",
             )
-        elif batch == parts:
+        elif batch == parts and not (v["contrastive.negatives"] == "global" and ranks * nodes > 1):
             yield Broken(
                 "contrastive.global_batch",
                 batch,
                 f"leaves 1 pair per rank and micro-batch (of {parts}), and so no negatives; "
                 f"at least {2 * parts}",
+            )
+
+    @staticmethod
+    def _chunks_instead_of_micro_batches(v: Values) -> Iterator[Broken]:
+        k_steps = v["strategy.gradient_merge_configs.k_steps"]
+        for name in ("chunk_size", "chunk_tokens", "memory_budget"):
+            if k_steps > 1 and v[f"contrastive.{name}"] is not None:
+                yield Broken(
+                    "strategy.gradient_merge_configs.k_steps",
+                    k_steps,
+                    f"does not go with contrastive.{name}: {k_steps} micro-batches are {k_steps} "
+                    "losses, each with its own pairs as negatives, while chunks are of one loss "
+                    "over all pairs and bound the memory as well; remove gradient_merge",
+                )
+
+    @staticmethod
+    def _a_chunk_holds_a_text(v: Values) -> Iterator[Broken]:
+        tokens = v["contrastive.chunk_tokens"]
+        path = max(("data.max_query_tokens", "data.max_positive_tokens"), key=lambda path: v[path])
+        if tokens is not None and tokens < v[path]:
+            yield Broken(
+                "contrastive.chunk_tokens",
+                tokens,
+                f"must be at least {path} = {v[path]}, the longest text there can be",
             )
 
     @staticmethod
@@ -534,7 +534,13 @@ class Config(Section):
             if v["mode"] == "dygraph" and v["strategy.amp"] and v[path] != default:
                 yield Broken(path, v[path], "is for the static graph; remove it in mode: dygraph")
 
-    rules = (_batch_divides, _texts_fit_the_model, _dygraph_has_no_static_amp)
+    rules = (
+        _batch_divides,
+        _chunks_instead_of_micro_batches,
+        _a_chunk_holds_a_text,
+        _texts_fit_the_model,
+        _dygraph_has_no_static_amp,
+    )
     refused_values: ClassVar[Any] = {
         "mode": {"static": "the static graph is not supported yet; set mode: dygraph"}
     }

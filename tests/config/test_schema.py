@@ -9,7 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from paddle_recompute.config import PRESETS, Config, ModelConfig, RecomputeConfig
+from paddle_recompute.config._contrastive import SMALLEST_LEARNED_TEMPERATURE
 from paddle_recompute.config._section import Section, Values, subsection
+from paddle_recompute.contrastive.loss import MAX_SCALE
 
 
 def tree(**sections: dict[str, Any]) -> dict[str, Any]:
@@ -118,9 +120,54 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
         ({"sync": {"peer_timeout": 0.0}}, "sync.peer_timeout", "must be greater than 0"),
         ({"sync": {"stall_timeout": -1.0}}, "sync.stall_timeout", "must be greater than 0"),
         ({"sync": {"stall_timeout": 5.0}}, "sync.peer_timeout", "at most stall_timeout = 5"),
-        ({"contrastive": {"negatives": "global"}}, "contrastive.negatives", "use local"),
-        ({"contrastive": {"chunk_tokens": 9}}, "contrastive.chunk_tokens", "gradient cache"),
         ({"contrastive": {"global_batch": 0}}, "contrastive.global_batch", "greater than or"),
+        ({"contrastive": {"negatives": "globl"}}, "contrastive.negatives", "did you mean global?"),
+        ({"contrastive": {"label_smoothing": 1.0}}, "contrastive.label_smoothing", "less than 1"),
+        ({"contrastive": {"tile": 0}}, "contrastive.tile", "greater than or equal to 1"),
+        ({"contrastive": {"chunk_size": 0}}, "contrastive.chunk_size", "greater than or equal"),
+        (
+            {"contrastive": {"chunk_size": 2, "chunk_tokens": 64}},
+            "contrastive.chunk_size",
+            "does not go with chunk_tokens = 64: a chunk is so many pairs or so many tokens",
+        ),
+        (
+            {"contrastive": {"chunk_size": 2, "memory_budget": "1GiB"}},
+            "contrastive.chunk_size",
+            "follows from memory_budget",
+        ),
+        (
+            {"contrastive": {"chunk_tokens": 64, "memory_budget": "1GiB"}},
+            "contrastive.chunk_tokens",
+            "follows from memory_budget",
+        ),
+        (
+            {"contrastive": {"chunk_tokens": 63}},
+            "contrastive.chunk_tokens",
+            "must be at least data.max_positive_tokens = 64, the longest text",
+        ),
+        (
+            {"contrastive": {"memory_budget": "2 gigabytes"}},
+            "contrastive.memory_budget",
+            "must be a number of bytes, or one with a unit (B, KiB, MiB, GiB, TiB) as in 2GiB",
+        ),
+        ({"contrastive": {"memory_budget": "0B"}}, "contrastive.memory_budget", "greater than or"),
+        ({"contrastive": {"memory_budget": 1.5}}, "contrastive.memory_budget", "valid integer"),
+        (
+            {"contrastive": {"learnable_temperature": True, "temperature": 0.009}},
+            "contrastive.temperature",
+            "must be at least 0.01 with learnable_temperature",
+        ),
+        *[
+            (
+                {
+                    "contrastive": {name: value},
+                    "strategy": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+                },
+                "strategy.gradient_merge_configs.k_steps",
+                f"does not go with contrastive.{name}: 2 micro-batches are 2 losses",
+            )
+            for name, value in (("chunk_size", 2), ("chunk_tokens", 64), ("memory_budget", "1GiB"))
+        ],
         ({"data": {"source": "files"}}, "data.train_file", "required with source: files"),
         ({"data": {"train_file": "a.tsv"}}, "data.train_file", "not read with source: cedict"),
         ({"data": {"valid_file": "a.tsv"}}, "data.valid_file", "not read with source: cedict"),
@@ -143,7 +190,19 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
             "must be a multiple of launch.num_ranks * launch.num_nodes * k_steps = 3 * 1 * 1 = 3; "
             "near are 6 and 9",
         ),
-        ({"launch": {"num_ranks": 8}}, "contrastive.global_batch", "no negatives; at least 16"),
+        (
+            {"launch": {"num_ranks": 8}, "contrastive": {"negatives": "local"}},
+            "contrastive.global_batch",
+            "no negatives; at least 16",
+        ),
+        (
+            {
+                "launch": {"num_ranks": 1},
+                "strategy": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 8}},
+            },
+            "contrastive.global_batch",
+            "no negatives; at least 16",
+        ),
     ],
 )
 def test_fault(sections: dict[str, dict[str, Any]], path: str, words: str) -> None:
@@ -178,6 +237,40 @@ def test_sync_settings() -> None:
     }
     sync = Config.model_validate(tree(sync=given)).sync
     assert {name: getattr(sync, name) for name in given} == given
+
+
+def test_one_pair_per_rank_has_the_other_ranks_pairs_as_negatives() -> None:
+    assert Config.model_validate(tree(launch={"num_ranks": 8})).micro_batch == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [("2GiB", 2 * 2**30), ("1.5 MiB", 3 * 2**19), ("512KiB", 2**19), ("7B", 7), (2**30, 2**30)],
+)
+def test_memory_budget(given: str | int, count: int) -> None:
+    config = Config.model_validate(tree(contrastive={"memory_budget": given}))
+    assert config.contrastive.memory_budget == count
+    assert Config.model_validate(config.to_dict()) == config
+
+
+def test_contrastive_settings() -> None:
+    given = {
+        "negatives": "local",
+        "learnable_temperature": True,
+        "label_smoothing": 0.1,
+        "mask_false_negatives": True,
+        "tile": 512,
+        "chunk_size": 4,
+    }
+    contrastive = Config.model_validate(tree(contrastive=given)).contrastive
+    assert {name: getattr(contrastive, name) for name in given} == given
+    assert contrastive.is_chunked
+    default = Config.model_validate(tree()).contrastive
+    assert (default.negatives, default.is_chunked) == ("global", False)
+
+
+def test_smallest_learned_temperature_is_that_of_the_loss() -> None:
+    assert 1 / MAX_SCALE == SMALLEST_LEARNED_TEMPERATURE
 
 
 def test_static_mode_is_refused_in_plain_words() -> None:

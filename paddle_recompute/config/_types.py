@@ -1,0 +1,32 @@
+"""The types of values that fields of several sections have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+UserPath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
+
+
+def _bytes(value: Any) -> Any:
+    """The whole number of bytes that ``"1.5GiB"`` stands for; a number is one of bytes."""
+    if isinstance(value, str):
+        amount = _AMOUNT.fullmatch(value.strip())
+        if amount is None:
+            raise ValueError(
+                "value should be a number of bytes, or one with a unit (B, KiB, MiB, GiB, TiB) "
+                "as in 2GiB"
+            )
+        return int(float(amount[1]) * _UNITS[amount[2]])
+    return value
+
+
+ByteCount = Annotated[int, Field(ge=1), BeforeValidator(_bytes)]
