@@ -152,9 +152,9 @@ class Hub:
                 del arrived[rank]
 
     def _announce(self, trouble: Message) -> None:
-        """Tell everybody, the one concerned included: it may wait to know that it was heard."""
+        """Tell everybody, and last the one concerned: it may wait to end until it was heard."""
         self._troubles.append(trouble)
-        for rank in list(self._lines):
+        for rank in sorted(self._lines, key=lambda rank: rank == trouble["rank"]):
             self._tell(rank, trouble)
 
     def _tell(self, rank: int, message: Message) -> None:

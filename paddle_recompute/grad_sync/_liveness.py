@@ -13,6 +13,7 @@ library sees the error, else from `sys.excepthook` and `atexit`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -33,6 +34,7 @@ from paddle_recompute.grad_sync._notes import Limits, Notes, Scope
 
 _POLL = 0.1
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
+_PARTING = 10.0  # seconds for the hub, on a busy machine, to pass on this rank's last words
 _ADDRESS = "paddle_recompute/hub"
 
 
@@ -144,10 +146,9 @@ class Peers:
         The collective may fail a moment before the reason is known, so this waits for it.
         """
         patience = min(_EXPLANATION, scope.limits.peer_timeout)
-        impatient = Scope(scope.ranks, scope.name, Limits(patience, scope.limits.stall_timeout))
         deadline = time.monotonic() + patience + 2 * TICK
         while time.monotonic() < deadline:
-            trouble = self._notes.trouble(impatient, waited=0.0, at_once=True)
+            trouble = self._notes.trouble(scope, waited=0.0, patience=patience)
             if trouble is not None:
                 return PeerError(self._complaint(trouble, what))
             time.sleep(_POLL)
@@ -182,15 +183,14 @@ class Peers:
         self._last_words["said"] = True
         self._send(self._last_words | {"place": self.place})
         if self.rank == 0:  # the hub lives here: let it pass this on before the process ends
-            self._heard.wait(2 * TICK)
+            self._heard.wait(_PARTING)
 
     def _send(self, message: Message) -> None:
-        try:
-            with self._sending:
-                assert self._socket is not None
-                self._socket.sendall(encode(message))
-        except OSError as error:
-            self._notes.lost = self._notes.lost or str(error)
+        # A connection that is closed is noted by the listener, when it has read all that the hub
+        # said before: it may have said why.
+        with contextlib.suppress(OSError), self._sending:
+            assert self._socket is not None
+            self._socket.sendall(encode(message))
 
     # ----------------------------------------------------------------------------- listening
 

@@ -69,20 +69,21 @@ class Notes:
         else:
             self._ended[message["rank"]] = message
 
-    def trouble(self, scope: Scope, waited: float, *, at_once: bool = False) -> str | None:
+    def trouble(self, scope: Scope, waited: float, *, patience: float | None = None) -> str | None:
         """Why waiting for the ranks of `scope` is in vain; None if it is not, as far as known.
 
         Args:
             scope: The ranks.
             waited: Seconds that this one has waited for them.
-            at_once: Whether a rank that ended in good order is a reason even if `waited` is
-                small. It need not be: it may have done its part before this rank did its own.
+            patience: None while this rank waits: a rank that ended in good order is no reason at
+                once then, it may have done its part before. After a collective has failed: the
+                seconds of silence that explain it.
         """
         # Failures of this rank too: its courier must not wait on for a scope that the main thread
         # has given up.
         told = [failure for failure in self._failures if failure["scope"] == scope.key]
         told += [self._ended[rank] for rank in {0, *scope.ranks} if rank in self._ended]
-        if waited <= 2 * TICK and not at_once:
+        if waited <= 2 * TICK and patience is None:
             told = [end for end in told if not _is_regular(end)]
         if told:
             # Who ended because of another comes after that other.
@@ -92,17 +93,18 @@ class Notes:
                 "rank 0, through which the ranks know of each other, has died (its connection was "
                 f"closed: {self.lost}): killed, crashed or out of memory; its log may say more"
             )
-        return self._silence(scope) or self._lateness(scope, waited)
+        return self._silence(scope, patience) or self._lateness(scope, waited)
 
-    def _silence(self, scope: Scope) -> str | None:
-        limit = scope.limits.peer_timeout
+    def _silence(self, scope: Scope, patience: float | None) -> str | None:
+        limit = scope.limits.peer_timeout if patience is None else patience
+        setting = f" (peer_timeout is {limit:.0f} s)" if patience is None else ""
         of_hub = max(self.hub_quiet * TICK, self._silent.get(0, 0.0))
         for rank in sorted({0, *scope.ranks} - {self.rank}):
             silent = self._silent.get(rank, 0.0) if rank else of_hub
             if silent > limit:
                 return (
-                    f"rank {rank} has shown no sign of life for {silent:.0f} s (peer_timeout is "
-                    f"{limit:.0f} s): it is stopped, or its machine cannot be reached"
+                    f"rank {rank} has shown no sign of life for {silent:.0f} s{setting}: it is "
+                    "stopped, or its machine cannot be reached"
                 )
         return None
 
