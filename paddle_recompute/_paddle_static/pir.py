@@ -374,12 +374,19 @@ def mean_over_ranks(value: Value, num_ranks: int) -> Value:
 def _joined(rank: int, num_ranks: int) -> None:
     """Make ring 0, once per process: gloo between CPUs, what Paddle uses between devices.
 
-    ``collective._init_parallel_env`` is what ``paddle.distributed.init_parallel_env`` calls for it
-    in dygraph; in static mode nothing does.
+    ``paddle.distributed.init_parallel_env`` has made it, where it was called. What makes it there
+    is ``collective._init_parallel_env``, which fails on CPUs (3.3.1), for want of a device number;
+    ``CommContextManager.create_gloo_comm_context`` is what it would call.
     """
-    from paddle.distributed import collective
+    if paddle.distributed.is_initialized():
+        return
+    if paddle.get_device() == "cpu":
+        store = core.create_or_get_global_tcp_store()
+        core.CommContextManager.create_gloo_comm_context(store, "0", rank, num_ranks)
+    else:
+        from paddle.distributed import collective
 
-    collective._init_parallel_env("gloo" if paddle.get_device() == "cpu" else "nccl")
+        collective._init_parallel_env("nccl")
 
 
 def join_ranks() -> int:
