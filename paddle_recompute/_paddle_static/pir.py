@@ -164,13 +164,20 @@ def mark_checkpoint(value: Value, name: str) -> None:
             f"mark_checkpoint(..., {name!r}) was called inside a branch or loop body (cond, while);"
             " mark what the cond or while returns"
         )
-    if name in checkpoints(program):
+    if key(checkpoints(program).get(name, value)) != key(value):
         raise StaticGraphError(
             f"the checkpoint name {name!r} is taken by another variable of this Program; "
             "give each its own"
         )
     index = [key(result) for result in results_of(operation)].index(key(value))
-    operation.set_str_attr(f"{_CHECKPOINT}{index}", name)
+    names = _names(operation, index)
+    if name not in names:
+        operation.set_str_attr(f"{_CHECKPOINT}{index}", "\n".join([*names, name]))
+
+
+def _names(operation: Operation, index: int) -> list[str]:
+    """The checkpoint names of a result; it may have several."""
+    return (text_attribute(operation, f"{_CHECKPOINT}{index}") or "").splitlines()
 
 
 def checkpoints(program: paddle.static.Program) -> dict[str, Value]:
@@ -178,9 +185,7 @@ def checkpoints(program: paddle.static.Program) -> dict[str, Value]:
     found = {}
     for operation in operations(program):
         for index, value in enumerate(results_of(operation)):
-            name = text_attribute(operation, f"{_CHECKPOINT}{index}")
-            if name is not None:
-                found[name] = value
+            found.update(dict.fromkeys(_names(operation, index), value))
     return found
 
 
@@ -295,6 +300,16 @@ def append_backward(
     """
     pairs = optimizer.backward(loss, startup_program=startup, parameters=optimizer._parameter_list)
     return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+
+def create_learning_rate(optimizer: paddle.optimizer.Optimizer) -> None:
+    """Add the learning rate of `optimizer` at the insertion point.
+
+    An optimizer adds it with its first operator; in the body of a condition, the executor does
+    not find the one that a scheduler writes to before every run (3.3.1: "The type of value is
+    nullptr").
+    """
+    optimizer._create_global_learning_rate()
 
 
 def append_update(

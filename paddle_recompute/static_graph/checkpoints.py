@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+
+import paddle
 
 from paddle_recompute import _paddle, _paddle_static
 from paddle_recompute.errors import StaticGraphError
@@ -55,3 +58,38 @@ def mark_checkpoint(variable: Any, name: str) -> Any:
 
         old_ir.mark_checkpoint(variable, name)
     return variable
+
+
+def named(variable: Any) -> str:
+    """A checkpoint name of `variable`: one that it has, or the next of ``checkpoint_0``, ...
+
+    Raises:
+        StaticGraphError: As `mark_checkpoint`.
+    """
+    taken = _keys(variable.block.program) if hasattr(variable, "block") else {}
+    for name, key in taken.items():
+        if key == _key(variable):
+            return name
+    name = next(name for i in itertools.count() if (name := f"checkpoint_{i}") not in taken)
+    mark_checkpoint(variable, name)
+    return name
+
+
+def _key(variable: Any) -> str:
+    """What tells `variable` from the others of its Program."""
+    if _paddle_static.representation() == "pir":
+        from paddle_recompute._paddle_static import pir
+
+        return pir.key(variable)
+    return str(variable.name)
+
+
+def _keys(program: paddle.static.Program) -> dict[str, str]:
+    """The `_key` of every checkpoint of `program`, by its name."""
+    if _paddle_static.representation() == "pir":
+        from paddle_recompute._paddle_static import pir
+
+        return {name: pir.key(value) for name, value in pir.checkpoints(program).items()}
+    from paddle_recompute._paddle_static import old_ir
+
+    return old_ir.checkpoints(program)

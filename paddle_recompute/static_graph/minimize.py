@@ -9,7 +9,7 @@ import paddle
 
 from paddle_recompute import _paddle_static
 from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.static_graph.checkpoints import mark_checkpoint
+from paddle_recompute.static_graph.checkpoints import named
 from paddle_recompute.static_graph.report import SegmentReport
 
 if TYPE_CHECKING:
@@ -91,10 +91,7 @@ class RecomputeOptimizer:
         Args:
             checkpoints: Intermediate variables of the Program, or names of `mark_checkpoint`.
         """
-        self._checkpoints = [
-            one if isinstance(one, str) else _named(one, number)
-            for number, one in enumerate(checkpoints)
-        ]
+        self._checkpoints = [one if isinstance(one, str) else named(one) for one in checkpoints]
 
     def minimize(
         self, loss: Any, startup_program: paddle.static.Program | None = None
@@ -115,9 +112,3 @@ class RecomputeOptimizer:
         strategy.recompute = True
         strategy.recompute_configs = {"checkpoints": self._checkpoints}
         return minimize(self._optimizer, loss, strategy, startup_program=startup_program)
-
-
-def _named(variable: Any, number: int) -> str:
-    name = f"checkpoint_{number}"
-    mark_checkpoint(variable, name)
-    return name

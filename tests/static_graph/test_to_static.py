@@ -219,9 +219,7 @@ def test_recompute_marks_a_function() -> None:
 def test_offload_in_a_program_is_refused() -> None:
     with static_mode(), paddle.static.program_guard(paddle.static.Program()):
         x = paddle.static.data("x", [3, 4])
-        with pytest.raises(
-            ConfigError, match=r"recompute\(squash\): offload works in"
-        ):
+        with pytest.raises(ConfigError, match=r"recompute\(squash\): offload works in"):
             recompute(squash, x, offload="host")
         with pytest.raises(ConfigError, match="offload works in dygraph only"):
             recompute(squash, x, offload_indices=[0])

@@ -55,6 +55,7 @@ def minimize(
         with pir.editing(program):
             if requested.merge_steps == 1:
                 return update(params_grads), params_grads
+            pir.create_learning_rate(optimizer)
             operations = merge_gradients(
                 params_grads,
                 update,

@@ -187,7 +187,9 @@ def applied_segments(graph: Graph) -> list[Segment]:
         Segment(
             name,
             operations,
-            frozenset(pir.key(checkpoints[n]) for n in name.split(_AND) if n in checkpoints),
+            frozenset(
+                pir.key(checkpoints[n]) for n in (name, *name.split(_AND)) if n in checkpoints
+            ),
             gives_up_outputs=operations[0].has_attr("recompute_gives_up"),
         )
         for name, operations in grouped.items()
@@ -217,11 +219,7 @@ def _between(checkpoints: dict[str, Value], graph: Graph, taken: set[int]) -> li
     by_position: dict[int, list[str]] = {}
     for name, value in checkpoints.items():
         definer = graph.definer(value)
-        if definer is None or graph.position(definer) >= len(graph.forward):
-            raise StaticGraphError(
-                f"checkpoint '{name}' is not part of the forward of this loss: mark a variable "
-                "that the loss is computed from"
-            )
+        assert definer is not None  # it was found on its operator
         by_position.setdefault(graph.position(definer), []).append(name)
     segments = []
     start = 0

@@ -1,0 +1,543 @@
+"""`minimize` on PIR means what fleet's means on 2.6: clip, merge, precision, names, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute_wrapper
+from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.static_graph import (
+    RecomputeOptimizer,
+    explain,
+    mark_checkpoint,
+    minimize,
+)
+from tests.static_graph.models import (
+    HIDDEN,
+    Block,
+    Run,
+    Stack,
+    assert_equal,
+    assert_recompute_changes_nothing,
+    data,
+    marked_stack,
+    num_recomputed,
+    static_mode,
+    strategy_of,
+    train,
+)
+
+pytestmark = pytest.mark.skipif(
+    paddle.__version__.startswith("2."), reason="Paddle 2.6 builds the old representation"
+)
+
+
+@contextlib.contextmanager
+def building() -> Iterator[paddle.static.Program]:
+    """An empty Program in static mode."""
+    with static_mode():
+        program = paddle.static.Program()
+        with paddle.static.program_guard(program, paddle.static.Program()):
+            yield program
+
+
+@contextlib.contextmanager
+def in_order() -> Iterator[None]:
+    """Operators run in the Program's order.
+
+    By default the executor runs independent ones in any order. Where two of them draw random
+    numbers, Paddle's plain Program gives other losses at every start: nothing to compare with.
+    """
+    flag = "FLAGS_new_executor_sequential_run"
+    before = paddle.get_flags(flag)
+    paddle.set_flags({flag: True})
+    try:
+        yield
+    finally:
+        paddle.set_flags(before)
+
+
+def sgd() -> Any:
+    return paddle.optimizer.SGD(0.1)
+
+
+def clipped_adamw() -> Any:
+    return paddle.optimizer.AdamW(1e-2, grad_clip=paddle.nn.ClipGradByGlobalNorm(0.01))
+
+
+def decayed_momentum() -> Any:
+    return paddle.optimizer.Momentum(
+        0.1, weight_decay=0.01, grad_clip=paddle.nn.ClipGradByGlobalNorm(0.1)
+    )
+
+
+def adamw_of_some() -> Any:
+    """An optimizer that was given parameters, and decays some of them only."""
+    parameters = paddle.static.default_main_program().global_block().all_parameters()
+    return paddle.optimizer.AdamW(
+        1e-2,
+        parameters=[p for p in parameters if not p.name.startswith("layer_norm")],
+        apply_decay_param_fun=lambda name: ".w" in name,
+    )
+
+
+# ------------------------------------------------------------------------------- the optimizer
+
+
+@pytest.mark.parametrize(
+    "optimizer", [sgd, clipped_adamw, decayed_momentum, adamw_of_some], ids=lambda o: o.__name__
+)
+def test_optimizer(optimizer: Callable[[], Any]) -> None:
+    assert_recompute_changes_nothing(marked_stack, make_optimizer=optimizer)
+
+
+def test_clipping_clips() -> None:
+    assert train(marked_stack, ()).parameters.keys()
+    free = train(marked_stack, (), make_optimizer=lambda: paddle.optimizer.SGD(0.1))
+    clipped = train(
+        marked_stack,
+        (),
+        make_optimizer=lambda: paddle.optimizer.SGD(
+            0.1, grad_clip=paddle.nn.ClipGradByGlobalNorm(1e-9)
+        ),
+    )
+    assert free.losses[0] == clipped.losses[0] and free.losses[2] != clipped.losses[2]
+
+
+# ------------------------------------------------------------------------------ gradient merge
+
+
+def merged(steps: int, average: bool = True) -> dict[str, Any]:
+    return {
+        "gradient_merge": True,
+        "gradient_merge_configs": {"k_steps": steps, "avg": average},
+    }
+
+
+def without_dropout() -> Any:
+    return marked_stack(dropout=0.0)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, clipped_adamw, decayed_momentum])
+def test_merging_two_equal_runs_is_one_run(optimizer: Callable[[], Any]) -> None:
+    """The mean of two equal gradients is that gradient, to the bit."""
+    run = train(
+        without_dropout,
+        (),
+        steps=6,
+        runs_per_step=2,
+        make_optimizer=optimizer,
+        **merged(2),
+    )
+    plain = train(without_dropout, None, steps=3, make_optimizer=optimizer)
+    assert run.losses[::2] == run.losses[1::2] == plain.losses
+    for name, value in run.parameters.items():
+        np.testing.assert_array_equal(value, plain.parameters[name], name)
+
+
+def test_merging_without_average_sums() -> None:
+    run = train(
+        without_dropout, (), steps=3, runs_per_step=3, make_optimizer=sgd, **merged(3, False)
+    )
+    plain = train(without_dropout, None, steps=1, make_optimizer=lambda: paddle.optimizer.SGD(0.3))
+    for name, value in run.parameters.items():
+        np.testing.assert_allclose(value, plain.parameters[name], rtol=1e-6, atol=1e-7)
+
+
+def test_merging_with_recompute_and_dropout() -> None:
+    assert_recompute_changes_nothing(
+        marked_stack, steps=7, make_optimizer=clipped_adamw, **merged(3)
+    )
+
+
+def test_parameters_change_in_every_third_run_only() -> None:
+    losses = train(without_dropout, (), steps=6, runs_per_step=6, **merged(3)).losses
+    assert losses[0] == losses[1] == losses[2] != losses[3]
+    assert losses[3] == losses[4] == losses[5]
+
+
+def test_merging_follows_a_learning_rate_scheduler() -> None:
+    def scheduled() -> Any:
+        return paddle.optimizer.SGD(paddle.optimizer.lr.StepDecay(0.1, 1))
+
+    assert_recompute_changes_nothing(marked_stack, make_optimizer=scheduled, **merged(2))
+
+
+# ----------------------------------------------------------------------------- mixed precision
+
+
+def bfloat16(**lists: Any) -> Callable[[], Any]:
+    return lambda: paddle.amp.auto_cast(True, level="O1", dtype="bfloat16", **lists)
+
+
+def test_bfloat16() -> None:
+    run = assert_recompute_changes_nothing(marked_stack, prepare=bfloat16(), amp=True)
+    plain = train(marked_stack, None)
+    assert run.losses != plain.losses
+    assert run.losses == pytest.approx(plain.losses, rel=0.02)
+
+
+def test_amp_without_auto_cast_says_what_to_write() -> None:
+    with pytest.raises(StaticGraphError, match=r"inside paddle\.amp\.auto_cast\(True, level='O1'"):
+        train(marked_stack, (), amp=True)
+
+
+def test_float16_is_refused() -> None:
+    def half() -> Any:
+        x = paddle.cast(data(), "float16")
+        return mark_checkpoint(paddle.cast(x * 2, "float32"), "c").mean()
+
+    with pytest.raises(StaticGraphError, match="float16, whose loss scaling"):
+        train(half, (), amp=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "other"),
+    [("custom_white_list", "layer_norm", "float32"), ("custom_black_list", "matmul", "bfloat16")],
+)
+def test_amp_lists_that_were_not_followed(name: str, operator: str, other: str) -> None:
+    with pytest.raises(StaticGraphError, match=f"{operator} computes in {other}"):
+        train(marked_stack, (), prepare=bfloat16(), amp=True, amp_configs={name: [operator]})
+
+
+def test_amp_lists_that_were_followed() -> None:
+    lists = {"custom_black_list": ["gelu"]}
+    assert_recompute_changes_nothing(
+        marked_stack, prepare=bfloat16(**lists), amp=True, amp_configs=lists
+    )
+
+
+# -------------------------------------------------------------------------------- wrapped layers
+
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "all": {"checkpoints": ["layers.*"]},
+    "every second": {"checkpoints": ["layers.*"], "policy": "every_n"},
+    "joined": {"checkpoints": ["layers.*"], "policy": "segments", "segments": 2},
+    "cheap": {
+        "checkpoints": ["layers.*.activation", "layers.*.dropout", "layers.*.norm"],
+    },
+}
+
+
+def wrapped(selection: dict[str, Any] | None, calls: int = 1) -> Callable[[], Any]:
+    def build() -> Any:
+        model = Stack(num_blocks=4)
+        if selection is not None:
+            apply_recompute(model, RecomputeConfig(**selection))
+        x = data()
+        return sum((model(x * (1 + call)).square().mean() for call in range(calls)), 0.0)
+
+    return build
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("calls", [1, 2])
+def test_wrapped_layers(selection: str, calls: int) -> None:
+    with in_order():
+        run = train(wrapped(SELECTIONS[selection], calls), ())
+        assert num_recomputed(run) > 0
+        assert_equal(run, train(wrapped(None, calls), None))
+
+
+def segments_of(run: Run) -> list[str]:
+    return [segment.name for segment in run.report.segments]
+
+
+def test_segments_are_the_calls_of_wrapped_layers() -> None:
+    assert segments_of(train(wrapped(SELECTIONS["all"], 2), ())) == [
+        *(f"layers.{i}" for i in range(4)),
+        *(f"layers.{i}#2" for i in range(4)),
+    ]
+    assert segments_of(train(wrapped(SELECTIONS["every second"]), ())) == ["layers.0", "layers.2"]
+    assert segments_of(train(wrapped(SELECTIONS["joined"], 2), ())) == [
+        "layers.1",
+        "layers.3",
+        "layers.1#2",
+        "layers.3#2",
+    ]
+
+
+def test_a_name_selects_all_calls_of_its_layer() -> None:
+    run = train(wrapped(SELECTIONS["all"], 2), ["layers.1"])
+    assert segments_of(run) == ["layers.1", "layers.1#2"]
+    assert segments_of(train(wrapped(SELECTIONS["all"], 2), ["layers.1#2"])) == ["layers.1#2"]
+
+
+def test_joined_layers_keep_nothing_between_them() -> None:
+    joined = train(wrapped(SELECTIONS["joined"]), ()).report
+    alone = train(wrapped(SELECTIONS["all"]), ()).report
+    assert sum(s.crossing for s in joined.segments) == 2
+    assert sum(s.crossing for s in alone.segments) == 4
+
+
+def test_cheap_parts_give_up_their_outputs_and_no_matmul_runs_twice() -> None:
+    with building() as program:
+        minimize(sgd(), wrapped(SELECTIONS["cheap"])(), strategy_of([]))
+        names = [op.name() for op in program.global_block().ops if op.has_attr(COPY)]
+    assert "pd_op.gelu" in names and "pd_op.dropout_grad" in names
+    assert "pd_op.matmul" not in names
+
+
+COPY = "recompute_copy_of"
+
+
+def test_marks_and_wrapped_layers_together() -> None:
+    def build() -> Any:
+        block = recompute_wrapper(Block(), name="wrapped")
+        x = mark_checkpoint(Block()(data()), "marked")
+        return mark_checkpoint(Block()(block(x)), "last").square().mean()
+
+    run = assert_recompute_changes_nothing_but_wrapping(build)
+    assert segments_of(run) == ["marked", "wrapped", "last"]
+
+
+def assert_recompute_changes_nothing_but_wrapping(build: Callable[[], Any]) -> Run:
+    """A wrapped model cannot be trained without recompute, so it is built bare instead."""
+    run = train(build, ())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.recompute_wrapper", lambda layer, **options: layer)
+        assert_equal(run, train(build, None))
+    return run
+
+
+def test_a_wrapped_model_without_recompute_in_the_strategy_is_refused() -> None:
+    with pytest.raises(StaticGraphError, match=r"set strategy\.recompute = True"):
+        train(wrapped(SELECTIONS["all"]), None)
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda loss: paddle.optimizer.SGD(0.1).minimize(loss),
+        paddle.static.append_backward,
+        lambda loss: paddle.static.gradients(loss, paddle.static.data("y", [1])),
+    ],
+    ids=["minimize", "append_backward", "gradients"],
+)
+def test_paddles_own_backward_of_a_wrapped_model_is_refused(backward: Callable[..., Any]) -> None:
+    with building():
+        loss = wrapped(SELECTIONS["all"])()
+        with pytest.raises(StaticGraphError, match=r"'layers\.0', \.\.\..*static_graph\.minimize"):
+            backward(loss)
+
+
+# -------------------------------------------------------------------------- two losses, in turn
+
+
+def test_two_minimizes_in_one_program() -> None:
+    """As for two networks that are trained against each other; each has its own parameters."""
+
+    def run(recomputes: bool) -> list[Any]:
+        with building() as main:
+            paddle.seed(3)
+            startup = paddle.static.default_startup_program()
+            x = data()
+            trunk = mark_checkpoint(Block()(mark_checkpoint(Block()(x), "a")), "b")
+            first = trunk.square().mean()
+            strategy = strategy_of([] if recomputes else None)
+            _, one = minimize(paddle.optimizer.SGD(0.1), first, strategy)
+            second = mark_checkpoint(Block()(paddle.tanh(trunk)), "c").mean()
+            _, two = minimize(paddle.optimizer.SGD(0.1), second, strategy)
+            wanted = [first, second, *(gradient for _, gradient in one + two)]
+            values = []
+            with paddle.static.scope_guard(paddle.static.Scope()):
+                executor = paddle.static.Executor()
+                executor.run(startup)
+                random = np.random.RandomState(0)
+                for _ in range(3):
+                    feed = {"x": random.randn(4, HIDDEN).astype("float32")}
+                    values += executor.run(main, feed=feed, fetch_list=wanted)
+            return values
+
+    for value, plain in zip(run(True), run(False), strict=True):
+        np.testing.assert_array_equal(value, plain)
+
+
+# -------------------------------------------------------------------------- RecomputeOptimizer
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_recompute_optimizer(by_name: bool) -> None:
+    with building() as program:
+        x, checkpoints = data(), []
+        for index in range(3):
+            x = Block()(x)
+            checkpoints.append(f"c{index}" if by_name else x)
+            if by_name:
+                mark_checkpoint(x, f"c{index}")
+        optimizer = RecomputeOptimizer(sgd())
+        optimizer._set_checkpoints(checkpoints)
+        operators, params_grads = optimizer.minimize(x.square().mean())
+        report = explain(program)
+    assert len(params_grads) == 3 * 6 and operators
+    assert [bool(segment.num_recomputed) for segment in report.segments] == [True] * 3
+
+
+def test_recompute_optimizer_without_checkpoints() -> None:
+    with building(), pytest.raises(StaticGraphError, match=r"call\s+_set_checkpoints"):
+        RecomputeOptimizer(sgd()).minimize(marked_stack())
+
+
+def test_recompute_optimizer_takes_a_variable_that_is_marked_already() -> None:
+    with building() as program:
+        x = mark_checkpoint(Block()(data()), "mine")
+        optimizer = RecomputeOptimizer(sgd())
+        optimizer._set_checkpoints([x])
+        optimizer.minimize(x.square().mean())
+        assert [segment.name for segment in explain(program).segments] == ["mine"]
+
+
+# ------------------------------------------------------------------------------------- explain
+
+
+def test_explain_before_and_after() -> None:
+    with building() as program:
+        loss = marked_stack(2)
+        before = explain(program)
+        minimize(sgd(), loss, strategy_of([]))
+        after = explain(program)
+    assert [segment.num_recomputed for segment in before.segments] == [None, None]
+    assert [s.num_ops for s in before.segments] == [s.num_ops for s in after.segments]
+    # The checkpoint of 4 x 8 floats and the masks of 4 x 32 and 4 x 8 bytes.
+    first = after.segments[0]
+    assert first.kept_bytes == 4 * 8 * 4 + 4 * 32 + 4 * 8 + 2 * 4 * 4
+    assert "layers.0: 11 operators, 8 run again" in str(after)
+    assert "1 variable crosses its end" in str(after)
+    assert "after the last checkpoint, kept" in str(after)
+
+
+def test_explain_names_what_is_kept_and_unknown_sizes() -> None:
+    with building() as program:
+        x = data(shape=(-1, HIDDEN))
+        noise = paddle.rand([1, HIDDEN])
+        mark_checkpoint(paddle.tanh(x * noise), "noisy")
+        report = explain(program)
+    assert report.unknown_sizes and "unknown dimensions count as 1" in str(report)
+    assert report.segments[0].kept_ops == {"pd_op.uniform": "it draws random numbers"}
+    assert "pd_op.uniform is kept: it draws random numbers" in str(report)
+
+
+def test_explain_without_checkpoints() -> None:
+    with building() as program:
+        Block()(data())
+        with pytest.raises(StaticGraphError, match="has no checkpoints"):
+            explain(program)
+
+
+# ------------------------------------------------------------------- refusals and warnings
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with building() as program:
+        loss = marked_stack()
+        before = len(program.global_block().ops)
+        with pytest.raises(StaticGraphError, match=r"'layer\.1' is not in .* 'layers\.1'"):
+            minimize(sgd(), loss, strategy_of(["layers.0", "layer.1"]))
+        assert len(program.global_block().ops) == before
+
+
+def test_no_checkpoints_at_all() -> None:
+    with building(), pytest.raises(StaticGraphError, match=r"no checkpoints: name variables with"):
+        minimize(sgd(), Block()(data()).mean(), strategy_of([]))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (lambda: data(), "not what pd_op.data returns"),
+        (lambda: paddle.nn.Linear(2, 2).weight, "not what builtin.parameter returns"),
+        (lambda: 3.0, "not a float"),
+    ],
+)
+def test_what_cannot_be_a_checkpoint(what: Callable[[], Any], words: str) -> None:
+    with building(), pytest.raises(StaticGraphError, match=words):
+        mark_checkpoint(what(), "c")
+
+
+def test_checkpoint_names_are_unique_and_not_empty() -> None:
+    with building():
+        mark_checkpoint(data("a") * 2, "c")
+        with pytest.raises(StaticGraphError, match=r"'c' is taken by another variable"):
+            mark_checkpoint(data("b") * 2, "c")
+        with pytest.raises(StaticGraphError, match="a name that is not empty"):
+            mark_checkpoint(data("b") * 2, "")
+
+
+def test_one_variable_may_have_several_names() -> None:
+    with building() as program:
+        x = Block()(data())
+        assert mark_checkpoint(mark_checkpoint(mark_checkpoint(x, "a"), "b"), "a") is x
+        loss = mark_checkpoint(Block()(x), "c and d").mean()
+        minimize(sgd(), loss, strategy_of(["b", "c and d"]))
+        assert [(s.name, s.crossing) for s in explain(program).segments] == [
+            ("b", 1),
+            ("c and d", 1),
+        ]
+
+
+def test_mark_checkpoint_in_dygraph_and_in_a_branch() -> None:
+    with pytest.raises(StaticGraphError, match="in dygraph, where variables have no"):
+        mark_checkpoint(paddle.ones([2]), "c")
+    with building():
+        x = data()
+        with pytest.raises(StaticGraphError, match="inside a branch or loop body"):
+            paddle.static.nn.cond(x.mean() > 0, lambda: mark_checkpoint(x * 2, "c"), lambda: x)
+
+
+def test_a_checkpoint_that_does_not_cut_the_graph(caplog: pytest.LogCaptureFixture) -> None:
+    with building(), caplog.at_level(logging.WARNING, "paddle_recompute"):
+        x = data()
+        others = [paddle.tanh(paddle.nn.Linear(HIDDEN, HIDDEN)(x)) for _ in range(3)]
+        narrow = mark_checkpoint(paddle.nn.Linear(HIDDEN, 1)(others[0]), "narrow")
+        loss = (sum(others) * narrow).mean()
+        minimize(sgd(), loss, strategy_of([]))
+    message, _ = [record.getMessage() for record in caplog.records]
+    assert "'narrow' does not cut the graph: 3 variables cross this segment's end" in message
+    assert "tanh[4x8]" in message
+
+
+def test_a_segment_with_nothing_to_compute_again(caplog: pytest.LogCaptureFixture) -> None:
+    with building(), caplog.at_level(logging.WARNING, "paddle_recompute"):
+        x = mark_checkpoint(Block()(data()), "a")
+        loss = mark_checkpoint(paddle.exp(x), "b").mean()
+        minimize(sgd(), loss, strategy_of([]))
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "segment 'b' has nothing to compute again" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("localsgd", True, "localsgd to True"),
+        ("sharding", True, "sharding to True"),
+        ("sync_batch_norm", True, "sync_batch_norm to True"),
+        ("fp16_allreduce", True, "fp16_allreduce to True"),
+        ("nccl_comm_num", 2, "nccl_comm_num to 2"),
+        ("recompute_configs", {"enable_offload": True}, r"recompute_configs\.enable_offload"),
+        ("amp_configs", {"use_pure_fp16": True}, r"amp_configs\.use_pure_fp16 to True"),
+        ("amp_configs", {"init_loss_scaling": 8.0}, r"amp_configs\.init_loss_scaling to 8\.0"),
+        ("hybrid_configs", {"mp_degree": 2}, r"hybrid_configs\.mp_degree to 2"),
+        ("gradient_scale_configs", {"scale_strategy": "sum"}, r"gradient_scale_configs\.scale"),
+    ],
+)
+def test_what_the_strategy_asks_and_cannot_have(name: str, value: Any, told: str) -> None:
+    with building():
+        loss = marked_stack()
+        with pytest.raises(StaticGraphError, match=rf"the strategy sets {told}.* leave it at"):
+            minimize(sgd(), loss, strategy_of([], **{name: value}))
+
+
+def test_a_changed_build_strategy_is_refused() -> None:
+    strategy = strategy_of([])
+    build_strategy = paddle.static.BuildStrategy()
+    build_strategy.fuse_gemm_epilogue = True
+    strategy.build_strategy = build_strategy
+    with building(), pytest.raises(StaticGraphError, match="sets build_strategy"):
+        minimize(sgd(), marked_stack(), strategy)
