@@ -289,7 +289,8 @@ class _Built:
     def run(self, arrays: Arrays, weight: float) -> tuple[float, float]:
         """Run the Program once; returns loss and gradient norm (of the last update)."""
         feed = {**arrays, _WEIGHT: np.full([1], weight, "float32")}
-        with training.static_mode():
+        # Guarded, not only handed over: Paddle 3.x looks for a scheduler's rate in the global scope.
+        with training.static_mode(), paddle.static.scope_guard(self.scope):
             loss, norm = self.executor.run(
                 self.main, feed=feed, fetch_list=self.fetched, scope=self.scope
             )
