@@ -63,11 +63,16 @@ class PaddleRecompute(paddle.nn.Layer):
         return x
 
 
-def make_step(variant: dict[str, Any]) -> Callable[[], float]:
-    """One training step of a fresh model."""
+def make_encoder() -> paddle.nn.Layer:
+    """A fresh model, the same each time."""
     paddle.seed(0)
     block = paddle.nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, dropout=0.1, activation="gelu")
-    model: paddle.nn.Layer = paddle.nn.TransformerEncoder(block, LAYERS)
+    return paddle.nn.TransformerEncoder(block, LAYERS)
+
+
+def make_step(variant: dict[str, Any]) -> Callable[[], float]:
+    """One training step of a fresh model."""
+    model = make_encoder()
     if "paddle" in variant:
         model = PaddleRecompute(model, variant["paddle"])
     elif variant:
