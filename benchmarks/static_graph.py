@@ -1,11 +1,11 @@
 """Peak memory and step time of recompute in a static graph, against plain and against dygraph.
 
 The encoder of `benchmarks.recompute_cost`: 12 post-norm Transformer blocks, hidden 256, 4 heads,
-feed-forward 1024, batch 16, length 64, GELU, dropout 0.1, AdamW; default settings of the executor. The
-peak is the largest number of bytes in steps 3 to 7, each variant in a process of its own (Paddle
-2.6 cannot reset its peak, so there in steps 1 to 7); time is the ratio within a round of one step
-of each variant, in one process. The goals: a peak of at most that of `fleet.utils.recompute` in
-dygraph, and a step of at most 1.30 of the plain static one.
+feed-forward 1024, batch 16, length 64, GELU, dropout 0.1, AdamW; default settings of the executor.
+The peak is the largest number of bytes in steps 3 to 7, each variant in a process of its own
+(Paddle 2.6 cannot reset its peak, so there in steps 1 to 7); time is the ratio within a round of
+one step of each variant, in one process. The goals: a peak of at most that of
+`fleet.utils.recompute` in dygraph, and a step of at most 1.30 of the plain static one.
 
     python -m benchmarks.static_graph [--rounds N]    (0: the peaks alone)
 """
@@ -160,7 +160,7 @@ def main() -> None:
         [
             *(__doc__ or "").strip().splitlines()[:8],
             "",
-            f"Timing: warm-up {WARM_UP} rounds, measured {options.rounds} rounds, median of ratios.",
+            f"Warm-up {WARM_UP} rounds, measured {options.rounds} rounds, medians of ratios.",
             "",
             *table(header, rows),
             "",
