@@ -41,8 +41,11 @@ class LossOptions:
         label_smoothing: Share of the label that goes to all candidates alike.
         weight: Factor of the mean over this rank's pairs, so that the mean over the ranks is the
             mean over the pairs of all of them: pairs of this rank / mean number of pairs.
+        normalize: Whether the vectors are still to be scaled to length 1; the loss in tiles does
+            it, without a second copy of them.
     """
 
     symmetric: bool
     label_smoothing: float
     weight: float = 1.0
+    normalize: bool = False

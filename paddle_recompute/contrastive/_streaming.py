@@ -29,10 +29,8 @@ import paddle
 
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._once import Once
+from paddle_recompute.contrastive._sides import Block, Side
 from paddle_recompute.errors import ConfigError
-
-Block = tuple[int, int]
-"""The first row of a block, and the first one behind it."""
 
 QUERIES, POSITIVES, NEGATIVES = 0, 1, 2
 ROWS, COLUMNS = 1, 0
@@ -82,7 +80,7 @@ class _Plan:
     """Which tiles there are; holds no vectors, so that what was saved can be taken away."""
 
     def __init__(self, batch: ContrastiveBatch, options: LossOptions, tile: int) -> None:
-        self.options = options
+        self.options, self.tile = options, tile
         self._ids = (batch.positive_ids, batch.negative_ids)
         self._own_queries = batch.own_queries or slice(0, batch.queries.shape[0])
         self._own_positives = batch.own_positives or slice(0, batch.positives.shape[0])
@@ -200,41 +198,6 @@ class _Search:
         return tile.scores - self._own[k].unsqueeze(axis)
 
 
-class _Gradients:
-    """Sums of what the tiles contribute to each block of each side."""
-
-    def __init__(self, needed: list[bool]) -> None:
-        self._needed = needed
-        self._blocks: list[dict[int, paddle.Tensor]] = [{} for _ in needed]
-
-    def needs(self, side: int) -> bool:
-        return self._needed[side]
-
-    def add(self, side: int, block: Block, gradient: paddle.Tensor) -> None:
-        if not self._needed[side]:
-            return
-        blocks = self._blocks[side]
-        if block[0] in blocks:
-            blocks[block[0]].add_(gradient)
-        else:
-            blocks[block[0]] = gradient
-
-    def joined(self, factor: Scale) -> list[paddle.Tensor | None]:
-        """The gradient by each side, all times `factor`."""
-        return [
-            self._joined(side, factor) if needed else None
-            for side, needed in enumerate(self._needed)
-        ]
-
-    def _joined(self, side: int, factor: Scale) -> paddle.Tensor:
-        blocks, self._blocks[side] = self._blocks[side], {}  # given up one by one: see the peak
-        parts = [blocks[first] for first in sorted(blocks)]
-        blocks.clear()
-        joined = parts.pop() if len(parts) == 1 else paddle.concat(parts)
-        parts.clear()
-        return joined.multiply_(factor)
-
-
 class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def forward(
@@ -244,15 +207,15 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
         ctx.needed = [not tensor.stop_gradient for tensor in tensors]
         ctx.save_for_backward(*tensors)
         with paddle.amp.auto_cast(enable=False):
-            vectors, factor = _vectors_and_scale(tensors, scale)
+            sides, factor = _sides_and_scale(plan, tensors, scale, [False] * len(tensors))
             own = [
-                (_rows(vectors[QUERIES], rows) * factor * _rows(vectors[POSITIVES], columns)).sum(1)
+                (sides[QUERIES].rows(rows) * factor * sides[POSITIVES].rows(columns)).sum(1)
                 for rows, columns in plan.own
             ]
             ctx.searches = {
                 side: _Search(own, plan.options.label_smoothing) for side in plan.searching
             }
-            for tile in _scored(plan, vectors, factor):
+            for tile in _scored(plan, sides, factor):
                 for side, k, axis in tile.searches:
                     ctx.searches[side].take(tile, k, axis)
             losses = [search.finish() for search in ctx.searches.values()]
@@ -262,59 +225,59 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         plan: _Plan = ctx.plan
         with paddle.amp.auto_cast(enable=False):
-            vectors, scale = _vectors_and_scale(ctx.saved_tensor(), ctx.scale)
-            gradients = _Gradients(ctx.needed[: len(vectors)])
+            sides, scale = _sides_and_scale(plan, ctx.saved_tensor(), ctx.scale, ctx.needed)
             by_scale = paddle.zeros_like(upstream)
             totals = [paddle.zeros([rows[1] - rows[0]], upstream.dtype) for rows, _ in plan.own]
-            for tile in _scored(plan, vectors, scale):
+            for tile in _scored(plan, sides, scale):
                 weights = None
                 for side, k, axis in tile.searches:
                     added = ctx.searches[side].weights(tile, k, axis)
                     totals[k] += added.sum(axis=axis)
                     weights = added if weights is None else weights + added
-                by_scale += _add_product(gradients, tile, weights)
+                by_scale += _add_product(sides, tile, weights)
             for (rows, columns), total in zip(plan.own, totals, strict=True):
-                query, positive = _rows(vectors[QUERIES], rows), _rows(vectors[POSITIVES], columns)
+                query, positive = sides[QUERIES].rows(rows), sides[POSITIVES].rows(columns)
                 weights = -total.unsqueeze(1)
-                gradients.add(QUERIES, rows, weights * positive)
-                gradients.add(POSITIVES, columns, weights * query)
+                sides[QUERIES].add(rows, weights * positive)
+                sides[POSITIVES].add(columns, weights * query)
                 by_scale += (weights * query * positive).sum()
             upstream = upstream * plan.share
-            results = gradients.joined(upstream * scale)
+            results = [side.gradient(upstream * scale, plan.tile) for side in sides]
             if ctx.scale is None:
                 results.append((by_scale * upstream).reshape(scale.shape))
             return tuple(results)
 
 
-def _add_product(gradients: _Gradients, tile: _Tile, weights: paddle.Tensor) -> paddle.Tensor:
+def _add_product(sides: list[Side], tile: _Tile, weights: paddle.Tensor) -> paddle.Tensor:
     """Add what `tile` gives to both of its sides; returns its derivative by the scale."""
+    left_side, right_side = (sides[side] for side in tile.sides)
     left = paddle.matmul(weights, tile.right)
     by_scale = (left * tile.left).sum()
-    gradients.add(tile.sides[0], tile.blocks[0], left)
-    if gradients.needs(tile.sides[1]):
-        right = paddle.matmul(weights, tile.left, transpose_x=True)
-        gradients.add(tile.sides[1], tile.blocks[1], right)
+    left_side.add(tile.blocks[0], left)
+    if right_side.needs_gradient:
+        right_side.add(tile.blocks[1], paddle.matmul(weights, tile.left, transpose_x=True))
     return by_scale
 
 
-def _scored(plan: _Plan, vectors: tuple[paddle.Tensor, ...], scale: Scale) -> Iterator[_Tile]:
+def _scored(plan: _Plan, sides: list[Side], scale: Scale) -> Iterator[_Tile]:
     for tile in plan.tiles():
         tile.left, tile.right = (
-            _rows(vectors[side], block) for side, block in zip(tile.sides, tile.blocks, strict=True)
+            sides[side].rows(block) for side, block in zip(tile.sides, tile.blocks, strict=True)
         )
         tile.scores = paddle.matmul(tile.left * scale, tile.right, transpose_y=True)
         yield tile
 
 
-def _vectors_and_scale(
-    tensors: tuple[paddle.Tensor, ...], scale: float | None
-) -> tuple[tuple[paddle.Tensor, ...], Scale]:
+def _sides_and_scale(
+    plan: _Plan, tensors: tuple[paddle.Tensor, ...], scale: float | None, needed: list[bool]
+) -> tuple[list[Side], Scale]:
     """A scale that is learned comes last among the tensors."""
-    return (tuple(tensors[:-1]), tensors[-1]) if scale is None else (tuple(tensors), scale)
-
-
-def _rows(tensor: paddle.Tensor, block: Block) -> paddle.Tensor:
-    return tensor[block[0] : block[1]]
+    vectors = tensors[:-1] if scale is None else tensors
+    sides = [
+        Side(one, normalize=plan.options.normalize, with_gradient=wanted)
+        for one, wanted in zip(vectors, needed, strict=False)
+    ]
+    return sides, tensors[-1] if scale is None else scale
 
 
 def _blocks(rows: slice, tile: int) -> Iterator[Block]:

@@ -201,10 +201,11 @@ class ContrastiveLoss(paddle.nn.Layer):
             )
         with _amp_off():
             batch, weight = self._batch(*given)
-            options = LossOptions(self.symmetric, self.label_smoothing, weight)
+            options = LossOptions(self.symmetric, self.label_smoothing, weight, self.normalize)
+            scale = self._scale(batch.queries.dtype)
             if self.tile is None:
-                return whole_loss(batch, self._scale(batch.queries.dtype), options)
-            return streamed_loss(batch, self._scale(batch.queries.dtype), options, self.tile)
+                return whole_loss(batch, scale, options)
+            return streamed_loss(batch, scale, options, self.tile)
 
     def _batch(
         self,
@@ -250,7 +251,9 @@ class ContrastiveLoss(paddle.nn.Layer):
     def _vectors(self, vectors: paddle.Tensor) -> paddle.Tensor:
         if vectors.dtype not in (paddle.float32, paddle.float64):
             vectors = vectors.astype("float32")
-        return F.normalize(vectors, axis=-1) if self.normalize else vectors
+        # In tiles it is done to each tile instead, which saves a copy of all vectors.
+        whole = self.tile is None
+        return F.normalize(vectors, axis=-1) if self.normalize and whole else vectors
 
     def _scale(self, dtype: Any) -> Scale:
         if self.logit_scale is None:

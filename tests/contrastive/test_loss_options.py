@@ -129,6 +129,33 @@ def test_normalized_vectors_are_those_of_length_one(tile: int | None) -> None:
     np.testing.assert_allclose((gradients[0] * QUERY).sum(axis=1), 0.0, atol=1e-5)
 
 
+@pytest.mark.parametrize("hard", [False, True])
+def test_tiles_normalize_as_paddle_does(hard: bool) -> None:
+    """A vector of zeros, which has no direction, included."""
+    shapes = [(11, 5), (11, 5), (11, 2, 5)][: 2 + hard]
+    vectors = [unit_rows(shape, seed).astype("float64") * 3 for seed, shape in enumerate(shapes)]
+    for one, factors in zip(vectors, ((0, 1e-2), (1e6, 0), (1e-2, 0)), strict=False):
+        one[0], one[1] = one[0] * factors[0], one[1] * factors[1]
+    expected_loss, expected = with_gradients(ContrastiveLoss(normalize=True), *vectors)
+    loss, gradients = with_gradients(ContrastiveLoss(normalize=True, tile=4), *vectors)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    for got, want in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(not _memory.can_reset_peak(), reason="Paddle 2.6 cannot restart a peak")
+def test_tiles_normalize_without_a_copy() -> None:
+    tensors = [paddle.to_tensor(unit_rows((4096, 64), s), stop_gradient=False) for s in (0, 1)]
+    both = 2 * tensors[0].numpy().nbytes
+    for normalize in (False, True):
+        for one in tensors:
+            one.clear_gradient(set_to_zero=False)
+        _memory.reset_peak()
+        before = _memory.current_bytes()
+        ContrastiveLoss(tile=64, normalize=normalize)(*tensors).backward()
+        assert both < _memory.peak_bytes() - before < 1.3 * both  # the gradients, and tiles
+
+
 # ------------------------------------------------------------------------ learned temperature
 
 

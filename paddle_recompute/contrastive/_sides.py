@@ -1,0 +1,76 @@
+"""The vectors that tiles are cut from, and what the tiles add to their gradients.
+
+Both are there once: no second copy of length 1, and no sum beside its parts. At [batch, dim]
+numbers each they are what limits the batch once the scores and the activations are gone.
+"""
+
+from __future__ import annotations
+
+import paddle
+
+Block = tuple[int, int]
+"""The first row of a block, and the first one behind it."""
+
+SHORTEST = 1e-12
+"""A shorter vector is divided by this instead of by its length, as ``F.normalize`` does."""
+
+
+class Side:
+    """The vectors of one side, block by block, and the gradient by them.
+
+    Args:
+        vectors: ``[rows, dim]``, float32 or float64.
+        normalize: Whether a block's rows are scaled to length 1.
+        with_gradient: Whether there is one to add up.
+    """
+
+    def __init__(
+        self, vectors: paddle.Tensor, *, normalize: bool, with_gradient: bool = False
+    ) -> None:
+        self._vectors = vectors
+        self._lengths = paddle.norm(vectors, p=2, axis=1, keepdim=True) if normalize else None
+        self._sums = paddle.zeros_like(vectors) if with_gradient else None
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether `add` does anything."""
+        return self._sums is not None
+
+    def rows(self, block: Block) -> paddle.Tensor:
+        """``[rows of the block, dim]``."""
+        rows = self._vectors[block[0] : block[1]]
+        return rows if self._lengths is None else rows / self._divisors(block)
+
+    def add(self, block: Block, gradient: paddle.Tensor) -> None:
+        """Add ``[rows of the block, dim]`` to the gradient by `rows`, at its place."""
+        if self._sums is not None:
+            # Assigned: whether a slice is a view depends on a flag, FLAGS_use_stride_kernel.
+            first, behind = block
+            self._sums[first:behind] = self._sums[first:behind] + gradient
+
+    def gradient(self, factor: paddle.Tensor, block_rows: int) -> paddle.Tensor | None:
+        """The gradient by the vectors as they were given; to be called once, at the end.
+
+        Args:
+            factor: What the sums are multiplied by; one number.
+            block_rows: How many rows are worked on at a time.
+        """
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return None
+        sums.multiply_(factor)
+        if self._lengths is None:
+            return sums
+        for first in range(0, sums.shape[0], block_rows):
+            behind = min(first + block_rows, sums.shape[0])
+            unit, by_unit = self.rows((first, behind)), sums[first:behind]
+            # What lies along the vector would only make it longer. Those that are shorter than
+            # `SHORTEST` are divided by a constant, and made longer they are.
+            along = (unit * by_unit).sum(axis=1, keepdim=True)
+            along = along * (self._lengths[first:behind] > SHORTEST).astype(along.dtype)
+            sums[first:behind] = (by_unit - unit * along) / self._divisors((first, behind))
+        return sums
+
+    def _divisors(self, block: Block) -> paddle.Tensor:
+        assert self._lengths is not None
+        return self._lengths[block[0] : block[1]].clip(min=SHORTEST)
