@@ -1,0 +1,488 @@
+"""`StaticTrainStep` is `TrainStep` in a Program: same numbers, same state, on both Paddles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.static import InputSpec
+
+import paddle_recompute
+from paddle_recompute import TrainStep, apply_recompute
+from paddle_recompute.config import Config
+from paddle_recompute.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    PaddleRecomputeError,
+    StaticGraphError,
+)
+from paddle_recompute.optimizer import build_optimizer
+from paddle_recompute.static_graph import StaticTrainStep
+from tests.ranks import run_ranks
+from tests.static_graph.models import HIDDEN, Stack
+
+# Dygraph and Program run the same kernels, but sum gradients and norms in another order; so do a
+# batch and its parts. AdamW divides by the root of the second moment, which magnifies the rounding
+# of small gradients: parameters move by up to 1e-2 a step here, and differ by a thousandth of it.
+SAME_NUMBERS = 2e-5
+SAME_PARAMETERS = 1e-4
+# The rounding of bfloat16, with 8 bits, on a loss near 1.
+BFLOAT16 = 2e-2
+
+FILE = Path(__file__).parents[2] / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
+FEATURES, LENGTH, BATCH = 6, 3, 8
+Batch = dict[str, Any]
+
+
+def config_of(*overrides: str, recompute: bool = True) -> Config:
+    return paddle_recompute.load_config(
+        FILE,
+        [
+            f"recompute.enable={str(recompute).lower()}",
+            "recompute.checkpoints=['layers.*']",
+            "train.learning_rate=1e-2",
+            *overrides,
+        ],
+    )
+
+
+class Encoder(paddle.nn.Layer):
+    """Has what a model can have: buffers, dropout, what is recomputed and what is not."""
+
+    def __init__(self, dropout: float = 0.0, *, buffers: bool = True) -> None:
+        super().__init__()
+        self.norm = paddle.nn.BatchNorm1D(FEATURES) if buffers else None
+        self.entry = paddle.nn.Linear(FEATURES, HIDDEN)
+        self.layers = Stack(2, dropout).layers
+        self.head = paddle.nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: Any) -> Any:
+        if self.norm is not None:
+            x = self.norm(x.transpose([0, 2, 1])).transpose([0, 2, 1])
+        x = self.entry(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(axis=1))[:, 0]
+
+
+def loss_of(model: Any, batch: Batch) -> Any:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def batches(steps: int, size: int = BATCH, length: int = LENGTH) -> list[Batch]:
+    rng = np.random.default_rng(4)
+    return [
+        {
+            "x": rng.standard_normal((size, length, FEATURES), "float32"),
+            "y": rng.standard_normal(size, "float32"),
+        }
+        for _ in range(steps)
+    ]
+
+
+def parts_of(batch: Batch, cuts: int | Sequence[int]) -> list[Batch]:
+    xs, ys = (np.split(batch[name], cuts) for name in ("x", "y"))
+    return [{"x": x, "y": y} for x, y in zip(xs, ys, strict=True)]
+
+
+def tensors(batch: Batch) -> Batch:
+    return {name: paddle.to_tensor(array) for name, array in batch.items()}
+
+
+ANY_SHAPE = {
+    "x": InputSpec([-1, None, FEATURES], "float32"),
+    "y": InputSpec([-1], "float32"),
+}
+
+
+def static_step(
+    *overrides: str,
+    recompute: bool = True,
+    model: Callable[[], Any] = Encoder,
+    loss_fn: Callable[[Any, Any], Any] = loss_of,
+    seed: int = 11,
+    **options: Any,
+) -> StaticTrainStep:
+    def seeded() -> Any:
+        paddle.seed(seed)
+        return model()
+
+    return StaticTrainStep(config_of(*overrides, recompute=recompute), seeded, loss_fn, **options)
+
+
+def dygraph_step(*overrides: str) -> tuple[paddle.nn.Layer, Any, TrainStep]:
+    config = config_of(*overrides)
+    paddle.seed(12)
+    model = Encoder()
+    apply_recompute(model, config.recompute)
+    optimizer = build_optimizer(config, model, config.learning_rate)
+    step = TrainStep(model, optimizer, loss_fn=loss_of, clip_grad_norm=config.train.clip_grad_norm)
+    return model, optimizer, step
+
+
+def moments_of(model: paddle.nn.Layer, optimizer: Any) -> dict[str, np.ndarray]:
+    """Under the names that a checkpoint gives them."""
+    return {name: tensor.numpy() for name, tensor in accumulators_of(model, optimizer).items()}
+
+
+def accumulators_of(model: paddle.nn.Layer, optimizer: Any) -> dict[str, paddle.Tensor]:
+    structured = {parameter.name: name for name, parameter in model.named_parameters()}
+    return {
+        f"{structured[parameter]}:{kind}": tensor
+        for kind, by_parameter in optimizer._accumulators.items()
+        for parameter, tensor in by_parameter.items()
+    }
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> None:
+    assert one.keys() == other.keys() and one
+    for name, value in one.items():
+        difference = np.abs(np.asarray(value) - np.asarray(other[name]))
+        assert difference.max(initial=0) <= tolerance, name
+
+
+# --------------------------------------------------------------------- the same as in dygraph
+
+
+def test_steps_are_those_of_dygraph() -> None:
+    model, optimizer, theirs = dygraph_step("train.clip_grad_norm=0.5")
+    ours = static_step("train.clip_grad_norm=0.5")
+    ours.set_state_dict({"model": model.state_dict()})
+    for batch in batches(5):
+        expected, got = theirs([tensors(batch)]), ours([batch])
+        assert got.loss == pytest.approx(expected.loss, rel=SAME_NUMBERS)
+        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=SAME_NUMBERS)
+        assert got.grad_norm > 0.5 and list(got.seconds) == ["program"]
+    state = ours.state_dict()
+    assert_same(state["model"], {k: v.numpy() for k, v in model.state_dict().items()}, 1e-4)
+    assert_same(state["optimizer"], moments_of(model, optimizer), SAME_PARAMETERS)
+    assert {"norm._mean", "layers.0.inner.weight"} <= state["model"].keys()
+
+
+def test_a_dygraph_run_continues_in_a_program_and_back() -> None:
+    """Parameters, buffers and moments: a run that changes its mode twice is one that did not."""
+    data = batches(6)
+    model, _, whole = dygraph_step()
+    expected = [whole([tensors(batch)]).loss for batch in data]
+
+    first, first_optimizer, step = dygraph_step()
+    losses = [step([tensors(batch)]).loss for batch in data[:2]]
+    program = static_step()
+    program.set_state_dict(
+        {"model": first.state_dict(), "optimizer": moments_of(first, first_optimizer)}
+    )
+    losses += [program([batch]).loss for batch in data[2:4]]
+
+    last, last_optimizer, step = dygraph_step()
+    state = program.state_dict()
+    step([tensors(data[0])])  # makes the moments
+    last.set_state_dict({name: paddle.to_tensor(one) for name, one in state["model"].items()})
+    own = accumulators_of(last, last_optimizer)
+    assert own.keys() == state["optimizer"].keys()
+    for name, tensor in own.items():
+        tensor.set_value(state["optimizer"][name].reshape(tensor.shape))
+    losses += [step([tensors(batch)]).loss for batch in data[4:]]
+    assert losses == pytest.approx(expected, rel=10 * SAME_NUMBERS)
+    assert_same(
+        {name: value.numpy() for name, value in last.state_dict().items()},
+        {name: value.numpy() for name, value in model.state_dict().items()},
+        SAME_PARAMETERS,
+    )
+
+
+def test_a_state_put_back_continues_to_the_bit() -> None:
+    data = batches(5)
+    one = static_step()
+    for batch in data[:2]:
+        one([batch])
+    state = one.state_dict()
+    expected = [one([batch]).loss for batch in data[2:]]
+    other = static_step()
+    other([data[3]])
+    other.set_state_dict(state)
+    assert [other([batch]).loss for batch in data[2:]] == expected
+    assert_same(one.state_dict()["model"], other.state_dict()["model"])
+
+
+def test_the_caller_stays_in_its_mode() -> None:
+    assert paddle.in_dynamic_mode()
+    step = static_step()
+    step(batches(1))
+    assert paddle.in_dynamic_mode()
+    paddle.enable_static()
+    try:
+        step(batches(1))
+        assert not paddle.in_dynamic_mode()
+    finally:
+        paddle.disable_static()
+
+
+def test_the_learning_rate_is_the_callers_to_step() -> None:
+    schedule = paddle.optimizer.lr.LinearWarmup(1e-2, 2, start_lr=0.0, end_lr=1e-2)
+    step = static_step("train.weight_decay=0.0", schedule=schedule)
+    step.build(batches(1)[0])
+    before = step.state_dict()["model"]["head.weight"]
+    step(batches(1))  # at a rate of 0
+    np.testing.assert_array_equal(step.state_dict()["model"]["head.weight"], before)
+    schedule.step()
+    step(batches(1))
+    assert (step.state_dict()["model"]["head.weight"] != before).all()
+
+
+# ------------------------------------------------------------------------------- recompute
+
+
+def ten_steps(recompute: bool, *overrides: str) -> tuple[list[float], dict[str, Any], Any]:
+    step = static_step(*overrides, recompute=recompute, model=lambda: Encoder(0.1))
+    results = [step([batch]) for batch in batches(10)]
+    losses = [value for one in results for value in (one.loss, one.grad_norm)]
+    return losses, step.state_dict(), step
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_recompute_changes_no_bit(amp: bool) -> None:
+    overrides = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"] if amp else []
+    plain, plain_state, _ = ten_steps(False, *overrides)
+    recomputed, state, step = ten_steps(True, *overrides)
+    segments = step.explain().segments
+    assert [one.name for one in segments] == ["layers.0", "layers.1"]
+    assert all(one.num_recomputed for one in segments)
+    assert len(set(plain)) == 20 and recomputed == plain
+    for section in ("model", "optimizer"):
+        assert_same(state[section], plain_state[section])
+
+
+def test_bfloat16_is_near_float32_and_keeps_parameters_in_float32() -> None:
+    overrides = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
+    single, half = static_step()(batches(1)), static_step(*overrides)(batches(1))
+    assert half.loss != single.loss
+    assert half.loss == pytest.approx(single.loss, rel=BFLOAT16)
+    assert half.grad_norm == pytest.approx(single.grad_norm, rel=5 * BFLOAT16)
+    step = static_step(*overrides)
+    step(batches(1))
+    assert {str(one.dtype) for one in step.state_dict()["model"].values()} == {"float32"}
+
+
+# ------------------------------------------------------- batches: in parts, of other shapes
+
+
+def without_buffers() -> Encoder:
+    return Encoder(buffers=False)
+
+
+@pytest.mark.parametrize("cuts", [2, [3]], ids=["equal", "uneven"])
+def test_merged_gradients_are_those_of_the_joined_batch(cuts: Any) -> None:
+    whole = static_step("train.clip_grad_norm=0.5", model=without_buffers)
+    parts = static_step(
+        "train.clip_grad_norm=0.5",
+        "strategy.gradient_merge=true",
+        "strategy.gradient_merge_configs.k_steps=2",
+        model=without_buffers,
+        input_spec=ANY_SHAPE,
+    )
+    whole.build(batches(1)[0])
+    parts.set_state_dict({"model": whole.state_dict()["model"]})
+    for batch in batches(4):
+        expected, got = whole([batch]), parts(parts_of(batch, cuts))
+        assert got.loss == pytest.approx(expected.loss, rel=SAME_NUMBERS)
+        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=SAME_NUMBERS)
+    for section, value in whole.state_dict().items():
+        assert_same(parts.state_dict()[section], value, SAME_PARAMETERS)
+
+
+def test_batches_of_other_sizes_and_lengths() -> None:
+    data = [*batches(1), *batches(1, 5, 4), *batches(1, 2, 7), *batches(1)]
+    variable = static_step(input_spec=ANY_SHAPE)
+    model, _, theirs = dygraph_step()
+    variable.set_state_dict({"model": model.state_dict()})
+    for batch in data:
+        got, expected = variable([batch]), theirs([tensors(batch)])
+        assert got.loss == pytest.approx(expected.loss, rel=10 * SAME_NUMBERS)
+
+
+def test_the_number_of_examples_may_be_told() -> None:
+    """Two micro-batches of 3 and 5, weighed alike."""
+    merge = ["strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"]
+    step = static_step(
+        *merge, model=without_buffers, input_spec=ANY_SHAPE, num_examples=lambda _: 1.0
+    )
+    (batch,) = batches(1)
+    one, two = parts_of(batch, [3])
+    alone = [
+        static_step(model=without_buffers, input_spec=ANY_SHAPE)([part]).loss for part in (one, two)
+    ]
+    assert step([one, two]).loss == pytest.approx(sum(alone) / 2, rel=SAME_NUMBERS)
+
+
+# ------------------------------------------------------------------------------------ ranks
+
+
+RANK_CASES = {"uneven": (False, (3, 5)), "merged": (True, (4, 4))}
+Trained = tuple[list[float], dict[str, Any]]
+
+
+def trained_on_ranks() -> dict[str, Trained]:
+    """Steps of one rank with its share of each batch; every rank draws other weights at first."""
+    from paddle import distributed as dist
+
+    rank = dist.get_rank()
+    merging = ["strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"]
+    trained = {}
+    for name, (merge, (size, _)) in RANK_CASES.items():
+        step = static_step(
+            "train.clip_grad_norm=0.5",
+            *(merging if merge else []),
+            model=without_buffers,
+            input_spec=ANY_SHAPE,
+            seed=11 + rank,
+        )
+        losses = []
+        for batch in batches(4):
+            share = parts_of(batch, [size])[rank]
+            result = step(parts_of(share, 2) if merge else [share])
+            losses += [result.loss, result.grad_norm]
+        trained[name] = losses, step.state_dict()
+    return trained
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Trained]]:
+    return run_ranks(trained_on_ranks, 2, timeout=110)
+
+
+@pytest.mark.parametrize("case", RANK_CASES)
+def test_two_ranks_are_one_process_with_the_joined_batch(
+    ranks: list[dict[str, Trained]], case: str
+) -> None:
+    (losses, state), (others, other_state) = (rank[case] for rank in ranks)
+    assert losses == others
+    step = static_step("train.clip_grad_norm=0.5", model=without_buffers, input_spec=ANY_SHAPE)
+    expected = []
+    for batch in batches(4):
+        result = step([batch])
+        expected += [result.loss, result.grad_norm]
+    assert losses == pytest.approx(expected, rel=10 * SAME_NUMBERS)
+    for section, value in step.state_dict().items():
+        assert_same(state[section], other_state[section])
+        assert_same(state[section], value, SAME_PARAMETERS)
+
+
+# -------------------------------------------------------------------------------- refusals
+
+
+def test_what_a_program_cannot_honour_is_refused_all_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        static_step(
+            "recompute.offload=host", "recompute.preserve_rng_state=false", "sync.mode=fused"
+        )
+    for name in ("recompute.offload", "recompute.preserve_rng_state", "sync.mode: fused"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["strategy.amp_configs.dtype=float16"], "amp_configs.dtype: received float16"),
+        (["strategy.amp_configs.level=O2", "strategy.amp_configs.dtype=bfloat16"], "level: O1"),
+    ],
+)
+def test_mixed_precision_that_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        static_step("strategy.amp=true", *overrides)
+
+
+def test_another_number_of_micro_batches() -> None:
+    with pytest.raises(ConfigError, match=r"got 2 micro-batches; .*k_steps is 1"):
+        static_step()(batches(2))
+
+
+def changed(**arrays: Any) -> Batch:
+    return {**batches(1)[0], **arrays}
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (changed(y=np.zeros(BATCH, "float64")), r"\['y'\]: received float64 \[8\]; .* float32 \[8"),
+        (changed(y=np.zeros(BATCH + 1, "float32")), r"float32 \[9\]; .* give input_spec with -1"),
+        (changed(y=np.zeros([BATCH, 1], "float32")), r"received float32 \[8, 1\]"),
+        (changed(z=np.zeros(1, "float32")), r"arrays at \['x'\], \['y'\], \['z'\]; the Program"),
+        (changed(scale=2.0), r"\[2\.0\] beside its arrays"),
+    ],
+    ids=["dtype", "size", "rank", "structure", "constant"],
+)
+def test_micro_batches_unlike_the_first(batch: Batch, words: str) -> None:
+    step = static_step()
+    step(batches(1))
+    before = step.state_dict()["model"]
+    with pytest.raises(DataError, match=words):
+        step([batch])
+    assert_same(step.state_dict()["model"], before)
+
+
+def test_input_spec_of_another_structure() -> None:
+    step = static_step(input_spec={"x": ANY_SHAPE["x"]})
+    with pytest.raises(ConfigError, match=r"input_spec describes \['x'\]"):
+        step(batches(1))
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    with pytest.raises(ConfigError, match=r"must return a scalar; its shape is \[8\]"):
+        static_step(loss_fn=lambda model, batch: model(batch["x"]))(batches(1))
+
+
+@pytest.mark.parametrize("count", [0.0, math.nan])
+def test_a_number_of_examples_that_is_none(count: float) -> None:
+    with pytest.raises(ConfigError, match="greater than 0"):
+        static_step(num_examples=lambda _: count)(batches(1))
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    step = static_step()
+    with pytest.raises(DivergenceError, match="continue from the last checkpoint"):
+        step([changed(y=np.full(BATCH, np.inf, "float32"))])
+
+
+def test_a_state_of_another_model() -> None:
+    step = static_step()
+    step(batches(1))
+    state = step.state_dict()
+    weights = dict(state["model"])
+    before = weights.pop("head.bias")
+    weights["head.weight"] = np.zeros([HIDDEN + 1, 1], "float32")
+    for wrong, words in (
+        ({"model": weights}, "missing in model: head.bias; of another shape in model: head.weight"),
+        ({"model": {**state["model"], "more": before}}, "unexpected in model: more"),
+        ({**state, "loss_scaler": {}}, "unexpected: loss_scaler"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            step.set_state_dict(wrong)
+    assert_same(step.state_dict()["model"], state["model"])
+
+
+def test_what_needs_a_program_before_there_is_one() -> None:
+    step = static_step()
+    for ask in (step.state_dict, step.explain):
+        with pytest.raises(StaticGraphError, match="not built yet"):
+            ask()
+    step(batches(1))
+    with pytest.raises(StaticGraphError, match="is built already"):
+        step.build(batches(1)[0])
+
+
+def test_a_pattern_that_fits_no_layer() -> None:
+    with pytest.raises(PaddleRecomputeError, match="encoder"):
+        static_step("recompute.checkpoints=['encoder.*']")(batches(1))
+
+
+def test_ranks_that_are_not_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paddle.distributed, "get_world_size", lambda *_: 2)
+    with pytest.raises(StaticGraphError, match=r"call paddle\.distributed\.init_parallel"):
+        static_step()
