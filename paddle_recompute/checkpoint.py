@@ -5,8 +5,10 @@ Layout, below the run's output folder::
     checkpoint/
         step-300/
             model.pdparams         parameters and buffers, by structured name
+            loss.pdparams          those of the loss, if it has any: the learnable temperature
             optimizer.safetensors  moments and master weights, by structured name:
-                                   "encoder.layers.0.norm1.bias:moment1"
+                                   "encoder.layers.0.norm1.bias:moment1"; of the loss:
+                                   "loss/logit_scale:moment1"
             tokenizer.json         the vocabulary that the rows of the word embedding belong to
             sync_rank0.pdparams    what the gradient synchronization of a rank must remember; one
                                    file per rank, only with sync.compression: bf16
@@ -87,7 +89,12 @@ class Checkpoint:
             raise CheckpointError(f"{file}: holds no state, which is a dict")
         return state
 
-    def load_into(self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
+    def load_into(
+        self,
+        model: paddle.nn.Layer,
+        optimizer: paddle.optimizer.Optimizer,
+        loss: paddle.nn.Layer | None = None,
+    ) -> None:
         """Put parameters, buffers, moments and master weights back, bit by bit.
 
         A parameter that was in half precision and is in float32 now gets its master weight. One
@@ -98,17 +105,20 @@ class Checkpoint:
             model: Of the same structure; how its sublayers are wrapped does not matter. At AMP
                 level O2 it has been decorated, and so has `optimizer`.
             optimizer: Fresh: one that has made no step yet. Its learning rate is left alone.
+            loss: The loss, whose parameters `optimizer` updates too.
 
         Raises:
             CheckpointError: The files are damaged or belong to another model.
         """
         load_weights(model, self.folder / "model.pdparams")
+        if loss is not None and loss.parameters():
+            load_weights(loss, self.folder / "loss.pdparams")
         file = self.folder / "optimizer.safetensors"
         try:
             saved = load_file(file)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error})") from error
-        parameters = dict(model.named_parameters())
+        parameters = _named_parameters(model, loss)
         moments: dict[str, Any] = {}
         masters: dict[str, paddle.Tensor] = {}
         for key, value in saved.items():
@@ -145,6 +155,7 @@ def save_checkpoint(
     optimizer: paddle.optimizer.Optimizer,
     save_tokenizer: Callable[[Path], None],
     state: dict[str, Any],
+    loss: paddle.nn.Layer | None = None,
     rank: int = 0,
     sync_state: dict[str, Any] | None = None,
     barrier: Callable[[], None] | None = None,
@@ -160,6 +171,7 @@ def save_checkpoint(
         optimizer: Whose moments and master weights are saved, without the learning rate.
         save_tokenizer: Writes the tokenizer to the path it is given.
         state: JSON values; ``state["step"]`` is required and names the checkpoint.
+        loss: The loss; its parameters are saved, if it has any.
         rank: Number of this rank.
         sync_state: What this rank alone must remember; None: nothing.
         barrier: Waits for all ranks; None: there is one rank only.
@@ -187,7 +199,12 @@ def save_checkpoint(
         if rank != 0:
             return Checkpoint(final, state)
         save_weights(model, unfinished / "model.pdparams")
-        save_file(_moments(model, optimizer), unfinished / "optimizer.safetensors")
+        if loss is not None and loss.parameters():
+            save_weights(loss, unfinished / "loss.pdparams")
+        save_file(
+            _moments(_named_parameters(model, loss), optimizer),
+            unfinished / "optimizer.safetensors",
+        )
         save_tokenizer(unfinished / "tokenizer.json")
         (unfinished / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
         for path in [*unfinished.iterdir(), unfinished]:
@@ -232,15 +249,23 @@ def find_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{file}: is damaged ({error!r})") from error
 
 
+def _named_parameters(
+    model: paddle.nn.Layer, loss: paddle.nn.Layer | None
+) -> dict[str, paddle.Tensor]:
+    """By structured name; that of a parameter of the loss has a slash, which no other has."""
+    of_loss = loss.named_parameters() if loss is not None else ()
+    return {**dict(model.named_parameters()), **{f"loss/{name}": p for name, p in of_loss}}
+
+
 def _moments(
-    model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer
+    parameters: dict[str, paddle.Tensor], optimizer: paddle.optimizer.Optimizer
 ) -> dict[str, NDArray[Any]]:
     """The optimizer's tensors by structured name.
 
     Paddle names them after ``linear_7.w_0``, a number that counts the layers made so far in this
     process: under those names a checkpoint could only be read by the very same program.
     """
-    structured = {parameter.name: name for name, parameter in model.named_parameters()}
+    structured = {parameter.name: name for name, parameter in parameters.items()}
     moments = {}
     for key, tensor in optimizer.state_dict().items():
         if key == "LR_Scheduler":

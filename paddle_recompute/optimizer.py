@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import paddle
 from paddle.optimizer import AdamW, lr
 
@@ -36,16 +38,25 @@ def build_schedule(config: Config, total_steps: int) -> lr.LRScheduler:
 
 
 def build_optimizer(
-    config: Config, model: paddle.nn.Layer, schedule: lr.LRScheduler | float
+    config: Config,
+    model: paddle.nn.Layer,
+    schedule: lr.LRScheduler | float,
+    besides: Iterable[paddle.Tensor] = (),
 ) -> AdamW:
     """AdamW over all trainable parameters; biases and LayerNorms are not decayed.
 
     Clipping is the train step's: it must see the gradients of all ranks together.
+
+    Args:
+        config: ``config.train`` has the weight decay.
+        model: Its parameters are trained.
+        schedule: The learning rate.
+        besides: More parameters to train, which are not decayed: those of the loss.
     """
     decayed = decayed_parameters(model)
     return AdamW(
         learning_rate=schedule,
-        parameters=[p for p in model.parameters() if not p.stop_gradient],
+        parameters=[p for p in [*model.parameters(), *besides] if not p.stop_gradient],
         weight_decay=config.train.weight_decay,
         apply_decay_param_fun=decayed.__contains__,
     )

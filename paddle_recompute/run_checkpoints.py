@@ -12,6 +12,7 @@ from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkp
 from paddle_recompute.config import Config
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.grad_sync import GradientSync, barrier
+from paddle_recompute.objective import Chunks
 from paddle_recompute.train_step import TrainStep
 
 
@@ -41,7 +42,8 @@ class RunCheckpoints:
         """The newest checkpoint if the run is to be resumed; says what changed since.
 
         Raises:
-            CheckpointError: There is none, or it is of another model.
+            CheckpointError: There is none, or it is of another model, or has a temperature that was
+                learned where none is now, or the other way around.
         """
         if not self._config.train.resume:
             return None
@@ -54,24 +56,42 @@ class RunCheckpoints:
                 + "; ".join(f"{path} was {old!r}, is {new!r}" for path, old, new in changes)
             )
         for path, old, new in changes:
+            if path == "contrastive.learnable_temperature":
+                raise CheckpointError(
+                    f"{checkpoint.folder} is of a run with {path}: {str(old).lower()}, and its "
+                    "optimizer knows no other; resume with that, or start anew from its weights "
+                    "with model.init_from"
+                )
             self._say(f"  changed since: {path} was {old!r}, is {new!r}")
         return checkpoint
+
+    def chunks_of(self, checkpoint: Checkpoint | None) -> Chunks | None:
+        """The chunks that the run of `checkpoint` has measured; None where they are to be measured:
+        there was none, or its loss, its batch or the number of ranks was another one.
+        """
+        if checkpoint is None or checkpoint.state.get("world_size") != self._world_size:
+            return None
+        before = checkpoint.state["config"].get("contrastive")
+        if "chunks" not in checkpoint.state or before != self._config.to_dict()["contrastive"]:
+            return None
+        return Chunks(**checkpoint.state["chunks"])
 
     def restore(
         self,
         checkpoint: Checkpoint,
         model: paddle.nn.Layer,
+        loss: paddle.nn.Layer,
         optimizer: paddle.optimizer.Optimizer,
         train_step: TrainStep,
         sync: GradientSync,
     ) -> None:
         """Put everything back. `train_step` has been made: level O2 has cast the parameters and
-        given the optimizer its master weights.
+        given the optimizer its master weights. `loss` may have a temperature of its own.
 
         Raises:
             CheckpointError: The files are damaged or belong to another model.
         """
-        checkpoint.load_into(model, optimizer)
+        checkpoint.load_into(model, optimizer, loss)
         train_step.set_state_dict(checkpoint.state.get("train_step", {}))
         sync.set_state_dict(self._sync_state(checkpoint))
 
@@ -79,14 +99,16 @@ class RunCheckpoints:
         self,
         step: int,
         model: paddle.nn.Layer,
+        loss: paddle.nn.Layer,
         optimizer: paddle.optimizer.Optimizer,
         train_step: TrainStep,
         sync: GradientSync,
         *,
         save_tokenizer: Callable[[Path], None],
-        untrained: dict[str, float],
+        about: dict[str, Any],
     ) -> None:
-        """Write a checkpoint; returns when it is complete.
+        """Write a checkpoint; returns when it is complete. `about` are JSON values, by name, that
+        another run is to know of this one.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -95,12 +117,13 @@ class RunCheckpoints:
         save_checkpoint(
             self._folder,
             model=model,
+            loss=loss,
             optimizer=optimizer,
             save_tokenizer=save_tokenizer,
             state={
                 "step": step,
                 "world_size": self._world_size,
-                "untrained": untrained,
+                **about,
                 "train_step": train_step.state_dict(),
                 "config": self._config.to_dict(),
             },

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute._nested import tensors_in
 from paddle_recompute.config import AmpConfigs
-from paddle_recompute.errors import ConfigError, DivergenceError
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache
+from paddle_recompute.errors import ConfigError, DataError, DivergenceError
 from paddle_recompute.grad_sync import GradientSync, mean_over_ranks
 from paddle_recompute.grad_sync.gradient_sync import SyncMode
 from paddle_recompute.mixed_precision import MixedPrecision, to_float32
@@ -30,7 +31,8 @@ class StepResult:
         loss: Mean loss over the examples of all micro-batches and ranks.
         grad_norm: Euclidean norm of the synchronized gradient of all parameters, without the loss
             scale and before clipping.
-        seconds: Wall-clock time of ``forward_backward``, ``sync`` and ``update``.
+        seconds: Wall-clock time of ``forward_backward``, ``sync`` (what of it came after the
+            backward; 0 in a single process) and ``update``.
         skipped: Whether the parameters were left alone, because loss or gradient is not finite in
             float16. It is the same on all ranks.
         loss_scale: What the loss was multiplied with; None where it is not scaled.
@@ -50,7 +52,8 @@ class TrainStep:
     each of them has, where `loss_fn` is a mean over the examples of its micro-batch: with n_i
     examples in micro-batch i of N in total, its loss L_i counts n_i / N. A loss that relates the
     examples of a batch to each other (contrastive with in-batch negatives) is one of a micro-batch,
-    whatever K is: accumulation adds no negatives.
+    whatever K is: accumulation adds no negatives. A `GradCache` in the place of `loss_fn` does: one
+    micro-batch, as large as one likes, in the memory of a chunk of it.
 
     The order within a step, which is what makes loss scaling and several ranks go together:
 
@@ -71,6 +74,14 @@ class TrainStep:
         >>> step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).square().mean())
         >>> step([paddle.ones([8, 4])]).grad_norm > 0
         True
+
+        With a gradient cache, 16 rows at a time:
+
+        >>> from paddle_recompute import ContrastiveLoss, GradCache
+        >>> cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=16)
+        >>> step = TrainStep(model, optimizer, grad_cache=cache)
+        >>> step([(paddle.randn([64, 4]), paddle.randn([64, 4]))]).loss > 0
+        True
     """
 
     def __init__(
@@ -78,7 +89,8 @@ class TrainStep:
         model: paddle.nn.Layer,
         optimizer: paddle.optimizer.Optimizer,
         *,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None = None,
+        grad_cache: GradCache | None = None,
         sync: SyncMode | GradientSync = "auto",
         accumulate_steps: int = 1,
         clip_grad_norm: float | None = None,
@@ -93,7 +105,15 @@ class TrainStep:
                 caller's to step.
             loss_fn: ``loss_fn(model, micro_batch)`` returns a scalar Tensor, a mean over the
                 examples of the micro-batch.
-            sync: How gradients are synchronized, a mode or a `GradientSync` of one's own.
+            grad_cache: Instead of `loss_fn`: runs forward and backward of a micro-batch chunk by
+                chunk. Its encoders are `model`, or in it. A micro-batch is then
+                ``(query, positive, *negatives)``, or a dict with ``query``, ``positive`` and
+                perhaps ``negatives`` (a list of them), in which everything else is a keyword
+                argument of its loss, such as ``positive_ids``. It synchronizes with `sync`; one
+                that has a `GradientSync` already keeps that.
+            sync: How gradients are synchronized, a mode or a `GradientSync` of one's own. A mode
+                is for all that `model` trains and `optimizer` updates: a learnable temperature of
+                the loss too.
             accumulate_steps: Number of micro-batches per optimizer step.
             clip_grad_norm: Scale the gradient down to this norm where it is larger; None: never.
             amp: Mixed precision, ``AmpConfigs(dtype="bfloat16")`` for instance; None: none. Level
@@ -103,11 +123,13 @@ class TrainStep:
                 the mean of, or any other weight greater than 0; None: the length of the first axis
                 of the first Tensor in it. A loss that weighs the ranks' batches itself, as
                 ``ContrastiveLoss(negatives="global")`` does, is not to be weighed again where they
-                differ in size: ``num_examples=lambda micro_batch: 1``.
+                differ in size: ``num_examples=lambda micro_batch: 1``, which is the default where
+                it is the loss of `grad_cache`.
 
         Raises:
-            ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, `sync` is not
-                a mode, or `amp` cannot be honoured on this device.
+            ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, not one of
+                `loss_fn` and `grad_cache` is given, `sync` is not a mode or is not over all that
+                is trained, or `amp` cannot be honoured on this device.
             SyncError: The ranks' parameters differ.
         """
         if accumulate_steps < 1:
@@ -116,16 +138,22 @@ class TrainStep:
             raise ConfigError(
                 f"clip_grad_norm is {clip_grad_norm}; it must be positive, or None for no clipping"
             )
+        if (loss_fn is None) == (grad_cache is None):
+            raise ConfigError(
+                f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; "
+                "give one of them: a gradient cache has a loss of its own"
+            )
         self._model = model
         self._optimizer = optimizer
         self._loss_fn = loss_fn
+        self._cache = grad_cache
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
         self._scaler = self._amp.scaler if self._amp is not None else None
-        self._sync = sync if isinstance(sync, GradientSync) else GradientSync(model, mode=sync)
+        self._parameters = _trained(model, optimizer)
+        self._sync = _synchronization(sync, model, self._parameters, grad_cache)
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
-        self._num_examples = num_examples or _length_of_first_axis
-        self._parameters = [p for p in model.parameters() if not p.stop_gradient]
+        self._num_examples = num_examples or _default_count(grad_cache)
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Run one optimizer step.
@@ -150,20 +178,21 @@ class TrainStep:
             )
         if self._amp is not None:
             self._amp.advise(micro_batches[0])
-        times = [time.perf_counter()]
+        began = time.perf_counter()
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
         per_rank = mean_over_ranks(math.fsum(counts), self._sync.group)
         # The mean and not the sum, as the synchronization divides by the number of ranks. Exactly
         # accumulate_steps where all counts are equal: then it is the plain mean, to the bit.
         divisors = [per_rank / count for count in counts]
-        losses = []
-        with self._sync.no_sync():
-            for micro_batch, divisor in zip(micro_batches[:-1], divisors, strict=False):
-                losses.append(self._forward_backward(micro_batch, divisor))
-        with self._sync.last_backward():
-            losses.append(self._forward_backward(micro_batches[-1], divisors[-1]))
-            times.append(time.perf_counter())
-        times.append(time.perf_counter())
+        run = self._forward_backward if self._cache is None else self._cached
+        last = self._accumulate_steps - 1
+        losses = [
+            run(micro_batch, divisors[place], place == last)
+            for place, micro_batch in enumerate(micro_batches)
+        ]
+        synchronized = time.perf_counter()
+        timeline = self._sync.timeline
+        computed = timeline.backward_ended if timeline is not None else synchronized
         own_loss = sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True))
         loss_scale = self._scaler.scale if self._scaler is not None else None
         grad_norm = self._unscale()
@@ -182,10 +211,11 @@ class TrainStep:
         if self._scaler is not None and loss_scale is not None:
             self._scaler.update(finite)
             self._scale_residuals(self._scaler.scale / loss_scale)
-        times.append(time.perf_counter())
-        parts = ("forward_backward", "sync", "update")
-        durations = [after - before for before, after in itertools.pairwise(times)]
-        seconds = dict(zip(parts, durations, strict=True))
+        seconds = {
+            "forward_backward": computed - began,
+            "sync": synchronized - computed,
+            "update": time.perf_counter() - synchronized,
+        }
         return StepResult(loss, grad_norm, seconds, not finite, loss_scale)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
@@ -220,16 +250,28 @@ class TrainStep:
             )
         return count
 
-    def _forward_backward(self, micro_batch: Any, divisor: float) -> float:
+    def _forward_backward(self, micro_batch: Any, divisor: float, last: bool) -> float:
+        assert self._loss_fn is not None
+        with self._sync.last_backward() if last else self._sync.no_sync():
+            with self.autocast():
+                loss = self._loss_fn(self._model, micro_batch)
+            if loss.size != 1:
+                raise ConfigError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
+            weighted = loss / divisor
+            if self._scaler is not None:
+                # In float32: a float16 loss times its scale could be infinite on its own.
+                weighted = weighted.astype("float32") * self._scaler.scale
+            weighted.backward()
+            return float(loss.item())
+
+    def _cached(self, micro_batch: Any, divisor: float, last: bool) -> float:
+        assert self._cache is not None
+        inputs, loss_arguments = _inputs_of_cache(micro_batch)
+        scale = self._scaler.scale if self._scaler is not None else 1.0
         with self.autocast():
-            loss = self._loss_fn(self._model, micro_batch)
-        if loss.size != 1:
-            raise ConfigError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
-        weighted = loss / divisor
-        if self._scaler is not None:
-            # In float32: a float16 loss times its scale could be infinite on its own.
-            weighted = weighted.astype("float32") * self._scaler.scale
-        weighted.backward()
+            loss = self._cache.backward(
+                *inputs, last=last, loss_scale=scale / divisor, loss_arguments=loss_arguments
+            )
         return float(loss.item())
 
     @paddle.no_grad()
@@ -286,3 +328,70 @@ def _length_of_first_axis(micro_batch: Any) -> int:
             "TrainStep num_examples=..., a function from the micro-batch to that number"
         )
     return int(tensor.shape[0])
+
+
+def _trained(model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
+    """What `model` trains and what `optimizer` updates besides, each once."""
+    both = [*model.parameters(), *_paddle.parameters_of_optimizer(optimizer)]
+    return list({id(p): p for p in both if not p.stop_gradient}.values())
+
+
+def _synchronization(
+    given: SyncMode | GradientSync,
+    model: paddle.nn.Layer,
+    parameters: list[paddle.Tensor],
+    cache: GradCache | None,
+) -> GradientSync:
+    """The one that is used for all of `parameters`, by `cache` too."""
+    in_model = {id(parameter) for parameter in model.parameters()}
+    besides = [parameter for parameter in parameters if id(parameter) not in in_model]
+    if isinstance(given, GradientSync):
+        sync = given
+    elif cache is not None and cache.sync is not None:
+        sync = cache.sync
+    elif not besides:
+        sync = GradientSync(model, mode=given)
+    elif isinstance(model, paddle.DataParallel) and cache is None:
+        raise ConfigError(
+            f"the optimizer updates {', '.join(p.name for p in besides)}, and the model in "
+            "paddle.DataParallel does not have it; pass the bare Layer, which is synchronized here"
+        )
+    else:
+        sync = GradientSync(parameters, mode=given)
+    if cache is not None:
+        if cache.sync is not None and cache.sync is not sync:
+            raise ConfigError(
+                "grad_cache has a GradientSync, and sync is another one; leave one of them out"
+            )
+        cache.sync = sync
+    synchronized = {id(parameter) for parameter in sync.parameters}
+    missing = [p.name for p in parameters if id(p) not in synchronized]
+    if missing:
+        raise ConfigError(
+            f"sync does not synchronize {', '.join(missing)}, which the optimizer updates or the "
+            "model trains, so the ranks would drift apart; make it over all of them: "
+            "GradientSync([*model.parameters(), *loss.parameters()])"
+        )
+    return sync
+
+
+def _default_count(cache: GradCache | None) -> Callable[[Any], float]:
+    loss = cache.loss if cache is not None else None
+    if isinstance(loss, ContrastiveLoss) and loss.negatives == "global":
+        return lambda micro_batch: 1  # the loss weighs the ranks' batches by their sizes itself
+    return _length_of_first_axis
+
+
+def _inputs_of_cache(micro_batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    """(query, positive and negatives; keyword arguments of the loss)."""
+    if isinstance(micro_batch, (tuple, list)) and len(micro_batch) >= 2:
+        return list(micro_batch), {}
+    if isinstance(micro_batch, Mapping) and {"query", "positive"} <= micro_batch.keys():
+        rest = dict(micro_batch)
+        inputs = [rest.pop("query"), rest.pop("positive"), *rest.pop("negatives", ())]
+        return inputs, rest
+    raise DataError(
+        "a micro-batch of a TrainStep with grad_cache is (query, positive, *negatives) or a dict "
+        f"with 'query' and 'positive'; received {type(micro_batch).__name__}"
+        + (f" with {', '.join(map(repr, micro_batch))}" if isinstance(micro_batch, dict) else "")
+    )

@@ -6,7 +6,8 @@ others wait at the store (`grad_sync.barrier`), never in a collective, which glo
 A step is a function of (seed, step, rank) and of the parameters and moments before it: the data
 order follows from seed and epoch, the dropout masks are drawn after ``paddle.seed`` of the three,
 the learning rate from the step. That is why a checkpoint needs no random state, and a run that is
-resumed repeats the bits of one that was not interrupted.
+resumed repeats the bits of one that was not interrupted. (The masks depend on how the pairs are cut
+into chunks, too; chunks that were measured are therefore noted in the checkpoint.)
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
-import paddle.nn.functional as F
 
-from paddle_recompute import _memory, _paddle
+from paddle_recompute import _paddle
 from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.config import Config
-from paddle_recompute.contrastive import ContrastiveLoss
+from paddle_recompute.contrastive import text_ids
 from paddle_recompute.data import (
     PairLoader,
     PreparedData,
@@ -38,23 +39,17 @@ from paddle_recompute.data import (
 )
 from paddle_recompute.errors import ConfigError, DataError, DivergenceError
 from paddle_recompute.evaluation import encode_texts, retrieval_metrics
-from paddle_recompute.grad_sync import (
-    GradientSync,
-    barrier,
-    broadcast_from_rank0,
-    mean_over_ranks,
-)
-from paddle_recompute.memory_probe import measure_step
+from paddle_recompute.grad_sync import barrier, broadcast_from_rank0, mean_over_ranks
+from paddle_recompute.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.mixed_precision import check_device
 from paddle_recompute.models import build_model
+from paddle_recompute.objective import Batch, Objective
 from paddle_recompute.optimizer import build_optimizer, build_schedule
 from paddle_recompute.progress import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.report import retrieval_table, write_report
 from paddle_recompute.run_checkpoints import RunCheckpoints
-from paddle_recompute.train_step import StepResult, TrainStep
-
-Batch = dict[str, paddle.Tensor]
+from paddle_recompute.train_step import StepResult
 
 
 class Trainer:
@@ -73,11 +68,6 @@ class Trainer:
         self.config = config
         self._folder = config.train.output_dir
         self._k_steps = config.strategy.gradient_merge_configs.k_steps
-        self._criterion = ContrastiveLoss(
-            temperature=config.contrastive.temperature,
-            symmetric=config.contrastive.symmetric,
-            negatives=config.contrastive.negatives,
-        )
         self._amp = config.strategy.amp_configs if config.strategy.amp else None
         self._autocast: Callable[[], contextlib.AbstractContextManager[None]]
         self._autocast = contextlib.nullcontext
@@ -93,12 +83,14 @@ class Trainer:
             where it does not fit or ``train.measure_plain`` is false);
             ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (those among
             them that overflowed in float16), ``loss`` (of the last step; None where that was
-            skipped), ``world_size``, ``output_dir``.
+            skipped), ``temperature`` (the learned one, if it is learned), ``chunk_size`` and
+            ``chunk_tokens`` (what a rank encodes at once; both None: all its pairs),
+            ``world_size``, ``output_dir``.
 
         Raises:
             ConfigError: The ranks that run are not those of ``config.launch``,
-                ``train.output_dir`` cannot be made, a step does not fit into the memory, or the
-                device has no mixed precision.
+                ``train.output_dir`` cannot be made, a step does not fit into the memory or into
+                ``contrastive.memory_budget``, or the device has no mixed precision.
             DataError: The pairs cannot be read, or are too few for one step.
             CheckpointError: There is nothing to resume from, or it is of another model.
             DivergenceError: The loss or the gradient is no finite number, in float16 after the
@@ -114,13 +106,16 @@ class Trainer:
         checkpoint = self._checkpoints.find()
         data = self._prepare_data(checkpoint)
         vocab_size = data.tokenizer.vocab_size
-        plain_peak, configured_peak = self._measure_memory(vocab_size)
+        memory = MemoryProbe(self.config, vocab_size, say=self._say)
+        chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
+        plain_peak, configured_peak = memory.measure(chunks)
         model = self._build_model(vocab_size)
         if checkpoint is not None:
             untrained = checkpoint.state["untrained"]
         else:
             untrained = self._evaluate(model, data) if self.config.train.eval_before else {}
-        trained = self._train(model, data, checkpoint, untrained)
+        objective = Objective(self.config, chunks)
+        trained = self._train(model, objective, data, checkpoint, untrained)
         metrics = self._evaluate(model, data)
         record: dict[str, Any] = {
             **metrics,
@@ -128,6 +123,8 @@ class Trainer:
             **trained,
             "peak_bytes": max(trained["peak_bytes"] or 0, configured_peak),
             "plain_peak_bytes": plain_peak,
+            "chunk_size": chunks.size,
+            "chunk_tokens": chunks.tokens,
             "world_size": self._world_size,
             "output_dir": str(self._folder),
         }
@@ -171,39 +168,6 @@ class Trainer:
         self._note(data.notes)
         return data
 
-    def _measure_memory(self, vocab_size: int) -> tuple[int | None, int]:
-        """Bytes of the dearest step on the largest rank: (plain, as configured)."""
-        enable = self.config.recompute.enable
-        configured = self._peak_of_a_step(vocab_size, recompute=enable)
-        if configured is None:
-            raise ConfigError(
-                f"a step with {self.config.micro_batch} pairs per rank and micro-batch does not "
-                "fit into the memory; raise strategy.gradient_merge_configs.k_steps or lower "
-                "contrastive.global_batch"
-            )
-        plain: int | None = configured
-        if enable and self.config.train.measure_plain:
-            plain = self._peak_of_a_step(vocab_size, recompute=False)
-        elif enable:
-            plain = None
-        unknown = "more than there is" if self.config.train.measure_plain else "(not measured)"
-        self._say(
-            f"A step takes {_memory.format_bytes(configured)} as configured, "
-            f"{unknown if plain is None else _memory.format_bytes(plain)} without recompute"
-        )
-        return plain, configured
-
-    def _peak_of_a_step(self, vocab_size: int, *, recompute: bool) -> int | None:
-        """The largest of the ranks' peaks, on all of them; None where it does not fit on one."""
-        try:
-            peak = measure_step(
-                self.config, self._loss_of, vocab_size=vocab_size, recompute=recompute
-            )
-        except MemoryError:
-            peak = 0
-        fits_everywhere = self._largest(-peak) < 0
-        return self._largest(peak) if fits_everywhere else None
-
     def _build_model(self, vocab_size: int) -> paddle.nn.Layer:
         paddle.seed(self.config.train.seed)
         model = build_model(self.config.model, vocab_size)
@@ -212,15 +176,10 @@ class Trainer:
             self._say(str(apply_recompute(model, self.config.recompute)))
         return model
 
-    def _loss_of(self, model: paddle.nn.Layer, batch: Batch) -> paddle.Tensor:
-        """The scalar contrastive loss, float32, mean over the pairs of one micro-batch."""
-        query = F.normalize(model(batch["query"]), axis=-1)
-        positive = F.normalize(model(batch["positive"]), axis=-1)
-        return self._criterion(query, positive)
-
     def _train(
         self,
         model: paddle.nn.Layer,
+        objective: Objective,
         data: PreparedData,
         checkpoint: Checkpoint | None,
         untrained: dict[str, float],
@@ -230,14 +189,15 @@ class Trainer:
         loader = self._loader(data)
         done, total = checkpoint.step if checkpoint else 0, total_steps(self.config, len(loader))
         schedule = build_schedule(self.config, total)
-        optimizer = build_optimizer(self.config, model, schedule)
-        sync = GradientSync.from_config(model, self.config)
+        optimizer = build_optimizer(self.config, model, schedule, objective.loss.parameters())
+        sync = objective.synchronization(model)
         self._say(f"Gradient synchronization: {sync.mode}, {sync.reason}")
-        train_step = TrainStep(
+        if objective.chunks:
+            self._say(f"Gradient cache: each rank encodes {objective.chunks}")
+        train_step = objective.train_step(
             model,
             optimizer,
-            loss_fn=self._loss_of,
-            sync=sync,
+            sync,
             accumulate_steps=self._k_steps,
             clip_grad_norm=settings.clip_grad_norm,
             amp=self._amp,
@@ -246,16 +206,19 @@ class Trainer:
         if self._amp is not None:
             self._say(f"Mixed precision: {self._amp.dtype}, level {self._amp.level}")
         if checkpoint is not None:
-            self._checkpoints.restore(checkpoint, model, optimizer, train_step, sync)
+            self._checkpoints.restore(
+                checkpoint, model, objective.loss, optimizer, train_step, sync
+            )
             for _ in range(done):  # a function of the step alone: made again, not restored
                 schedule.step()
         log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done) if self._is_main else None
+        ids = self._positive_ids(data)
         loss, whole_run, window = None, Meter(), Meter()
         model.train()
         barrier()
         with Progress(total, done=done, enabled=self._is_main) as progress:
             window.start()
-            for step, epoch, micro_batches in self._steps(loader, done, total):
+            for step, epoch, micro_batches in self._steps(loader, done, total, ids):
                 paddle.seed(step_seed(settings.seed, step, self._rank))
                 try:
                     result = train_step(micro_batches)
@@ -282,6 +245,7 @@ class Trainer:
                     if result.loss_scale is not None:
                         record["loss_scale"] = result.loss_scale
                         record["skipped_steps"] = train_step.num_skipped
+                    record.update(self._learned_temperature(objective))
                     whole_run.add(window)
                     window = Meter()
                     progress.show({**record, "loss": result.loss})
@@ -291,17 +255,19 @@ class Trainer:
                     self._checkpoints.save(
                         step,
                         model,
+                        objective.loss,
                         optimizer,
                         train_step,
                         sync,
                         save_tokenizer=data.tokenizer.save,
-                        untrained=untrained,
+                        about={"untrained": untrained, "chunks": objective.chunks.to_dict()},
                     )
                 window.start()
         return {
             "steps": max(done, total),
             "skipped_steps": train_step.num_skipped,
             "loss": loss,
+            **self._learned_temperature(objective),
             "peak_bytes": self._largest_peak(whole_run),
             "examples_per_second": mean_over_ranks(whole_run.rate(global_batch)),
         }
@@ -326,8 +292,18 @@ class Trainer:
         self._note(loader.notes())
         return loader
 
+    def _positive_ids(self, data: PreparedData) -> paddle.Tensor | None:
+        """Numbers by which the loss tells equal positives: ``[training pairs]``, int64."""
+        if not self.config.contrastive.mask_false_negatives:
+            return None
+        return text_ids(pair.positive for pair in data.train)
+
+    def _learned_temperature(self, objective: Objective) -> dict[str, float]:
+        section = self.config.contrastive
+        return {"temperature": objective.loss.temperature} if section.learnable_temperature else {}
+
     def _steps(
-        self, loader: PairLoader, done: int, total: int
+        self, loader: PairLoader, done: int, total: int, positive_ids: paddle.Tensor | None
     ) -> Iterator[tuple[int, int, list[Batch]]]:
         """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
 
@@ -339,12 +315,14 @@ class Trainer:
             loader.set_epoch(epoch)
             for batch in itertools.islice(loader, skipped, None):
                 done += 1
-                sides = {side: batch[side] for side in ("query", "positive")}
+                parts = {side: batch[side] for side in ("query", "positive")}
+                if positive_ids is not None:
+                    parts["positive_ids"] = paddle.gather(positive_ids, batch["index"])
                 yield (
                     done,
                     epoch,
                     [
-                        {side: ids[first : first + rows] for side, ids in sides.items()}
+                        {name: part[first : first + rows] for name, part in parts.items()}
                         for first in range(0, self.config.local_batch, rows)
                     ],
                 )
@@ -352,39 +330,22 @@ class Trainer:
                     return
 
     def _evaluate(self, model: paddle.nn.Layer, data: PreparedData) -> dict[str, float]:
-        """Retrieval metrics on the held-out pairs; every rank encodes its share of the texts."""
-        query = self._encode(
-            model, data, [pair.query for pair in data.valid], self.config.data.max_query_tokens
+        """Retrieval metrics on the held-out pairs, of whose work every rank does its share."""
+        encode = partial(
+            encode_texts,
+            model,
+            data.tokenizer,
+            batch_size=self.config.train.eval_batch,
+            over_ranks=True,
         )
-        pool = self._encode(model, data, list(data.pool), self.config.data.max_positive_tokens)
+        with self._autocast():
+            query = encode(
+                [pair.query for pair in data.valid], max_tokens=self.config.data.max_query_tokens
+            )
+            pool = encode(data.pool, max_tokens=self.config.data.max_positive_tokens)
         place = {text: index for index, text in enumerate(data.pool)}
         target = np.array([place[pair.positive] for pair in data.valid], dtype=np.int64)
-        return retrieval_metrics(query, pool, target, ks=(1, 10))
-
-    def _encode(
-        self, model: paddle.nn.Layer, data: PreparedData, texts: list[str], max_tokens: int
-    ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The normalised vectors of all `texts` on every rank: [len(texts), dim], float32."""
-        share = texts[self._rank :: self._world_size]
-        longest_share = math.ceil(len(texts) / self._world_size)
-        share += texts[: longest_share - len(share)]  # so that all ranks gather equal shapes
-        with self._autocast():
-            vectors = encode_texts(
-                model,
-                data.tokenizer,
-                share,
-                max_tokens=max_tokens,
-                batch_size=self.config.train.eval_batch,
-            )
-        if self._world_size == 1:
-            return vectors
-        barrier()  # ranks may be far apart here, and gloo waits 30 s at most
-        shares: list[paddle.Tensor] = []
-        dist.all_gather(shares, paddle.to_tensor(vectors))
-        whole = np.empty((longest_share * self._world_size, vectors.shape[1]), np.float32)
-        for rank, gathered in enumerate(shares):
-            whole[rank :: self._world_size] = gathered.numpy()
-        return whole[: len(texts)]
+        return retrieval_metrics(query, pool, target, ks=(1, 10), over_ranks=True)
 
     def _conclude(self, record: dict[str, Any]) -> None:
         """Rank 0 shows the table and writes the report; the others wait."""
@@ -426,15 +387,7 @@ class Trainer:
             print(text, flush=True)
 
     def _largest_peak(self, meter: Meter) -> int | None:
-        return None if meter.peak_bytes is None else self._largest(meter.peak_bytes)
-
-    def _largest(self, count: int) -> int:
-        """The largest of the ranks' counts, on all of them."""
-        if self._world_size == 1:
-            return count
-        largest = paddle.to_tensor([count], dtype="int64")
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest.item())
+        return None if meter.peak_bytes is None else largest_of_ranks(meter.peak_bytes)
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:

@@ -1,0 +1,111 @@
+"""What a configuration trains for: its contrastive loss, and how the gradient of it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import paddle
+
+from paddle_recompute.config import Config
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache
+from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.train_step import TrainStep
+
+Batch = dict[str, paddle.Tensor]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How much of its pairs a rank encodes at once.
+
+    Attributes:
+        size: So many pairs.
+        tokens: So many tokens, padding included; texts are sorted by length.
+
+    With neither of them all pairs are encoded at once, without a gradient cache.
+    """
+
+    size: int | None = None
+    tokens: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.size is not None or self.tokens is not None
+
+    def __str__(self) -> str:
+        if self.size is not None:
+            return f"{self.size} pairs at a time"
+        return "all pairs at once" if self.tokens is None else f"{self.tokens} tokens at a time"
+
+    def to_dict(self) -> dict[str, int | None]:
+        """For JSON; ``Chunks(**it)`` reads it back."""
+        return asdict(self)
+
+
+class Objective:
+    """The contrastive loss of one training run. It scales the vectors to length 1 itself.
+
+    A batch is a dict: ``query`` and ``positive``, ids ``[pairs, length]``, int64; with
+    ``contrastive.mask_false_negatives`` also ``positive_ids``, ``[pairs]``, int64.
+
+    Args:
+        config: Of the run.
+        chunks: What is encoded at once.
+
+    Attributes:
+        loss: The Layer, which may have a parameter of its own: the learnable temperature.
+        chunks: As given.
+    """
+
+    def __init__(self, config: Config, chunks: Chunks) -> None:
+        section = config.contrastive
+        self._config = config
+        self.chunks = chunks
+        self.loss = ContrastiveLoss(
+            temperature=section.temperature,
+            symmetric=section.symmetric,
+            negatives=section.negatives,
+            learnable_temperature=section.learnable_temperature,
+            label_smoothing=section.label_smoothing,
+            tile=section.tile,
+            mask_false_negatives=section.mask_false_negatives,
+            normalize=True,
+        )
+
+    def loss_of(self, model: paddle.nn.Layer, batch: Batch) -> paddle.Tensor:
+        """The scalar loss, float32, of all pairs of `batch` encoded at once."""
+        ids = {name: batch[name] for name in batch.keys() - {"query", "positive"}}
+        return self.loss(model(batch["query"]), model(batch["positive"]), **ids)
+
+    def synchronization(self, model: paddle.nn.Layer) -> GradientSync:
+        """Over all that is trained, the temperature included, as the configuration asks for it."""
+        trained = model
+        if self.loss.parameters():
+            trained = paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
+        return GradientSync.from_config(trained, self._config)
+
+    def train_step(
+        self,
+        model: paddle.nn.Layer,
+        optimizer: paddle.optimizer.Optimizer,
+        sync: GradientSync,
+        **options: Any,
+    ) -> TrainStep:
+        """A step with or without a gradient cache, as `chunks` say.
+
+        Args:
+            model: The encoder of both sides.
+            optimizer: Over its parameters and those of `loss`.
+            sync: From `synchronization`.
+            **options: Of `TrainStep`.
+        """
+        if not self.chunks:
+            return TrainStep(model, optimizer, loss_fn=self.loss_of, sync=sync, **options)
+        cache = GradCache(
+            model,
+            self.loss,
+            chunk_size=self.chunks.size,
+            chunk_tokens=self.chunks.tokens,
+            sync=sync,
+        )
+        return TrainStep(model, optimizer, grad_cache=cache, sync=sync, **options)
