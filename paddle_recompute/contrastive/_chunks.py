@@ -3,6 +3,9 @@
 A text that is padded to the longest of 4096 is mostly padding. With `by_length` the rows of a chunk
 have about the same length and are padded to the longest of these, so the encoder reads few pads;
 the caller's order is restored afterwards, and nobody else sees the sorting.
+
+Rows may be NumPy arrays, too: they stay where they are, in host memory or in a file that is mapped
+(``numpy.memmap``), and only those of a chunk become a Tensor.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
-from paddle_recompute._nested import is_tensor, map_tensors, named_leaves
+from paddle_recompute._nested import is_tensor, map_leaves, named_leaves
 from paddle_recompute.errors import ConfigError, DataError
 
 LengthOf = Callable[[Any], Any]
 
 _WHOLE_NUMBERS = (paddle.bool, paddle.uint8, paddle.int8, paddle.int16, paddle.int32, paddle.int64)
+# Without uint16, which Paddle takes for the bits of bfloat16.
+_ARRAY_TYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,22 @@ class Chunk:
     def of(self, batch: Any) -> Any:
         """These rows of every tensor in `batch`, without the padding that they do not need.
 
-        Views of the caller's memory where the rows are a range, else copies.
+        Views of the caller's memory where it is a Tensor's and the rows are a range, else copies.
         """
-        return map_tensors(lambda tensor: self._trimmed(rows_of(tensor, self.rows)), batch)
+        return map_leaves(self._of_leaf, batch)
 
-    def _trimmed(self, tensor: paddle.Tensor) -> paddle.Tensor:
-        if self.columns == self.width or not _is_text(tensor) or tensor.shape[1] != self.width:
-            return tensor
-        return tensor[:, : self.columns]
+    def _of_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            rows = self.rows
+            part = leaf[rows.start : rows.stop] if isinstance(rows, range) else leaf[rows]
+            # A copy in any case: Paddle may use the memory of an array as it is.
+            return paddle.to_tensor(np.array(self._trimmed(part)))
+        return self._trimmed(rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
+
+    def _trimmed(self, leaf: Any) -> Any:
+        if self.columns == self.width or not _is_text(leaf) or leaf.shape[1] != self.width:
+            return leaf
+        return leaf[:, : self.columns]
 
 
 def by_rows(num_rows: int, chunk_size: int) -> list[Chunk]:
@@ -108,9 +121,14 @@ def lengths_of(batch: Any, length_of: LengthOf | None, name: str) -> NDArray[np.
     texts = [(path, leaf) for path, leaf in named_leaves(batch) if _is_text(leaf)]
     masks = [leaf for path, leaf in texts if "mask" in path.lower()]
     read = (masks or [leaf for _, leaf in texts])[0]
+    lengths: NDArray[np.int64]
+    if isinstance(read, np.ndarray):
+        filled = read[:, ::-1] != 0
+        lengths = (read.shape[1] - filled.argmax(axis=1)) * filled.any(axis=1)
+        return lengths
     with paddle.no_grad():
         place = paddle.arange(1, read.shape[1] + 1, dtype="int64")
-        lengths: NDArray[np.int64] = ((read != 0).astype("int64") * place).max(axis=1).numpy()
+        lengths = ((read != 0).astype("int64") * place).max(axis=1).numpy()
     return lengths
 
 
@@ -119,23 +137,22 @@ def num_rows_of(batch: Any, name: str) -> int:
 
     Raises:
         DataError: There is no tensor or no row, the tensors do not have the same number of rows,
-            one needs a gradient, or there is an array that is no Tensor.
+            one needs a gradient, or an array has a dtype that Tensors do not have.
     """
     found: tuple[str, int] | None = None
     for path, leaf in named_leaves(batch, name):
-        if isinstance(leaf, np.ndarray):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.name not in _ARRAY_TYPES:
             raise DataError(
-                f"{path} is a NumPy array, which would be handed to every chunk as a whole; make "
-                "it a Tensor with paddle.to_tensor"
+                f"{path} is a NumPy array of {leaf.dtype}; allowed are {', '.join(_ARRAY_TYPES)}"
             )
-        if not is_tensor(leaf):
+        if not _has_rows(leaf):
             continue
         if not leaf.shape:
             raise DataError(
                 f"{path} is a tensor without axes; every tensor needs the batch as its first axis. "
                 "A number that all rows share can be a Python number."
             )
-        if not leaf.stop_gradient:
+        if is_tensor(leaf) and not leaf.stop_gradient:
             raise DataError(
                 f"{path} needs a gradient (stop_gradient is False), and gradients end at the "
                 "encoder's inputs: they are given to it chunk by chunk. Make what computes it part "
@@ -148,7 +165,7 @@ def num_rows_of(batch: Any, name: str) -> int:
             )
         found = path, leaf.shape[0]
     if found is None:
-        raise DataError(f"{name} holds no Tensor; give a Tensor, or a structure of them")
+        raise DataError(f"{name} holds no Tensor and no array; give one, or a structure of them")
     if found[1] == 0:
         raise DataError(f"{found[0]} has 0 rows; a batch needs at least one")
     return int(found[1])
@@ -177,8 +194,14 @@ def joined(parts: Sequence[paddle.Tensor], chunks: Sequence[Chunk]) -> paddle.Te
     return rows_of(whole, np.argsort(np.concatenate([chunk.rows for chunk in chunks])))
 
 
+def _has_rows(leaf: Any) -> bool:
+    return is_tensor(leaf) or isinstance(leaf, np.ndarray)
+
+
 def _is_text(leaf: Any) -> bool:
     """Whether it is ``[batch, length]``: ids, a mask, token types."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.ndim == 2 and leaf.dtype.kind in "biu"
     return is_tensor(leaf) and len(leaf.shape) == 2 and leaf.dtype in _WHOLE_NUMBERS
 
 

@@ -146,6 +146,10 @@ class GradCache:
         positional ones if it takes so many, everything else as one argument. ``(value,)`` is
         always the one argument `value`.
 
+        A NumPy array is given to the encoder as a Tensor; it need not fit the device, nor memory
+        if it is a ``numpy.memmap``: what stays on the device of a batch of arrays are the rows of
+        one chunk.
+
         To be called as the rest of a step is, under the ``paddle.amp.auto_cast`` that the forward
         is to have; the backward runs outside of it. Several calls before the optimizer's step
         accumulate: the sum of their gradients, for losses with negatives of their own call each.
