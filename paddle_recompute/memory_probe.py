@@ -122,9 +122,9 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     """Peak bytes of one optimizer step on texts of full length.
 
     The second of two steps is measured, because AdamW makes its moments in the first, which is on
-    eight pairs. The texts have ``max_query_tokens`` and ``max_positive_tokens`` tokens, the most that
-    a batch can have, so that the figures with and without recompute are those of the same, the
-    dearest, step.
+    eight pairs. The texts have ``max_query_tokens`` and ``max_positive_tokens`` tokens, the most
+    that a batch can have, so that the figures with and without recompute are those of the same,
+    the dearest, step.
 
     With chunks of so many tokens, one chunk of each side has the longest texts and the next one the
     most texts that there can be, short ones. In between a chunk of as many tokens takes no more
