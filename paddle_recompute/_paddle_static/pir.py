@@ -385,6 +385,32 @@ def mean_over_ranks(value: Value, num_ranks: int) -> Value:
     return paddle.scale(paddle._C_ops.all_reduce(value, ring, a_sum), 1.0 / num_ranks)
 
 
+def value_of_rank_0(value: Value) -> Value:
+    """`value` as rank 0 has it; ``_C_ops.broadcast(value, root, ring)``."""
+    root, ring = 0, 0
+    return paddle._C_ops.broadcast(value, root, ring)
+
+
+def initial_values(
+    startup: paddle.static.Program, program: paddle.static.Program
+) -> list[tuple[Operation, Value]]:
+    """The operators of `startup` that set parameters of `program`, and to what; in its order."""
+    names = {parameter.name for parameter in program.global_block().all_parameters()}
+    return [
+        (operation, operation.operand_source(0))
+        for operation in operations(startup)
+        if operation.name() == "builtin.set_parameter"
+        and attribute(operation, "parameter_name") in names
+    ]
+
+
+def set_instead(operation: Operation, value: Value) -> None:
+    """Let what ``builtin.set_parameter`` `operation` sets be `value`, which is made after it."""
+    value.persistable = True
+    clone(operation, {key(operation.operand_source(0)): value})
+    operation.get_parent_block().remove_op(operation)
+
+
 @functools.cache
 def _joined(rank: int, num_ranks: int) -> None:
     """Make ring 0, once per process: gloo between CPUs, what Paddle uses between devices.

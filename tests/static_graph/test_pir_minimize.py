@@ -19,6 +19,7 @@ from paddle_recompute.static_graph import (
     mark_checkpoint,
     minimize,
 )
+from paddle_recompute.static_graph.pir.data_parallel import mean_over_ranks
 from tests.static_graph.models import (
     HIDDEN,
     Block,
@@ -510,6 +511,15 @@ def test_a_segment_with_nothing_to_compute_again(caplog: pytest.LogCaptureFixtur
         minimize(sgd(), loss, strategy_of([]))
     [message] = [record.getMessage() for record in caplog.records]
     assert "segment 'b' has nothing to compute again" in message
+
+
+def test_a_gradient_that_ranks_cannot_exchange() -> None:
+    """Paddle 3.3 makes no sparse gradients in PIR; an array stands for one."""
+    with building():
+        weight = paddle.nn.Linear(2, 2).weight
+        array = paddle.tensor.create_array("float32")
+        with pytest.raises(StaticGraphError, match=r"gradient of 'linear_\d+\.w_0' is sparse"):
+            mean_over_ranks([(weight, array)], num_ranks=2, bucket_bytes=8)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,15 @@
-"""The mean of each gradient over the data-parallel ranks, as operators of the Program."""
+"""What data-parallel ranks exchange, as operators of their Programs: parameters, and gradients.
+
+Tensors travel in buffers, in their order, which is the same on every rank because the Program is.
+Each buffer waits for the one before it: the multi-threaded executor could start them in another
+order on another rank, and then they would be mixed with each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import paddle
 
 from paddle_recompute._paddle_static import pir
 from paddle_recompute._paddle_static.pir import Value
@@ -13,10 +20,6 @@ ParamsGrads = list[tuple[Value, Value]]
 
 def mean_over_ranks(params_grads: ParamsGrads, *, num_ranks: int, bucket_bytes: int) -> ParamsGrads:
     """Append all-reduces at the insertion point; ``sum / num_ranks`` of each gradient.
-
-    Gradients travel in buffers, in their order, which is the same on every rank because the
-    Program is. Each buffer waits for the one before it: the multi-threaded executor could start
-    them in another order on another rank, and then they would be summed with each other.
 
     Args:
         params_grads: Parameter and local gradient, dense.
@@ -37,27 +40,50 @@ def mean_over_ranks(params_grads: ParamsGrads, *, num_ranks: int, bucket_bytes: 
                 f"the gradient of '{parameter.name}' is sparse, and ranks exchange dense "
                 "gradients only; create its embedding with sparse=False"
             )
-    reduced: ParamsGrads = []
+    reduced = _exchanged(
+        [gradient for _, gradient in params_grads],
+        lambda flat: pir.mean_over_ranks(flat, num_ranks),
+        bucket_bytes,
+    )
+    return [(parameter, mean) for (parameter, _), mean in zip(params_grads, reduced, strict=True)]
+
+
+def start_as_rank_0(
+    program: paddle.static.Program, startup: paddle.static.Program, *, bucket_bytes: int
+) -> None:
+    """Append to `startup` what gives parameters and buffers of `program` the values of rank 0.
+
+    As fleet does it on 2.6: ranks with seeds of their own draw other weights, and only gradients
+    are exchanged afterwards. Every rank must run `startup`.
+    """
+    found = pir.initial_values(startup, program)
+    with pir.editing(startup):
+        values = _exchanged([value for _, value in found], pir.value_of_rank_0, bucket_bytes)
+        for (operation, _), value in zip(found, values, strict=True):
+            pir.set_instead(operation, value)
+
+
+def _exchanged(
+    values: list[Value], exchange: Callable[[Value], Value], bucket_bytes: int
+) -> list[Value]:
+    """What `exchange` makes of `values`, in their shapes."""
+    results: list[Value] = []
     previous: Value | None = None
-    for bucket in _buckets(params_grads, bucket_bytes):
-        flat = pir.join([gradient for _, gradient in bucket], after=previous)
-        previous = pir.mean_over_ranks(flat, num_ranks)
-        pieces = pir.part(previous, [gradient for _, gradient in bucket])
-        reduced += [
-            (parameter, piece) for (parameter, _), piece in zip(bucket, pieces, strict=True)
-        ]
-    return reduced
+    for bucket in _buckets(values, bucket_bytes):
+        previous = exchange(pir.join(bucket, after=previous))
+        results += pir.part(previous, bucket)
+    return results
 
 
-def _buckets(params_grads: ParamsGrads, bucket_bytes: int) -> Iterator[ParamsGrads]:
-    bucket: ParamsGrads = []
+def _buckets(values: list[Value], bucket_bytes: int) -> Iterator[list[Value]]:
+    bucket: list[Value] = []
     size = 0
-    for parameter, gradient in params_grads:
-        own = pir.num_bytes(gradient)
-        if bucket and (size + own > bucket_bytes or gradient.dtype != bucket[0][1].dtype):
+    for value in values:
+        own = pir.num_bytes(value)
+        if bucket and (size + own > bucket_bytes or value.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
-        bucket.append((parameter, gradient))
+        bucket.append(value)
         size += own
     if bucket:
         yield bucket

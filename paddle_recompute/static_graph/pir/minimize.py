@@ -9,7 +9,11 @@ import paddle
 from paddle_recompute._paddle_static import pir
 from paddle_recompute._paddle_static.pir import Operation
 from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.static_graph.pir.data_parallel import ParamsGrads, mean_over_ranks
+from paddle_recompute.static_graph.pir.data_parallel import (
+    ParamsGrads,
+    mean_over_ranks,
+    start_as_rank_0,
+)
 from paddle_recompute.static_graph.pir.gradient_merge import merge_gradients
 from paddle_recompute.static_graph.pir.graph import Graph
 from paddle_recompute.static_graph.pir.recompute import recompute
@@ -41,6 +45,8 @@ def minimize(
                 "model without wrapping it"
             )
         num_ranks = pir.join_ranks()
+        if num_ranks > 1:
+            start_as_rank_0(program, startup, bucket_bytes=requested.bucket_bytes)
         pir.claim_recomputed_calls(program)
         params_grads = pir.append_backward(optimizer, loss, startup)
         if requested.recompute:

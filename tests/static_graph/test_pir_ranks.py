@@ -1,0 +1,182 @@
+"""Data-parallel Programs of PIR on two gloo ranks, against one process with the joined batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute.static_graph import mark_checkpoint
+from tests.ranks import ROOT, free_ports, rank_environment, run_ranks
+from tests.static_graph.models import (
+    BATCH,
+    HIDDEN,
+    Run,
+    Stack,
+    assert_equal,
+    data,
+    num_recomputed,
+    train,
+)
+
+pytestmark = pytest.mark.skipif(
+    paddle.__version__.startswith("2."), reason="Paddle 2.6 builds the old representation"
+)
+
+ORDER_OF_SUMS = 2e-6
+"""Two means of half a batch are added where one process takes one mean: float32 rounding."""
+
+
+def stack(dropout: float) -> Callable[[], Any]:
+    """The loss of marked blocks, for a batch of any size."""
+
+    def build() -> Any:
+        x = data(shape=(-1, HIDDEN))
+        for index, layer in enumerate(Stack(3, dropout).layers):
+            x = mark_checkpoint(layer(x), f"layers.{index}")
+        return x.square().mean()
+
+    return build
+
+
+def clipped_sgd() -> Any:
+    return paddle.optimizer.SGD(0.1, grad_clip=paddle.nn.ClipGradByGlobalNorm(0.05))
+
+
+def bfloat16() -> Any:
+    return paddle.amp.auto_cast(True, level="O1", dtype="bfloat16")
+
+
+MERGED = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "avg": True}}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"checkpoints": None},
+    "recompute": {"checkpoints": ()},
+    "each gradient alone": {"checkpoints": (), "fuse_all_reduce_ops": False},
+    "clipped": {"checkpoints": (), "make_optimizer": clipped_sgd},
+    "merged": {"checkpoints": (), **MERGED, "runs_per_step": 2},
+    "bfloat16": {"checkpoints": (), "prepare": bfloat16, "amp": True},
+    "bfloat16, plain": {"checkpoints": None, "prepare": bfloat16, "amp": True},
+    "dropout": {"checkpoints": (), "dropout": 0.1, "steps": 10},
+    "dropout, plain": {"checkpoints": None, "dropout": 0.1, "steps": 10},
+    "other weights drawn": {"checkpoints": (), "seed": 100},
+}
+
+
+def joined(random: np.random.RandomState) -> dict[str, np.ndarray]:
+    return {"x": random.randn(2 * BATCH, HIDDEN).astype("float32")}
+
+
+def run_case(feeds: Any, rank: int, *, dropout: float = 0.0, seed: int = 0, **options: Any) -> Run:
+    build = stack(dropout)
+
+    def seeded() -> Any:
+        paddle.seed(7 + seed * rank)
+        return build()
+
+    return train(seeded, feeds=feeds, **{"steps": 4, **options})
+
+
+def worker() -> dict[str, Run]:
+    rank = paddle.distributed.get_rank()
+
+    def own_half(random: np.random.RandomState) -> dict[str, np.ndarray]:
+        return {"x": joined(random)["x"][rank * BATCH : (rank + 1) * BATCH]}
+
+    return {
+        **{name: run_case(own_half, rank, **case) for name, case in CASES.items()},
+        "sparse": train(sparse_embedding, (), feeds=lambda random: {"ids": np.arange(4) + rank}),
+    }
+
+
+def sparse_embedding() -> Any:
+    """Its gradient is dense in PIR, and can travel."""
+    ids = paddle.static.data("ids", [BATCH], "int64")
+    x = paddle.nn.Embedding(5, HIDDEN, sparse=True)(ids)
+    return mark_checkpoint(paddle.tanh(paddle.nn.Linear(HIDDEN, HIDDEN)(x)), "c").square().mean()
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks() -> list[dict[str, Any]]:
+    """All cases, in one start of the ranks."""
+    return run_ranks(worker, 2, timeout=180)
+
+
+@pytest.mark.parametrize("name", ["recompute", "clipped", "merged"])
+def test_one_process_with_the_joined_batch(of_two_ranks: list[dict[str, Any]], name: str) -> None:
+    first, second = (results[name] for results in of_two_ranks)
+    expected = run_case(joined, 0, **CASES[name])
+    means = [(a + b) / 2 for a, b in zip(first.losses, second.losses, strict=True)]
+    np.testing.assert_allclose(means, expected.losses, rtol=ORDER_OF_SUMS)
+    for step, gradients in enumerate(expected.gradients):
+        for parameter, gradient in gradients.items():
+            local = (one.gradients[step][parameter] for one in (first, second))
+            np.testing.assert_allclose(
+                sum(local) / 2, gradient, atol=ORDER_OF_SUMS, err_msg=f"step {step}, {parameter}"
+            )
+
+
+@pytest.mark.parametrize("name", [*CASES, "sparse"])
+def test_ranks_end_with_the_same_parameters(of_two_ranks: list[dict[str, Any]], name: str) -> None:
+    first, second = (results[name] for results in of_two_ranks)
+    assert first.losses != second.losses
+    assert first.parameters.keys() == second.parameters.keys()
+    for parameter, value in first.parameters.items():
+        np.testing.assert_array_equal(value, second.parameters[parameter], parameter)
+
+
+@pytest.mark.parametrize("name", ["recompute", "dropout", "bfloat16"])
+def test_recompute_changes_nothing(of_two_ranks: list[dict[str, Any]], name: str) -> None:
+    plain = {"recompute": "plain"}.get(name, f"{name}, plain")
+    for results in of_two_ranks:
+        assert num_recomputed(results[name]) > 0
+        assert_equal(results[name], results[plain])
+
+
+def test_size_of_buffers_changes_nothing(of_two_ranks: list[dict[str, Any]]) -> None:
+    for results in of_two_ranks:
+        assert_equal(results["each gradient alone"], results["recompute"])
+
+
+def test_every_rank_starts_with_the_weights_of_rank_0(of_two_ranks: list[dict[str, Any]]) -> None:
+    assert_equal(of_two_ranks[0]["other weights drawn"], of_two_ranks[0]["recompute"])
+    assert_equal(of_two_ranks[1]["other weights drawn"], of_two_ranks[1]["recompute"])
+
+
+ALL_STATIC = """
+import paddle
+paddle.enable_static()
+paddle.distributed.fleet.init(is_collective=True)
+paddle.disable_static()
+from tests.static_graph.test_pir_ranks import CASES, joined, run_case
+run = run_case(joined, paddle.distributed.get_rank(), seed=5, checkpoints=())
+print("losses", run.losses)
+"""
+
+
+def test_ranks_that_never_were_in_dygraph() -> None:
+    """A script of a static job does not call ``init_parallel_env``."""
+    ports = free_ports(3)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALL_STATIC],
+            env=rank_environment(rank, ports),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    alone = run_case(joined, 0, checkpoints=())
+    for output in outputs:
+        assert f"losses {alone.losses}" in output, output[-3000:]
