@@ -34,7 +34,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py')
 
-.PHONY: venv venv26 train test test26 lint bench wheel-test clean
+.PHONY: venv venv26 venv-torch train test test26 lint bench wheel-test clean
 
 venv: .venv/.installed
 venv26: .venv26/.installed
@@ -44,6 +44,15 @@ venv26: .venv26/.installed
 
 .venv26/.installed: setup.py requirements/paddle26.txt requirements/common.txt
 	@$(call install,.venv26,requirements/paddle26.txt)
+
+# A benchmark's alone; it has nothing of the library in it.
+venv-torch: .venv-torch/.installed
+.venv-torch/.installed: requirements/torch.txt
+	@$(FIND_PYTHON); \
+	.venv-torch/bin/python -c '$(PROBE)' >/dev/null 2>&1 || "$$found" -m venv --clear .venv-torch
+	@echo ".venv-torch: installing $<, which takes some minutes the first time"
+	@.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 train: venv
 	@.venv/bin/python -m paddle_recompute.cli train --config $(CONFIG) $(ARGS)
@@ -66,6 +75,7 @@ bench: venv
 	    module=benchmarks.$$(basename $$script .py); \
 	    case $$module in \
 	        *.sync_cost_model) continue;; \
+	        *.contrastive_vs_sentence_transformers) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
 	        *.sync|*.sync_scaling) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
 	    esac; \
 	    echo "=== python -m $$module"; \
@@ -76,6 +86,10 @@ bench: venv
 # bench-sync_matrix, bench-sync_scaling; with Paddle 2.6: make bench26-sync_matrix
 bench-%: venv
 	.venv/bin/python -m benchmarks.$*
+
+# Needs the environment of the other library too.
+bench-contrastive_vs_sentence_transformers: venv venv-torch
+	.venv/bin/python -m benchmarks.contrastive_vs_sentence_transformers $(ARGS)
 
 bench26-%: venv26
 	.venv26/bin/python -m benchmarks.$*
