@@ -50,10 +50,7 @@ def fleet_minimize(
     Fleet is initialized if nobody did, for as many ranks as the launch has. On several CPU ranks
     both Programs are made to run with gloo.
     """
-    num_ranks = int(paddle.distributed.get_world_size())
-    gloo = num_ranks > 1 and on_cpu()
-    if gloo:
-        _join_gloo()
+    gloo = join_ranks() > 1 and on_cpu()
     with _quiet("paddle.distributed.fleet.utils.log_util"), contextlib.redirect_stdout(None):
         # _role_maker is None until fleet.init; there is no public way to ask.
         if fleet.fleet._role_maker is None:
@@ -82,6 +79,17 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def join_ranks() -> int:
+    """Connect this process with the other ranks of the launch, on CPUs; returns how many there are.
+
+    On devices the startup program does, which fleet writes.
+    """
+    num_ranks = int(paddle.distributed.get_world_size())
+    if num_ranks > 1 and on_cpu():
+        _join_gloo()
+    return num_ranks
 
 
 @functools.cache

@@ -58,6 +58,11 @@ def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> p
         )
     if not has_other_ranks(group):
         return tensor
+    if not _paddle.is_dygraph():
+        raise StaticGraphError(
+            "all_gather_with_grad works in dygraph only: Paddle has no gather with a gradient for "
+            "Programs; ContrastiveLoss(negatives='global') works in them without one"
+        )
     rows = agree_on_rows([tensor], group)
     return gather_rows([tensor], rows, group)[0]
 
@@ -104,7 +109,6 @@ def has_other_ranks(group: Group | None) -> bool:
     """Whether there is somebody to gather from.
 
     Raises:
-        StaticGraphError: There is, and a Program is being built.
         SyncError: This process was launched as one of several ranks and has not joined them, or it
             is no member of `group`.
     """
@@ -112,10 +116,6 @@ def has_other_ranks(group: Group | None) -> bool:
     joined = bool(dist.is_initialized())
     if not (is_distributed(group) if joined else launched > 1):
         return False
-    if not _paddle.is_dygraph():
-        raise StaticGraphError(
-            "rows of other ranks are gathered in dygraph only; in a Program use negatives='local'"
-        )
     if not joined:
         raise SyncError(
             f"this process is one of {launched} ranks (PADDLE_TRAINERS_NUM) and has not joined the "

@@ -15,6 +15,7 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
+from paddle_recompute.contrastive._gather_static import gather_in_program
 from paddle_recompute.contrastive._streaming import streamed_loss
 from paddle_recompute.contrastive._whole import whole_loss
 from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows, has_other_ranks
@@ -49,6 +50,10 @@ class ContrastiveLoss(paddle.nn.Layer):
       scores; other ranks' vectors arrive by `all_gather_with_grad`, whose gradients are exact.
     - ``"local"``: it is that of the mean of R losses, each a choice among b: of the same scale, but
       *not* the gradient of one loss over all pairs, whose queries have R*b - 1 negatives.
+
+    In a Program, where nothing gathers rows with their gradients, each rank computes the loss of
+    the pairs of all ranks, [R*b, R*b] scores, and propagates what its own rows owe: the same
+    gradient for R times the work. All ranks must have the same number of pairs there.
 
     K micro-batches of b give the mean of K such losses in either case: more negatives come from a
     larger micro-batch (`GradCache`), not from accumulation.
@@ -190,7 +195,7 @@ class ContrastiveLoss(paddle.nn.Layer):
                 there is one pair only: it has no negatives, its loss would be 0 whatever the model
                 does. Or a rank has none.
             SyncError: The ranks' arguments differ in more than the number of pairs.
-            StaticGraphError: In a Program, `tile` is set, or ``"global"`` meets other ranks.
+            StaticGraphError: In a Program, `tile` is set, or `group` is.
         """
         given = (query, positive, hard_negatives, positive_ids, negative_ids)
         _check_shapes(query, positive, hard_negatives)
@@ -198,6 +203,11 @@ class ContrastiveLoss(paddle.nn.Layer):
         if self.tile is not None and not _paddle.is_dygraph():
             raise StaticGraphError(
                 f"tile={self.tile}: tiles are streamed in dygraph only; in a Program set tile=None"
+            )
+        if self.group is not None and not _paddle.is_dygraph():
+            raise StaticGraphError(
+                f"{self.group}: in a Program negatives come from all ranks; set group=None, or "
+                "negatives='local'"
             )
         with _amp_off():
             batch, weight = self._batch(*given)
@@ -225,7 +235,11 @@ class ContrastiveLoss(paddle.nn.Layer):
         if negative_ids is not None:
             tensors["negative_ids"] = negative_ids
         num_pairs, weight, places = query.shape[0], 1.0, {}
-        if self.negatives == "global" and has_other_ranks(self.group):
+        elsewhere = self.negatives == "global" and has_other_ranks(self.group)
+        if elsewhere and not _paddle.is_dygraph():
+            tensors = gather_in_program(tensors)
+            num_pairs = tensors["queries"].shape[0]
+        elif elsewhere:
             # Queries that nobody searches for stay where they are.
             staying = [] if self.symmetric else ["queries"]
             sent = [name for name in tensors if name not in staying]

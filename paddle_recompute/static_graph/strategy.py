@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import paddle
 
 from paddle_recompute import _paddle_static
-from paddle_recompute.config import Config, RecomputeConfig, SyncConfig
+from paddle_recompute.config import Config, ContrastiveConfig, RecomputeConfig, SyncConfig
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.recompute import RecomputeLayer
 from paddle_recompute.recompute.layer import RecomputedFunction
@@ -100,7 +100,11 @@ def check_static(config: Config) -> None:
     Raises:
         ConfigError: It cannot; the message lists every setting in question.
     """
-    faults = [*_recompute_faults(config.recompute), *_sync_faults(config.sync)]
+    faults = [
+        *_recompute_faults(config.recompute),
+        *_sync_faults(config.sync),
+        *_contrastive_faults(config.contrastive),
+    ]
     if config.strategy.amp and config.strategy.amp_configs.level != "O1":
         faults.append(
             "strategy.amp_configs.level: static graphs are trained at level O1, with parameters in "
@@ -133,6 +137,22 @@ def _sync_faults(sync: SyncConfig) -> list[str]:
         for name in given
         if given[name] != default[name]
     ]
+
+
+def _contrastive_faults(contrastive: ContrastiveConfig) -> list[str]:
+    faults = [
+        f"contrastive.{name}: {getattr(contrastive, name)}: the gradient cache encodes each chunk "
+        "twice, with the same random numbers and the loss in between, and a Program is run as a "
+        "whole. Remove it, and bound the memory with recompute.checkpoints; what is still too "
+        "large needs a smaller contrastive.global_batch, or mode: dygraph"
+        for name in ("chunk_size", "chunk_tokens", "memory_budget")
+        if getattr(contrastive, name) is not None
+    ]
+    if contrastive.tile is not None:
+        faults.append(
+            f"contrastive.tile: {contrastive.tile}: tiles are streamed in dygraph only; remove it"
+        )
+    return faults
 
 
 def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from paddle.optimizer import AdamW, lr
 
 from paddle_recompute import _nested
-from paddle_recompute._paddle_static import training
+from paddle_recompute._paddle_static import ranks, training
 from paddle_recompute.config import Config
 from paddle_recompute.errors import (
     CheckpointError,
     ConfigError,
+    DataError,
     DivergenceError,
     StaticGraphError,
 )
@@ -118,7 +119,8 @@ class StaticTrainStep:
 
         Raises:
             ConfigError: Another number of micro-batches was given, or a loss is not a scalar.
-            DataError: A micro-batch has not the structure, shapes or dtypes of the first.
+            DataError: A micro-batch has not the structure, shapes or dtypes of the first; or its
+                loss is over the rows of all ranks, and they have not equally many.
             DivergenceError: Loss or gradient is not finite. The parameters are spoiled: continue
                 from the last checkpoint.
         """
@@ -129,6 +131,8 @@ class StaticTrainStep:
             )
         built = self._built or self.build(micro_batches[0])
         feeds = [built.feeds.arrays(micro_batch) for micro_batch in micro_batches]
+        if built.gathers_rows:
+            _check_equal_rows([length_of_first_axis(arrays) for arrays in feeds])
         started = time.perf_counter()
         counts = [
             self._count(one, arrays) for one, arrays in zip(micro_batches, feeds, strict=True)
@@ -253,6 +257,7 @@ class StaticTrainStep:
                 grad_clip=clip,
             )
             strategy = distributed_strategy(config, model)
+            gathers_rows = ranks.has_sums(main)
             minimize(optimizer, loss * weight.sum(), strategy, startup_program=startup)
             names = {variable.name: name for name, variable in model.state_dict().items()}
             structured = {p.name: name for name, p in model.named_parameters()}
@@ -263,7 +268,7 @@ class StaticTrainStep:
         executor, scope = paddle.static.Executor(), paddle.static.Scope()
         executor.run(startup, scope=scope)
         variables = {"model": {name: one for one, name in names.items()}, "optimizer": moments}
-        return _Built([loss, clip.norm], feeds, variables, executor, scope, main)
+        return _Built([loss, clip.norm], feeds, variables, gathers_rows, executor, scope, main)
 
 
 @dataclass
@@ -274,6 +279,7 @@ class _Built:
         fetched: Loss and gradient norm.
         feeds: What is fed.
         variables: Names in the scope, by section and by what they are called in a state.
+        gathers_rows: Whether the loss is over the rows of all ranks.
         executor: Runs it.
         scope: Holds its variables.
         main: The Program.
@@ -282,6 +288,7 @@ class _Built:
     fetched: list[Any]
     feeds: Feeds
     variables: dict[str, dict[str, str]]
+    gathers_rows: bool
     executor: Any
     scope: Any
     main: paddle.static.Program
@@ -289,7 +296,7 @@ class _Built:
     def run(self, arrays: Arrays, weight: float) -> tuple[float, float]:
         """Run the Program once; returns loss and gradient norm (of the last update)."""
         feed = {**arrays, _WEIGHT: np.full([1], weight, "float32")}
-        # Guarded, not only handed over: Paddle 3.x looks for a scheduler's rate in the global scope.
+        # Guarded, and not only handed over: 3.x looks for a scheduler's rate in the global scope.
         with training.static_mode(), paddle.static.scope_guard(self.scope):
             loss, norm = self.executor.run(
                 self.main, feed=feed, fetch_list=self.fetched, scope=self.scope
@@ -362,6 +369,17 @@ def _check_ranks() -> None:
         raise StaticGraphError(
             f"the launch has {paddle.distributed.get_world_size()} ranks, which are not connected; "
             "call paddle.distributed.init_parallel_env() before StaticTrainStep"
+        )
+
+
+def _check_equal_rows(rows: list[int]) -> None:
+    """The executor would hang, or take one rank's rows for another's."""
+    unequal = [count for count in rows if mean_over_ranks(float(count)) != count]
+    if mean_over_ranks(float(len(unequal))) > 0:
+        raise DataError(
+            f"this rank has micro-batches of {rows} rows, and another rank others; in a Program "
+            "the loss over the rows of all ranks needs equally many on each: drop the last batch "
+            "where it is uneven, or set contrastive.negatives: local"
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.contrastive import loss as loss_module
-from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.errors import StaticGraphError, SyncError
 from tests.contrastive.loss_reference import reference, tolerance, unit_rows
 
 PAIRS, DIM, HARD = 6, 5, 2
@@ -111,9 +111,11 @@ def test_tiles_in_a_program_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("static_graph")
-def test_other_ranks_in_a_program_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_have_not_joined_and_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     data = paddle.static.data("query", [PAIRS, DIM])
-    with pytest.raises(StaticGraphError, match="in a Program use negatives='local'"):
+    with pytest.raises(SyncError, match=r"is one of 2 ranks .* has not joined"):
         ContrastiveLoss()(data, data)
+    with pytest.raises(StaticGraphError, match="negatives come from all ranks"):
+        ContrastiveLoss(group=object())(data, data)
     ContrastiveLoss(negatives="local")(data, data)

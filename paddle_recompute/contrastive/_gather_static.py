@@ -1,0 +1,80 @@
+"""Rows of all ranks in a Program, where nothing that gathers them has a gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle_static import ranks
+
+Variable = Any
+_PART = 2**22
+"""An int64 is sent as three floats: 20 bits, and twice these. float32 has 24 bits."""
+
+
+def gather_in_program(tensors: dict[str, Variable]) -> dict[str, Variable]:
+    """The rows of all ranks, for a loss that every rank computes over all of them.
+
+    The gradient of such a loss by a rank's own rows is complete, and it is that of one rank alone;
+    data-parallel averaging would divide it by the number of ranks R. So a rank's own rows pass on
+    R times their gradient, and other ranks' rows none. What the loss depends on besides, as on a
+    learned temperature, is not touched: each rank has its whole gradient.
+
+    One all-reduce of ``[R * rows, columns]``: with two, ranks could meet in different ones, since
+    the executor is free to start either first.
+
+    Args:
+        tensors: ``[rows, ...]`` each, floating point, or int64, which is sent without loss. The
+            number of rows may be unknown, but must be the same on all ranks.
+
+    Returns:
+        ``[R * rows, ...]`` each, in the order of the ranks.
+    """
+    rank, num_ranks = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
+    wide = any(tensor.dtype == paddle.float64 for tensor in tensors.values())
+    parts = {name: _as_columns(tensor) for name, tensor in tensors.items()}
+    mine = paddle.concat(
+        [part.astype("float64" if wide else "float32") for part in parts.values()], axis=1
+    )
+
+    def placed(rows: Variable) -> Variable:
+        nothing = paddle.zeros_like(rows)
+        return paddle.concat([rows if one == rank else nothing for one in range(num_ranks)])
+
+    own = placed(mine.detach())
+    others = (ranks.sum_over_ranks(own) - own).detach()
+    # In value `mine`, to the bit.
+    boosted = mine + (mine - mine.detach()) * (num_ranks - 1)
+    columns = paddle.split(
+        placed(boosted) + others, [part.shape[1] for part in parts.values()], axis=1
+    )
+    return {
+        name: _from_columns(one, tensor)
+        for (name, tensor), one in zip(tensors.items(), columns, strict=True)
+    }
+
+
+def _as_columns(tensor: Variable) -> Variable:
+    """[rows, columns], floating point."""
+    flat = tensor.unsqueeze(1) if len(tensor.shape) == 1 else tensor.flatten(1)
+    if flat.dtype != paddle.int64:
+        return flat
+    part = paddle.full([1], _PART, "int64")
+    high = paddle.floor_divide(flat, part)
+    highest = paddle.floor_divide(high, part)
+    parts = [highest, high - highest * part, flat - high * part]
+    return paddle.concat([one.astype("float64") for one in parts], axis=1)
+
+
+def _from_columns(columns: Variable, like: Variable) -> Variable:
+    """As `_as_columns` got it, with the rows of all ranks and the dtype of `like`."""
+    shape = [-1, *like.shape[1:]]
+    if like.dtype != paddle.int64:
+        return columns.astype(like.dtype).reshape(shape)
+    highest, high, low = (
+        one.astype("int64") for one in paddle.split(columns, [math.prod(shape[1:])] * 3, axis=1)
+    )
+    part = paddle.full([1], _PART, "int64")
+    return ((highest * part + high) * part + low).reshape(shape)
