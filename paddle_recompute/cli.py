@@ -165,6 +165,41 @@ def search(
                 click.echo(f"{hit.rank:>3}  {hit.score:.4f}  {hit.text}")
 
 
+@main.command()
+@click.option("--config", "config_file", required=True, metavar="FILE", help="A YAML file.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Optimizer steps of each training run.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the tables.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def parity(
+    config_file: str, steps: int, as_json: bool, debug: bool, overrides: tuple[str, ...]
+) -> None:
+    """Show that dygraph and the static graph train the same as FILE says.
+
+    For example: paddle-recompute parity --config run.yaml --steps 10
+
+    Trains the first steps in both modes, with and without recompute, on one process and on
+    launch.num_ranks, from the same weights on the same pairs, and compares losses, gradients and
+    parameters. Ends with code 1 where they are not as close as they must be, and names the first
+    parameter that differs.
+    """
+    with _errors_in_one_paragraph(debug, "interrupted; all processes have ended"):
+        config = load_config(config_file, overrides)
+        require_paddle_and_devices(config)
+        from paddle_recompute.parity import parity as compare_modes
+
+        report = compare_modes(config, steps=steps)
+        click.echo(json.dumps(report.to_dict()) if as_json else str(report))
+        if report.faults:
+            sys.exit(1)
+
+
 def _prepare_one_process() -> None:
     """For a command that starts no ranks; before the first import of Paddle."""
     require_paddle()

@@ -1,0 +1,115 @@
+"""What a training run leaves behind for the comparison: numbers and arrays, in files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paddle_recompute.parity.variants import Case, Variant
+
+Arrays = dict[str, NDArray[Any]]
+WEIGHTS = "weights.npz"
+_ARRAYS = ("gradients", "parameters")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The numbers of a training run, as one rank saw it.
+
+    Attributes:
+        losses: Of every step, the mean over all pairs.
+        grad_norms: Of every step, before clipping.
+        learning_rates: Of every step.
+        digests: Of the parameters after the last step, by structured name: equal ones have equal
+            bits.
+        peak_bytes: The peak of the steps after the first; with Paddle 2.6 on a CPU, since the
+            process began. None where the process had trained another case before.
+        seconds_per_step: Median of the steps after the first; None likewise.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+    digests: dict[str, str]
+    peak_bytes: int | None
+    seconds_per_step: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A training run, as rank 0 saw it.
+
+    Attributes:
+        figures: Its numbers.
+        gradients: Of the first step, as they reach the optimizer: synchronized and clipped; by
+            structured name.
+        parameters: After the last step, with buffers, by structured name.
+    """
+
+    figures: Figures
+    gradients: Arrays
+    parameters: Arrays
+
+
+def digests_of(parameters: Mapping[str, NDArray[Any]]) -> dict[str, str]:
+    """A short text for each array; two arrays have the same one if their bits are the same."""
+    return {
+        name: hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
+        for name, array in parameters.items()
+    }
+
+
+def write_record(folder: Path, case: Case, rank: int, outcome: Outcome) -> None:
+    """Write the figures of a rank to `folder`, and the arrays of rank 0: twice the parameters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _file(folder, case, rank, "json").write_text(json.dumps(vars(outcome.figures)), "utf-8")
+    if rank == 0:
+        arrays = {
+            f"{kind}/{name}": array
+            for kind in _ARRAYS
+            for name, array in getattr(outcome, kind).items()
+        }
+        write_arrays(_file(folder, case, rank, "npz"), arrays)
+
+
+def read_figures(folder: Path, variant: Variant, case: Case) -> list[Figures]:
+    """Those of all ranks, in their order."""
+    own = folder / variant.folder_name
+    texts = [_file(own, case, rank, "json").read_text("utf-8") for rank in range(variant.ranks)]
+    return [Figures(**json.loads(text)) for text in texts]
+
+
+def read_outcome(folder: Path, variant: Variant, case: Case) -> Outcome:
+    """What rank 0 wrote."""
+    arrays: dict[str, Arrays] = {kind: {} for kind in _ARRAYS}
+    own = _file(folder / variant.folder_name, case, 0, "npz")
+    for key, array in read_arrays(own).items():
+        kind, _, name = key.partition("/")
+        arrays[kind][name] = array
+    return Outcome(read_figures(folder, variant, case)[0], **arrays)
+
+
+def write_arrays(path: Path, arrays: Arrays) -> None:
+    """As ``numpy.savez`` does, which would take an array with the name of one of its options."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
+
+
+def read_arrays(path: Path) -> Arrays:
+    """What `write_arrays` wrote."""
+    with np.load(path) as file:
+        return dict(file)
+
+
+def _file(folder: Path, case: Case, rank: int, suffix: str) -> Path:
+    return folder / f"{case.name.replace(' ', '_')}.rank{rank}.{suffix}"

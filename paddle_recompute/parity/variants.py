@@ -1,0 +1,137 @@
+"""What is run: each mode with and without recompute, on one process and on the ranks of the file.
+
+A variant is a process (or as many as it has ranks) of its own, because Paddle 2.6 cannot forget a
+peak of memory. It trains once per case, from the same weights on the same pairs: first with the
+dropout of the configuration, where memory and time are measured, then without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from paddle_recompute.config import Config
+from paddle_recompute.errors import ConfigError
+
+Mode = Literal["dygraph", "static"]
+MODES: tuple[Mode, ...] = ("dygraph", "static")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run of a variant.
+
+    Attributes:
+        dropout: Whether with the dropout of the configuration; without it nothing is random.
+    """
+
+    dropout: bool
+
+    @property
+    def name(self) -> str:
+        """For files and tables."""
+        return "dropout" if self.dropout else "no dropout"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A mode, with recompute or without, on so many ranks.
+
+    Attributes:
+        mode: Of the configuration.
+        recompute: Whether the ``recompute`` section is applied.
+        ranks: Processes.
+        shares: Ranks of the configuration. They decide which pairs meet in a micro-batch, on one
+            process too.
+        cases: What is trained in them, one after the other.
+    """
+
+    mode: Mode
+    recompute: bool
+    ranks: int
+    shares: int
+    cases: tuple[Case, ...]
+
+    @property
+    def name(self) -> str:
+        """``"static recompute, 2 ranks"``."""
+        ranks = "1 process" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.mode} {'recompute' if self.recompute else 'plain'}, {ranks}"
+
+    @property
+    def folder_name(self) -> str:
+        """``"static-recompute-2"``."""
+        return f"{self.mode}-{'recompute' if self.recompute else 'plain'}-{self.ranks}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, from which `from_dict` makes an equal variant."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Variant:
+        """What `to_dict` gave."""
+        return cls(**{**values, "cases": tuple(Case(**case) for case in values["cases"])})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run, and what is not.
+
+    Attributes:
+        variants: In the order in which they run.
+        same_loss: Whether several ranks have the loss of one process: that over all their pairs.
+        notes: Sentences that say what of the configuration is not compared, and why.
+    """
+
+    variants: tuple[Variant, ...]
+    same_loss: bool
+    notes: tuple[str, ...]
+
+
+def plan(config: Config) -> Plan:
+    """Choose the variants of a configuration.
+
+    Raises:
+        ConfigError: It has several machines, or nothing is recomputed in it.
+    """
+    if config.launch.num_nodes > 1:
+        raise ConfigError(
+            f"launch.num_nodes: {config.launch.num_nodes}: parity starts all ranks on this "
+            "machine; set launch.num_nodes=1"
+        )
+    if not config.recompute.enable:
+        raise ConfigError(
+            "recompute.enable: false: parity compares each mode with and without recompute, and "
+            "needs to know what is recomputed; set recompute.enable=true"
+        )
+    notes = []
+    has_dropout = bool(config.model.hidden_dropout or config.model.attention_dropout)
+    if not has_dropout:
+        notes.append("The configuration has no dropout: all that is compared is without.")
+    cases = tuple(Case(dropout) for dropout in ([True, False] if has_dropout else [False]))
+    ranks = config.launch.num_ranks
+    counts = [1] if ranks == 1 else [1, ranks]
+    if ranks == 1:
+        notes.append("launch.num_ranks is 1: nothing is compared on several ranks.")
+    elif config.contrastive.negatives == "local":
+        notes.append(
+            f"contrastive.negatives is local: {ranks} ranks have another loss than one process, "
+            "and are not compared with it."
+        )
+    variants = []
+    for count in counts:
+        for mode in MODES:
+            variants += [Variant(mode, on, count, ranks, cases) for on in (False, True)]
+    return Plan(tuple(variants), config.contrastive.negatives == "global", tuple(notes))
+
+
+def config_for(config: Config, variant: Variant, case: Case) -> Config:
+    """The configuration of one training run."""
+    tree = config.to_dict()
+    tree["mode"] = "dygraph"
+    tree["model"]["init_from"] = None  # the weights are handed over
+    if not case.dropout:
+        tree["model"] |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    tree["recompute"]["enable"] = variant.recompute
+    tree["launch"]["num_ranks"] = variant.ranks
+    return Config.model_validate(tree)

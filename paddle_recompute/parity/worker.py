@@ -1,0 +1,179 @@
+"""One process of `parity`: ``python -m paddle_recompute.parity.worker JOB.json``.
+
+A job without a variant makes the inputs, once for all, by the configuration's own data path:
+initial weights, and the pairs of every step. One with a variant trains its cases from them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from numpy.typing import NDArray
+
+from paddle_recompute import _memory, _paddle, _rank_process
+from paddle_recompute.config import Config
+from paddle_recompute.data import build_loader, prepare_data
+from paddle_recompute.errors import DataError
+from paddle_recompute.grad_sync import barrier
+from paddle_recompute.models import build_model
+from paddle_recompute.optimizer import build_schedule
+from paddle_recompute.parity.records import (
+    WEIGHTS,
+    Arrays,
+    Figures,
+    Outcome,
+    digests_of,
+    read_arrays,
+    write_arrays,
+    write_record,
+)
+from paddle_recompute.parity.runs import RUNS, SIDES, Run, gradients_of_first_step
+from paddle_recompute.parity.variants import Variant, config_for, plan
+from paddle_recompute.static_graph.strategy import check_static
+from paddle_recompute.trainer import step_seed, total_steps
+
+_BATCHES, _FACTS = "batches.npz", "inputs.json"
+
+
+def prepare(folder: Path, config: Config, steps: int) -> None:
+    """Write the inputs of all variants to `folder`.
+
+    Raises:
+        ConfigError: The static mode cannot honour the configuration.
+        DataError: The pairs cannot be read, or do not last for `steps`.
+    """
+    for variant in plan(config).variants:
+        if variant.mode == "static":
+            check_static(config_for(config, variant, variant.cases[0]))
+    paddle.set_device(config.launch.device)
+    seed, global_batch = config.train.seed, config.contrastive.global_batch
+    data = prepare_data(config.data, seed=seed, is_main_rank=True, barrier=lambda: None)
+    loader = build_loader(
+        data.train,
+        data.tokenizer,
+        local_batch=global_batch,
+        rank=0,
+        num_ranks=1,
+        seed=seed,
+        max_query_tokens=config.data.max_query_tokens,
+        max_positive_tokens=config.data.max_positive_tokens,
+        num_workers=0,
+    )
+    if len(loader) < steps:
+        raise DataError(
+            f"{len(data.train)} training pairs make {len(loader)} batches of "
+            f"contrastive.global_batch = {global_batch}, and --steps is {steps}; give more pairs "
+            "or lower one of the two"
+        )
+    batches: Arrays = {}
+    for step, batch in zip(range(1, steps + 1), loader, strict=False):
+        batches |= {f"{step}/{side}": batch[side].numpy() for side in SIDES}
+    vocab_size = data.tokenizer.vocab_size
+    paddle.seed(seed)
+    model = build_model(config.model, vocab_size)
+    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    write_arrays(folder / WEIGHTS, weights)
+    write_arrays(folder / _BATCHES, batches)
+    facts = {"vocab_size": vocab_size, "total_steps": total_steps(config, len(loader))}
+    (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def run_variant(folder: Path, config: Config, variant: Variant) -> None:
+    """Train every case of `variant`, and write a record of each, on every rank."""
+    paddle.set_device(config.launch.device)
+    if variant.ranks > 1:
+        _paddle.init_parallel_env()
+    for number, case in enumerate(variant.cases):
+        outcome = _train(folder, config_for(config, variant, case), variant)
+        if number:  # measured in the first, which is what the configuration trains
+            figures = replace(outcome.figures, peak_bytes=None, seconds_per_step=None)
+            outcome = replace(outcome, figures=figures)
+        write_record(folder / variant.folder_name, case, dist.get_rank(), outcome)
+    barrier()  # rank 0 hosts the store: if it left first, the others would lose it
+
+
+def micro_batches(
+    batch: NDArray[Any], *, ranks: int, k_steps: int, rank: int | None
+) -> list[NDArray[Any]]:
+    """The rows of a global batch that meet in a micro-batch, as `Trainer` deals them out.
+
+    Args:
+        batch: ``[global_batch, tokens]``.
+        ranks: As many as the configuration has.
+        k_steps: Micro-batches per step.
+        rank: Whose rows; None: those of all ranks, for a process that does the work of all.
+
+    Returns:
+        `k_steps` arrays ``[rows, tokens]``.
+    """
+    shares = batch.reshape(ranks, k_steps, -1, batch.shape[-1])
+    if rank is None:
+        return [share.reshape(-1, batch.shape[-1]) for share in shares.swapaxes(0, 1)]
+    return list(shares[rank])
+
+
+def _batches(folder: Path, config: Config, variant: Variant) -> Iterator[list[dict[str, Any]]]:
+    rank = dist.get_rank() if variant.ranks > 1 else None
+    k_steps = config.strategy.gradient_merge_configs.k_steps
+    with np.load(folder / _BATCHES) as file:
+        for step in range(1, len(file.files) // len(SIDES) + 1):
+            sides = [
+                micro_batches(
+                    file[f"{step}/{side}"], ranks=variant.shares, k_steps=k_steps, rank=rank
+                )
+                for side in SIDES
+            ]
+            yield [dict(zip(SIDES, pair, strict=True)) for pair in zip(*sides, strict=True)]
+
+
+def _train(folder: Path, config: Config, variant: Variant) -> Outcome:
+    facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    schedule = build_schedule(config, facts["total_steps"])
+    weights = read_arrays(folder / WEIGHTS)
+    run: Run = RUNS[variant.mode](config, weights, facts["vocab_size"], schedule)
+    losses, norms, rates, seconds = [], [], [], []
+    gradients: Arrays = {}
+    peak = 0
+    for step, batch in enumerate(_batches(folder, config, variant), 1):
+        if step == 2 and _memory.can_reset_peak():
+            _memory.reset_peak()
+        paddle.seed(step_seed(config.train.seed, step, dist.get_rank()))
+        started = time.perf_counter()
+        result = run.step(batch)
+        seconds.append(time.perf_counter() - started)
+        peak = _memory.peak_bytes()
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        rates.append(float(schedule.get_lr()))
+        gradients = gradients or gradients_of_first_step(run)
+        schedule.step()
+    parameters = run.parameters()
+    figures = Figures(
+        losses, norms, rates, digests_of(parameters), peak, median(seconds[1:] or seconds)
+    )
+    return Outcome(figures, gradients, parameters)
+
+
+def main(job_file: str) -> None:
+    """Do what `job_file` says."""
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    folder, config = Path(job["folder"]), Config.model_validate(job["config"])
+    if job["variant"] is None:
+        prepare(folder, config, job["steps"])
+    else:
+        run_variant(folder, config, Variant.from_dict(job["variant"]))
+
+
+if __name__ == "__main__":
+    _rank_process.prepare_rank()
+    main(*sys.argv[1:])
