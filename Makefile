@@ -34,7 +34,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py')
 
-.PHONY: venv venv26 venv-torch train test test26 lint bench wheel-test clean
+.PHONY: venv venv26 venv-torch train parity parity26 test test26 lint bench wheel-test clean
 
 venv: .venv/.installed
 venv26: .venv26/.installed
@@ -56,6 +56,13 @@ venv-torch: .venv-torch/.installed
 
 train: venv
 	@.venv/bin/python -m paddle_recompute.cli train --config $(CONFIG) $(ARGS)
+
+# Do dygraph and the static graph train the same? With Paddle 2.6: make parity26
+parity: venv
+	@.venv/bin/python -m paddle_recompute.cli parity --config $(CONFIG) $(ARGS)
+
+parity26: venv26
+	@.venv26/bin/python -m paddle_recompute.cli parity --config $(CONFIG) $(ARGS)
 
 test: venv wheel-test
 	.venv/bin/python -m pytest $(ARGS)
