@@ -1,0 +1,255 @@
+"""The mining, the split and the order of runs of `benchmarks.batch_size_study`."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import _batch_size_report as report
+from benchmarks._batch_size_plan import (
+    ARMS,
+    BATCHES,
+    LADDER,
+    SEEDS,
+    Plan,
+    next_run,
+    remaining,
+    summarize,
+    tune,
+)
+from benchmarks._batch_size_runs import Recipe, Run, batches, schedule
+from benchmarks._libreoffice import (
+    PagePair,
+    clean_interface_text,
+    paragraphs,
+    read_catalogue,
+    read_mined,
+    split_by_page,
+)
+from paddle_recompute.data import Pair
+from paddle_recompute.data.split import normal_form
+from paddle_recompute.errors import DataError
+
+PAGE = """
+<h1 id="hd_id1">Spell&amp;ing</h1>
+<p id="par_id2" class="paragraph">Choose <span class="emph">Tools
+ - <span id="s" class="switchinline"><span hidden="true" id="MACx" class="MAC">Preferences</span>
+<span hidden="true" id="defaultx">Options</span></span></span>.</p>
+<p class="embedded">no id</p>
+<p id="bm_module">an id of another kind</p>
+<p id="par_id3">twice</p><td><p id="par_id3">twice</p></td>
+"""
+
+
+def catalogue(messages: dict[str, str], order: str = "<") -> bytes:
+    texts = [text.encode() for text in (*messages, *messages.values())]
+    at = 28 + 8 * len(texts)
+    places, body = [], b""
+    for text in texts:
+        places += [len(text), at + len(body)]
+        body += text + b"\0"
+    count = len(messages)
+    head = struct.pack(f"{order}7I", 0x950412DE, 0, count, 28, 28 + 8 * count, 0, 0)
+    return head + struct.pack(f"{order}{len(places)}I", *places) + body
+
+
+def found_pairs(num_pages: int, per_page: int) -> list[PagePair]:
+    return [
+        PagePair(f"page {page}", Pair(f"中文{page}之{place}", f"english {page} of {place}"))
+        for page in range(num_pages)
+        for place in range(per_page)
+    ]
+
+
+def texts_of(pairs: list[Pair]) -> set[str]:
+    return {normal_form(text) for pair in pairs for text in (pair.query, pair.positive)}
+
+
+def test_a_paragraph_is_found_by_its_id_without_what_one_system_alone_shows() -> None:
+    assert paragraphs(PAGE) == {"hd_id1": "Spell&ing", "par_id2": "Choose Tools - Options."}
+
+
+def test_a_catalogue_is_read() -> None:
+    messages = {"": "header", "dialog|ok\x04_OK": "确定(_O)"}
+    assert read_catalogue(catalogue(messages)) == messages
+
+
+def test_what_is_no_catalogue_is_refused() -> None:
+    with pytest.raises(DataError, match=r"not a little-endian \.mo file"):
+        read_catalogue(catalogue({"a": "b"}, order=">"))
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"), [("文件(_F)...", "文件..."), ("_Save  as", "Save as"), ("a_ b", "a_ b")]
+)
+def test_access_keys_are_taken_out(text: str, clean: str) -> None:
+    assert clean_interface_text(text) == clean
+
+
+def test_mined_lines_are_read_back(tmp_path: Any) -> None:
+    path = tmp_path / "mined.tsv"
+    path.write_text("ui/a/b\t是\tyes\n", encoding="utf-8")
+    assert read_mined(path) == [PagePair("ui/a/b", Pair("是", "yes"))]
+
+
+def test_no_page_and_no_text_is_on_two_sides() -> None:
+    found = found_pairs(40, 5)
+    # What several pages say, in another case and with a full stop.
+    found += [
+        PagePair(f"page {page}", Pair("另请参阅。", "See ALSO" + "." * (page % 2)))
+        for page in range(40)
+    ]
+    found += [
+        PagePair(f"other {page}", Pair(f"别的{page}", "english 3 of 1")) for page in range(20)
+    ]
+    split = split_by_page(found, held_out=30, seed=1)
+    sides = [split.train, split.valid, split.test]
+    pages = {one.pair: one.page for one in found if one.page.startswith("page")}
+    del pages[Pair("另请参阅。", "See ALSO")], pages[Pair("另请参阅。", "See ALSO.")]  # on many
+    for number, side in enumerate(sides):
+        assert side
+        for other in sides[number + 1 :]:
+            assert texts_of(side).isdisjoint(texts_of(other))
+            assert {pages.get(pair) for pair in side} & {pages.get(pair) for pair in other} <= {
+                None
+            }
+    assert 30 <= len(split.test) < 36
+    assert 30 <= len(split.valid) < 36
+    assert sum(map(len, sides)) + split.num_left_out == len(found)
+    queries = [normal_form(pair.query) for side in sides for pair in side]
+    assert len(set(queries)) == len(queries)
+
+
+def test_the_split_depends_on_the_seed_and_not_on_the_order() -> None:
+    found = found_pairs(30, 4)
+    one = split_by_page(found, held_out=10, seed=1)
+    pages_reversed = [pair for page in range(29, -1, -1) for pair in found[4 * page : 4 * page + 4]]
+    assert split_by_page(pages_reversed, held_out=10, seed=1) == one
+    assert set(split_by_page(found, held_out=10, seed=2).test) != set(one.test)
+
+
+def test_too_few_pairs_are_refused() -> None:
+    with pytest.raises(DataError, match="held_out is 100"):
+        split_by_page(found_pairs(10, 3), held_out=100, seed=0)
+
+
+def test_all_batch_sizes_read_the_same_pairs_in_the_same_order() -> None:
+    num_pairs = 150
+    small = np.concatenate(list(batches(num_pairs, 16, 32, seed=3)))
+    large = np.concatenate(list(batches(num_pairs, 256, 2, seed=3)))
+    assert np.array_equal(small, large)
+    assert sorted(small[:num_pairs]) == list(range(num_pairs))
+    assert not np.array_equal(small, np.concatenate(list(batches(num_pairs, 16, 32, seed=4))))
+
+
+@pytest.mark.parametrize("steps", [8, 16, 1024])
+def test_the_learning_rate_rises_to_its_peak_and_falls(steps: int) -> None:
+    rate = schedule(0.1, steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(rate.get_lr())
+        rate.step()
+    peak = int(np.argmax(rates))
+    assert rates[peak] == pytest.approx(0.1)
+    assert peak == max(2, steps // 10)
+    assert rates[0] > 0
+    assert 0 < rates[-1] < 0.1 * 2 / (steps - peak)
+
+
+def test_a_key_contains_every_setting() -> None:
+    run = Run("libreoffice", 64, 8, 1e-3, 0)
+    keys = {
+        run.key(Recipe()),
+        run.key(Recipe(hidden_size=32)),
+        run.key(Recipe(split_seed=1)),
+        Run("libreoffice", 64, 8, 1e-3, 1).key(Recipe()),
+        Run("libreoffice", 64, 8, 1.0000001e-3, 0).key(Recipe()),
+    }
+    assert len(keys) == 5
+
+
+class Done(dict[Run, dict[str, Any]]):
+    """Runs whose MRR has its top where `best` says: by batch and arm, a learning rate."""
+
+    def __init__(self, best: float) -> None:
+        super().__init__()
+        self.best = best
+
+    def do(self, run: Run) -> None:
+        mrr = 0.8 - 0.1 * abs(LADDER.index(run.learning_rate) - LADDER.index(self.best))
+        figures = {"mrr": mrr, "recall@1": mrr - 0.1, "recall@10": mrr + 0.1}
+        test = {name: value + 0.01 * run.seed for name, value in figures.items()}
+        self[run] = {"valid": figures, "test": test}
+
+
+@pytest.mark.parametrize("best", LADDER)
+def test_the_tuning_finds_the_best_rate_wherever_it_is(best: float) -> None:
+    plan, done = Plan(8 * max(BATCHES)), Done(best)
+    cell = ("libreoffice", "examples", 256)
+    while (rate := tune(plan, cell, done.get).missing) is not None:
+        done.do(plan.run(*cell, rate, SEEDS[0]))
+    assert tune(plan, cell, done.get).chosen == best
+    middle = LADDER.index(best) - len(LADDER) // 2
+    # As many as were needed to see that the next one is worse, and no more.
+    assert len(done) == min(3 + abs(middle), 5)
+
+
+def test_the_study_ends_with_every_cell_complete_and_runs_nothing_twice() -> None:
+    plan, done = Plan(8 * max(BATCHES)), Done(best=LADDER[3])
+    order = []
+    while (run := next_run(plan, done.get)) is not None:
+        assert run not in done
+        assert run in remaining(plan, done.get)
+        done.do(run)
+        order.append(run)
+    assert remaining(plan, done.get) == []
+    corpora = [run.corpus for run in order]
+    assert corpora == sorted(corpora, key=plan.corpora.index)
+    for corpus in plan.corpora:
+        for cell in plan.cells(corpus):
+            summary = summarize(plan, cell, done.get)
+            assert summary.tuning.chosen == LADDER[3]
+            assert len(summary.figures) == len(SEEDS)
+            mean, deviation = summary.spread("mrr")
+            assert mean == pytest.approx(0.81)
+            assert deviation == pytest.approx(0.01)
+    # The largest batch is in both arms with one and the same run.
+    of_largest = [run for run in order if run.batch == max(BATCHES)]
+    assert len(of_largest) == len(plan.corpora) * (3 + len(SEEDS) - 1)
+
+
+def test_equal_examples_and_equal_steps_are_equal() -> None:
+    plan = Plan(8 * max(BATCHES))
+    runs = {
+        arm: [plan.run("cedict", arm, batch, LADDER[0], 0) for batch in BATCHES] for arm in ARMS
+    }
+    assert {run.batch * run.steps for run in runs["examples"]} == {plan.examples}
+    assert {run.steps for run in runs["steps"]} == {8}
+
+
+def test_a_record_says_what_is_missing_and_a_complete_one_concludes(tmp_path: Any) -> None:
+    plan, done = Plan(8 * max(BATCHES), ("cedict",)), Done(best=LADDER[3])
+    start = {"cedict": {"recall@1": 0.1, "recall@10": 0.2, "mrr": 0.15}}
+    for number in range(1000):
+        text = "\n".join(
+            report.lines(plan, report.summary(plan, done.get), start, {"cedict": "About"})
+        )
+        run = next_run(plan, done.get)
+        if run is None:
+            break
+        assert "Not complete" in text
+        assert "no conclusion yet" in text
+        if number == 0:
+            assert "being tuned" in text
+            assert "0.8000" not in text
+        done.do(run)
+    assert "The study is complete." in text
+    assert "no conclusion yet" not in text
+    assert "0.8100 ± 0.0100" in text
+    assert "The smallest batch, 64, has the highest mean MRR" in text  # they are all alike here
+    assert "the seeds of the two overlap" in text
+    report.draw(plan, report.summary(plan, done.get), start, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
