@@ -4,7 +4,7 @@ Nothing here decides anything about recompute; `static_graph.pir` does. What is 
 public API serves: ``paddle.pir`` (operations, values, insertion points, ``IrMapping``) is the only
 way to look at or change a PIR Program, and Paddle documents none of it; ``paddle._C_ops`` appends
 single operators without the layers of Python above them. Can go, name by name, when Paddle
-documents a way to edit a Program. ``tests/static_graph/test_paddle_private_static.py`` holds each.
+documents a way to edit a Program. ``tests/static_graph/test_paddle_private_pir.py`` holds each.
 
 Two traps, both of 3.3: ``==`` between Values appends an ``equal`` operator (so they are compared
 by `key`), and a Value that is still in a Python variable when its Program dies aborts the process
@@ -303,7 +303,7 @@ def append_backward(
 
 
 def create_learning_rate(optimizer: paddle.optimizer.Optimizer) -> None:
-    """Add the learning rate of `optimizer` at the insertion point.
+    """Add the learning rate of `optimizer` at the insertion point, after `append_backward`.
 
     An optimizer adds it with its first operator; in the body of a condition, the executor does
     not find the one that a scheduler writes to before every run (3.3.1: "The type of value is
