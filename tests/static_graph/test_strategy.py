@@ -1,0 +1,215 @@
+"""Every field of the configuration reaches fleet's strategy, or is refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_recompute import RecomputeConfig, apply_recompute
+from paddle_recompute.config import StrategyConfig, SyncConfig
+from paddle_recompute.config._section import Section
+from paddle_recompute.errors import ConfigError, StaticGraphError
+from paddle_recompute.static_graph import distributed_strategy
+from paddle_recompute.static_graph.strategy import amp_dtype
+from tests.static_graph.test_train_step import Encoder, config_of
+
+IS_26 = paddle.__version__.startswith("2.6")
+AMP = ["amp=true"]
+BFLOAT16 = ["amp=true", "amp_configs.dtype=bfloat16"]
+MERGE = ["gradient_merge=true"]
+
+
+def amp(name: str) -> Callable[[Any], Any]:
+    return lambda strategy: strategy.amp_configs[name]
+
+
+REACHES: dict[str, tuple[list[str], Callable[[Any], Any], Any]] = {
+    "amp": (AMP, lambda s: s.amp, True),
+    "amp_configs.dtype": (BFLOAT16, amp_dtype, "bfloat16"),
+    "amp_configs.init_loss_scaling": (
+        [*AMP, "amp_configs.init_loss_scaling=8.0"],
+        amp("init_loss_scaling"),
+        8.0,
+    ),
+    "amp_configs.incr_every_n_steps": (
+        [*AMP, "amp_configs.incr_every_n_steps=7"],
+        amp("incr_every_n_steps"),
+        7,
+    ),
+    "amp_configs.decr_every_n_nan_or_inf": (
+        [*AMP, "amp_configs.decr_every_n_nan_or_inf=3"],
+        amp("decr_every_n_nan_or_inf"),
+        3,
+    ),
+    "amp_configs.incr_ratio": ([*AMP, "amp_configs.incr_ratio=4.0"], amp("incr_ratio"), 4.0),
+    "amp_configs.decr_ratio": ([*AMP, "amp_configs.decr_ratio=0.5"], amp("decr_ratio"), 0.5),
+    "amp_configs.use_dynamic_loss_scaling": (
+        [*AMP, "amp_configs.use_dynamic_loss_scaling=false"],
+        amp("use_dynamic_loss_scaling"),
+        False,
+    ),
+    "amp_configs.custom_white_list": (
+        [*BFLOAT16, "amp_configs.custom_white_list=[softmax]"],
+        amp("custom_white_list"),
+        ["softmax"],
+    ),
+    "amp_configs.custom_black_list": (
+        [*BFLOAT16, "amp_configs.custom_black_list=[matmul]"],
+        amp("custom_black_list"),
+        ["matmul"],
+    ),
+    "gradient_merge": (MERGE, lambda s: s.gradient_merge, True),
+    "gradient_merge_configs.k_steps": (
+        [*MERGE, "gradient_merge_configs.k_steps=2"],
+        lambda s: s.gradient_merge_configs["k_steps"],
+        2,
+    ),
+    "gradient_merge_configs.avg": (MERGE, lambda s: s.gradient_merge_configs["avg"], True),
+    "fuse_grad_size_in_MB": (["fuse_grad_size_in_MB=3"], lambda s: s.fuse_grad_size_in_MB, 3),
+    "find_unused_parameters": (
+        ["find_unused_parameters=true"],
+        lambda s: s.find_unused_parameters,
+        True,
+    ),
+}
+STATIC_ONLY = {
+    "amp_configs.custom_black_varnames": ["x"],
+    "amp_configs.use_fp16_guard": False,
+    "amp_configs.use_optimizer_fp16": True,
+}
+"""A configuration in mode dygraph, which the others are here, refuses them itself."""
+O2 = "at level O1, with parameters in float32; set level: O1"
+REFUSED = {
+    "amp_configs.level": ([*BFLOAT16, "amp_configs.level=O2"], O2),
+    "amp_configs.use_pure_fp16": ([*AMP, "amp_configs.use_pure_fp16=true"], O2),
+    "amp_configs.use_pure_bf16": (["amp=true", "amp_configs.use_pure_bf16=true"], O2),
+}
+
+
+def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def strategy_of(overrides: list[str], *others: str) -> Any:
+    return distributed_strategy(config_of(*[f"strategy.{one}" for one in overrides], *others))
+
+
+def test_no_field_is_forgotten() -> None:
+    assert {*REACHES, *STATIC_ONLY, *REFUSED} == {*leaves(StrategyConfig)}
+
+
+@pytest.mark.parametrize("path", REACHES)
+def test_field_reaches_the_strategy(path: str) -> None:
+    overrides, read, wanted = REACHES[path]
+    value = read(strategy_of(overrides))
+    assert (list(value) if isinstance(wanted, list) else value) == wanted
+    if wanted != read(strategy_of([])):
+        return
+    # Only what can have no other value: `avg`, and what a CPU computes in.
+    assert path == "gradient_merge_configs.avg"
+
+
+@pytest.mark.parametrize("path", STATIC_ONLY)
+def test_field_for_the_static_graph_alone_reaches_the_strategy(path: str) -> None:
+    config, value = config_of("strategy.amp=true"), STATIC_ONLY[path]
+    name = path.removeprefix("amp_configs.")
+    amp_configs = config.strategy.amp_configs.model_copy(update={name: value})
+    fields = config.strategy.model_copy(update={"amp_configs": amp_configs})
+    strategy = distributed_strategy(config.model_copy(update={"strategy": fields}))
+    assert type(value)(strategy.amp_configs[name]) == value
+    assert value != type(value)(distributed_strategy(config).amp_configs[name])
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_field_is_refused(path: str) -> None:
+    overrides, words = REFUSED[path]
+    with pytest.raises(ConfigError, match=rf"amp_configs\.level: .*{words}"):
+        strategy_of(overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mode", "overlap"),
+        ("compression", "bf16"),
+        ("peer_timeout", 9.0),
+        ("stall_timeout", 9e3),
+    ],
+)
+def test_settings_of_another_synchronization_are_refused(name: str, value: Any) -> None:
+    assert name in SyncConfig.model_fields
+    with pytest.raises(ConfigError, match=rf"sync\.{name}: .*know no such setting"):
+        strategy_of([], f"sync.{name}={value}")
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("chunk_size=4", r"with recompute\.checkpoints; .*contrastive\.global_batch"),
+        ("chunk_tokens=256", r"with recompute\.checkpoints; .*contrastive\.global_batch"),
+        ("memory_budget=1GiB", r"with recompute\.checkpoints; .*contrastive\.global_batch"),
+        ("tile=64", "in dygraph only; remove it"),
+    ],
+)
+def test_what_the_contrastive_loss_cannot_do_in_a_program(override: str, nearest: str) -> None:
+    name = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"contrastive\.{name}: .*{nearest}"):
+        strategy_of([], f"contrastive.{override}")
+
+
+def test_negatives_of_all_ranks_and_of_one_are_both_honoured() -> None:
+    for negatives in ("global", "local"):
+        strategy_of([], f"contrastive.negatives={negatives}")
+
+
+def test_bfloat16_is_amp_without_a_loss_scale() -> None:
+    configs = strategy_of(BFLOAT16).amp_configs
+    assert not configs["use_dynamic_loss_scaling"] and configs["init_loss_scaling"] == 1.0
+    assert amp_dtype(strategy_of([])) is None
+
+
+def test_a_strategy_that_asks_for_level_o2_is_refused() -> None:
+    for name in ("use_pure_fp16", "use_pure_bf16"):
+        strategy = strategy_of(BFLOAT16)
+        strategy.amp_configs = {name: True}
+        with pytest.raises(StaticGraphError, match=f"sets amp_configs.{name}, level O2"):
+            amp_dtype(strategy)
+
+
+# ------------------------------------------------------------------------------- checkpoints
+
+
+def test_checkpoints_are_the_layers_that_are_wrapped() -> None:
+    model = Encoder()
+    config = config_of("recompute.checkpoints=['layers.*']")
+    apply_recompute(model, config.recompute)
+    strategy = distributed_strategy(config, model)
+    assert list(strategy.recompute_configs["checkpoints"]) == ["layers.0", "layers.1"]
+    assert list(distributed_strategy(config).recompute_configs["checkpoints"]) == []
+
+
+def test_a_segment_of_several_layers_has_the_name_of_its_last() -> None:
+    model = paddle.nn.Sequential(*[paddle.nn.Linear(2, 2) for _ in range(4)])
+    recompute = RecomputeConfig(checkpoints=["*"], policy="segments", segments=2)
+    apply_recompute(model, recompute)
+    strategy = distributed_strategy(config_of().model_copy(update={"recompute": recompute}), model)
+    assert list(strategy.recompute_configs["checkpoints"]) == ["1", "3"]
+
+
+def test_a_model_without_a_wrapped_layer_is_told() -> None:
+    with pytest.raises(StaticGraphError, match="no part of the model is under recompute"):
+        distributed_strategy(config_of(), Encoder())
+
+
+@pytest.mark.skipif(not IS_26, reason="3.x counts bytes")
+def test_buffers_of_so_many_gradients_hold_about_so_many_bytes() -> None:
+    model = paddle.nn.Sequential(*[paddle.nn.Linear(512, 512, bias_attr=False) for _ in range(8)])
+    config = config_of("strategy.fuse_grad_size_in_MB=2", recompute=False)  # 1 MiB each
+    assert distributed_strategy(config, model).fuse_grad_size_in_num == 2
