@@ -19,8 +19,8 @@ from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync.ranks import is_distributed, run_collective
 from paddle_recompute.models import build_model
 from paddle_recompute.objective import Batch, Chunks, Objective
-from paddle_recompute.optimizer import build_optimizer
 from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.training import build_training
 
 SHORTEST_TEXT = 2
 """Tokens of a text without a word: those that stand around every text."""
@@ -149,15 +149,14 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     if recompute:
         apply_recompute(model, config.recompute)
     objective = Objective(config, chunks)
-    optimizer = build_optimizer(config, model, config.learning_rate, objective.loss.parameters())
-    step = objective.train_step(
-        model,
-        optimizer,
-        objective.synchronization(model),
-        accumulate_steps=config.strategy.gradient_merge_configs.k_steps,
-        clip_grad_norm=config.train.clip_grad_norm,
-        amp=_unscaled(config.strategy.amp_configs) if config.strategy.amp else None,
+    # A Program is recomputed by what its configuration says, not by the wrapping of this model.
+    section = config.recompute.model_copy(update={"enable": recompute})
+    as_measured = config.model_copy(update={"recompute": section})
+    amp = _unscaled(config.strategy.amp_configs) if config.strategy.amp else None
+    training = build_training(
+        as_measured, objective, model, config.learning_rate, vocab_size=vocab_size, amp=amp
     )
+    step = training.step
     micro_batches = [
         _dearest_batch(config, vocab_size, chunks)
         for _ in range(config.strategy.gradient_merge_configs.k_steps)
@@ -167,7 +166,7 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
         _memory.reset_peak()
     step(micro_batches)
     peak = _memory.peak_bytes()
-    del step, optimizer, objective, model, micro_batches
+    del step, training, objective, model, micro_batches
     gc.collect()
     return peak
 

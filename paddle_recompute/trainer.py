@@ -41,15 +41,15 @@ from paddle_recompute.errors import ConfigError, DataError, DivergenceError
 from paddle_recompute.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.grad_sync import barrier, broadcast_from_rank0, mean_over_ranks
 from paddle_recompute.memory_probe import MemoryProbe, largest_of_ranks
-from paddle_recompute.mixed_precision import check_device
 from paddle_recompute.models import build_model
 from paddle_recompute.objective import Batch, Objective
-from paddle_recompute.optimizer import build_optimizer, build_schedule
+from paddle_recompute.optimizer import build_schedule
 from paddle_recompute.progress import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.report import retrieval_table, write_report
 from paddle_recompute.run_checkpoints import RunCheckpoints
 from paddle_recompute.train_step import StepResult
+from paddle_recompute.training import build_training, check_mode
 
 
 class Trainer:
@@ -90,15 +90,15 @@ class Trainer:
         Raises:
             ConfigError: The ranks that run are not those of ``config.launch``,
                 ``train.output_dir`` cannot be made, a step does not fit into the memory or into
-                ``contrastive.memory_budget``, or the device has no mixed precision.
+                ``contrastive.memory_budget``, the device has no mixed precision, or a static graph
+                cannot honour a setting.
             DataError: The pairs cannot be read, or are too few for one step.
             CheckpointError: There is nothing to resume from, or it is of another model.
             DivergenceError: The loss or the gradient is no finite number, in float16 after the
                 loss scale was lowered in vain; the message names the step.
         """
         self._rank, self._world_size = _join_ranks(self.config)
-        if self._amp is not None:
-            check_device(self._amp)
+        check_mode(self.config)
         self._make_folder()
         self._checkpoints = RunCheckpoints(
             self.config, rank=self._rank, world_size=self._world_size, say=self._say
@@ -189,19 +189,18 @@ class Trainer:
         loader = self._loader(data)
         done, total = checkpoint.step if checkpoint else 0, total_steps(self.config, len(loader))
         schedule = build_schedule(self.config, total)
-        optimizer = build_optimizer(self.config, model, schedule, objective.loss.parameters())
-        sync = objective.synchronization(model)
+        training = build_training(
+            self.config,
+            objective,
+            model,
+            schedule,
+            vocab_size=data.tokenizer.vocab_size,
+            amp=self._amp,
+        )
+        optimizer, sync, train_step = training.optimizer, training.sync, training.step
         self._say(f"Gradient synchronization: {sync.mode}, {sync.reason}")
         if objective.chunks:
             self._say(f"Gradient cache: each rank encodes {objective.chunks}")
-        train_step = objective.train_step(
-            model,
-            optimizer,
-            sync,
-            accumulate_steps=self._k_steps,
-            clip_grad_norm=settings.clip_grad_norm,
-            amp=self._amp,
-        )
         self._autocast = train_step.autocast
         if self._amp is not None:
             self._say(f"Mixed precision: {self._amp.dtype}, level {self._amp.level}")
@@ -252,6 +251,7 @@ class Trainer:
                     if log is not None:
                         log.write(record)
                 if step == total or step % (settings.save_every or total) == 0:
+                    training.write_back()
                     self._checkpoints.save(
                         step,
                         model,

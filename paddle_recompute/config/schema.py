@@ -541,11 +541,12 @@ class Config(Section):
         _texts_fit_the_model,
         _dygraph_has_no_static_amp,
     )
-    refused_values: ClassVar[Any] = {
-        "mode": {"static": "the static graph is not supported yet; set mode: dygraph"}
-    }
 
-    mode: Literal["dygraph"] = Field("dygraph", description="dygraph: eager execution")
+    mode: Literal["dygraph", "static"] = Field(
+        "dygraph",
+        description="dygraph: eager execution; static: the same training as a Program; checkpoints "
+        "of either are resumed in both",
+    )
     model: ModelConfig = Field(description="the encoder; at least its preset or its dimensions")
     recompute: RecomputeConfig = Field(
         default_factory=RecomputeConfig, description="what is computed twice to save memory"

@@ -109,7 +109,7 @@ def test_every_fault_in_one_message(file: Path) -> None:
     message = fault_of_text(
         file,
         """\
-mode: static
+mode: graph
 modle: {a: 1}
 model: {preset: tiny, hidden_size: wide, heads: 3}
 recompute: {checkpoints: [encoder.layers.*, 7]}
@@ -119,7 +119,7 @@ launch: {num_ranks: 2}
 """,
     )
     for fault in (
-        "mode (line 1): received 'static'; the static graph is not supported yet",
+        "mode (line 1): received 'graph'; must be 'dygraph' or 'static'",
         "modle (line 2): received {'a': 1}; unknown key; did you mean mode or model?",
         "model.hidden_size (line 3): received 'wide'; must be a valid integer",
         "model.heads (line 3): received 3; unknown key; did you mean num_heads?",

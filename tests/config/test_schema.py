@@ -273,9 +273,9 @@ def test_smallest_learned_temperature_is_that_of_the_loss() -> None:
     assert 1 / MAX_SCALE == SMALLEST_LEARNED_TEMPERATURE
 
 
-def test_static_mode_is_refused_in_plain_words() -> None:
-    with pytest.raises(ValidationError, match="not supported yet; set mode: dygraph"):
-        Config.model_validate({**tree(), "mode": "static"})
+def test_both_modes_take_the_same_tree() -> None:
+    static = Config.model_validate({**tree(), "mode": "static"})
+    assert static == Config.model_validate(tree()).model_copy(update={"mode": "static"})
 
 
 def test_required_fields_are_described() -> None:
