@@ -31,6 +31,7 @@ LICENSE = "MPL-2.0, https://www.mozilla.org/MPL/2.0/"
 # Part of the name of the file: to be raised with every change to what is mined.
 _VERSION = 1
 _MO_MAGIC = 0x950412DE
+_TIMEOUT = 300  # seconds for one package
 _CHINESE = re.compile(r"[\u3400-\u9fff]")
 _PARAGRAPH = re.compile(r"(?:par|hd)_id\w+")
 _PARAGRAPH_TAGS = frozenset({"p", "h1", "h2", "h3", "h4", "h5", "h6"})
@@ -248,11 +249,16 @@ def _packages(folder: Path) -> list[Path]:
 
 def _run(command: Sequence[str], folder: Path | None = None) -> None:
     try:
-        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT)
     except FileNotFoundError:
         raise DataError(
             f"{command[0]} is not installed; the sentences of LibreOffice are mined from Debian "
             f"packages ({', '.join(PACKAGES)}), which needs apt-get and dpkg"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise DataError(
+            f"{' '.join(command)} did not end within {_TIMEOUT} s; put the .deb files of "
+            f"{', '.join(PACKAGES)} into the folder debs of the cache and run it again"
         ) from None
     if run.returncode != 0:
         raise DataError(f"{' '.join(command)} failed: {run.stderr.strip()[-500:]}")

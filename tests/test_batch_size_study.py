@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from benchmarks._batch_size_runs import Recipe, Run, batches, schedule
 from benchmarks._libreoffice import (
     PagePair,
     clean_interface_text,
+    mine_libreoffice,
     paragraphs,
     read_catalogue,
     read_mined,
@@ -89,10 +91,27 @@ def test_access_keys_are_taken_out(text: str, clean: str) -> None:
     assert clean_interface_text(text) == clean
 
 
-def test_mined_lines_are_read_back(tmp_path: Any) -> None:
+def test_mined_lines_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "mined.tsv"
     path.write_text("ui/a/b\t是\tyes\n", encoding="utf-8")
     assert read_mined(path) == [PagePair("ui/a/b", Pair("是", "yes"))]
+
+
+def test_a_machine_without_debian_tools_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DataError, match="apt-get is not installed"):
+        mine_libreoffice(tmp_path)
+
+
+def test_a_tool_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "apt-get"
+    tool.write_text("#!/bin/sh\necho no network >&2; exit 100\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DataError, match=r"apt-get download libreoffice-\S+ failed: no network"):
+        mine_libreoffice(tmp_path)
 
 
 def test_no_page_and_no_text_is_on_two_sides() -> None:
@@ -230,7 +249,7 @@ def test_equal_examples_and_equal_steps_are_equal() -> None:
     assert {run.steps for run in runs["steps"]} == {8}
 
 
-def test_a_record_says_what_is_missing_and_a_complete_one_concludes(tmp_path: Any) -> None:
+def test_a_record_says_what_is_missing_and_a_complete_one_concludes(tmp_path: Path) -> None:
     plan, done = Plan(8 * max(BATCHES), ("cedict",)), Done(best=LADDER[3])
     start = {"cedict": {"recall@1": 0.1, "recall@10": 0.2, "mrr": 0.15}}
     for number in range(1000):
