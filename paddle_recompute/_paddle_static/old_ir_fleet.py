@@ -51,13 +51,14 @@ def fleet_minimize(
     both Programs are made to run with gloo.
     """
     gloo = join_ranks() > 1 and on_cpu()
-    with _quiet("paddle.distributed.fleet.utils.log_util"), contextlib.redirect_stdout(None):
+    with contextlib.redirect_stdout(None):
         # _role_maker is None until fleet.init; there is no public way to ask.
         if fleet.fleet._role_maker is None:
-            fleet.init(is_collective=True, strategy=strategy)
-        distributed = fleet.distributed_optimizer(optimizer, strategy)
-        with _no_nccl() if gloo else contextlib.nullcontext():
-            result = distributed.minimize(loss, startup_program=startup_program)
+            fleet.init(is_collective=True, strategy=strategy)  # it sets the level of its logger
+        with _quiet("paddle.distributed.fleet.utils.log_util"):
+            distributed = fleet.distributed_optimizer(optimizer, strategy)
+            with _no_nccl() if gloo else contextlib.nullcontext():
+                result = distributed.minimize(loss, startup_program=startup_program)
     if gloo:
         for program in (loss.block.program, startup_program):
             _use_gloo(program)
