@@ -186,20 +186,25 @@ def test_find_op_path_is_looked_up_at_each_call(
     assert len(called) > 1
 
 
+SEEN: list[bool] = []
+
+
+@paddle.jit.not_to_static
+def ask(x: Any) -> Any:
+    SEEN.append(paddle.base.dygraph.base.in_to_static_mode())
+    return x * 2
+
+
+def calls_ask(x: Any) -> Any:
+    return ask(x)
+
+
 def test_in_to_static_mode() -> None:
-    seen = []
-
-    @paddle.jit.not_to_static
-    def ask(x: Any) -> Any:
-        seen.append(paddle.base.dygraph.base.in_to_static_mode())
-        return x * 2
-
-    def function(x: Any) -> Any:
-        return ask(x)
-
-    paddle.jit.to_static(function, full_graph=True)(paddle.ones([2]))
-    ask(paddle.ones([2]))
-    assert seen[0] is True and seen[-1] is False
+    SEEN.clear()
+    paddle.jit.to_static(calls_ask, full_graph=True)(paddle.ones([2]))
+    assert SEEN[0] is True
+    calls_ask(paddle.ones([2]))
+    assert SEEN[-1] is False
 
 
 # ------------------------------------------------------------------------------------- fleet
