@@ -2,16 +2,18 @@
 
 The encoder and its optimizer are those of fleet_configs/contrastive_ernie-tiny_2cpu.yaml (4 layers,
 hidden 128, dropout 0.1, AdamW), in one process. The peak is Paddle's exact count of the bytes
-allocated during one whole step (forward, loss, backward, update), with parameters, gradients,
-moments and the batch in it, each batch in a process of its own; texts have 32 tokens. The time is
-per pair, on CC-CEDICT with the lengths that its texts have, in rounds that train on the same pairs.
+allocated during one whole step (forward, loss, backward, update), with parameters, gradients and
+moments in it, plus the batch's ids (NumPy, int16), each batch in a process of its own; texts have
+32 tokens, and the loss is in tiles of 512. The time is per pair, on CC-CEDICT with the lengths that
+its texts have, in rounds that train on the same pairs.
 
-    python -m benchmarks.contrastive [--rounds N] [--largest N]
+    python -m benchmarks.contrastive [--only memory|time] [--rounds N] [--largest N]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -36,16 +38,30 @@ from paddle_recompute.optimizer import build_optimizer
 
 CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
 LENGTH, CHUNK, TILE = 32, 64, 512
+SMALL_CHUNK = 16  # for the largest batch: the fewer activations, the more embeddings
 PLAIN = (64, 256, 1024)
 CACHED = (64, 256, 1024, 4096, 16384)
 REFERENCE = 64  # the batch of the plain step whose memory is the limit
-TIMED_PAIRS, CHUNK_TOKENS = 1024, 1024
+TIMED_PAIRS, WARM_UP = 1024, 1
+PLAIN_WAY = f"plain, batches of {REFERENCE}"
+WAYS: dict[str, dict[str, int]] = {
+    PLAIN_WAY: {},
+    "GradCache, chunk_tokens=1024": {"chunk_tokens": 1024},
+    f"GradCache, chunk_size={REFERENCE}": {"chunk_size": REFERENCE},
+}
 
 Step = Callable[[Any, Any], float]
 
 
-def make_step(config: Config, vocab_size: int, **chunks: int) -> Step:
-    """A training step of a fresh model: with GradCache where `chunks` are given, plain otherwise.
+def make_step(
+    config: Config,
+    vocab_size: int,
+    *,
+    chunk_size: int | None = None,
+    chunk_tokens: int | None = None,
+    update: bool = True,
+) -> Step:
+    """A training step of a fresh model: with GradCache where chunks are wanted, plain otherwise.
 
     Both have the loss in tiles, so that it is the encoder's memory that is compared.
     """
@@ -53,80 +69,84 @@ def make_step(config: Config, vocab_size: int, **chunks: int) -> Step:
     model = build_model(config.model, vocab_size)
     optimizer = build_optimizer(config, model, 1e-4)
     loss = ContrastiveLoss(config.contrastive.temperature, tile=TILE, normalize=True)
-    cache = GradCache(model, loss, **chunks) if chunks else None
 
-    def step(query: paddle.Tensor, positive: paddle.Tensor) -> float:
+    def encode(ids: paddle.Tensor) -> Any:
+        return model(ids.astype("int64"))
+
+    cache = None
+    if chunk_size or chunk_tokens:
+        cache = GradCache(encode, loss, chunk_size=chunk_size, chunk_tokens=chunk_tokens)
+
+    def step(query: Any, positive: Any) -> float:
         if cache is not None:
             value = cache.backward(query, positive)
         else:
-            value = loss(model(query), model(positive))
+            value = loss(encode(paddle.to_tensor(query)), encode(paddle.to_tensor(positive)))
             value.backward()
-        optimizer.step()
+        if update:
+            optimizer.step()
         optimizer.clear_grad()
         return float(value)
 
     return step
 
 
-def full_texts(rows: int, vocab_size: int) -> paddle.Tensor:
+def full_texts(rows: int, vocab_size: int) -> Any:
     """``[rows, LENGTH]`` ids without padding."""
-    return paddle.to_tensor(np.random.default_rng(rows).integers(5, vocab_size, (rows, LENGTH)))
+    return np.random.default_rng(rows).integers(5, vocab_size, (rows, LENGTH), np.int16)
 
 
-def peak_of(rows: int, cached: bool) -> dict[str, float]:
-    """Bytes at the peak of one step with `rows` pairs; the moments were made by a smaller one.
+def peak_of(rows: int, chunk_size: int) -> dict[str, float]:
+    """Bytes at the peak of one step with `rows` pairs, `chunk_size` 0 for the plain one.
 
-    Paddle 2.6 knows the peak since the start of the process only, which is this step's all the
-    same: nothing before it is larger.
+    The moments were made by a step with a batch of one chunk. Paddle 2.6 knows the peak since the
+    start of the process only, which is this step's all the same: nothing before it is larger.
     """
     config = load_config(CONFIG)
     vocab_size = config.data.vocab_size
-    step = make_step(config, vocab_size, **({"chunk_size": CHUNK} if cached else {}))
-    few = min(rows, CHUNK)
+    step = make_step(config, vocab_size, chunk_size=chunk_size or None)
+    few = min(rows, chunk_size or rows)
     step(full_texts(few, vocab_size), full_texts(few, vocab_size))
     query, positive = full_texts(rows, vocab_size), full_texts(rows, vocab_size)
     held = _memory.current_bytes()
     if _memory.can_reset_peak():
         _memory.reset_peak()
     loss = step(query, positive)
-    return {"rows": rows, "peak": _memory.peak_bytes(), "held": held, "loss": loss}
+    inputs = query.nbytes + positive.nbytes
+    return {"peak": _memory.peak_bytes() + inputs, "held": held, "inputs": inputs, "loss": loss}
 
 
-def measured(rows: int, *, cached: bool) -> dict[str, float]:
+def measured(rows: int, chunk_size: int) -> dict[str, float]:
     """`peak_of` in a process of its own."""
-    kind = "cached" if cached else "plain"
     result: dict[str, float] = in_own_process(
-        "benchmarks.contrastive", "--peak-of", str(rows), "--kind", kind
+        "benchmarks.contrastive", "--peak-of", str(rows), "--chunk-size", str(chunk_size)
     )
-    print(f"{kind} {rows}: {_memory.format_bytes(result['peak'])}", flush=True)
+    shown = f"{rows} pairs, {f'chunks of {chunk_size}' if chunk_size else 'plain'}"
+    print(f"{shown}: {_memory.format_bytes(result['peak'])}", flush=True)
     return result
 
 
-def largest_within(limit: float, known: dict[int, float], highest: int) -> tuple[int, bool]:
-    """The most pairs whose step stays below `limit` bytes, each try a real step.
+def largest_within(limit: float, highest: int) -> tuple[int, dict[str, float], bool]:
+    """A number of pairs whose step stays below `limit` bytes, but above 95% of it.
 
-    Doubled until it is too much, then halved to within an eighth.
+    Each try is a real step. The peak is close to a straight line there, so the next try is just
+    before the place where the line through the last two meets the limit.
 
     Returns:
-        The number, and whether it ended at `highest` rather than at `limit`.
+        The number, what was measured there, and whether it ended at `highest` instead.
     """
-    peak = dict(known)
-
-    def fits(rows: int) -> bool:
-        if rows not in peak:
-            peak[rows] = measured(rows, cached=True)["peak"]
-        return peak[rows] <= limit
-
-    low = max(rows for rows in peak if peak[rows] <= limit)
-    while fits(2 * low):
-        low *= 2
-        if 2 * low > highest:
-            return low, True
-    high = 2 * low
-    while high - low > low // 8:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low, False
+    one, other = highest // 16, highest // 8
+    tried = {rows: measured(rows, SMALL_CHUNK) for rows in (one, other)}
+    while not 0.95 * limit <= tried[other]["peak"] <= limit:
+        slope = (tried[other]["peak"] - tried[one]["peak"]) / (other - one)
+        guess = other + (0.99 * limit - tried[other]["peak"]) / slope
+        rows = min(highest, int(guess) // SMALL_CHUNK * SMALL_CHUNK)
+        if rows in tried:
+            break
+        one, other = other, rows
+        tried[rows] = measured(rows, SMALL_CHUNK)
+    best = max(rows for rows in tried if tried[rows]["peak"] <= limit)
+    return best, tried[best], best == highest
 
 
 def cedict_batches(config: Config, count: int) -> tuple[list[Any], int]:
@@ -148,36 +168,44 @@ def cedict_batches(config: Config, count: int) -> tuple[list[Any], int]:
     ], data.tokenizer.vocab_size
 
 
-def time_per_pair(rounds: int) -> tuple[dict[str, Any], dict[str, float]]:
-    """Ratios within a round of ways to train on the same pairs, and what the texts are like."""
+def time_per_pair(rounds: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Ratios within a round of ways to train on the same pairs, and what the texts are like.
+
+    Returns:
+        Of each way its time against plain, of whole steps and of their gradients alone; and the
+        mean number of tokens of each side.
+    """
     config = load_config(CONFIG)
-    warm_up = 1
-    batches, vocab_size = cedict_batches(config, warm_up + rounds)
+    batches, vocab_size = cedict_batches(config, WARM_UP + rounds)
     steps = {
-        "plain": make_step(config, vocab_size),
-        f"chunk_tokens={CHUNK_TOKENS}": make_step(config, vocab_size, chunk_tokens=CHUNK_TOKENS),
-        f"chunk_size={REFERENCE}": make_step(config, vocab_size, chunk_size=REFERENCE),
+        (update, name): make_step(config, vocab_size, update=update, **chunks)
+        for update in (True, False)
+        for name, chunks in WAYS.items()
     }
     turn = dict.fromkeys(steps, 0)
 
-    def run(name: str) -> None:
-        batch = batches[turn[name]]
-        turn[name] += 1
+    def run(way: tuple[bool, str]) -> None:
+        batch = batches[turn[way]]
+        turn[way] += 1
         query, positive = batch["query"], batch["positive"]
-        size = REFERENCE if name == "plain" else TIMED_PAIRS
+        size = TIMED_PAIRS if WAYS[way[1]] else REFERENCE
         for first in range(0, TIMED_PAIRS, size):
             # As a loader of smaller batches would make them: padded to the longest of their own.
             rows = slice(first, first + size)
-            steps[name](unpadded(query[rows]), unpadded(positive[rows]))
+            steps[way](unpadded(query[rows]), unpadded(positive[rows]))
 
     seconds = paired_seconds(
-        {name: (lambda n=name: run(n)) for name in steps}, warm_up=warm_up, rounds=rounds
+        {str(way): functools.partial(run, way) for way in steps}, warm_up=WARM_UP, rounds=rounds
     )
+    found = []
+    for update in (True, False):
+        of_update = {name: seconds[str((update, name))] for name in WAYS}
+        found.append(ratios(of_update, PLAIN_WAY))
     tokens = {
         side: float(np.mean([(batch[side] != 0).sum().item() / TIMED_PAIRS for batch in batches]))
         for side in ("query", "positive")
     }
-    return ratios(seconds, "plain"), tokens
+    return found, tokens
 
 
 def unpadded(ids: paddle.Tensor) -> paddle.Tensor:
@@ -185,8 +213,10 @@ def unpadded(ids: paddle.Tensor) -> paddle.Tensor:
     return ids[:, : int((ids != 0).any(axis=0).sum().item())]
 
 
-def draw(plain: dict[int, float], cached: dict[int, float], largest: int, path: str) -> None:
-    """Peak against batch, both logarithmic."""
+def draw(
+    plain: dict[int, float], cached: dict[int, float], largest: tuple[int, float], path: str
+) -> None:
+    """Peak against batch, both logarithmic; `largest` is a point of its own."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -205,9 +235,11 @@ def draw(plain: dict[int, float], cached: dict[int, float], largest: int, path: 
         (-150, 10),
         textcoords="offset points",
     )
+    axes.plot([largest[0]], [largest[1] / mib], "o", color="#1f77b4", markerfacecolor="none")
     axes.axhline(plain[REFERENCE] / mib, color="#d62728", linewidth=0.8, linestyle="--")
     axes.annotate(
-        f"plain step with {REFERENCE} pairs; GradCache reaches it at {largest:,}",
+        f"plain step with {REFERENCE} pairs; GradCache, chunks of {SMALL_CHUNK}, with "
+        f"{largest[0]:,}",
         (REFERENCE, plain[REFERENCE] / mib),
         (0, 6),
         textcoords="offset points",
@@ -224,40 +256,51 @@ def draw(plain: dict[int, float], cached: dict[int, float], largest: int, path: 
 
 def memory_report(highest: int) -> list[str]:
     """Measure the peaks; returns the table and what it says."""
-    plain = {rows: measured(rows, cached=False) for rows in PLAIN}
-    cached = {rows: measured(rows, cached=True) for rows in CACHED}
-    peaks = {rows: result["peak"] for rows, result in cached.items()}
+    plain = {rows: measured(rows, 0) for rows in PLAIN}
+    cached = {rows: measured(rows, CHUNK) for rows in CACHED}
     limit = plain[REFERENCE]["peak"]
-    largest, stopped = largest_within(limit, peaks, highest)
+    largest, there, stopped = largest_within(limit, highest)
+    peaks = {rows: result["peak"] for rows, result in cached.items()}
     rows = [
         (
             kind,
             f"{batch:,}",
             f"{result['peak'] / 2**20:.1f}",
-            f"{(result['peak'] - result['held']) / 2**20:.1f}",
-            f"{result['peak'] / limit:.2f}",
-            f"{result['peak'] / peaks[256]:.3f}" if kind != "plain" else "",
+            f"{result['peak'] / limit:.3f}",
+            f"{result['peak'] / peaks[256]:.3f}" if kind.endswith(f" {CHUNK}") else "",
         )
-        for kind, results in (("plain", plain), (f"GradCache, chunks of {CHUNK}", cached))
+        for kind, results in (
+            ("plain", plain),
+            (f"GradCache, chunks of {CHUNK}", cached),
+            (f"GradCache, chunks of {SMALL_CHUNK}", {largest: there}),
+        )
         for batch, result in results.items()
     ]
     header = (
         "step",
         "pairs",
         "peak, MiB",
-        "of it above what is held between steps, MiB",
         f"peak / plain with {REFERENCE}",
-        "peak / GradCache with 256",
+        f"peak / GradCache with {256}",
     )
     picture = RESULTS / f"contrastive_{hardware_tag()}.png"
     RESULTS.mkdir(exist_ok=True)
-    draw({n: r["peak"] for n, r in plain.items()}, peaks, largest, str(picture))
+    draw({n: r["peak"] for n, r in plain.items()}, peaks, (largest, there["peak"]), str(picture))
+    vectors = 2 * load_config(CONFIG).model.hidden_size * 4
     return [
         *table(header, rows),
         "",
-        f"At the peak memory of a plain step with {REFERENCE} pairs, GradCache trains "
-        f"**{largest:,} pairs: {largest / REFERENCE:.0f} times as many**"
-        + (" (the largest tried)." if stopped else " (to within an eighth)."),
+        f"Between steps {there['held'] / 2**20:.1f} MiB are held: parameters and moments.",
+        "",
+        f"At the peak memory of a plain step with {REFERENCE} pairs, GradCache in chunks of "
+        f"{SMALL_CHUNK} trains **{largest:,} pairs: {largest / REFERENCE:.0f} times as many**"
+        + (
+            " (the largest tried)."
+            if stopped
+            else f", at {there['peak'] / limit:.3f} of it. What grows with the batch is what a loss over all pairs "
+            f"needs: the vectors of a pair, {vectors} bytes, as many for their gradients, and "
+            f"{there['inputs'] / largest:.0f} bytes of ids."
+        ),
         "",
         f"![peak against batch]({picture.name})",
     ]
@@ -265,49 +308,49 @@ def memory_report(highest: int) -> list[str]:
 
 def time_report(rounds: int) -> list[str]:
     """Measure the times; returns the table and what it says."""
-    times, tokens = time_per_pair(rounds)
-    header = ("step", "time per pair / plain (quartiles)")
+    (whole, gradients), tokens = time_per_pair(rounds)
+    header = ("step", "time per pair / plain", "the same without updates")
     rows = [
-        (
-            f"plain, batches of {REFERENCE}" if name == "plain" else f"GradCache, {name}",
-            "{:.3f} ({:.3f} to {:.3f})".format(*values),
-        )
-        for name, values in times.items()
+        (name, *("{:.3f} ({:.3f} to {:.3f})".format(*found[name]) for found in (whole, gradients)))
+        for name in WAYS
     ]
     return [
         f"CC-CEDICT has {tokens['query']:.1f} tokens per query and {tokens['positive']:.1f} per "
         f"positive. A round trains on the same {TIMED_PAIRS:,} pairs: the plain step in batches of "
         f"{REFERENCE}, each padded to its longest text, with an update each; GradCache in one "
-        f"batch and one update. {rounds} rounds after one to warm up.",
+        f"batch and one update. Because {TIMED_PAIRS // REFERENCE} updates cost more than one, the "
+        "last column leaves them out on both sides: gradients alone. Median and quartiles of "
+        f"{rounds} rounds after {WARM_UP} to warm up.",
         "",
         *table(header, rows),
     ]
 
 
 def main() -> None:
-    """Measure everything and write the record."""
+    """Measure, write the records and print them."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("memory", "time"))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--largest", type=int, default=65536, help="stop doubling there")
+    parser.add_argument("--largest", type=int, default=2**18, help="search up to that many pairs")
     parser.add_argument("--peak-of", type=int, help="internal: the peak with so many pairs")
-    parser.add_argument("--kind", choices=("plain", "cached"), help="internal: of which step")
+    parser.add_argument("--chunk-size", type=int, help="internal: of that step; 0: plain")
     options = parser.parse_args()
     if options.peak_of:
-        print(json.dumps(peak_of(options.peak_of, options.kind == "cached")))
+        print(json.dumps(peak_of(options.peak_of, options.chunk_size)))
         return
-    path = write_record(
-        "contrastive",
-        "Contrastive steps with GradCache: peak memory and time",
-        "python -m benchmarks.contrastive",
-        [
-            *(__doc__ or "").strip().splitlines()[2:7],
-            "",
-            *memory_report(options.largest),
-            "",
-            *time_report(options.rounds),
-        ],
-    )
-    print(path.read_text(encoding="utf-8"))
+    about = (__doc__ or "").strip().splitlines()[2:9]
+    reports: dict[str, Callable[[], list[str]]] = {
+        "memory": lambda: memory_report(options.largest),
+        "time": lambda: time_report(options.rounds),
+    }
+    for kind in [options.only] if options.only else reports:
+        path = write_record(
+            f"contrastive_{kind}",
+            f"Contrastive steps with GradCache: {kind}",
+            f"python -m benchmarks.contrastive --only {kind}",
+            [*about, "", *reports[kind]()],
+        )
+        print(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

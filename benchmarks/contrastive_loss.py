@@ -35,10 +35,11 @@ def vectors(batch: int) -> tuple[Array, Array]:
     """Queries, and positives that are near them."""
     random = np.random.default_rng(batch)
     query, noise = (random.normal(size=(batch, DIM)) for _ in range(2))
-    return tuple(
+    query, positive = (
         (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
         for rows in (query, query + 3 * noise)
-    )  # type: ignore[return-value]
+    )
+    return query, positive
 
 
 def in_double(query: Array, positive: Array, block: int = 1024) -> tuple[float, Array, Array]:
@@ -48,7 +49,7 @@ def in_double(query: Array, positive: Array, block: int = 1024) -> tuple[float, 
     own = (query * positive).sum(axis=1) / TEMPERATURE
     blocks = [slice(first, first + block) for first in range(0, batch, block)]
 
-    def of_rows(rows: slice) -> Array:
+    def of_rows(rows: slice) -> Any:
         return query[rows] @ positive.T / TEMPERATURE
 
     by_row = np.concatenate([np.logaddexp.reduce(of_rows(rows), axis=1) for rows in blocks])
@@ -148,7 +149,9 @@ def main() -> None:
                 raise SystemExit(f"B={batch}, tile={tile}: {mebibytes:.1f} MiB is not under 64")
     times: list[tuple[object, ...]] = []
     for batch in (one for one in BATCHES if one <= min(options.largest, options.largest_whole)):
-        steps = {name_of(tile): make_step(batch, tile) for tile in (None, *TILES)}
+        steps: dict[str, Callable[[], object]] = {
+            name_of(tile): make_step(batch, tile) for tile in (None, *TILES)
+        }
         seconds = paired_seconds(steps, warm_up=1, rounds=options.rounds)
         for name, (middle, low, high) in ratios(seconds, "whole").items():
             times.append((batch, name, f"{middle:.2f} ({low:.2f} to {high:.2f})"))
