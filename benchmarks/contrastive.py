@@ -297,8 +297,8 @@ def memory_report(highest: int) -> list[str]:
         + (
             " (the largest tried)."
             if stopped
-            else f", at {there['peak'] / limit:.3f} of it. What grows with the batch is what a loss over all pairs "
-            f"needs: the vectors of a pair, {vectors} bytes, as many for their gradients, and "
+            else f", at {there['peak'] / limit:.3f} of it. What grows with the batch is what a "
+            f"loss over all pairs needs: the vectors of a pair, {vectors} bytes, as many for their gradients, and "
             f"{there['inputs'] / largest:.0f} bytes of ids."
         ),
         "",
