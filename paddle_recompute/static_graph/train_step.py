@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle_static import ranks, training
 from paddle_recompute.config import Config
 from paddle_recompute.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     DivergenceError,
@@ -28,13 +26,16 @@ from paddle_recompute.grad_sync.ranks import is_distributed
 from paddle_recompute.optimizer import decayed_parameters
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
+from paddle_recompute.static_graph._trained_program import (
+    WEIGHT,
+    Arrays,
+    TrainedProgram,
+    as_array,
+)
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.report import SegmentReport
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
 from paddle_recompute.train_step import StepResult
-
-Arrays = dict[str, NDArray[Any]]
-_WEIGHT = "micro_batch_weight"
 
 
 class StaticTrainStep:
@@ -104,7 +105,7 @@ class StaticTrainStep:
         self._input_spec = input_spec
         self._num_examples = num_examples
         self._accumulate_steps = config.strategy.gradient_merge_configs.k_steps
-        self._built: _Built | None = None
+        self._built: TrainedProgram | None = None
         self._state_to_set: Mapping[str, Mapping[str, Any]] | None = None
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
@@ -129,7 +130,9 @@ class StaticTrainStep:
                 f"StaticTrainStep got {len(micro_batches)} micro-batches; "
                 f"strategy.gradient_merge_configs.k_steps is {self._accumulate_steps}"
             )
-        built = self._built or self.build(micro_batches[0])
+        if self._built is None:
+            self.build(micro_batches[0])
+        built = self._known()
         feeds = [built.feeds.arrays(micro_batch) for micro_batch in micro_batches]
         if built.gathers_rows:
             _check_equal_rows([length_of_first_axis(arrays) for arrays in feeds])
@@ -153,7 +156,7 @@ class StaticTrainStep:
             )
         return StepResult(loss, norm, {"program": time.perf_counter() - started})
 
-    def build(self, micro_batch: Any) -> _Built:
+    def build(self, micro_batch: Any) -> None:
         """Build the Program for micro-batches like `micro_batch`, and draw or set its weights.
 
         Raises:
@@ -170,7 +173,6 @@ class StaticTrainStep:
         if self._state_to_set is not None:
             built.set_state(self._state_to_set)
             self._state_to_set = None
-        return built
 
     def explain(self) -> SegmentReport:
         """What `static_graph.explain` tells about the Program; it must have been built."""
@@ -207,7 +209,7 @@ class StaticTrainStep:
         else:
             self._built.set_state(state)
 
-    def _known(self) -> _Built:
+    def _known(self) -> TrainedProgram:
         if self._built is None:
             raise StaticGraphError(
                 "the Program of this StaticTrainStep is not built yet: it is in the first step, or "
@@ -225,7 +227,7 @@ class StaticTrainStep:
             )
         return count
 
-    def _program(self, feeds: Feeds) -> _Built:
+    def _program(self, feeds: Feeds) -> TrainedProgram:
         config = self._config
         main, startup = paddle.static.Program(), paddle.static.Program()
         # Names of its own, the same on every rank: a checkpoint of ours has no use for them.
@@ -241,7 +243,7 @@ class StaticTrainStep:
             )
             need_gradient = training.needs_gradient_to_input(dtype)
             micro_batch = feeds.variables(need_gradient=need_gradient)
-            weight = paddle.static.data(_WEIGHT, [1], "float32")
+            weight = paddle.static.data(WEIGHT, [1], "float32")
             with training.building_in(dtype, **lists):
                 loss = self._loss_fn(model, micro_batch)
             if math.prod(loss.shape) != 1:
@@ -259,7 +261,8 @@ class StaticTrainStep:
             strategy = distributed_strategy(config, model)
             gathers_rows = ranks.has_sums(main)
             minimize(optimizer, loss * weight.sum(), strategy, startup_program=startup)
-            names = {variable.name: name for name, variable in model.state_dict().items()}
+            # A Layer with two names has both here, and one among the parameters.
+            in_state = {name: variable.name for name, variable in model.state_dict().items()}
             structured = {p.name: name for name, p in model.named_parameters()}
         moments = {
             f"{structured[parameter]}:{kind}": variable
@@ -267,89 +270,10 @@ class StaticTrainStep:
         }
         executor, scope = paddle.static.Executor(), paddle.static.Scope()
         executor.run(startup, scope=scope)
-        variables = {"model": {name: one for one, name in names.items()}, "optimizer": moments}
-        return _Built([loss, clip.norm], feeds, variables, gathers_rows, executor, scope, main)
-
-
-@dataclass
-class _Built:
-    """A Program with its variables. Values of PIR must die before their Program: they come first.
-
-    Attributes:
-        fetched: Loss and gradient norm.
-        feeds: What is fed.
-        variables: Names in the scope, by section and by what they are called in a state.
-        gathers_rows: Whether the loss is over the rows of all ranks.
-        executor: Runs it.
-        scope: Holds its variables.
-        main: The Program.
-    """
-
-    fetched: list[Any]
-    feeds: Feeds
-    variables: dict[str, dict[str, str]]
-    gathers_rows: bool
-    executor: Any
-    scope: Any
-    main: paddle.static.Program
-
-    def run(self, arrays: Arrays, weight: float) -> tuple[float, float]:
-        """Run the Program once; returns loss and gradient norm (of the last update)."""
-        feed = {**arrays, _WEIGHT: np.full([1], weight, "float32")}
-        # Guarded, and not only handed over: 3.x looks for a scheduler's rate in the global scope.
-        with training.static_mode(), paddle.static.scope_guard(self.scope):
-            loss, norm = self.executor.run(
-                self.main, feed=feed, fetch_list=self.fetched, scope=self.scope
-            )
-        return float(loss), float(norm)
-
-    def state(self) -> dict[str, Arrays]:
-        """As `StaticTrainStep.state_dict`."""
-        return {
-            section: {name: np.array(self._tensor(one)) for name, one in variables.items()}
-            for section, variables in self.variables.items()
-        }
-
-    def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """As `StaticTrainStep.set_state_dict`."""
-        arrays = {
-            section: {name: _as_array(value) for name, value in values.items()}
-            for section, values in state.items()
-        }
-        if faults := self._faults(arrays):
-            raise CheckpointError(
-                f"the state does not fit the Program; {'; '.join(faults)}. Build the model with "
-                "the dimensions that the state was taken with"
-            )
-        for section, values in arrays.items():
-            for name, array in values.items():
-                tensor = self._tensor(self.variables[section][name])
-                own = np.array(tensor)
-                tensor.set(array.astype(own.dtype).reshape(own.shape), self.executor.place)
-
-    def _faults(self, arrays: Mapping[str, Arrays]) -> list[str]:
-        faults = []
-        if unknown := sorted(arrays.keys() - self.variables.keys()):
-            faults.append(f"unexpected: {', '.join(unknown)}; it has model and optimizer")
-        for section, values in arrays.items():
-            wanted = self.variables.get(section, {})
-            for kind, names in (
-                ("missing", wanted.keys() - values.keys()),
-                ("unexpected", values.keys() - wanted.keys()),
-            ):
-                if names:
-                    faults.append(f"{kind} in {section}: {_listed(names)}")
-            misshaped = {
-                name
-                for name in values.keys() & wanted.keys()
-                if values[name].size != np.array(self._tensor(wanted[name])).size
-            }
-            if misshaped:
-                faults.append(f"of another shape in {section}: {_listed(misshaped)}")
-        return faults
-
-    def _tensor(self, variable: str) -> Any:
-        return self.scope.find_var(variable).get_tensor()
+        variables = {"model": in_state, "optimizer": moments}
+        return TrainedProgram(
+            [loss, clip.norm], feeds, variables, gathers_rows, executor, scope, main
+        )
 
 
 class _Tensors(paddle.nn.Layer):
@@ -383,7 +307,7 @@ def _check_equal_rows(rows: list[int]) -> None:
         )
 
 
-def _equal_ranks(built: _Built) -> None:
+def _equal_ranks(built: TrainedProgram) -> None:
     """Make parameters and buffers of all ranks those of rank 0."""
     if not is_distributed():
         return
@@ -394,14 +318,5 @@ def _equal_ranks(built: _Built) -> None:
         built.set_state({"model": tensors.tensors})
 
 
-def _as_array(value: Any) -> NDArray[Any]:
-    return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
-
-
 def _copied(leaf: Any) -> NDArray[Any]:
-    return np.array(_as_array(leaf))
-
-
-def _listed(names: Any) -> str:
-    names = sorted(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return np.array(as_array(leaf))

@@ -197,6 +197,40 @@ def test_a_dygraph_run_continues_in_a_program_and_back() -> None:
     )
 
 
+class Odd(Encoder):
+    """A Layer with two names, one that is frozen, one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__(buffers=False)
+        self.again = self.layers[0]
+        self.unused = paddle.nn.Linear(2, 2)
+        self.entry.weight.stop_gradient = True
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(self.again(self.entry(x))[:, :, :FEATURES])
+
+
+def test_shared_frozen_and_unused_parameters_are_those_of_dygraph() -> None:
+    config = config_of("recompute.checkpoints=['layers.1']")
+    paddle.seed(12)
+    model = Odd()
+    apply_recompute(model, config.recompute)
+    optimizer = build_optimizer(config, model, config.learning_rate)
+    theirs = TrainStep(model, optimizer, loss_fn=loss_of, clip_grad_norm=1.0)
+    ours = static_step("recompute.checkpoints=['layers.1']", model=Odd)
+    ours.set_state_dict({"model": model.state_dict()})
+    unused, frozen = model.unused.weight.numpy(), model.entry.weight.numpy()
+    for batch in batches(3):
+        expected, got = theirs([tensors(batch)]), ours([batch])
+        assert got.loss == pytest.approx(expected.loss, rel=SAME_NUMBERS)
+        assert got.grad_norm == pytest.approx(expected.grad_norm, rel=SAME_NUMBERS)
+    state = ours.state_dict()["model"]
+    assert {"again.inner.weight", "layers.0.inner.weight"} <= state.keys()
+    assert_same(state, {k: v.numpy() for k, v in model.state_dict().items()}, SAME_PARAMETERS)
+    np.testing.assert_array_equal(state["unused.weight"], unused)
+    np.testing.assert_array_equal(state["entry.weight"], frozen)
+
+
 def test_a_state_put_back_continues_to_the_bit() -> None:
     data = batches(5)
     one = static_step()
@@ -457,9 +491,11 @@ def test_a_state_of_another_model() -> None:
     weights = dict(state["model"])
     before = weights.pop("head.bias")
     weights["head.weight"] = np.zeros([HIDDEN + 1, 1], "float32")
+    turned = {**state["model"], "entry.weight": state["model"]["entry.weight"].T}
     for wrong, words in (
         ({"model": weights}, "missing in model: head.bias; of another shape in model: head.weight"),
         ({"model": {**state["model"], "more": before}}, "unexpected in model: more"),
+        ({"model": turned}, "of another shape in model: entry.weight"),
         ({**state, "loss_scaler": {}}, "unexpected: loss_scaler"),
     ):
         with pytest.raises(CheckpointError, match=words):
