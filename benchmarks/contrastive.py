@@ -298,8 +298,8 @@ def memory_report(highest: int) -> list[str]:
             " (the largest tried)."
             if stopped
             else f", at {there['peak'] / limit:.3f} of it. What grows with the batch is what a "
-            f"loss over all pairs needs: the vectors of a pair, {vectors} bytes, as many for their gradients, and "
-            f"{there['inputs'] / largest:.0f} bytes of ids."
+            f"loss over all pairs needs: the vectors of a pair, {vectors} bytes, as many for their "
+            f"gradients, and {there['inputs'] / largest:.0f} bytes of ids."
         ),
         "",
         f"![peak against batch]({picture.name})",
