@@ -57,12 +57,12 @@ EXACT = Tolerance(
 )
 MODES = Tolerance(
     "modes",
-    "the same operators on the same numbers, but an executor may order or fuse them; seen: "
-    "bit-equal on CPUs with Paddle 2.6.2 and 3.3.1",
-    loss=1e-6,
+    "the same operators on the same numbers, but an executor may order or fuse them; seen: not one "
+    "bit with ERNIE-tiny, 2e-6 of a loss with other models and Paddle 2.6.2",
+    loss=1e-5,
     gradient=1e-5,
     gradient_floor=1e-7,
-    parameter=1e-4,
+    parameter=1e-3,
 )
 RANKS = Tolerance(
     "ranks",
@@ -204,7 +204,7 @@ def _figure_faults(left: Figures, right: Figures, tolerance: Tolerance) -> Itera
 
 def _gradient_faults(left: Arrays, right: Arrays, tolerance: Tolerance) -> Iterator[str]:
     yield from _name_faults("gradient", left, right)
-    floor = tolerance.gradient_floor * _largest_element(left.values())
+    floor = tolerance.gradient_floor * _size(left)
     for name in _shared(left, right):
         allowed = tolerance.gradient * _largest_element([left[name]]) + floor
         found = _largest_element([left[name] - right[name]])
@@ -217,7 +217,7 @@ def _parameter_faults(
 ) -> Iterator[str]:
     yield from _name_faults("parameter", left.parameters, right.parameters)
     farthest = sum(left.figures.learning_rates)
-    noise = NOISE * _largest_element(left.gradients.values())
+    noise = NOISE * _size(left.gradients)
     for name in _shared(left.parameters, right.parameters):
         one, other = left.parameters[name], right.parameters[name]
         found, way = _root_mean_square(one - other), _root_mean_square(one - initial[name])
@@ -246,6 +246,14 @@ def _shared(left: Arrays, right: Arrays) -> list[str]:
 
 def _largest_difference(left: Arrays, right: Arrays) -> float:
     return _largest_element(left[name] - right[name] for name in _shared(left, right))
+
+
+def _size(gradients: Arrays) -> float:
+    """The largest element of the whole model's, NaN and infinities left out: those are found in the
+    parameter that has them, and must not excuse or blame another.
+    """
+    finite = (array[np.isfinite(array)] for array in gradients.values())
+    return _largest_element(finite)
 
 
 def _largest_element(arrays: Iterable[NDArray[Any]]) -> float:

@@ -1,0 +1,144 @@
+"""`paddle-recompute parity`: the whole way, its verdict and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from paddle_recompute import cli, parity
+from paddle_recompute.config import Config
+from paddle_recompute.parity.records import (
+    WEIGHTS,
+    Figures,
+    Outcome,
+    digests_of,
+    write_arrays,
+    write_record,
+)
+from paddle_recompute.parity.variants import Variant
+from paddle_recompute.parity.worker import micro_batches
+from tests.test_trainer import tiny, write_pairs
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
+    # One thread: this process has set it so, by importing Paddle.
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def run(folder: Path, *arguments: str, **changes: Any) -> Result:
+    write_pairs(folder / "pairs.tsv")
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(tiny(folder, **changes).to_dict()), encoding="utf-8")
+    return CliRunner().invoke(cli.main, ["parity", "--config", str(file), *arguments])
+
+
+def test_one_process_from_end_to_end(tmp_path: Path) -> None:
+    result = run(tmp_path, "--steps", "2", "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["parity"] is True
+    assert "launch.num_ranks is 1" in record["notes"][0]
+    runs = {
+        (one["mode"], one["recompute"], one["dropout"]): one
+        for one in record["runs"]
+        if one["ranks"] == 1
+    }
+    assert len(runs) == len(record["runs"]) == 8
+    for mode in ("dygraph", "static"):
+        plain, recomputed = runs[mode, False, True], runs[mode, True, True]
+        assert len(plain["losses"]) == 2
+        assert plain["losses"] == recomputed["losses"]
+        assert plain["losses"] != runs[mode, False, False]["losses"]  # there is dropout
+        assert 0 < recomputed["peak_bytes"] != plain["peak_bytes"] > 0
+        assert plain["seconds_per_step"] > 0
+    bits = [one for one in record["comparisons"] if one["tolerance"] == "bit-equal"]
+    assert len(bits) == 4
+    assert all(one["gradient_difference"] == one["parameter_difference"] == 0 for one in bits)
+    left = sorted(path.name for path in (tmp_path / "run" / "parity").rglob("*.npz"))
+    assert left == [], "arrays are removed, logs stay"
+    assert "9" not in result.stderr.split("/")[0]
+    assert "5/5  static recompute, 1 process" in result.stderr
+
+
+def fake_runs(spoil: Variant | None) -> Any:
+    """In place of the processes: every run has the same numbers, but for one of `spoil`."""
+
+    def run_job(folder: Path, config: Config, steps: int, variant: Variant | None) -> None:
+        weights = {name: np.ones([2, 2], "float32") for name in ("embedding", "pooler.weight")}
+        if variant is None:
+            write_arrays(folder / WEIGHTS, weights)
+            return
+        gradients = {name: np.full([2, 2], 0.5, "float32") for name in weights}
+        if (variant.mode, variant.recompute, variant.ranks) == spoil:
+            gradients["pooler.weight"][1, 1] += 1e-3
+        parameters = {name: weights[name] - 1e-3 for name in weights}
+        figures = Figures([1.0] * steps, [1.0] * steps, [1e-3], digests_of(parameters), 9, 0.1)
+        for case in variant.cases:
+            for rank in range(variant.ranks):
+                outcome = Outcome(figures, gradients, parameters)
+                write_record(folder / variant.folder_name, case, rank, outcome)
+
+    return run_job
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_parity_ends_with_0_and_a_table(
+    tmp_path: Path, as_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "run_job", fake_runs(None))
+    arguments = ["--json"] if as_json else []
+    result = run(tmp_path, *arguments, launch__num_ranks=2, launch__device="cpu")
+    assert result.exit_code == 0, result.output
+    if as_json:
+        assert json.loads(result.stdout)["faults"] == []
+    else:
+        assert result.stdout.splitlines()[-1] == "Parity."
+        assert "static recompute, 2 ranks" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "spoiled", [("static", True, 2), ("dygraph", False, 1), ("static", False, 1)]
+)
+def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
+    tmp_path: Path, spoiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "run_job", fake_runs(spoiled))
+    result = run(tmp_path, launch__num_ranks=2, launch__device="cpu")
+    assert result.exit_code == 1, result.output
+    mode, recompute, ranks = spoiled
+    faults = [line for line in result.stdout.splitlines() if line.startswith("NO PARITY: ")]
+    assert faults
+    for fault in faults:
+        assert f"{mode} {'recompute' if recompute else 'plain'}, {ranks} " in fault
+        assert "gradient of pooler.weight: an element differs by 0.001" in fault
+    assert "Parity." not in result.stdout
+
+
+def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(tmp_path: Path) -> None:
+    result = run(tmp_path, contrastive__chunk_size=2)
+    assert result.exit_code == 2, result.output
+    assert "contrastive.chunk_size: 2: the gradient cache" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_too_few_pairs_for_the_steps(tmp_path: Path) -> None:
+    result = run(tmp_path, "--steps", "8")
+    assert result.exit_code == 2, result.output
+    assert "56 training pairs make 7 batches" in result.stderr
+
+
+def test_a_global_batch_is_dealt_out_as_in_training() -> None:
+    batch = np.arange(16).reshape(8, 2)
+    by_rank = [micro_batches(batch, ranks=2, k_steps=2, rank=rank) for rank in (0, 1)]
+    assert [part.tolist() for part in by_rank[1]] == [[[8, 9], [10, 11]], [[12, 13], [14, 15]]]
+    joined = micro_batches(batch, ranks=2, k_steps=2, rank=None)
+    for step, rows in enumerate(joined):
+        np.testing.assert_array_equal(rows, np.concatenate([rank[step] for rank in by_rank]))
