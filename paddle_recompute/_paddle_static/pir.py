@@ -101,14 +101,14 @@ def with_bodies(operation: Operation) -> Iterator[Operation]:
             yield from with_bodies(inner)
 
 
-def overwritten_by(operation: Operation) -> list[Value]:
-    """The operands whose memory `operation` writes to."""
-    operands = operation.operands_source()
-    return [
-        operands[index]
-        for index in libpir.get_op_inplace_info(operation).values()
-        if operands[index].initialized()
+def in_place(operation: Operation) -> list[tuple[Value, Value]]:
+    """The operands of `operation` whose memory it returns, each with the result that has it."""
+    operands, results = operation.operands_source(), operation.results()
+    pairs = [
+        (operands[operand], results[result])
+        for result, operand in libpir.get_op_inplace_info(operation).items()
     ]
+    return [(a, b) for a, b in pairs if a.initialized() and b.initialized()]
 
 
 def is_dense(value: Value) -> bool:

@@ -28,6 +28,23 @@ def static_mode() -> Iterator[None]:
         paddle.disable_static()
 
 
+@contextlib.contextmanager
+def in_order() -> Iterator[None]:
+    """Operators run in the Program's order.
+
+    By default the executor runs those in any order that do not take each other's results. Where
+    two of them draw random numbers, or one changes what another takes by a second name, Paddle's
+    plain Program gives other losses at every start: nothing to compare with.
+    """
+    flag = "FLAGS_new_executor_sequential_run"
+    before = paddle.get_flags(flag)
+    paddle.set_flags({flag: True})
+    try:
+        yield
+    finally:
+        paddle.set_flags(before)
+
+
 @dataclass
 class Run:
     """What some steps of one Program gave."""

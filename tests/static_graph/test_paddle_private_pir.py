@@ -17,6 +17,7 @@ from paddle.base import core
 from paddle_recompute import _paddle_static
 from paddle_recompute._paddle_static import pir
 from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.static_graph.pir.operators import only_shares_memory
 from tests.static_graph.models import static_mode
 
 IS_26 = paddle.__version__.startswith("2.")
@@ -138,8 +139,26 @@ def test_get_op_inplace_info(program: paddle.static.Program) -> None:
     total = fed()
     paddle._C_ops.add_(total, fed("y"))
     inplace, ordinary = program.global_block().ops[-1], (total * 2).get_defining_op()
-    assert [v.id for v in pir.overwritten_by(inplace)] == [total.id]
-    assert pir.overwritten_by(ordinary) == []
+    [(operand, result)] = pir.in_place(inplace)
+    assert operand.id == total.id and result.id == inplace.result(0).id
+    assert pir.in_place(ordinary) == []
+
+
+@only_pir
+def test_detach_shares_memory(program: paddle.static.Program) -> None:
+    """``share_data_`` is in place and changes nothing; the list of `only_shares_memory`."""
+    operation = fed().detach().get_defining_op()
+    assert operation.name() == "pd_op.share_data_" and only_shares_memory(operation)
+    assert len(pir.in_place(operation)) == 1
+
+
+@only_pir
+def test_what_follows_an_assignment_takes_the_old_value(program: paddle.static.Program) -> None:
+    """Why `Memory` exists: the Program does not say that ``exp`` comes after the assignment."""
+    x = paddle.tanh(fed())
+    x[:, 0] = 1.0
+    after = paddle.exp(x).get_defining_op()
+    assert after.operand_source(0).get_defining_op().name() == "pd_op.tanh"
 
 
 # --------------------------------------------------------------------------- changing a Program

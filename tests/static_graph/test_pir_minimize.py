@@ -28,6 +28,7 @@ from tests.static_graph.models import (
     assert_equal,
     assert_recompute_changes_nothing,
     data,
+    in_order,
     marked_stack,
     num_recomputed,
     static_mode,
@@ -47,22 +48,6 @@ def building() -> Iterator[paddle.static.Program]:
         program = paddle.static.Program()
         with paddle.static.program_guard(program, paddle.static.Program()):
             yield program
-
-
-@contextlib.contextmanager
-def in_order() -> Iterator[None]:
-    """Operators run in the Program's order.
-
-    By default the executor runs independent ones in any order. Where two of them draw random
-    numbers, Paddle's plain Program gives other losses at every start: nothing to compare with.
-    """
-    flag = "FLAGS_new_executor_sequential_run"
-    before = paddle.get_flags(flag)
-    paddle.set_flags({flag: True})
-    try:
-        yield
-    finally:
-        paddle.set_flags(before)
 
 
 def sgd() -> Any:

@@ -11,6 +11,7 @@ import pytest
 
 from paddle_recompute import _memory
 from paddle_recompute.static_graph import mark_checkpoint, minimize
+from paddle_recompute.static_graph.pir.memory import Memory
 from tests.static_graph.models import (
     BATCH,
     HIDDEN,
@@ -19,6 +20,7 @@ from tests.static_graph.models import (
     assert_equal,
     assert_recompute_changes_nothing,
     data,
+    in_order,
     marked_stack,
     static_mode,
     strategy_of,
@@ -274,6 +276,59 @@ def changed_in_place() -> Any:
     return x.square().mean()
 
 
+def assigned_parts() -> Any:
+    """What follows an assignment takes the variable from before it, whose memory has changed."""
+    x = data()
+    for _ in range(3):
+        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
+        before = paddle.exp(hidden)
+        hidden[:, 0] = 0.5
+        hidden[:, 1:3] = hidden[:, 3:5] * 2
+        x = mark(functional.gelu(hidden) * hidden + paddle.tanh(before) * x)
+    return x.square().mean()
+
+
+def written_to_another() -> Any:
+    x = data()
+    for _ in range(3):
+        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
+        other = paddle.tanh(hidden * 3)
+        early = functional.gelu(other)
+        paddle.assign(hidden * 2, other)
+        x = mark(functional.gelu(hidden) * other + early * early)
+    return x.square().mean()
+
+
+def detached() -> Any:
+    """The detached variable has the memory of the other."""
+    x = data()
+    for _ in range(3):
+        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
+        fixed = hidden.detach()
+        x = mark(functional.gelu(hidden * fixed) + paddle.exp(-fixed.abs()) * x)
+    return x.square().mean()
+
+
+def detached_and_assigned() -> Any:
+    x = data()
+    for _ in range(3):
+        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
+        early = paddle.exp(hidden)
+        fixed = hidden.detach()
+        fixed[:, :2] = 0.1
+        x = mark(paddle.tanh(functional.gelu(hidden) * fixed) + paddle.tanh(early) * x)
+    return x.square().mean()
+
+
+def printed() -> Any:
+    x = data()
+    for _ in range(2):
+        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
+        shown = paddle.static.Print(hidden, first_n=0)
+        x = mark(functional.gelu(hidden * 2) + paddle.exp(-shown.abs()) * x)
+    return x.square().mean()
+
+
 def evaluated_dropout() -> Any:
     x = data()
     for training in (True, False, True):
@@ -365,6 +420,10 @@ def ids(random: np.random.RandomState) -> dict[str, np.ndarray]:
         two_losses,
         skip_connections,
         changed_in_place,
+        assigned_parts,
+        written_to_another,
+        detached,
+        printed,
         evaluated_dropout,
         fixed_seed_dropout,
         constants_and_integers,
@@ -375,6 +434,23 @@ def ids(random: np.random.RandomState) -> dict[str, np.ndarray]:
 )
 def test_odd_graph(build: Callable[[], Any]) -> None:
     assert_recompute_changes_nothing(build)
+
+
+def test_what_was_detached_is_changed() -> None:
+    with in_order():
+        assert_recompute_changes_nothing(detached_and_assigned)
+
+
+def test_what_an_unknown_operator_takes_is_kept() -> None:
+    """It could return its operand's memory without saying so."""
+    with static_mode():
+        program = paddle.static.Program()
+        with paddle.static.program_guard(program):
+            taken, other = paddle.tanh(data()), paddle.exp(data("other"))
+            paddle.static.Print(taken)
+            memory = Memory(program.global_block().ops)
+            assert memory.is_shared(taken) and not memory.is_overwritten(taken)
+            assert not memory.is_shared(other)
 
 
 def test_odd_graph_with_other_feeds() -> None:

@@ -83,7 +83,20 @@ def why_kept(operation: Operation) -> str | None:
         return "it draws random numbers"
     if name.endswith("_"):
         return "it changes a variable in place"
-    return "it is not known to be repeatable"
+    return _UNKNOWN
+
+
+_UNKNOWN = "it is not known to be repeatable"
+
+
+def only_shares_memory(operation: Operation) -> bool:
+    """Whether `operation`, which is in place, gives a second name to memory and changes nothing."""
+    return bool(operation.name() == "pd_op.share_data_")
+
+
+def may_share_memory(operation: Operation) -> bool:
+    """Whether a result of `operation` could have an operand's memory though PIR does not say so."""
+    return why_kept(operation) == _UNKNOWN
 
 
 def is_replayed_from_mask(operation: Operation) -> bool:

@@ -17,6 +17,7 @@ from paddle_recompute._paddle_static import pir
 from paddle_recompute._paddle_static.pir import Operation, Value
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.static_graph.pir.graph import Graph
+from paddle_recompute.static_graph.pir.memory import Memory
 from paddle_recompute.static_graph.pir.operators import is_replayed_from_mask, why_kept
 from paddle_recompute.static_graph.report import mebibytes
 
@@ -129,12 +130,7 @@ class Kept:
     def __init__(self, segments: Iterable[Segment], graph: Graph) -> None:
         self._graph = graph
         self._segment_of = {member: segment for segment in segments for member in segment.members}
-        self._overwritten = {
-            pir.key(value)
-            for operation in graph.forward
-            for inner in pir.with_bodies(operation)
-            for value in pir.overwritten_by(inner)
-        }
+        self._memory = Memory(graph.forward)
         self._known: dict[str, str | None] = {}
 
     def __contains__(self, value: Value) -> bool:
@@ -168,10 +164,11 @@ class Kept:
         largest = max(pir.results_of(operation), key=pir.num_bytes)
         if 0 < SMALL * pir.num_bytes(value) <= pir.num_bytes(largest) and largest in self:
             return "it is small, and what its operator returns besides it is kept"
+        if self._memory.is_shared(value):
+            return "another variable may share its memory"
         # An operator that was run before the overwriting would now see other numbers.
-        for operand in pir.operands_of(operation):
-            if pir.key(operand) in self._overwritten and operand in self:
-                return "it was computed from a variable that is changed in place"
+        if any(self._memory.is_overwritten(operand) for operand in pir.operands_of(operation)):
+            return "it was computed from a variable that is changed in place"
         return None
 
 
