@@ -15,6 +15,7 @@ Until the end, ``pool.npy.part`` and ``pool.npy.part.json`` stand in for them.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import gzip
 import hashlib
 import itertools
@@ -22,7 +23,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,9 @@ def encode_file(
         and ``output``, ``resumed_at`` and ``texts_per_second``.
 
     Raises:
-        DataError: A file cannot be read or written, there are no texts, or `output`, or a part of
-            it, is there and was made from something else.
+        DataError: A file cannot be read or written, there are no texts, they change meanwhile,
+            `output`, or a part of it, is there and was made from something else, or another process
+            is writing it.
     """
     text_file, output = Path(text_file), Path(output)
     if output.suffix not in FORMATS:
@@ -100,21 +102,29 @@ def encode_file(
         "batch_size": batch_size,
     }
     part, notes = _beside(output, ".part"), _beside(output, ".part.json")
+    copy = _beside(output, ".txt")
+    if output.suffix == ".npy" and copy.exists() and copy.samefile(text_file):
+        raise DataError(
+            f"{text_file}: would be written over, since the texts of {output.name} are to stand in "
+            f"{copy.name}; name another output"
+        )
     with _plain_words(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         done_before = _find_complete(output, about)
         if done_before is not None:
+            notes.unlink(missing_ok=True)  # of a run that was killed as it did this itself
             return {**done_before, "output": str(output), "resumed_at": num_texts}
-        state = _resume(part, notes, output, about)
-        resumed_at, start = state.done, time.monotonic()
-        tokenizer = _Counting(encoder.tokenizer, state)
-        dim = 0
-        with part.open("r+b" if state.done else "wb") as file:
+        if not part.exists():
+            notes.unlink(missing_ok=True)
+        with _locked(part, notes) as file:
+            state, dim = _resume(part, notes, output, about)
+            resumed_at, start = state.done, time.monotonic()
+            tokenizer = _Counting(encoder.tokenizer, state)
             file.truncate(state.size)
             file.seek(state.size)
             if progress is not None:
                 progress(state.done, num_texts)
-            texts = itertools.islice(_texts(text_file), state.done, None)
+            texts = itertools.islice(_same_texts(text_file, digest), state.done, None)
             while lot := list(itertools.islice(texts, batch_size * _BATCHES_PER_LOT)):
                 vectors = encode_texts(
                     encoder.model, tokenizer, lot, max_tokens=longest, batch_size=batch_size
@@ -133,20 +143,20 @@ def encode_file(
                 _write(notes, {**about, "dim": dim, "progress": dataclasses.asdict(state)})
                 if progress is not None:
                     progress(state.done, num_texts)
-        record = {
-            **about,
-            "dim": dim or int(_read(notes)["dim"]),
-            "cut": state.num_cut,
-            "unknown": state.num_unknown,
-            "model": str(encoder.folder.resolve()),
-            "step": int(encoder.folder.name.removeprefix("step-")),
-            "text_file": str(text_file.resolve()),
-        }
-        if output.suffix == ".npy":
-            _copy_texts(text_file, _beside(output, ".txt"))
-        _write(_beside(output, ".json"), record)
-        part.replace(output)
-        notes.unlink()
+            record = {
+                **about,
+                "dim": dim,
+                "cut": state.num_cut,
+                "unknown": state.num_unknown,
+                "model": str(encoder.folder.resolve()),
+                "step": int(encoder.folder.name.removeprefix("step-")),
+                "text_file": str(text_file.resolve()),
+            }
+            if output.suffix == ".npy":
+                _copy_texts(_same_texts(text_file, digest), copy)
+            _write(_beside(output, ".json"), record)
+            part.replace(output)
+            notes.unlink(missing_ok=True)
     rate = (num_texts - resumed_at) / max(time.monotonic() - start, 1e-9)
     return {**record, "output": str(output), "resumed_at": resumed_at, "texts_per_second": rate}
 
@@ -165,20 +175,51 @@ class _Counting:
         return rows.pad(np.arange(len(texts)))
 
 
-def _resume(part: Path, notes: Path, output: Path, about: dict[str, Any]) -> _Progress:
-    """What an interrupted run has left; nothing if there was none."""
-    if not (part.exists() and notes.exists()):
-        return _Progress()
+class _TextsChangedError(DataError):
+    """The text file is not what it was at the start."""
+
+
+@contextmanager
+def _locked(part: Path, notes: Path) -> Iterator[IO[bytes]]:
+    """The part file, open, and nobody else's until the end.
+
+    Two processes that write the same bytes to one file still ruin it: each cuts it to where it
+    goes on, and so makes a hole before the place where the other one writes.
+    """
+    with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Who had the lock may have given the file its last name before letting go of it.
+            is_ours = part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat())
+        except BlockingIOError:
+            is_ours = False
+        if not is_ours:
+            raise DataError(f"{part}: another process is writing it; wait for its end")
+        try:
+            yield file
+        except _TextsChangedError:
+            part.unlink()
+            notes.unlink(missing_ok=True)
+            raise
+
+
+def _resume(part: Path, notes: Path, output: Path, about: dict[str, Any]) -> tuple[_Progress, int]:
+    """What an interrupted run has left, and the dimension of its vectors; zeros if it left none."""
+    if not notes.exists():
+        return _Progress(), 0
     before = _read(notes)
     if changed := _changes(before, about):
         raise DataError(
             f"{part}: was begun with {changed}; remove it and {notes.name} to start anew, or write "
             f"to another file than {output.name}"
         )
-    state = _Progress(**before["progress"])
+    try:
+        state, dim = _Progress(**before["progress"]), int(before["dim"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{notes}: is damaged ({error!r}); remove it") from error
     if part.stat().st_size < state.size:
         raise DataError(f"{part}: is shorter than it was; remove it and {notes.name}")
-    return state
+    return state, dim
 
 
 def _find_complete(output: Path, about: dict[str, Any]) -> dict[str, Any] | None:
@@ -224,6 +265,11 @@ def _texts(path: Path) -> Iterator[str]:
 
 def _survey(path: Path) -> tuple[int, str]:
     """How many texts there are, and a digest of them."""
+    if path.exists() and not path.is_file():
+        raise DataError(
+            f"{path}: is no regular file; it is read more than once, so a pipe cannot be encoded. "
+            "Write the texts to a file"
+        )
     digest, count = hashlib.sha256(), 0
     for text in _texts(path):
         digest.update(text.encode() + b"\n")
@@ -233,10 +279,23 @@ def _survey(path: Path) -> tuple[int, str]:
     return count, digest.hexdigest()
 
 
-def _copy_texts(text_file: Path, path: Path) -> None:
+def _same_texts(path: Path, expected: str) -> Iterator[str]:
+    """`_texts`, which must have the digest of before; told at the end."""
+    digest = hashlib.sha256()
+    for text in _texts(path):
+        digest.update(text.encode() + b"\n")
+        yield text
+    if digest.hexdigest() != expected:
+        raise _TextsChangedError(
+            f"{path}: has changed while its texts were encoded; what was made of them is gone, "
+            "start again"
+        )
+
+
+def _copy_texts(texts: Iterable[str], path: Path) -> None:
     unfinished = _beside(path, ".part")
     with unfinished.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(f"{text}\n" for text in _texts(text_file))
+        file.writelines(f"{text}\n" for text in texts)
     unfinished.replace(path)
 
 

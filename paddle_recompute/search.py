@@ -54,6 +54,8 @@ class Index:
     Attributes:
         file: The file.
         about: What stands in its ``.json``.
+        model: The folder of the checkpoint that has made it.
+        fingerprint: Of that model.
 
     Raises:
         DataError: There is none, or more than one, or it is incomplete or damaged.
@@ -65,6 +67,8 @@ class Index:
         try:
             self.about: dict[str, Any] = json.loads(described.read_text(encoding="utf-8"))
             self._shape = int(self.about["texts"]), int(self.about["dim"])
+            self.model = Path(self.about["model"])
+            self.fingerprint = str(self.about["fingerprint"])
         except OSError as error:
             raise DataError(
                 f"{described}: cannot be read ({error.strerror}); it tells which model has made "
@@ -116,7 +120,7 @@ class Index:
             rows = [_parsed(self.file, row, line)["vector"] for row, line in some]
             try:
                 yield np.array(rows, dtype=np.float32).reshape(len(rows), self._shape[1])
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise DataError(
                     f"{self.file}: among lines {some[0][0] + 1} to {some[-1][0] + 1} is one whose "
                     f"vector is not {self._shape[1]} numbers"
@@ -151,8 +155,8 @@ def search(
             "blank, at least one, and at least 1"
         )
     if encoder is None:
-        encoder = load_encoder(Path(index.about["model"]).parent)
-    if encoder.fingerprint != index.about["fingerprint"]:
+        encoder = load_encoder(index.model.parent)
+    if encoder.fingerprint != index.fingerprint:
         raise DataError(
             f"{index.file}: was made by another model than that of {encoder.folder}; their vectors "
             "cannot be compared. Encode the texts again, or name the folder of the other model"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,7 @@ def test_interrupted_run_goes_on_to_the_same_bytes(
     assert not output.exists()
     if torn:  # killed while it wrote the next lot
         with (parts / f"pool{suffix}.part").open("ab") as file:
-            file.write(b"half a lot")
+            file.write(b"half a lot" * 10_000)
     encoded: list[int] = []
 
     def counted(model: Any, tokenizer: Any, lot: list[str], **options: Any) -> Any:
@@ -129,6 +131,113 @@ def test_interrupted_run_goes_on_to_the_same_bytes(
     assert encoded == []
     assert again["resumed_at"] == COUNT
     assert files_of(parts) == files_of(whole)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl"])
+def test_death_at_any_moment_costs_no_byte(
+    suffix: str, encoder: TrainedEncoder, text_file: Path, tmp_path: Path
+) -> None:
+    """Whatever reached the disk when it died: the next call, or the one after, finishes."""
+
+    class DeathError(BaseException):
+        pass
+
+    whole = tmp_path / "whole"
+    encode_file(encoder, text_file, whole / f"pool{suffix}", batch_size=BATCH)
+    deaths = 0
+    for last_breath in range(1, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            left = [last_breath]
+
+            def dying(act: Any, left: list[int] = left) -> Any:
+                def mortal(*arguments: Any, **options: Any) -> Any:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        raise DeathError
+                    return act(*arguments, **options)
+
+                return mortal
+
+            patch.setattr(os, "fsync", dying(os.fsync))
+            patch.setattr(Path, "replace", dying(Path.replace))
+            patch.setattr(Path, "unlink", dying(Path.unlink))
+            parts = tmp_path / f"parts-{last_breath}"
+            try:
+                encode_file(encoder, text_file, parts / f"pool{suffix}", batch_size=BATCH)
+            except DeathError:
+                deaths += 1
+            else:
+                break
+        encode_file(encoder, text_file, parts / f"pool{suffix}", batch_size=BATCH)
+        assert {n: b for n, b in files_of(parts).items() if ".part" not in n} == files_of(whole)
+        assert not [n for n in files_of(parts) if n.endswith((".npy.part", ".part.json"))]
+    assert deaths >= 12  # four lots, each with its notes, then the last names
+
+
+def test_part_belongs_to_one_process(
+    encoder: TrainedEncoder, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, part = tmp_path / "pool.npy", tmp_path / "pool.npy.part"
+    message = r"pool.npy.part: another process is writing it; wait for its end"
+    with part.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=message):
+            encode_file(encoder, text_file, output, batch_size=BATCH)
+    encode_file(encoder, text_file, output, batch_size=BATCH)
+    finished = output.read_bytes()
+
+    # The other one finishes between our opening of the part and our lock on it.
+    output.replace(part)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: part.replace(output))
+    with pytest.raises(DataError, match=message):
+        encode_file(encoder, text_file, output, batch_size=BATCH)
+    assert output.read_bytes() == finished
+
+
+@pytest.mark.parametrize("when", [6, COUNT])
+def test_texts_that_change_meanwhile_are_told(
+    when: int, encoder: TrainedEncoder, text_file: Path, tmp_path: Path
+) -> None:
+    output, lines = tmp_path / "pool.npy", text_file.read_text()
+
+    def change(done: int, total: int) -> None:
+        if done == when:
+            text_file.write_text(lines + "one more\n")
+
+    with pytest.raises(DataError, match=r"texts.txt: has changed while its texts were encoded"):
+        encode_file(encoder, text_file, output, batch_size=BATCH, progress=change)
+    assert not output.exists() and not (tmp_path / "pool.npy.part").exists()
+    assert encode_file(encoder, text_file, output, batch_size=BATCH)["texts"] == COUNT + 1
+    np.testing.assert_array_equal(np.load(output)[:18], expected(encoder)[:18])
+
+
+def test_text_file_is_not_written_over(encoder: TrainedEncoder, tmp_path: Path) -> None:
+    text_file = tmp_path / "pool.npy.txt"
+    text_file.write_text("cat\n\ndog\n")
+    with pytest.raises(DataError, match=r"pool.npy.txt: would be written over, since the texts of"):
+        encode_file(encoder, text_file, tmp_path / "pool.npy")
+    assert text_file.read_text() == "cat\n\ndog\n"
+
+
+def test_pipe_is_refused_before_it_is_read(encoder: TrainedEncoder, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "texts.txt")
+    with pytest.raises(DataError, match="is no regular file; it is read more than once"):
+        encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy")
+
+
+def test_damaged_notes_are_told(encoder: TrainedEncoder, text_file: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode_file(encoder, text_file, tmp_path / "pool.npy", batch_size=BATCH, progress=interrupt)
+    notes = tmp_path / "pool.npy.part.json"
+    before = json.loads(notes.read_text())
+    for damaged in ("{", "[]", json.dumps({**before, "progress": {"done": 6, "at": 1}})):
+        notes.write_text(damaged)
+        with pytest.raises(DataError, match=r"part.json: is damaged .*; remove it"):
+            encode_file(encoder, text_file, tmp_path / "pool.npy", batch_size=BATCH)
 
 
 def test_what_is_lost_is_counted_over_all_sittings(encoder: TrainedEncoder, tmp_path: Path) -> None:

@@ -117,9 +117,15 @@ def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
     about.write_text(json.dumps({**record, "model": str(tmp_path / "gone" / "step-3")}))
     with pytest.raises(CheckpointError, match="gone: holds no trained model"):
         search(Index(file), ["cat"])
-    about.write_text("{}")
-    with pytest.raises(DataError, match=r"pool.npy.json: is damaged \(KeyError"):
-        Index(file)
+    for missing in record:
+        about.write_text(json.dumps({key: record[key] for key in record if key != missing}))
+        if missing in ("texts", "dim", "model", "fingerprint"):
+            with pytest.raises(
+                DataError, match=rf"pool.npy.json: is damaged \(KeyError.'{missing}"
+            ):
+                Index(file)
+        else:
+            Index(file)
     about.unlink()
     with pytest.raises(DataError, match=r"cannot be read .* tells which model has made pool.npy"):
         Index(file)
@@ -133,11 +139,16 @@ def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
         ("npy", lambda file: file.with_name("pool.npy.txt").write_text("cat\n"), "has no text num"),
         ("jsonl", lambda file: file.write_text("{}\n" * COUNT), "pool.jsonl:1: is damaged"),
         ("jsonl", lambda file: file.write_text("nothing\n"), "pool.jsonl:1: is damaged"),
-        (
-            "jsonl",
-            lambda file: file.write_text('{"text": "a", "vector": [1]}\n' * COUNT),
-            "among lines 1 to 40 is one whose vector is not 16 numbers",
-        ),
+        *[
+            (
+                "jsonl",
+                lambda file, vector=vector: file.write_text(
+                    f'{{"text": "a", "vector": {vector}}}\n' * COUNT
+                ),
+                "among lines 1 to 40 is one whose vector is not 16 numbers",
+            )
+            for vector in ("[1]", "null", "{}", '"a"', "[[1], [2, 3]]")
+        ],
         (
             "jsonl",
             lambda file: file.write_text("".join(file.read_text().splitlines(True)[1:])),
