@@ -35,7 +35,7 @@ def after_append_backward(change: Change) -> None:
     pir_partial_program.partial_program_from = hooked
 
 
-class _Hook(pir_partial_program.PartialProgramLayerHook):  # type: ignore[misc]
+class _Hook(pir_partial_program.PartialProgramLayerHook):
     def __init__(self, change: Change) -> None:
         self._change = change
 
