@@ -89,8 +89,10 @@ bench: venv
 	    .venv/bin/python -m $$module || exit 1; \
 	done
 
-# One of them: make bench-correctness, bench-real_models, bench-recompute_cost, bench-sync,
-# bench-sync_matrix, bench-sync_scaling; with Paddle 2.6: make bench26-sync_matrix
+# One of them: make bench-contrastive (peak memory and time per pair of large batches),
+# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-real_models,
+# bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling; with Paddle 2.6:
+# make bench26-sync_matrix
 bench-%: venv
 	.venv/bin/python -m benchmarks.$*
 
