@@ -7,6 +7,7 @@ imports a framework, so that it can be used in both environments. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -144,13 +145,13 @@ class Side:
         )
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pipe(self._process.stdin).close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:  # it may be in the midst of a long order
             self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe(self._process.stdin).close()
+        self._process.wait()
+        self._pipe(self._process.stdout).close()
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Give an order, wait for the answer."""

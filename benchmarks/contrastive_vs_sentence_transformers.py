@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -350,6 +351,7 @@ def main() -> None:
     if not TORCH.exists():
         raise SystemExit(f"{TORCH.parent.parent.name}: is not there; `make venv-torch` makes it")
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes go, too
     sizes = [size for size in (256, 1024, 4096, 16384) if size <= options.largest]
     batches = dict.fromkeys(sizes, BATCHES_OF_A_PEAK)
     for size in options.timed:
