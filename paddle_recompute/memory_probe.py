@@ -24,6 +24,9 @@ from paddle_recompute.training import build_training
 
 SHORTEST_TEXT = 2
 """Tokens of a text without a word: those that stand around every text."""
+BATCHES_AHEAD = 6
+"""Batches that lie ready while a step runs: Paddle's reader has a queue of two and a buffer of two,
+one is on its way between them, and one has been cut into the step's micro-batches."""
 CLOSE_ENOUGH = 8
 """The search for a chunk ends where the next one would be larger by less than this part of it."""
 
@@ -157,16 +160,19 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
         as_measured, objective, model, config.learning_rate, vocab_size=vocab_size, amp=amp
     )
     step = training.step
-    micro_batches = [
-        _dearest_batch(config, vocab_size, chunks)
-        for _ in range(config.strategy.gradient_merge_configs.k_steps)
+    steps = [
+        [
+            _dearest_batch(config, vocab_size, chunks)
+            for _ in range(config.strategy.gradient_merge_configs.k_steps)
+        ]
+        for _ in range(1 + BATCHES_AHEAD)
     ]
-    step([{name: rows[:8] for name, rows in batch.items()} for batch in micro_batches])
+    step([{name: rows[:8] for name, rows in batch.items()} for batch in steps[0]])
     if _memory.can_reset_peak():
         _memory.reset_peak()
-    step(micro_batches)
+    step(steps[0])
     peak = _memory.peak_bytes()
-    del step, training, objective, model, micro_batches
+    del step, training, objective, model, steps
     gc.collect()
     return peak
 

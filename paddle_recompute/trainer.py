@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from numpy.typing import NDArray
 
 from paddle_recompute import _paddle
 from paddle_recompute.checkpoint import Checkpoint
@@ -292,18 +293,19 @@ class Trainer:
         self._note(loader.notes())
         return loader
 
-    def _positive_ids(self, data: PreparedData) -> paddle.Tensor | None:
-        """Numbers by which the loss tells equal positives: ``[training pairs]``, int64."""
+    def _positive_ids(self, data: PreparedData) -> NDArray[np.int64] | None:
+        """Numbers by which the loss tells equal positives: ``[training pairs]``."""
         if not self.config.contrastive.mask_false_negatives:
             return None
-        return text_ids(pair.positive for pair in data.train)
+        ids: NDArray[np.int64] = text_ids(pair.positive for pair in data.train).numpy()
+        return ids
 
     def _learned_temperature(self, objective: Objective) -> dict[str, float]:
         section = self.config.contrastive
         return {"temperature": objective.loss.temperature} if section.learnable_temperature else {}
 
     def _steps(
-        self, loader: PairLoader, done: int, total: int, positive_ids: paddle.Tensor | None
+        self, loader: PairLoader, done: int, total: int, positive_ids: NDArray[np.int64] | None
     ) -> Iterator[tuple[int, int, list[Batch]]]:
         """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
 
@@ -317,7 +319,7 @@ class Trainer:
                 done += 1
                 parts = {side: batch[side] for side in ("query", "positive")}
                 if positive_ids is not None:
-                    parts["positive_ids"] = paddle.gather(positive_ids, batch["index"])
+                    parts["positive_ids"] = paddle.to_tensor(positive_ids[batch["index"].numpy()])
                 yield (
                     done,
                     epoch,

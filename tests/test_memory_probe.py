@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paddle_recompute import _memory, memory_probe
@@ -12,6 +13,8 @@ from paddle_recompute.config import Config
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.memory_probe import MemoryProbe, chunks_within_budget, measure_step
 from paddle_recompute.objective import Chunks
+from paddle_recompute.progress import read_metrics
+from paddle_recompute.trainer import Trainer
 from tests.test_trainer import tiny
 
 LONGEST = 12  # max_positive_tokens of `tiny`
@@ -144,3 +147,32 @@ def test_a_step_that_does_not_fit(
     probe = MemoryProbe(config_of(None, **settings), 100, say=print)
     with pytest.raises(ConfigError, match=words):
         probe.measure(probe.choose_chunks())
+
+
+@needs_peaks_of_steps
+@pytest.mark.parametrize("chunks", [{}, {"contrastive__chunk_tokens": 120}])
+def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_path: Path) -> None:
+    """Long texts, and so many pairs that the batches read ahead are noticed."""
+    random = np.random.default_rng(0)
+    words = {" ".join(random.choice(list("abcdefghij"), size=12)) for _ in range(1200)}
+    other = str.maketrans("abcdefghij", "klmnopqrst")
+    lines = [f"{word}\t{word.translate(other)}\n" for word in sorted(words)]
+    (tmp_path / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
+    config = tiny(
+        tmp_path,
+        **chunks,
+        contrastive__global_batch=256,
+        contrastive__tile=64,
+        contrastive__mask_false_negatives=True,
+        model__num_layers=1,
+        train__max_steps=6,
+        train__eval_before=False,
+        train__measure_plain=False,
+    )
+    Trainer(config).run()
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    _, measured = MemoryProbe(config, vocab_size=25, say=print).measure(
+        Chunks(tokens=chunks.get("contrastive__chunk_tokens"))
+    )
+    largest = max(step["peak_bytes"] for step in steps)
+    assert measured * 0.7 < largest <= measured
