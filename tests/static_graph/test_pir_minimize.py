@@ -21,6 +21,7 @@ from paddle_recompute.static_graph import (
 )
 from paddle_recompute.static_graph.pir.data_parallel import mean_over_ranks
 from tests.static_graph.models import (
+    BATCH,
     HIDDEN,
     Block,
     Run,
@@ -284,13 +285,133 @@ def test_marks_and_wrapped_layers_together() -> None:
     assert segments_of(run) == ["marked", "wrapped", "last"]
 
 
-def assert_recompute_changes_nothing_but_wrapping(build: Callable[[], Any]) -> Run:
+def assert_recompute_changes_nothing_but_wrapping(build: Callable[[], Any], **options: Any) -> Run:
     """A wrapped model cannot be trained without recompute, so it is built bare instead."""
-    run = train(build, ())
+    run = train(build, (), **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{__name__}.recompute_wrapper", lambda layer, **options: layer)
-        assert_equal(run, train(build, None))
+        patch.setattr(f"{__name__}.recompute_wrapper", lambda layer, **_: layer)
+        assert_equal(run, train(build, None, **options))
     return run
+
+
+class Outer(paddle.nn.Layer):
+    """A Layer of wrapped Layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = paddle.nn.LayerList([recompute_wrapper(Block(), name="part")] * 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.parts[1](self.parts[0](x)) + x
+
+
+class Marking(paddle.nn.Layer):
+    """A Layer that marks an intermediate variable of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Any) -> Any:
+        return self.second(mark_checkpoint(self.first(x), "inside"))
+
+
+class Several(paddle.nn.Layer):
+    """A Layer that takes two variables and returns a structure, part of which it uses itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = paddle.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        hidden = paddle.nn.functional.gelu(self.inner(x))
+        return paddle.tanh(hidden) * y, hidden, [hidden * 2, None]
+
+
+class WithLoss(paddle.nn.Layer):
+    """A Layer that returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Any) -> Any:
+        return self.block(x).square().mean()
+
+
+def nested_calls() -> Any:
+    x = data()
+    for _ in range(2):
+        x = recompute_wrapper(Outer(), name="outer")(x)
+    return x.square().mean()
+
+
+def several_outputs() -> Any:
+    x, y = data(), paddle.tanh(data("y"))
+    for _ in range(3):
+        a, b, (c, nothing) = recompute_wrapper(Several(), name="several")(x, y)
+        assert nothing is None
+        x, y = a + b, paddle.nn.functional.gelu(c)
+    return x.square().mean() + y.mean()
+
+
+def loss_inside() -> Any:
+    return recompute_wrapper(WithLoss(), name="all")(recompute_wrapper(Block(), name="b")(data()))
+
+
+def x_and_y(random: np.random.RandomState) -> dict[str, np.ndarray]:
+    return {name: random.randn(BATCH, HIDDEN).astype("float32") for name in ("x", "y")}
+
+
+@pytest.mark.parametrize(
+    ("build", "segments"),
+    [
+        (nested_calls, ["outer", "outer#2"]),
+        (several_outputs, ["several", "several#2", "several#3"]),
+        (loss_inside, ["b", "all"]),
+    ],
+)
+def test_odd_calls(build: Callable[[], Any], segments: list[str]) -> None:
+    feeds = x_and_y if build is several_outputs else None
+    run = assert_recompute_changes_nothing_but_wrapping(build, feeds=feeds)
+    assert segments_of(run) == segments and num_recomputed(run) > 0
+
+
+def test_a_mark_inside_a_call_has_no_effect_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> Any:
+        return recompute_wrapper(Marking(), name="whole")(data()).square().mean()
+
+    with caplog.at_level(logging.WARNING, "paddle_recompute"):
+        run = assert_recompute_changes_nothing_but_wrapping(build)
+    assert segments_of(run) == ["whole"]
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "checkpoint 'inside' has no effect: it is inside 'whole'" in message
+
+
+@pytest.mark.parametrize("which", ["checkpoints", "inside"])
+def test_variables_that_a_user_fetches(which: str) -> None:
+    """Whatever is fetched, recomputed or not, is what the forward computed."""
+
+    def run(checkpoints: list[str] | None) -> list[Any]:
+        with building() as main, paddle.utils.unique_name.guard():
+            paddle.seed(3)
+            x, wanted = data(), []
+            for index in range(3):
+                hidden = paddle.nn.functional.gelu(paddle.nn.Linear(HIDDEN, 32)(x))
+                dropped = paddle.nn.functional.dropout(hidden, 0.3)
+                x = mark_checkpoint(paddle.nn.Linear(32, HIDDEN)(dropped) + x, f"c{index}")
+                wanted += [x] if which == "checkpoints" else [hidden, dropped]
+            minimize(sgd(), x.square().mean(), strategy_of(checkpoints))
+            with paddle.static.scope_guard(paddle.static.Scope()):
+                executor = paddle.static.Executor()
+                executor.run(paddle.static.default_startup_program())
+                feed = {"x": np.ones([BATCH, HIDDEN], "float32")}
+                return [v for _ in range(3) for v in executor.run(main, feed, wanted)]
+
+    values, plain = run([]), run(None)
+    assert len(values) == len(plain) > 0
+    for value, expected in zip(values, plain, strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 def test_a_wrapped_model_without_recompute_in_the_strategy_is_refused() -> None:

@@ -18,7 +18,11 @@ from paddle_recompute.static_graph.pir.gradient_merge import merge_gradients
 from paddle_recompute.static_graph.pir.graph import Graph
 from paddle_recompute.static_graph.pir.recompute import recompute
 from paddle_recompute.static_graph.pir.requested import Requested, check_amp
-from paddle_recompute.static_graph.pir.segments import find_segments, warn_of_crossings
+from paddle_recompute.static_graph.pir.segments import (
+    find_segments,
+    warn_of_crossings,
+    warn_of_marks_inside,
+)
 
 
 def minimize(
@@ -88,5 +92,6 @@ def _recompute_between(
 ) -> None:
     graph = Graph(program, last_forward)
     segments = find_segments(graph, names)
+    warn_of_marks_inside(segments, graph, names)
     warn_of_crossings(segments, graph)
     recompute(graph, segments)

@@ -84,6 +84,24 @@ def find_segments(graph: Graph, names: Collection[str] = ()) -> list[Segment]:
     return sorted(segments, key=lambda segment: graph.position(segment.operations[0]))
 
 
+def warn_of_marks_inside(
+    segments: Iterable[Segment], graph: Graph, names: Collection[str] = ()
+) -> None:
+    """Warn of selected checkpoints inside a call, which is recomputed whole all the same."""
+    calls = [segment for segment in segments if not segment.ends]
+    for name, value in pir.checkpoints(graph.program).items():
+        definer = graph.definer(value)
+        assert definer is not None  # it was found on its operator
+        for call in calls:
+            if definer.id() in call.members and (not names or name in names):
+                _logger.warning(
+                    "checkpoint '%s' has no effect: it is inside '%s', a Layer that is recomputed "
+                    "whole; mark it outside, or wrap the parts of that Layer instead",
+                    name,
+                    call.name,
+                )
+
+
 def warn_of_crossings(segments: Iterable[Segment], graph: Graph) -> None:
     """Warn, in words, of checkpoints that leave more than themselves behind.
 
