@@ -35,12 +35,12 @@ SMALL = {"bucket_bytes": 4000, "first_bucket_bytes": 1000}
 class Criterion(paddle.nn.Layer):
     """ContrastiveLoss behind a normalisation and a factor that is learnt."""
 
-    def __init__(self, negatives: Any) -> None:
+    def __init__(self, negatives: Any, tile: int | None = None) -> None:
         super().__init__()
         self.factor = self.create_parameter(
             [1], default_initializer=paddle.nn.initializer.Constant(1.5)
         )
-        self.loss = ContrastiveLoss(0.2, negatives=negatives)
+        self.loss = ContrastiveLoss(0.2, negatives=negatives, tile=tile)
 
     def forward(self, query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
         return self.loss(F.normalize(query, axis=-1) * self.factor, F.normalize(positive, axis=-1))
@@ -50,10 +50,10 @@ def batch(step: int) -> tuple[paddle.Tensor, paddle.Tensor]:
     return texts(2 * step, BATCH, LENGTH), texts(2 * step + 1, BATCH, LENGTH)
 
 
-def own(ids: paddle.Tensor) -> paddle.Tensor:
-    """The rows of this rank: more on rank 0 than on rank 1 would make the local means differ."""
-    half = BATCH // dist.get_world_size()
-    return ids[half * dist.get_rank() : half * (dist.get_rank() + 1)]
+def own(ids: paddle.Tensor, more: int = 0) -> paddle.Tensor:
+    """The rows of this rank of two: half of them, and `more` on rank 0."""
+    first_of_second = BATCH // 2 + more
+    return ids[:first_of_second] if dist.get_rank() == 0 else ids[first_of_second:]
 
 
 STEPS = 3
@@ -65,9 +65,11 @@ def train(
     chunks: dict[str, int],
     mode: Any = "overlap",
     wrap: bool = False,
+    tile: int | None = None,
+    more: int = 0,
 ) -> dict[str, Any]:
     """Three steps without an update: gradients, and what the sync has done."""
-    encoders, loss = make(towers, dropout=0.0), Criterion(negatives)
+    encoders, loss = make(towers, dropout=0.0), Criterion(negatives, tile)
     trained = parameters(encoders, loss)
     model: Any = trained
     if wrap:
@@ -78,12 +80,12 @@ def train(
     found, losses, early, local = [], [], [], []
     for step in range(STEPS):
         query, positive = batch(step)
-        losses.append(cache.backward(own(query), own(positive)).item())
+        losses.append(cache.backward(own(query, more), own(positive, more)).item())
         early.append(sync.num_early_buckets)
         found.append([p.grad.numpy().copy() for p in trained])
         for parameter in trained:
             parameter.clear_gradient(False)
-        cache.backward(own(query), own(positive), last=False)
+        cache.backward(own(query, more), own(positive, more), last=False)
         local.append([p.grad.numpy().copy() for p in trained])
         for parameter in trained:
             parameter.clear_gradient(False)
@@ -114,6 +116,13 @@ def joined_batch(towers: int, negatives: str, *, with_loss: bool = True) -> list
 
 CASES: dict[str, dict[str, Any]] = {
     "tied, rows": {"towers": 1, "negatives": "global", "chunks": {"chunk_size": 5}},
+    "tied, rows, tiles, uneven ranks": {
+        "towers": 1,
+        "negatives": "global",
+        "chunks": {"chunk_size": 5},
+        "tile": 7,
+        "more": 3,
+    },
     "pair, tokens": {"towers": 2, "negatives": "global", "chunks": {"chunk_tokens": 20}},
     "pair, rows, fused": {
         "towers": 2,
