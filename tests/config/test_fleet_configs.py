@@ -16,6 +16,7 @@ FILES = sorted(FOLDER.glob("*"))
 def test_there_is_one_for_each_scenario() -> None:
     assert {
         "contrastive_ernie-tiny_2cpu.yaml",
+        "contrastive_ernie-tiny_large-batch_2cpu.yaml",
         "contrastive_ernie-base_8gpu.yaml",
         "contrastive_ernie-large_2x8gpu.yaml",
     } <= {file.name for file in FILES}
@@ -24,8 +25,10 @@ def test_there_is_one_for_each_scenario() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_loads_and_is_what_its_name_says(file: Path) -> None:
     config = load_config(file)
-    named = re.fullmatch(r"contrastive_ernie-(\w+)_(?:(\d)x)?(\d)([cg]pu)\.yaml", file.name)
-    assert named, "the name is <task>_<model>_<topology>.yaml"
+    named = re.fullmatch(
+        r"contrastive_ernie-([a-z]+)(?:_[a-z-]+)?_(?:(\d)x)?(\d)([cg]pu)\.yaml", file.name
+    )
+    assert named, "the name is <task>_<model>[_<variant>]_<topology>.yaml"
     preset, nodes, ranks, device = named.groups()
     assert config.model.preset == preset
     assert config.launch.num_nodes == int(nodes or 1)
@@ -37,6 +40,6 @@ def test_loads_and_is_what_its_name_says(file: Path) -> None:
 def test_comment_beside_the_batch_makes_that_batch(file: Path) -> None:
     line = next(line for line in file.read_text().splitlines() if "global_batch:" in line)
     product = 1
-    for factor in re.findall(r"\d+", line.partition("#")[2]):
+    for factor in re.findall(r"\d+", line.partition("#")[2].partition(",")[0]):
         product *= int(factor)
     assert product == load_config(file).contrastive.global_batch
