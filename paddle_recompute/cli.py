@@ -153,7 +153,13 @@ def search(
         from paddle_recompute.trained import load_encoder
 
         index = Index(place)
-        found = find(index, queries, top_k=top_k, encoder=load_encoder(folder) if folder else None)
+        found = find(
+            index,
+            queries,
+            top_k=top_k,
+            encoder=load_encoder(folder) if folder else None,
+            tell=lambda words: click.echo(f"paddle-recompute: {words}", err=True),
+        )
         for query, hits in zip(queries, found, strict=True):
             if as_json:
                 results = [hit.to_dict() for hit in hits]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ def search(
     *,
     top_k: int = 10,
     encoder: TrainedEncoder | None = None,
+    tell: Callable[[str], object] | None = None,
 ) -> list[list[Hit]]:
     """The nearest texts of the pool for each query.
 
@@ -141,6 +142,7 @@ def search(
         queries: At least one, none of them blank.
         top_k: Texts per query, or as many as there are.
         encoder: The model that has made the pool; None: the one that `index` names.
+        tell: Called with a sentence for every query of which the model does not see all.
 
     Returns:
         For each query the hits, nearest first; of equal scores the earlier text comes first.
@@ -161,12 +163,17 @@ def search(
             f"{index.file}: was made by another model than that of {encoder.folder}; their vectors "
             "cannot be compared. Encode the texts again, or name the folder of the other model"
         )
+    queries = [query.strip() for query in queries]
+    longest = min(encoder.max_query_tokens, encoder.reads_at_most)
+    if tell is not None:
+        for query in queries:
+            tokens = encoder.tokenizer.tokenize([query], longest)
+            if tokens.num_cut:
+                tell(f"{query!r} is cut after {longest} tokens, as queries were in training")
+            if tokens.num_unknown:
+                tell(f"{query!r} has words beyond the vocabulary, which all count as the same one")
     vectors = encode_texts(
-        encoder.model,
-        encoder.tokenizer,
-        [query.strip() for query in queries],
-        max_tokens=min(encoder.max_query_tokens, encoder.reads_at_most),
-        batch_size=256,
+        encoder.model, encoder.tokenizer, queries, max_tokens=longest, batch_size=256
     )
     scores, rows = top_of_tiles(vectors, index.tiles(), top_k)
     texts = index.texts(rows.ravel().tolist())

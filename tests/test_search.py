@@ -80,6 +80,18 @@ def test_hits_are_those_of_brute_force(
     assert found[0][0].to_dict().keys() == {"rank", "score", "row", "text"}
 
 
+def test_what_the_model_does_not_see_of_a_query_is_told(pools: Path) -> None:
+    told: list[str] = []
+    queries = ["big cat", "big cat " * 9, "big 猫"]
+    found = search(Index(pools / "npy"), queries, top_k=1, tell=told.append)
+    assert found == search(Index(pools / "npy"), queries, top_k=1)
+    cut, unknown = told
+    assert cut.startswith("'big cat big") and cut.endswith(
+        "is cut after 10 tokens, as queries were in training"
+    )
+    assert unknown == "'big 猫' has words beyond the vocabulary, which all count as the same one"
+
+
 def test_small_pool_gives_all_of_it(pools: Path) -> None:
     (hits,) = search(Index(pools / "npy"), ["cat"], top_k=1000)
     assert sorted(hit.row for hit in hits) == list(range(COUNT))
