@@ -21,7 +21,7 @@ from paddle_recompute.errors import (
     DivergenceError,
     StaticGraphError,
 )
-from paddle_recompute.grad_sync import broadcast_from_rank0, mean_over_ranks
+from paddle_recompute.grad_sync import mean_over_ranks
 from paddle_recompute.grad_sync.ranks import is_distributed
 from paddle_recompute.optimizer import decayed_parameters
 from paddle_recompute.recompute import apply_recompute
@@ -54,7 +54,7 @@ class StaticTrainStep:
         config: ``recompute``, ``strategy`` and ``train`` are read, and ``sync`` is checked.
         model_fn: Makes the model, a Layer; called once, while the Program is built. Its weights are
             drawn from Paddle's generator in `build`, or set by `set_state_dict`. On several ranks
-            they are those of rank 0.
+            those that are drawn are those of rank 0.
         loss_fn: ``loss_fn(model, micro_batch)`` returns a scalar; called once, with variables of
             the Program in place of the Tensors of a micro-batch.
         schedule: The learning rate, or a scheduler that the caller steps; None:
@@ -130,6 +130,10 @@ class StaticTrainStep:
                 f"StaticTrainStep got {len(micro_batches)} micro-batches; "
                 f"strategy.gradient_merge_configs.k_steps is {self._accumulate_steps}"
             )
+        with training.dygraph_mode():  # what the ranks tell each other here is no part of a Program
+            return self._run(micro_batches)
+
+    def _run(self, micro_batches: Sequence[Any]) -> StepResult:
         if self._built is None:
             self.build(micro_batches[0])
         built = self._known()
@@ -167,11 +171,9 @@ class StaticTrainStep:
             raise StaticGraphError("the Program of this StaticTrainStep is built already")
         feeds = Feeds(micro_batch, self._input_spec)
         with training.static_mode():
-            built = self._program(feeds)
-        _equal_ranks(built)
-        self._built = built
+            self._built = self._program(feeds)
         if self._state_to_set is not None:
-            built.set_state(self._state_to_set)
+            self._built.set_state(self._state_to_set)
             self._state_to_set = None
 
     def explain(self) -> SegmentReport:
@@ -276,18 +278,6 @@ class StaticTrainStep:
         )
 
 
-class _Tensors(paddle.nn.Layer):
-    """Tensors by any name, for those who synchronize the buffers of a Layer."""
-
-    def __init__(self, tensors: dict[str, paddle.Tensor]) -> None:
-        super().__init__()
-        self.tensors = tensors
-
-    def named_buffers(self, *_: Any, **__: Any) -> Any:
-        """The tensors."""
-        return iter(self.tensors.items())
-
-
 def _check_ranks() -> None:
     if paddle.distributed.get_world_size() > 1 and not is_distributed():
         raise StaticGraphError(
@@ -305,17 +295,6 @@ def _check_equal_rows(rows: list[int]) -> None:
             "the loss over the rows of all ranks needs equally many on each: drop the last batch "
             "where it is uneven, or set contrastive.negatives: local"
         )
-
-
-def _equal_ranks(built: TrainedProgram) -> None:
-    """Make parameters and buffers of all ranks those of rank 0."""
-    if not is_distributed():
-        return
-    with training.dygraph_mode():
-        weights = built.state()["model"]
-        tensors = _Tensors({name: paddle.to_tensor(array) for name, array in weights.items()})
-        broadcast_from_rank0(tensors)
-        built.set_state({"model": tensors.tensors})
 
 
 def _copied(leaf: Any) -> NDArray[Any]:

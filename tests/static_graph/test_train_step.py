@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from paddle_recompute.errors import (
 from paddle_recompute.optimizer import build_optimizer
 from paddle_recompute.static_graph import StaticTrainStep
 from tests.ranks import run_ranks
-from tests.static_graph.models import HIDDEN, Stack
+from tests.static_graph.models import HIDDEN, Stack, static_mode
 
 # Dygraph and Program run the same kernels, but sum gradients and norms in another order; so do a
 # batch and its parts. AdamW divides by the root of the second moment, which magnifies the rounding
@@ -380,7 +381,8 @@ def trained_on_ranks() -> dict[str, Trained]:
         losses = []
         for batch in batches(4):
             share = parts_of(batch, [size])[rank]
-            result = step(parts_of(share, 2) if merge else [share])
+            with static_mode() if merge else contextlib.nullcontext():  # whichever the caller is in
+                result = step(parts_of(share, 2) if merge else [share])
             losses += [result.loss, result.grad_norm]
         trained[name] = losses, step.state_dict()
     return trained
