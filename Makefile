@@ -77,6 +77,7 @@ lint: venv
 
 # Each prints a table and writes it to benchmarks/results. sync and sync_scaling make networks of
 # slow links, for which they need root and iproute2; sync_cost_model is a library of the latter.
+# contrastive_vs_sentence_transformers makes an environment with torch, .venv-torch.
 bench: venv
 	@for script in benchmarks/[a-z]*.py; do \
 	    module=benchmarks.$$(basename $$script .py); \
