@@ -20,6 +20,7 @@ from paddle_recompute.static_graph import (
     minimize,
 )
 from paddle_recompute.static_graph.pir.data_parallel import mean_over_ranks
+from paddle_recompute.static_graph.pir.recompute import COPY_OF
 from tests.static_graph.models import (
     BATCH,
     HIDDEN,
@@ -267,12 +268,9 @@ def test_joined_layers_keep_nothing_between_them() -> None:
 def test_cheap_parts_give_up_their_outputs_and_no_matmul_runs_twice() -> None:
     with building() as program:
         minimize(sgd(), wrapped(SELECTIONS["cheap"])(), strategy_of([]))
-        names = [op.name() for op in program.global_block().ops if op.has_attr(COPY)]
+        names = [op.name() for op in program.global_block().ops if op.has_attr(COPY_OF)]
     assert "pd_op.gelu" in names and "pd_op.dropout_grad" in names
     assert "pd_op.matmul" not in names
-
-
-COPY = "recompute_copy_of"
 
 
 def test_marks_and_wrapped_layers_together() -> None:

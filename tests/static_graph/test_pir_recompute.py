@@ -12,6 +12,7 @@ import pytest
 from paddle_recompute import _memory
 from paddle_recompute.static_graph import mark_checkpoint, minimize
 from paddle_recompute.static_graph.pir.memory import Memory
+from paddle_recompute.static_graph.pir.recompute import COPY_OF
 from tests.static_graph.models import (
     BATCH,
     HIDDEN,
@@ -182,6 +183,16 @@ def random_inside() -> Any:
     for _ in range(3):
         noise = paddle.randn([BATCH, HIDDEN]) + paddle.rand([1, HIDDEN])
         x = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(x) * noise) + x)
+    return x.square().mean()
+
+
+def sampled_inside() -> Any:
+    """Random numbers whose distribution is computed from the input."""
+    x = data()
+    for _ in range(3):
+        hidden = Linear(HIDDEN, HIDDEN)(x)
+        sample = paddle.bernoulli(functional.sigmoid(hidden))
+        x = mark(functional.gelu(paddle.exp(sample) * hidden) + x)
     return x.square().mean()
 
 
@@ -411,6 +422,7 @@ def ids(random: np.random.RandomState) -> dict[str, np.ndarray]:
         batch_norm,
         alpha_dropout,
         random_inside,
+        sampled_inside,
         dropout_along_an_axis,
         split_and_concat,
         checkpoint_among_several_results,
@@ -439,6 +451,16 @@ def test_odd_graph(build: Callable[[], Any]) -> None:
 def test_what_was_detached_is_changed() -> None:
     with in_order():
         assert_recompute_changes_nothing(detached_and_assigned)
+
+
+def test_what_a_branch_uses_is_not_computed_again() -> None:
+    """The branch's own backward takes the original, so a second one would only cost memory."""
+    with static_mode():
+        program = paddle.static.Program()
+        with paddle.static.program_guard(program, paddle.static.Program()):
+            minimize(paddle.optimizer.SGD(0.1), branch_inside(), strategy_of([]))
+            again = [op.name() for op in program.global_block().ops if op.has_attr(COPY_OF)]
+    assert again and "pd_op.gelu" not in again and "pd_op.if" not in again
 
 
 def test_what_an_unknown_operator_takes_is_kept() -> None:
