@@ -10,9 +10,15 @@ from functools import partial
 import numpy as np
 import paddle
 import paddle.distributed as dist
-import paddle.nn.functional as F
 
-from paddle_recompute import ContrastiveLoss, TrainStep, apply_recompute, build_model, load_config
+from paddle_recompute import (
+    ContrastiveLoss,
+    GradCache,
+    TrainStep,
+    apply_recompute,
+    build_model,
+    load_config,
+)
 from paddle_recompute.data import build_loader, prepare_data
 from paddle_recompute.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.grad_sync import barrier, broadcast_from_rank0
@@ -32,14 +38,29 @@ paddle.seed(train.seed)
 model = build_model(config.model, data.tokenizer.vocab_size)
 broadcast_from_rank0(model)
 print(apply_recompute(model, config.recompute))
-contrastive = ContrastiveLoss(config.contrastive.temperature, config.contrastive.symmetric)
+section = config.contrastive
+if section.memory_budget or section.mask_false_negatives:
+    sys.exit("memory_budget and mask_false_negatives: with `paddle-recompute train`, not here")
+contrastive = ContrastiveLoss(
+    section.temperature,
+    section.symmetric,
+    section.negatives,
+    learnable_temperature=section.learnable_temperature,
+    label_smoothing=section.label_smoothing,
+    tile=section.tile,
+    normalize=True,
+)
+how = {"loss_fn": lambda model, pairs: contrastive(*(model(pairs[side]) for side in longest))}
+if section.is_chunked:
+    size, tokens = section.chunk_size, section.chunk_tokens
+    how = {"grad_cache": GradCache(model, contrastive, chunk_size=size, chunk_tokens=tokens)}
 schedule = build_schedule(config, train.max_steps)
 train_step = TrainStep(
     model,
-    build_optimizer(config, model, schedule),
-    loss_fn=lambda model, pairs: contrastive(*(F.normalize(model(pairs[s])) for s in longest)),
+    build_optimizer(config, model, schedule, contrastive.parameters()),
     accumulate_steps=batch // part,
     clip_grad_norm=train.clip_grad_norm,
+    **how,
 )
 for step in range(train.max_steps):
     if step % len(loader) == 0:
