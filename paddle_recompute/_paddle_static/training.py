@@ -30,19 +30,6 @@ def static_mode() -> Iterator[None]:
         paddle.disable_static()
 
 
-@contextlib.contextmanager
-def dygraph_mode() -> Iterator[None]:
-    """Inside, operators run at once; afterwards what was before."""
-    if paddle.in_dynamic_mode():
-        yield
-        return
-    paddle.disable_static()
-    try:
-        yield
-    finally:
-        paddle.enable_static()
-
-
 def dtype_name(dtype: Any) -> str:
     """``float32``, ``int64``, ... of whatever this Paddle uses for a dtype in a Program.
 

@@ -130,10 +130,6 @@ class StaticTrainStep:
                 f"StaticTrainStep got {len(micro_batches)} micro-batches; "
                 f"strategy.gradient_merge_configs.k_steps is {self._accumulate_steps}"
             )
-        with training.dygraph_mode():  # what the ranks tell each other here is no part of a Program
-            return self._run(micro_batches)
-
-    def _run(self, micro_batches: Sequence[Any]) -> StepResult:
         if self._built is None:
             self.build(micro_batches[0])
         built = self._known()
