@@ -116,6 +116,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="rounds of timing; 0: peaks alone")
     parser.add_argument("--peak-of", choices=VARIANTS, help="internal: one variant's peak")
     options = parser.parse_args()
+    if options.rounds == 1:
+        parser.error("quartiles need at least 2 rounds")
     if options.peak_of:
         print(json.dumps(peak_of(options.peak_of)))
         return
