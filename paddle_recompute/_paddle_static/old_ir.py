@@ -37,6 +37,7 @@ GIVES_UP = "recompute_gives_up"
 CLAIMED = "recompute_claimed"
 SEGMENT = "recompute_segment"
 COPY_OF = "recompute_copy_of"
+FLOAT32 = "stays_in_float32"
 
 
 # -------------------------------------------------------------------------------- reading

@@ -18,7 +18,7 @@ import paddle
 from paddle.base import core, framework
 from paddle.distributed import fleet
 
-from paddle_recompute._paddle_static.old_ir import EMPTY, Operator, Variable, main_block
+from paddle_recompute._paddle_static.old_ir import EMPTY, FLOAT32, Operator, Variable, main_block
 from paddle_recompute.errors import StaticGraphError
 
 _BF16 = core.VarDesc.VarType.BF16
@@ -161,7 +161,15 @@ def cast_to_bfloat16(
     """
     from paddle.static.amp import CustomOpLists, fp16_utils
 
-    custom = set(white_list), set(black_list), set(black_variables)
+    # Their results, which nobody else computes: what they read may come from a matrix product.
+    stays = {
+        name
+        for block in program.blocks
+        for operator in block.ops
+        if operator.has_attr(FLOAT32)
+        for name in operator.output_arg_names
+    }
+    custom = set(white_list), set(black_list), {*black_variables, *stays}
     with _quiet("paddle.static.amp.fp16_lists") if on_cpu() else contextlib.nullcontext():
         lists = CustomOpLists(*custom, dtype="bfloat16")
     if on_cpu():

@@ -50,6 +50,26 @@ def building_in(dtype: str | None, **lists: list[str]) -> contextlib.AbstractCon
     )
 
 
+@contextlib.contextmanager
+def in_float32() -> Iterator[None]:
+    """What is added to the Program inside is not cast by mixed precision.
+
+    In PIR nothing is while it is added; in the old representation it is marked for the casts that
+    come later (`old_ir_fleet.cast_to_bfloat16`).
+    """
+    if representation() == "pir":
+        with paddle.amp.auto_cast(enable=False):
+            yield
+        return
+    from paddle_recompute._paddle_static import old_ir
+
+    block = paddle.static.default_main_program().current_block()
+    first = len(block.ops)
+    yield
+    for operator in block.ops[first:]:
+        old_ir.write_text(operator, old_ir.FLOAT32, "yes")
+
+
 def needs_gradient_to_input(dtype: str | None) -> bool:
     """Whether what is fed must ask for a gradient, which nobody reads.
 

@@ -14,6 +14,7 @@ import paddle.nn.functional as F
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
+from paddle_recompute._paddle_static import training
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._gather_static import gather_in_program
 from paddle_recompute.contrastive._streaming import streamed_loss
@@ -61,7 +62,7 @@ class ContrastiveLoss(paddle.nn.Layer):
     Precision: the gradient of a query that has found its positive shrinks with its loss, and both
     keep their relative precision as far down as float32 goes, where softmax cross-entropy in
     float32 rounds them to 0 at 6e-8. Finite scores do not overflow. It is computed in float32 at
-    least, in dygraph under ``paddle.amp.auto_cast`` too.
+    least, under mixed precision too.
 
     Memory, with m candidates per query: without `tile` one matrix [b, m] until the backward, three
     at the peak of the forward; two and four with ``symmetric``. With `tile` no such matrix: beyond
@@ -327,9 +328,9 @@ def text_ids(texts: Iterable[str]) -> paddle.Tensor:
 
 
 def _amp_off() -> contextlib.AbstractContextManager[None]:
-    """Inside, `paddle.amp.auto_cast` does nothing; in a Program, AMP is not ours to switch."""
-    if not paddle.in_dynamic_mode():
-        return contextlib.nullcontext()
+    """Inside, mixed precision does nothing."""
+    if not _paddle.is_dygraph():
+        return training.in_float32()
     amp_off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
     return amp_off
 

@@ -143,3 +143,31 @@ def test_negatives_of_all_ranks(ranks: list[dict[str, Any]], name: str) -> None:
             )
     for section, value in one_process.state_dict().items():
         assert_same(state[section], value, SAME_PARAMETERS)
+
+
+class Scaled(paddle.nn.Layer):
+    """Vectors without a matrix product; one whose result is not used lets mixed precision act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.create_parameter(
+            [HIDDEN], default_initializer=paddle.nn.initializer.Constant(1.5)
+        )
+        self.idle = paddle.nn.Linear(HIDDEN, HIDDEN)
+        self.criterion = ContrastiveLoss(0.02, normalize=True)
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        query, positive = (batch[name] * self.scale for name in ("query", "positive"))
+        return self.criterion(query, positive) + self.idle(batch["query"]).mean() * 0.0
+
+
+def test_the_loss_is_in_float32_whatever_the_encoder_is_in() -> None:
+    """Scores times 50 in bfloat16, with 8 bits, would be noise."""
+
+    def losses(*overrides: str) -> list[float]:
+        config = config_of("recompute.enable=false", *overrides, recompute=False)
+        step = StaticTrainStep(config, Scaled, lambda model, batch: model(batch))
+        return [step([batch]).loss for batch in batches("plain")]
+
+    half = losses("strategy.amp=true", "strategy.amp_configs.dtype=bfloat16")
+    assert half == losses()
