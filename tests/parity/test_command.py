@@ -40,6 +40,7 @@ def run(folder: Path, *arguments: str, **changes: Any) -> Result:
     return CliRunner().invoke(cli.main, ["parity", "--config", str(file), *arguments])
 
 
+@pytest.mark.timeout(300)  # five processes, each of which imports Paddle
 def test_one_process_from_end_to_end(tmp_path: Path) -> None:
     result = run(tmp_path, "--steps", "2", "--json")
     assert result.exit_code == 0, result.output
@@ -64,7 +65,6 @@ def test_one_process_from_end_to_end(tmp_path: Path) -> None:
     assert all(one["gradient_difference"] == one["parameter_difference"] == 0 for one in bits)
     left = sorted(path.name for path in (tmp_path / "run" / "parity").rglob("*.npz"))
     assert left == [], "arrays are removed, logs stay"
-    assert "9" not in result.stderr.split("/")[0]
     assert "5/5  static recompute, 1 process" in result.stderr
 
 
