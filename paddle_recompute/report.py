@@ -112,12 +112,17 @@ def write_report(
         images[name] = f'<img alt="{name}" src="data:image/png;base64,{data}">'
     skipped = record.get("skipped_steps", 0)
     overflow = f", {skipped} of the steps skipped (overflow in float16)" if skipped else ""
+    chunks = "".join(
+        f", {record[name]} {unit} encoded at a time"
+        for name, unit in (("chunk_size", "pairs"), ("chunk_tokens", "tokens"))
+        if record.get(name)
+    )
     ranks = "1 rank" if record["world_size"] == 1 else f"{record['world_size']} ranks"
     page = _PAGE.format(
         title=html.escape(Path(record["output_dir"]).name),
         subtitle=html.escape(
             f"{record['steps']} steps of {config['contrastive']['global_batch']} pairs on {ranks}"
-            f"{overflow}, {record['examples_per_second']:.0f} pairs per second"
+            f"{chunks}{overflow}, {record['examples_per_second']:.0f} pairs per second"
         ),
         tiles=_tiles(record),
         table=_table(record),

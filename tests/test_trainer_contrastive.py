@@ -173,6 +173,8 @@ def test_memory_budget(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert record["chunk_tokens"] is not None and record["chunk_size"] is None
     assert f"each rank encodes {record['chunk_tokens']} tokens at a time (contrastive.ch" in shown
     assert record["peak_bytes"] <= 400 * 1024
+    page = (folder / "run" / "report.html").read_text(encoding="utf-8")
+    assert f"{record['chunk_tokens']} tokens encoded at a time, " in page
     again = Trainer(tiny(folder, **{**settings, "train__max_steps": 3}, train__resume=True)).run()
     assert again["chunk_tokens"] == record["chunk_tokens"]
     assert f"{record['chunk_tokens']} tokens at a time, as before" in capsys.readouterr().out
