@@ -1,4 +1,4 @@
-"""One test for each private name of Paddle that `_paddle_static.pir` and `to_static` use.
+"""One test for each private name of Paddle that `_paddle_static` uses for PIR and `to_static`.
 
 Each says what the name is relied on for, so that a release that moves or changes it is noticed.
 """
@@ -15,7 +15,7 @@ import pytest
 from paddle.base import core
 
 from paddle_recompute import _paddle_static
-from paddle_recompute._paddle_static import pir
+from paddle_recompute._paddle_static import pir, pir_exchange
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.static_graph.pir.operators import only_shares_memory
 from tests.static_graph.models import static_mode
@@ -283,14 +283,14 @@ def test_create_global_learning_rate_is_done_once(program: paddle.static.Program
 def test_set_parameter_operators_set_parameters(program: paddle.static.Program) -> None:
     layer = paddle.nn.Linear(3, 3)
     startup = paddle.static.default_startup_program()
-    found = pir.initial_values(startup, program)
+    found = pir_exchange.initial_values(startup, program)
     assert [pir.attribute(one, "parameter_name") for one, _ in found] == [
         layer.weight.name,
         layer.bias.name,
     ]
     with pir.editing(startup):
         for operation, value in found:
-            pir.set_instead(operation, paddle.full(list(value.shape), 4.0))
+            pir_exchange.set_instead(operation, paddle.full(list(value.shape), 4.0))
     scope = paddle.static.Scope()
     paddle.static.Executor().run(startup, scope=scope)
     for parameter in (layer.weight, layer.bias):
@@ -299,7 +299,7 @@ def test_set_parameter_operators_set_parameters(program: paddle.static.Program) 
 
 @only_pir
 def test_collectives_and_their_context() -> None:
-    """Their results are held by ``test_pir_ranks.py``, on two ranks."""
+    """Their results are held by ``test_pir_exchange.py``, on two ranks."""
     from paddle.distributed import collective
 
     source = inspect.getsource(collective._init_parallel_env)

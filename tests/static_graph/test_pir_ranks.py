@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import paddle
 import pytest
 
 from paddle_recompute.static_graph import mark_checkpoint
-from tests.ranks import ROOT, free_ports, rank_environment, run_ranks
+from tests.ranks import free_ports, rank_environment, run_ranks
 from tests.static_graph.models import (
     BATCH,
     HIDDEN,
@@ -158,14 +159,14 @@ print("losses", run.losses)
 """
 
 
-def test_ranks_that_never_were_in_dygraph() -> None:
-    """A script of a static job does not call ``init_parallel_env``."""
+def test_ranks_that_never_were_in_dygraph(tmp_path: Path) -> None:
+    """A script of a static job does not call ``init_parallel_env``; fleet leaves a log there."""
     ports = free_ports(3)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", ALL_STATIC],
             env=rank_environment(rank, ports),
-            cwd=ROOT,
+            cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import paddle
 
-from paddle_recompute._paddle_static import pir
+from paddle_recompute._paddle_static import pir, pir_exchange
 from paddle_recompute._paddle_static.pir import Value
 from paddle_recompute.errors import StaticGraphError
 
@@ -42,7 +42,7 @@ def mean_over_ranks(params_grads: ParamsGrads, *, num_ranks: int, bucket_bytes: 
             )
     reduced = _exchanged(
         [gradient for _, gradient in params_grads],
-        lambda flat: pir.mean_over_ranks(flat, num_ranks),
+        lambda flat: pir_exchange.mean_over_ranks(flat, num_ranks),
         bucket_bytes,
     )
     return [(parameter, mean) for (parameter, _), mean in zip(params_grads, reduced, strict=True)]
@@ -56,11 +56,13 @@ def start_as_rank_0(
     As fleet does it on 2.6: ranks with seeds of their own draw other weights, and only gradients
     are exchanged afterwards. Every rank must run `startup`.
     """
-    found = pir.initial_values(startup, program)
+    found = pir_exchange.initial_values(startup, program)
     with pir.editing(startup):
-        values = _exchanged([value for _, value in found], pir.value_of_rank_0, bucket_bytes)
+        values = _exchanged(
+            [value for _, value in found], pir_exchange.value_of_rank_0, bucket_bytes
+        )
         for (operation, _), value in zip(found, values, strict=True):
-            pir.set_instead(operation, value)
+            pir_exchange.set_instead(operation, value)
 
 
 def _exchanged(
@@ -70,8 +72,8 @@ def _exchanged(
     results: list[Value] = []
     previous: Value | None = None
     for bucket in _buckets(values, bucket_bytes):
-        previous = exchange(pir.join(bucket, after=previous))
-        results += pir.part(previous, bucket)
+        previous = exchange(pir_exchange.join(bucket, after=previous))
+        results += pir_exchange.part(previous, bucket)
     return results
 
 
