@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import socket
 from collections.abc import Collection, Iterator
@@ -111,7 +112,18 @@ def _join_gloo() -> None:
         with socket.socket() as free:
             free.bind((host, 0))
             store.set(key, str(free.getsockname()[1]).encode())
+    _import_without_log_file()
     dist.gloo_init_parallel_env(rank, num_ranks, f"{host}:{store.get(key).decode()}")
+
+
+def _import_without_log_file() -> None:
+    """The module through which gloo's ranks meet opens ``http.log`` in the current folder (2.6)."""
+    original = logging.FileHandler
+    logging.FileHandler = lambda *_, **__: logging.NullHandler()  # type: ignore[misc,assignment]
+    try:
+        importlib.import_module("paddle.distributed.fleet.utils.http_server")
+    finally:
+        logging.FileHandler = original  # type: ignore[misc]
 
 
 @contextlib.contextmanager
