@@ -15,7 +15,7 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute import _paddle
 from paddle_recompute.contrastive._once import Once
 from paddle_recompute.errors import DataError, StaticGraphError, SyncError
-from paddle_recompute.grad_sync.ranks import is_distributed
+from paddle_recompute.grad_sync.ranks import is_distributed, run_collective
 
 
 def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> paddle.Tensor:
@@ -206,7 +206,8 @@ def _summed(gradient: paddle.Tensor, rows: RowsOfRanks, group: Group | None) -> 
     half = dtype in (paddle.float16, paddle.bfloat16)  # gloo's sum of float16 is wrong
     # A copy in any case: the engine may have given the same tensor to another node.
     gradient = (gradient.astype("float32") if half else gradient.clone()).contiguous()
-    dist.all_reduce(gradient, group=group)
+    what = "the sum of gradients of gathered rows"
+    run_collective(lambda: dist.all_reduce(gradient, group=group), what, group)
     return gradient[rows.own].astype(dtype)
 
 
@@ -214,5 +215,7 @@ def _all_gather(tensor: paddle.Tensor, group: Group | None) -> paddle.Tensor:
     """Equal numbers of rows from each rank, joined."""
     num_ranks = dist.get_world_size(group)
     joined = paddle.empty([num_ranks * tensor.shape[0], *tensor.shape[1:]], tensor.dtype)
-    dist.stream.all_gather(joined, tensor.contiguous(), group=group)
+    own = tensor.contiguous()
+    what = "the gather of rows"
+    run_collective(lambda: dist.stream.all_gather(joined, own, group=group), what, group)
     return joined

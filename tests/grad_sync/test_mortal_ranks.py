@@ -14,6 +14,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
+from paddle_recompute import ContrastiveLoss
 from paddle_recompute.grad_sync import GradientSync, barrier
 from tests.grad_sync.mortal_ranks import MortalRanks
 
@@ -48,6 +49,17 @@ def train(
             loss.backward()
         optimizer.step()
         optimizer.clear_grad()
+        if step <= 3:
+            print(f"step {step} done", flush=True)
+
+
+def gather_for_ever() -> None:
+    """A loss over the vectors of all ranks, without a `GradientSync`."""
+    loss_fn = ContrastiveLoss(0.05)
+    for step in range(1, 1_000_000):
+        query, positive = (paddle.randn([4, 8]) for _ in range(2))
+        query.stop_gradient = positive.stop_gradient = False
+        loss_fn(query, positive).backward()
         if step <= 3:
             print(f"step {step} done", flush=True)
 
@@ -100,6 +112,7 @@ DEATHS = {
     ),
     "stopped": Death(1, arguments={"mode": "fused"}, signal_number=signal.SIGSTOP),
     "rank 0 stopped": Death(0, signal_number=signal.SIGSTOP),
+    "killed in a loss": Death(1, worker=gather_for_ever, signal_number=signal.SIGKILL),
     "failed": Death(1, arguments={"fail_in_step": 3}),
     "rank 0 failed between steps": Death(0, worker=fail_between_steps),
     "ended": Death(1, worker=end_early),
@@ -109,6 +122,7 @@ MESSAGES = {
     "rank 0 killed": r"rank 0, .* has died .* Rank 1 waited in step \d+ for",
     "stopped": r"rank 1 has shown no sign of life for \d s .* Rank 0 waited in step \d+ for",
     "rank 0 stopped": r"rank 0 has shown no sign of life for \d s .* Rank 1 waited in step \d+",
+    "killed in a loss": r"rank 1 has died .* for the (gather|sum of gradients) of",
     "failed": r"rank 1 failed in step 3: ValueError: a label is out of range. Rank 0 waited in",
     "rank 0 failed between steps": r"rank 0 failed before the first step: ValueError: a file is "
     r"missing. Rank 1 waited before the first step for barrier\(\)",
