@@ -77,12 +77,13 @@ lint: venv
 
 # Each prints a table and writes it to benchmarks/results. sync and sync_scaling make networks of
 # slow links, for which they need root and iproute2; sync_cost_model is a library of the latter.
+# batch_size_study takes an hour and a half, and goes on where it stopped: make bench-batch_size_study
 # contrastive_vs_sentence_transformers makes an environment with torch, .venv-torch.
 bench: venv
 	@for script in benchmarks/[a-z]*.py; do \
 	    module=benchmarks.$$(basename $$script .py); \
 	    case $$module in \
-	        *.sync_cost_model) continue;; \
+	        *.sync_cost_model|*.batch_size_study) continue;; \
 	        *.contrastive_vs_sentence_transformers) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
 	        *.sync|*.sync_scaling) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
 	    esac; \
@@ -91,6 +92,7 @@ bench: venv
 	done
 
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
+# bench-batch_size_study, bench-peers_that_die, bench-static_graph, bench26-static_graph,
 # bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-real_models,
 # bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling; with Paddle 2.6:
 # make bench26-sync_matrix

@@ -52,7 +52,6 @@ setup(
         "gpu": ["paddlepaddle-gpu>=2.6.2,<4"],
         "data": DATA,
         "report": REPORT,
-        "bench": [*REPORT, "torch>=2.2"],
         "dev": [
             *DATA,
             *REPORT,

@@ -1,17 +1,15 @@
 """The typed configuration: one YAML file, one frozen tree. Importable without Paddle."""
 
 from paddle_recompute.config._contrastive import ContrastiveConfig
+from paddle_recompute.config._strategy import AmpConfigs, GradientMergeConfigs, StrategyConfig
 from paddle_recompute.config.loading import load_config
 from paddle_recompute.config.schema import (
     PRESETS,
-    AmpConfigs,
     Config,
     DataConfig,
-    GradientMergeConfigs,
     LaunchConfig,
     ModelConfig,
     RecomputeConfig,
-    StrategyConfig,
     SyncConfig,
     TrainConfig,
 )

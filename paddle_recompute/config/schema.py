@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from paddle_recompute.config._contrastive import ContrastiveConfig
-from paddle_recompute.config._refused import REFUSED_STRATEGY_FIELDS
 from paddle_recompute.config._section import Broken, Section, Values
+from paddle_recompute.config._strategy import STATIC_AMP, AmpConfigs, StrategyConfig
 from paddle_recompute.config._types import Count, Probability, UserPath
 
 # Published sizes. `tiny` is ERNIE 3.0 Nano and `base` ERNIE 3.0 Base (PaddleNLP,
@@ -47,13 +47,6 @@ PRESETS: dict[str, dict[str, int]] = {
         "type_vocab_size": 4,
     },
 }
-
-# Fields of AmpConfigs: the dtype that each of Paddle's switches stands for; what belongs to the
-# loss scale, and of that, to its changes; what only the static graph has.
-_PURE = {"use_pure_fp16": "float16", "use_pure_bf16": "bfloat16"}
-_DYNAMIC_SCALE = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
-_SCALE = ("init_loss_scaling", "use_dynamic_loss_scaling", *_DYNAMIC_SCALE)
-_STATIC_AMP = ("custom_black_varnames", "use_fp16_guard", "use_optimizer_fp16")
 
 
 def default_cache_dir() -> Path:
@@ -160,139 +153,6 @@ class RecomputeConfig(Section):
     )
     preserve_rng_state: bool = Field(
         True, description="the second forward draws the dropout masks of the first; needed if any"
-    )
-
-
-class AmpConfigs(Section):
-    """`DistributedStrategy.amp_configs`, with Paddle's defaults.
-
-    That has no field for bfloat16 at level O1, so ``dtype`` and ``level`` stand before its own;
-    they are the arguments of ``paddle.amp.auto_cast``.
-    """
-
-    @staticmethod
-    def _pure_is_level_o2(v: Values) -> Iterator[Broken]:
-        for name, dtype in _PURE.items():
-            if v[name] and (v["dtype"], v["level"]) != (dtype, "O2"):
-                yield Broken(
-                    name,
-                    True,
-                    f"means dtype: {dtype} and level: O2, and here is dtype: {v['dtype']} with "
-                    f"level: {v['level']}; remove one or the other",
-                )
-
-    @staticmethod
-    def _scale_settings_need_a_scale(v: Values) -> Iterator[Broken]:
-        for name in _SCALE:
-            field = AmpConfigs.model_fields[name]
-            if v[name] == field.default:
-                continue
-            if v["dtype"] == "bfloat16":
-                words = "has no effect with bfloat16, which needs no loss scale; remove it"
-                yield Broken(name, v[name], words)
-            elif name in _DYNAMIC_SCALE and not v["use_dynamic_loss_scaling"]:
-                words = "has no effect with use_dynamic_loss_scaling: false; remove it"
-                yield Broken(name, v[name], words)
-
-    @staticmethod
-    def _lists_are_apart(v: Values) -> Iterator[Broken]:
-        both = sorted({*v["custom_white_list"]} & {*v["custom_black_list"]})
-        if both:
-            yield Broken(
-                "custom_black_list",
-                v["custom_black_list"],
-                f"names {', '.join(both)}, and so does custom_white_list; remove one of them",
-            )
-
-    rules = (_pure_is_level_o2, _scale_settings_need_a_scale, _lists_are_apart)
-
-    dtype: Literal["float16", "bfloat16"] = Field(
-        "float16", description="bfloat16: the range of float32, no loss scale; float16: with one"
-    )
-    level: Literal["O1", "O2"] = Field(
-        "O1",
-        description="O1: operators of Paddle's white list in half precision; O2: parameters too, "
-        "with float32 master weights in the optimizer",
-    )
-    init_loss_scaling: float = Field(32768.0, gt=0, description="first loss scale, a factor")
-    incr_every_n_steps: Count = Field(1000, description="steps without overflow before it grows")
-    decr_every_n_nan_or_inf: Count = Field(2, description="steps with overflow before it shrinks")
-    incr_ratio: float = Field(2.0, gt=1, description="factor by which the loss scale grows")
-    decr_ratio: float = Field(0.8, gt=0, lt=1, description="factor by which it shrinks")
-    use_dynamic_loss_scaling: bool = Field(True, description="false: the scale stays as it is")
-    custom_white_list: list[str] = Field(default_factory=list, description="ops in half precision")
-    custom_black_list: list[str] = Field(default_factory=list, description="ops in float32")
-    custom_black_varnames: list[str] = Field(
-        default_factory=list, description="static graph: variables kept in float32"
-    )
-    use_pure_fp16: bool = Field(False, description="true: level O2 in float16")
-    use_fp16_guard: bool = Field(True, description="static graph: only guarded ops in float16")
-    use_optimizer_fp16: bool = Field(
-        False, description="static graph: true: optimizer state in float16"
-    )
-    use_pure_bf16: bool = Field(False, description="true: level O2 in bfloat16")
-
-    @classmethod
-    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """``use_pure_fp16`` and ``use_pure_bf16`` stand for a dtype and level O2."""
-        for name, dtype in _PURE.items():
-            if given.get(name) is True:
-                given = {"dtype": dtype, "level": "O2", **given}
-        return given
-
-
-class GradientMergeConfigs(Section):
-    """`DistributedStrategy.gradient_merge_configs`, with Paddle's defaults."""
-
-    refused_values: ClassVar[Any] = {
-        "avg": {
-            False: "summing the micro-batches' gradients is not supported: K micro-batches are to "
-            "equal one batch; set avg: true"
-        }
-    }
-
-    k_steps: Count = Field(1, description="micro-batches per optimizer step; 1: no accumulation")
-    avg: Literal[True] = Field(True, description="gradients are averaged over the micro-batches")
-
-
-class StrategyConfig(Section):
-    """Field for field a `fleet.DistributedStrategy`; fields we do not honour are refused."""
-
-    @staticmethod
-    def _configs_need_their_switch(v: Values) -> Iterator[Broken]:
-        if not v["gradient_merge"] and v["gradient_merge_configs.k_steps"] != 1:
-            yield Broken(
-                "gradient_merge_configs.k_steps",
-                v["gradient_merge_configs.k_steps"],
-                "has no effect while gradient_merge is false; set gradient_merge: true",
-            )
-        if not v["amp"] and v["amp_configs"] != AmpConfigs().model_dump():
-            yield Broken(
-                "amp_configs", v["amp_configs"], "has no effect while amp is false; remove it"
-            )
-
-    rules = (_configs_need_their_switch,)
-    refused_keys: ClassVar[Any] = REFUSED_STRATEGY_FIELDS
-
-    amp: bool = Field(
-        False,
-        description="true: mixed precision (in dygraph on a GPU; Paddle has none on a CPU there); "
-        "false: float32 throughout",
-    )
-    amp_configs: AmpConfigs = Field(default_factory=AmpConfigs, description="settings of amp")
-    gradient_merge: bool = Field(
-        False, description="true: one optimizer step per k_steps micro-batches"
-    )
-    gradient_merge_configs: GradientMergeConfigs = Field(
-        default_factory=GradientMergeConfigs, description="settings of gradient_merge"
-    )
-    fuse_grad_size_in_MB: Count = Field(
-        32, description="gradients travel in buffers of this size, in MiB"
-    )
-    find_unused_parameters: bool = Field(
-        False,
-        description="true: expect parameters without a gradient in some steps; exact either way, "
-        "but false warns of the first",
     )
 
 
@@ -527,7 +387,7 @@ class Config(Section):
 
     @staticmethod
     def _dygraph_has_no_static_amp(v: Values) -> Iterator[Broken]:
-        for name in _STATIC_AMP:
+        for name in STATIC_AMP:
             path = f"strategy.amp_configs.{name}"
             field = AmpConfigs.model_fields[name]
             default = field.get_default(call_default_factory=True)

@@ -102,9 +102,10 @@ class ErnieEncoder(paddle.nn.Layer):
         """Encode a batch of texts.
 
         Args:
-            input_ids: ``[batch, length]``, int64; ``1 <= length <= max_position_embeddings``.
-            token_type_ids: ``[batch, length]``, int64, the sentence that a token is of; None is
-                all 0.
+            input_ids: ``[batch, length]``, int64 or int32, with ``1 <= length <=
+                max_position_embeddings``.
+            token_type_ids: ``[batch, length]``, of the same dtype, the sentence that a token is of;
+                None is all 0.
             attention_mask: ``[batch, length]``, bool or int64, 1 where a token is read, 0 where
                 it is padding; None is ``input_ids != pad_token_id``. A row of zeros alone is
                 read as a row of ones: its vector means nothing, but is finite, and so are the
@@ -156,11 +157,12 @@ class Embeddings(paddle.nn.Layer):
     def forward(
         self, input_ids: paddle.Tensor, token_type_ids: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """From ids ``[batch, length]``, int64, to ``[batch, length, hidden]``."""
+        """From ids ``[batch, length]``, int64 or int32, to ``[batch, length, hidden]``."""
         # Positions and the default types are made from the first row, once for the whole batch;
         # made from its values and not from its shape, which a static Program may not know.
         first_row = paddle.ones_like(input_ids[:1])
-        positions = paddle.cumsum(first_row, axis=1) - first_row
+        # The dtype is named, as cumsum makes int64 of int32 (3.3.1) and subtracting would fail.
+        positions = paddle.cumsum(first_row, axis=1, dtype=first_row.dtype) - first_row
         if token_type_ids is None:
             token_type_ids = paddle.zeros_like(first_row)
         total = self.position(positions) + self.token_type(token_type_ids) + self.word(input_ids)

@@ -337,6 +337,13 @@ def test_a_data_parallel_model_encodes_the_same() -> None:
     np.testing.assert_array_equal(parallel(ids).numpy(), model(ids).numpy())
 
 
+def test_ids_may_have_32_bits() -> None:
+    model = build_model(tiny(), VOCAB_SIZE)
+    model.eval()
+    narrow, wide = (model(paddle.to_tensor(IDS).astype(dtype)) for dtype in ("int32", "int64"))
+    np.testing.assert_array_equal(narrow.numpy(), wide.numpy())
+
+
 @pytest.mark.parametrize("shape", [[5], [2, 0], [0, 5], [2, 5, 1]])
 def test_ids_must_be_a_matrix(shape: list[int]) -> None:
     model = build_model(tiny(), VOCAB_SIZE)
