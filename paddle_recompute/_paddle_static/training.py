@@ -30,6 +30,23 @@ def static_mode() -> Iterator[None]:
         paddle.disable_static()
 
 
+@contextlib.contextmanager
+def in_program_order() -> Iterator[None]:
+    """Inside, the executor runs operators in the Program's order, one after the other.
+
+    By default it starts those first that are ready first (2.6, 3.x), so two branches that draw
+    random numbers, as two towers with dropout do, get other ones at every start, and no run could
+    be repeated or resumed to the bit.
+    """
+    flag = "FLAGS_new_executor_sequential_run"
+    before = paddle.get_flags(flag)
+    paddle.set_flags({flag: True})
+    try:
+        yield
+    finally:
+        paddle.set_flags(before)
+
+
 def dtype_name(dtype: Any) -> str:
     """``float32``, ``int64``, ... of whatever this Paddle uses for a dtype in a Program.
 

@@ -45,7 +45,11 @@ class TrainedProgram:
         """Run the Program once; returns loss and gradient norm (of the last update)."""
         feed = {**arrays, WEIGHT: np.full([1], weight, "float32")}
         # Guarded, and not only handed over: 3.x looks for a scheduler's rate in the global scope.
-        with training.static_mode(), paddle.static.scope_guard(self.scope):
+        with (
+            training.static_mode(),
+            training.in_program_order(),
+            paddle.static.scope_guard(self.scope),
+        ):
             loss, norm = self.executor.run(
                 self.main, feed=feed, fetch_list=self.fetched, scope=self.scope
             )

@@ -294,6 +294,29 @@ def test_recompute_changes_no_bit(amp: bool) -> None:
         assert_same(state[section], plain_state[section])
 
 
+class Towers(paddle.nn.Layer):
+    """Neither waits for the other, so nothing but the Program says who draws first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = paddle.nn.LayerList([Encoder(0.3, buffers=False) for _ in range(4)])
+
+    def forward(self, x: Any) -> Any:
+        return sum(tower(x) for tower in self.towers)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_branches_with_dropout_repeat_their_bits_at_every_start(recompute: bool) -> None:
+    layers = "recompute.checkpoints=['towers.*.layers.*']"
+
+    def losses() -> list[float]:
+        step = static_step(layers, recompute=recompute, model=Towers)
+        return [step([batch]).loss for batch in batches(5, size=64)]
+
+    first = losses()
+    assert all(losses() == first for _ in range(3))
+
+
 def test_bfloat16_is_near_float32_and_keeps_parameters_in_float32() -> None:
     overrides = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
     single, half = static_step()(batches(1)), static_step(*overrides)(batches(1))
