@@ -65,7 +65,7 @@ DOCUMENTED = (
     '"trains roughly 2x to 2.4x slower than" `MultipleNegativesRankingLoss` '
     "([its page of losses](https://www.sbert.net/docs/package_reference/sentence_transformer/"
     "losses.html#cachedmultiplenegativesrankingloss); the same in the docstring of the version "
-    "measured here). Since 5.7 it cuts the padding of every mini-batch and knows "
+    "measured here). In this version it cuts the padding of every mini-batch and knows "
     "`mini_batch_num_tokens`, which counts tokens without padding and takes the texts as they "
     "come; `chunk_tokens` counts the padding and sorts the texts by length."
 )
