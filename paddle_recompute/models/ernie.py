@@ -161,8 +161,8 @@ class Embeddings(paddle.nn.Layer):
         # Positions and the default types are made from the first row, once for the whole batch;
         # made from its values and not from its shape, which a static Program may not know.
         first_row = paddle.ones_like(input_ids[:1])
-        # The dtype is named, as cumsum makes int64 of int32 (3.3.1) and subtracting would fail.
-        positions = paddle.cumsum(first_row, axis=1, dtype=first_row.dtype) - first_row
+        # cumsum makes int64 of int32 (3.3.1), from which int32 cannot be subtracted.
+        positions = paddle.cumsum(first_row, axis=1).astype(first_row.dtype) - first_row
         if token_type_ids is None:
             token_type_ids = paddle.zeros_like(first_row)
         total = self.position(positions) + self.token_type(token_type_ids) + self.word(input_ids)
