@@ -211,7 +211,7 @@ def test_a_terminal_sees_the_bar_move_and_ctrl_c_ends_all_ranks(tmp_path: Path) 
         stdout=side_of_child,
         stderr=side_of_child,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+        preexec_fn=_let_ctrl_c_arrive,
     )
     os.close(side_of_child)
     shown = bytearray()
@@ -236,6 +236,12 @@ def test_ranks_end_with_the_process_that_started_them(
     driver.send_signal(number)
     assert driver.wait(30) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
     _wait_until(lambda: not any(_is_running(pid) for pid in ranks))
+
+
+def _let_ctrl_c_arrive() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # A shell that runs the tests in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _read_all(terminal: int, into: bytearray) -> None:
