@@ -49,6 +49,7 @@ def run_watched(function: Callable[[], Result], what: str, scope: Scope) -> Resu
     run = _Run(function)
     run.start()
     peers().wait(run.ended, what, scope)
+    run.join()  # it has nothing left to do, and must not do it while the process ends
     if run.error is None:
         return run.result
     if isinstance(run.error, SyncError):
