@@ -19,6 +19,7 @@ import numpy as np
 import paddle
 from paddle.base import core, framework
 
+from paddle_recompute._paddle_static.calls import name_of_call
 from paddle_recompute.errors import StaticGraphError
 
 Operator = Any
@@ -259,19 +260,12 @@ def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> I
     finally:
         _inside_a_call = False
     calls = {text_attribute(operator, SCOPE) for operator in block.ops}
-    number = 1
-    while _call_name(layer, number) in calls:
-        number += 1
-    name = _call_name(layer, max(1, number - 1) if continues else number)
+    name = name_of_call(layer, calls, continues=continues)
     for operator in block.ops:
         if id(operator) not in known:
             operator._set_attr(SCOPE, name)
             if gives_up_outputs:
                 operator._set_attr(GIVES_UP, "yes")
-
-
-def _call_name(layer: str, number: int) -> str:
-    return layer if number == 1 else f"{layer}#{number}"
 
 
 def claim_recomputed_calls(program: paddle.static.Program) -> None:

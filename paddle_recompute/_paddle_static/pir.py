@@ -23,6 +23,7 @@ import paddle
 from paddle.base import core
 from paddle.base.libpaddle import pir as libpir
 
+from paddle_recompute._paddle_static.calls import name_of_call
 from paddle_recompute.errors import StaticGraphError
 
 Operation = Any
@@ -424,20 +425,13 @@ def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> I
     finally:
         _inside_a_call = False
     calls = {text_attribute(one, "recompute_scope") for one in before} - {None}
-    number = 1
-    while _call_name(layer, number) in calls:
-        number += 1
-    name = _call_name(layer, max(1, number - 1) if continues else number)
+    name = name_of_call(layer, calls, continues=continues)
     known = {one.id() for one in before}
     for operation in operations(program):
         if operation.id() not in known and operation.name() not in SOURCES:
             operation.set_str_attr("recompute_scope", name)
             if gives_up_outputs:
                 operation.set_bool_attr("recompute_gives_up", True)
-
-
-def _call_name(layer: str, number: int) -> str:
-    return layer if number == 1 else f"{layer}#{number}"
 
 
 def has_recomputed_calls(program: paddle.static.Program) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,38 +11,13 @@ import numpy as np
 import paddle
 from paddle.distributed import fleet
 
+from paddle_recompute._paddle_static.training import static_mode
 from paddle_recompute.static_graph import SegmentReport, explain, mark_checkpoint, minimize
 
 HIDDEN = 8
 BATCH = 4
 Build = Callable[[], Any]
 """Builds a forward in the default Program and returns its loss; feeds are made by `feeds`."""
-
-
-@contextlib.contextmanager
-def static_mode() -> Iterator[None]:
-    paddle.enable_static()
-    try:
-        yield
-    finally:
-        paddle.disable_static()
-
-
-@contextlib.contextmanager
-def in_order() -> Iterator[None]:
-    """Operators run in the Program's order.
-
-    By default the executor runs those in any order that do not take each other's results. Where
-    two of them draw random numbers, or one changes what another takes by a second name, Paddle's
-    plain Program gives other losses at every start: nothing to compare with.
-    """
-    flag = "FLAGS_new_executor_sequential_run"
-    before = paddle.get_flags(flag)
-    paddle.set_flags({flag: True})
-    try:
-        yield
-    finally:
-        paddle.set_flags(before)
 
 
 @dataclass

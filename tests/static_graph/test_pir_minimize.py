@@ -12,6 +12,7 @@ import paddle
 import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute_wrapper
+from paddle_recompute._paddle_static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.static_graph import (
     RecomputeOptimizer,
@@ -30,7 +31,6 @@ from tests.static_graph.models import (
     assert_equal,
     assert_recompute_changes_nothing,
     data,
-    in_order,
     marked_stack,
     num_recomputed,
     static_mode,
@@ -228,7 +228,7 @@ def wrapped(selection: dict[str, Any] | None, calls: int = 1) -> Callable[[], An
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("calls", [1, 2])
 def test_wrapped_layers(selection: str, calls: int) -> None:
-    with in_order():
+    with in_program_order():
         run = train(wrapped(SELECTIONS[selection], calls), ())
         assert num_recomputed(run) > 0
         assert_equal(run, train(wrapped(None, calls), None))

@@ -10,6 +10,7 @@ import paddle
 import pytest
 
 from paddle_recompute import _memory
+from paddle_recompute._paddle_static.training import in_program_order
 from paddle_recompute.static_graph import mark_checkpoint, minimize
 from paddle_recompute.static_graph.pir.memory import Memory
 from paddle_recompute.static_graph.pir.recompute import COPY_OF
@@ -21,7 +22,6 @@ from tests.static_graph.models import (
     assert_equal,
     assert_recompute_changes_nothing,
     data,
-    in_order,
     marked_stack,
     static_mode,
     strategy_of,
@@ -449,7 +449,7 @@ def test_odd_graph(build: Callable[[], Any]) -> None:
 
 
 def test_what_was_detached_is_changed() -> None:
-    with in_order():
+    with in_program_order():
         assert_recompute_changes_nothing(detached_and_assigned)
 
 
