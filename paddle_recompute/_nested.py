@@ -73,6 +73,16 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, paddle.Tensor)
 
 
+def describe(tensor: paddle.Tensor) -> str:
+    """``float32[8, 16]``."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def dtype_name(dtype: object) -> str:
+    """``float32`` for ``paddle.float32``, whatever this Paddle prints."""
+    return str(dtype).rpartition(".")[2]
+
+
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return tuple(items) if type(value) is tuple else type(value)(items)
 

@@ -109,7 +109,91 @@ def parameters_of_optimizer(optimizer: Any) -> list[paddle.Tensor]:
     return [parameter for group in groups for parameter in group]
 
 
+def address_of(tensor: paddle.Tensor) -> int | None:
+    """Where the memory of `tensor` begins; None if it has none, or is sparse.
+
+    ``data_ptr`` is public; what it says of tensors without memory differs: None, 0 or, for the
+    placeholder buffers of ``nn.LSTM`` on 3.x, a RuntimeError.
+    """
+    try:
+        return tensor.data_ptr() or None
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
+    """From now on, call ``written(tensor)`` for each write that no ``inplace_version`` counts.
+
+    These are (2.6, 3.x) the update of every optimizer, whose subclasses all come through
+    ``Optimizer._create_optimization_pass``; ``Tensor.set_value``, through which ``set_state_dict``
+    goes; ``Tensor.copy_``; ``_C_ops.assign_value_`` (``paddle.assign`` of an array into a tensor)
+    and ``_C_ops.exponential_``. Paddle offers no callback for any of them. Nothing changes for
+    whoever calls them. Can go when Paddle raises ``inplace_version`` there.
+    """
+    update = paddle.optimizer.Optimizer._create_optimization_pass
+
+    @functools.wraps(update)
+    def reported_update(self: Any, parameters_and_grads: Any, *args: Any, **kwargs: Any) -> Any:
+        result = update(self, parameters_and_grads, *args, **kwargs)
+        if isinstance(parameters_and_grads, dict):
+            parameters_and_grads = parameters_and_grads["params"]
+        for parameter, gradient in parameters_and_grads:
+            if gradient is not None and isinstance(parameter, paddle.Tensor):
+                written(parameter)
+        return result
+
+    def reported(write: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(write)
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = write(tensor, *args, **kwargs)
+            if isinstance(tensor, paddle.Tensor):
+                written(tensor)
+            return result
+
+        return call
+
+    paddle.optimizer.Optimizer._create_optimization_pass = reported_update
+    for owner, name in _UNCOUNTED_WRITES:
+        setattr(owner, name, reported(getattr(owner, name)))
+
+
+_UNCOUNTED_WRITES = (
+    (paddle.Tensor, "set_value"),
+    (paddle.Tensor, "copy_"),
+    (paddle._C_ops, "assign_value_"),
+    (paddle._C_ops, "exponential_"),
+)
+
+
 # ----------------------------------------------------------------------------------- layers
+
+
+@functools.cache
+def attributes_of_every_layer() -> frozenset[str]:
+    """What ``Layer.__init__`` itself (2.6, 3.x) puts into the ``__dict__`` of a Layer."""
+    with paddle.utils.unique_name.guard():  # or the names of the user's Layers would shift
+        return frozenset(vars(paddle.nn.Layer()))
+
+
+def own_parameters(layer: paddle.nn.Layer) -> dict[str, Any]:
+    """The dict in which `layer` itself (not its sublayers) keeps its parameters (2.6, 3.x)."""
+    return layer.__dict__["_parameters"]  # type: ignore[no-any-return]
+
+
+def set_own_parameters(layer: paddle.nn.Layer, parameters: dict[str, Any]) -> None:
+    """Let `layer` look its parameters up in another dict; ``setattr`` would refuse one."""
+    layer.__dict__["_parameters"] = parameters
+
+
+def own_sublayers(layer: paddle.nn.Layer) -> dict[str, Any]:
+    """The dict in which `layer` keeps its direct sublayers (2.6, 3.x)."""
+    return layer.__dict__["_sub_layers"]  # type: ignore[no-any-return]
+
+
+def forward_hooks(layer: paddle.nn.Layer) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The hooks before and behind the forward of `layer` itself (2.6, 3.x)."""
+    return layer._forward_pre_hooks, layer._forward_post_hooks
 
 
 def non_trained_state(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], list[str]]]:
@@ -120,9 +204,15 @@ def non_trained_state(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], list
     among the parameters, with ``stop_gradient`` set (2.6, 3.x).
     """
     slots = [(layer._buffers, list(layer._buffers))]
-    if isinstance(layer, BATCH_NORMS):
-        slots.append((layer._parameters, ["_mean", "_variance"]))
+    statistics = statistics_among_parameters(layer)
+    if statistics:
+        slots.append((layer._parameters, statistics))
     return slots
+
+
+def statistics_among_parameters(layer: paddle.nn.Layer) -> list[str]:
+    """The names under which a BatchNorm keeps its statistics among its parameters (2.6, 3.x)."""
+    return ["_mean", "_variance"] if isinstance(layer, BATCH_NORMS) else []
 
 
 def children_of(layer: paddle.nn.Layer) -> list[tuple[str, paddle.nn.Layer]]:

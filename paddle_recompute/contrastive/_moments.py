@@ -13,7 +13,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute._rng import RngState
 from paddle_recompute.recompute import _calls
-from paddle_recompute.recompute._layer_state import LayerState
+from paddle_recompute.recompute._layer_state import LayerState, same_values
 
 
 @dataclass
@@ -96,7 +96,7 @@ class StateWatch:
             flags == self._noted_flags
             and len(buffers) == len(self._copies)
             and all(
-                now is then and _equal(now, copy)
+                now is then and same_values(now, copy)
                 for now, (then, copy) in zip(buffers, self._copies, strict=True)
             )
         )
@@ -104,9 +104,3 @@ class StateWatch:
 
 def _same_numpy_state(one: Any, other: Any) -> bool:
     return bool(one[0] == other[0] and one[2:] == other[2:] and np.array_equal(one[1], other[1]))
-
-
-def _equal(one: paddle.Tensor, other: paddle.Tensor) -> bool:
-    if one.dtype in (paddle.float16, paddle.bfloat16, paddle.uint8, paddle.int8, paddle.int16):
-        one, other = one.astype("float32"), other.astype("float32")  # no kernel on CPU; exact
-    return one.shape == other.shape and bool(paddle.equal_all(one, other))

@@ -16,9 +16,12 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _nested, _paddle
+from paddle_recompute._nested import describe
 from paddle_recompute._rng import RngState
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute._layer_state import LayerState, layers_of
+from paddle_recompute.recompute import _writes
+from paddle_recompute.recompute._layer_state import LayerState
+from paddle_recompute.recompute._reach import Reach
 
 _depth = 0
 
@@ -51,6 +54,7 @@ class Call:
     compare_values: bool = False
     _rng: RngState | None = None
     _amp: _paddle.AmpState | None = None
+    _reach: Reach | None = None
     _layers: LayerState | None = None
     _returned: list[str] = field(default_factory=list)
 
@@ -58,14 +62,16 @@ class Call:
         """Run the function and remember what it saw."""
         self._rng = RngState.capture() if self.preserve_rng_state else None
         self._amp = _paddle.amp_state()
-        layers = layers_of(self.function, (args, kwargs))
-        self._layers = LayerState(layers, with_statistics=self.compare_values)
-        versions = [(t, t.inplace_version) for t in _nested.tensors_in((args, kwargs))]
+        self._reach = Reach(self.function, (args, kwargs))
+        self._layers = LayerState(self._reach.layers, with_statistics=self.compare_values)
+        stamps = [(t, _writes.stamp(t)) for t in _nested.tensors_in((args, kwargs))]
         outputs = self.function(*args, **kwargs)
         self._layers.after_forward()
-        if any(tensor.inplace_version != version for tensor, version in versions):
+        self._reach.after_forward()
+        changed = [t for t, stamp in stamps if _writes.is_written_since(t, stamp)]
+        if changed:
             raise RecomputeError(
-                f"{self.name} changes {self._changed_argument(args, kwargs, versions)} in place, "
+                f"{self.name} changes {_argument(args, kwargs, changed[0])} in place, "
                 "so a second forward would not see the value that the first one saw. Let it "
                 "change a copy (x = x.clone() before the in-place operation)."
             )
@@ -80,11 +86,12 @@ class Call:
             RecomputeError: The second result has another structure, shape or dtype.
             BaseException: Whatever the function itself raises, with a note that names it.
         """
-        assert self._amp is not None and self._layers is not None
+        assert self._amp is not None and self._layers is not None and self._reach is not None
         rng = self._rng.replayed() if self._rng is not None else contextlib.nullcontext()
         with (
             rng,
             _paddle.amp_state_of(self._amp),
+            self._reach.replayed(),
             self._layers.replayed(),
             paddle.set_grad_enabled(True),  # here too: the PyLayer form comes without
             _recomputing(),
@@ -112,18 +119,14 @@ class Call:
             'determinism_check="none" switches this check off.'
         )
 
-    def _changed_argument(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        versions: list[tuple[paddle.Tensor, int]],
-    ) -> str:
-        changed = next(tensor for tensor, version in versions if tensor.inplace_version != version)
-        for value, what in ((args, "positional argument"), (kwargs, "keyword argument")):
-            for path, leaf in _nested.named_leaves(value):
-                if leaf is changed:
-                    return f"its {what} {path}"
-        raise AssertionError("a tensor of the arguments is not among the arguments")
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: paddle.Tensor) -> str:
+    """How errors call the argument `tensor`."""
+    for value, what in ((args, "positional argument"), (kwargs, "keyword argument")):
+        for path, leaf in _nested.named_leaves(value):
+            if leaf is tensor:
+                return f"its {what} {path}"
+    raise AssertionError("a tensor of the arguments is not among the arguments")
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -139,16 +142,6 @@ def name_of(function: Callable[..., Any]) -> str:
         bare = kind._bare_class() if hasattr(kind, "_bare_class") else kind
         return f"{bare.__name__} '{path}'"
     return f"function '{getattr(function, '__qualname__', type(function).__name__)}'"
-
-
-def describe(tensor: paddle.Tensor) -> str:
-    """``float32[8, 16]``."""
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-
-
-def dtype_name(dtype: object) -> str:
-    """``float32`` for ``paddle.float32``, whatever this Paddle prints."""
-    return str(dtype).rpartition(".")[2]
 
 
 def _description(value: Any) -> list[str]:

@@ -17,8 +17,8 @@ from typing import Protocol
 import paddle
 
 from paddle_recompute import _nested, _paddle
+from paddle_recompute._nested import describe
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute._calls import describe
 from paddle_recompute.recompute._hooks import Ticket
 
 

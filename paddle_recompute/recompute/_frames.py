@@ -27,9 +27,10 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _nested, _paddle
+from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute import _discarded
-from paddle_recompute.recompute._calls import Call, describe, dtype_name
+from paddle_recompute.recompute import _discarded, _writes
+from paddle_recompute.recompute._calls import Call
 from paddle_recompute.recompute._hooks import Recorder, innermost, recording
 from paddle_recompute.recompute._storage import Storage
 
@@ -105,7 +106,7 @@ class Frame:
         self._values: weakref.WeakKeyDictionary[FrameTicket, paddle.Tensor | RecomputeError] = (
             weakref.WeakKeyDictionary()
         )
-        self._outputs: dict[int, tuple[weakref.ref[Any], int, _Link]] = {}
+        self._outputs: dict[int, tuple[weakref.ref[Any], _writes.Stamp, _Link]] = {}
         self._recording = False
         self._compare_values = False
 
@@ -120,18 +121,18 @@ class Frame:
         self.parts.append(_Part(call, inputs))
         for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
             link = _Link(part, leaf)
-            self._outputs[id(tensor)] = (weakref.ref(tensor), tensor.inplace_version, link)
+            self._outputs[id(tensor)] = (weakref.ref(tensor), _writes.stamp(tensor), link)
         return outputs
 
     def link_to(self, tensor: paddle.Tensor) -> _Link | None:
         """Which output of an earlier part `tensor` is, if it is one and was not changed since."""
         if id(tensor) not in self._outputs:
             return None
-        known, version, link = self._outputs[id(tensor)]
+        known, stamp, link = self._outputs[id(tensor)]
         output = known()  # None, or another: the address of one that is gone was used again
         if output is None or output is not tensor:
             return None
-        return link if output.inplace_version == version else None
+        return None if _writes.is_written_since(output, stamp) else link
 
     def ticket_for_output(self, tensor: paddle.Tensor) -> FrameTicket | None:
         """A ticket for an output, for somebody who would have kept the tensor itself."""
@@ -324,13 +325,21 @@ class _Input:
     Not a dataclass: `map_leaves` would take it for one of the user's and look inside.
     """
 
-    def __init__(self, source: Any, stop_gradient: bool, version: int | None = None) -> None:
+    def __init__(
+        self, source: Any, stop_gradient: bool, stamp: _writes.Stamp | None = None
+    ) -> None:
         self.source = source
         self.stop_gradient = stop_gradient
-        self.version = version
+        self.stamp = stamp
 
     def fetch(self, outputs: list[list[paddle.Tensor]]) -> paddle.Tensor:
         source = self.source
+        if self.stamp is not None and _writes.is_written_since(source, self.stamp):
+            raise RecomputeError(
+                f"An argument ({_named(source)}) of a recomputed function was changed in place "
+                "between its forward and its backward, so the forward cannot be repeated. Do the "
+                "backward before the change, or change a copy."
+            )
         if _paddle.is_parameter(source):
             return source
         if isinstance(source, _Link):
@@ -338,12 +347,6 @@ class _Input:
         elif isinstance(source, FrameTicket):
             tensor = source.value()
         elif _nested.is_tensor(source):
-            if source.inplace_version != self.version:
-                raise RecomputeError(
-                    f"An argument ({describe(source)}) of a recomputed function was changed in "
-                    "place between its forward and its backward, so the forward cannot be "
-                    "repeated. Change a copy instead."
-                )
             tensor = source
         else:
             tensor = source.load()
@@ -374,8 +377,8 @@ def _keep(frame: Frame | None, storage: Storage, outer: Recorder | None, inputs:
     def keep(tensor: paddle.Tensor) -> _Input:
         if id(tensor) not in kept:
             source = source_of(tensor)
-            version = tensor.inplace_version if _nested.is_tensor(source) else None
-            kept[id(tensor)] = _Input(source, tensor.stop_gradient, version)
+            stamp = _writes.stamp(tensor) if _nested.is_tensor(source) else None
+            kept[id(tensor)] = _Input(source, tensor.stop_gradient, stamp)
         return kept[id(tensor)]
 
     return _nested.map_tensors(keep, inputs)
@@ -392,6 +395,11 @@ def _fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
         return fetched[id(leaf)]
 
     return _nested.map_leaves(fetch, inputs)
+
+
+def _named(tensor: paddle.Tensor) -> str:
+    is_parameter = _paddle.is_parameter(tensor)
+    return f"parameter '{tensor.name}'" if is_parameter else describe(tensor)
 
 
 def _likeness(tensor: paddle.Tensor) -> Likeness:

@@ -7,10 +7,9 @@ once.
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
-import math
-import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,123 +18,94 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute.errors import RecomputeError
+from paddle_recompute.recompute import _writes
+from paddle_recompute.recompute._reach import layers_of
+
+__all__ = ["LayerState", "layers_of", "same_values"]
 
 SMALL_BYTES = 64 * 1024
 """A copy of a buffer up to this size is kept until the backward, changed or not."""
-
-LONGEST_SEARCHED = 1000
-"""Containers with more items hold data, not Layers: searching them at each call would take time."""
-
-
-def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
-    """The Layers that a call of `function` can reach.
-
-    Looked at are `function` itself, what it is bound to, its closure, defaults and the globals
-    that it names, the attributes of an object whose method it is, and `arguments`; containers of
-    up to `LONGEST_SEARCHED` items are looked into. A Layer reached on other ways is not found.
-    """
-    search = _Search()
-    search.visit(arguments)
-    search.visit(function)
-    if not isinstance(function, (types.FunctionType, types.BuiltinFunctionType)):
-        search.visit_object(function)
-        search.visit(vars(type(function)).get("__call__"))
-    return list(search.found.values())
-
-
-class _Search:
-    """Collects Layers. A class, because functions that call each other through a closure would be
-    a reference cycle that keeps the Layers.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[int, paddle.nn.Layer] = {}
-        # By identity, and kept: the address of a tuple made here on the way would be used again.
-        self._seen: dict[int, Any] = {}
-
-    def visit(self, value: Any) -> None:
-        """Look at `value` and into it."""
-        if id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, paddle.nn.Layer):
-            self.found[id(value)] = value
-        elif isinstance(value, (list, tuple, set, dict)) and len(value) > LONGEST_SEARCHED:
-            return
-        elif isinstance(value, (list, tuple, set)):
-            for item in value:
-                self.visit(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                self.visit(item)
-        elif isinstance(value, functools.partial):
-            self.visit((value.func, value.args, value.keywords))
-        elif isinstance(value, types.MethodType):
-            self.visit_object(value.__self__)
-            self.visit(value.__func__)
-        elif isinstance(value, types.FunctionType):
-            self._visit_function(value)
-
-    def visit_object(self, value: Any) -> None:
-        """Look at `value` and at its attributes."""
-        self.visit(value)
-        if not isinstance(value, (paddle.nn.Layer, type, types.ModuleType)):
-            self.visit(getattr(value, "__dict__", None))
-
-    def _visit_function(self, function: types.FunctionType) -> None:
-        self.visit((function.__defaults__, function.__kwdefaults__))
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # a cell that is still empty
-                self.visit(cell.cell_contents)
-        for name in _names_in(function.__code__):
-            self.visit(function.__globals__.get(name))
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The global and attribute names that `code` and the functions inside it use."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return tuple({*code.co_names, *(name for nested in inner for name in _names_in(nested))})
 
 
 class _Buffer:
     """A tensor that a Layer holds and does not train, as one forward saw it.
 
     It is copied before the forward. The copy is kept if it is small or if the forward changed the
-    buffer; the comparison is by value, because Paddle's kernels and ``set_value`` write without
-    raising the ``inplace_version`` (2.6.2, 3.3.1). Of a large buffer that the forward left alone
-    only the object is kept, with what is needed to notice a later change.
+    buffer. Of a large buffer that the forward left alone only the object is kept, with a stamp that
+    tells of later writes.
+
+    Whether a forward has changed a large buffer is told by its value the first time, because
+    kernels may write without anybody counting it: that reads one number on the host. A buffer that
+    was left alone then is taken to be left alone as long as no write is counted (`_writes`).
     """
 
-    def __init__(self, tensor: paddle.Tensor) -> None:
+    def __init__(self, tensor: paddle.Tensor, mode: bool) -> None:
         self._tensor = tensor
-        self._version = tensor.inplace_version
+        self._mode = mode
+        self._stamp = _writes.stamp(tensor)
         self._copy: paddle.Tensor | None = _copy(tensor)
-        self._fingerprint: paddle.Tensor | None = None
 
     def after_forward(self, now: paddle.Tensor | None) -> None:
         """Drop the copy if it is large and the Layer still holds (`now`) what it held."""
-        copy = self._copy
+        copy, tensor = self._copy, self._tensor
         assert copy is not None
-        if copy.size * copy.element_size() <= SMALL_BYTES or now is not self._tensor:
+        if copy.size * copy.element_size() <= SMALL_BYTES or now is not tensor:
             return
-        if bool(paddle.equal_all(now, copy)):
-            self._copy, self._fingerprint = None, _fingerprint(copy)
+        if _writes.is_written_since(tensor, self._stamp):
+            return
+        if (id(tensor), self._mode) not in _left_alone:
+            if not same_values(tensor, copy):
+                return
+            _note_left_alone(tensor, self._mode)
+        self._copy = None
 
     def as_it_was(self, name: str) -> paddle.Tensor:
         """A copy of what the forward saw, which may be written to."""
-        if self._fingerprint is None:
-            assert self._copy is not None
+        if self._copy is not None:
             return _copy(self._copy)
-        then, now = float(self._fingerprint.item()), float(_fingerprint(self._tensor).item())
-        same = then == now or (math.isnan(then) and math.isnan(now))
-        if not same or self._tensor.inplace_version != self._version:
+        if _writes.is_written_since(self._tensor, self._stamp):
             raise RecomputeError(
                 f"the buffer '{name}' ({list(self._tensor.shape)}) was changed between the "
                 "forward and the backward, so the forward cannot be repeated; put a new tensor in "
                 "its place instead of writing into it"
             )
         return _copy(self._tensor)
+
+
+_left_alone: dict[tuple[int, bool], weakref.ref[paddle.Tensor]] = {}
+"""The large buffers, with the mode of their Layer, that a forward was seen to leave alone."""
+
+
+def _note_left_alone(tensor: paddle.Tensor, mode: bool) -> None:
+    key = (id(tensor), mode)
+
+    def forget(_: object) -> None:
+        _left_alone.pop(key, None)
+
+    _left_alone[key] = weakref.ref(tensor, forget)
+
+
+@paddle.no_grad()
+def same_values(one: paddle.Tensor, other: paddle.Tensor) -> bool:
+    """Whether two tensors of a dtype have the same shape and values; reads one bool on the host."""
+    if one.shape != other.shape:
+        return False
+    one, other = _comparable(one), _comparable(other)
+    return bool(paddle.equal_all(one, other))
+
+
+def _comparable(tensor: paddle.Tensor) -> paddle.Tensor:
+    """The same values in a dtype that every device can compare."""
+    if tensor.dtype in (paddle.complex64, paddle.complex128):
+        return paddle.as_real(tensor)
+    if tensor.dtype in _COMPARED_AS_THEY_ARE:
+        return tensor
+    return tensor.astype("float32")  # of 16 bits or fewer: exact
+
+
+_COMPARED_AS_THEY_ARE = (
+    paddle.bool, paddle.int32, paddle.int64, paddle.float32, paddle.float64,
+)  # fmt: skip
 
 
 @dataclass
@@ -158,18 +128,14 @@ class LayerState:
         """
         members = list(_members(layers))
         self._flags = [(layer, layer.training) for layer in members]
-        self._versions = [
-            (parameter, parameter.inplace_version)
-            for layer in layers
-            for parameter in layer.parameters()
-        ]
+        self._parameters = [(layer, _stamps(layer)) for layer in members]
         self._holders = []
         for layer in members:
             is_training_norm = isinstance(layer, _paddle.BATCH_NORMS) and layer.training
             copied = with_statistics or not is_training_norm
             for tensors, names in _paddle.non_trained_state(layer):
                 before = {
-                    name: _Buffer(tensors[name])
+                    name: _Buffer(tensors[name], layer.training)
                     if copied and _paddle.is_initialized(tensors[name])
                     else None
                     for name in names
@@ -189,28 +155,29 @@ class LayerState:
         may be written to; afterwards everything is as it was.
 
         Raises:
-            RecomputeError: A parameter or a large buffer was changed in place since.
+            RecomputeError: A large buffer, or a parameter that is asked for, was written to since.
         """
-        for parameter, version in self._versions:
-            if parameter.inplace_version != version:
-                raise RecomputeError(
-                    f"the parameter '{parameter.name}' ({list(parameter.shape)}) was changed in "
-                    "place between the forward and the backward, so the forward cannot be repeated"
-                )
         flags_now = [(layer, layer.training) for layer, _ in self._flags]
         tensors_now = [(holder.tensors, dict(holder.tensors)) for holder in self._holders]
         try:
-            for layer, training in self._flags:
-                layer.training = training
+            _set_flags(self._flags)
             for holder in self._holders:
                 _put_back(holder)
-            yield
+            with contextlib.ExitStack() as guards:
+                for layer, stamps in self._parameters:
+                    _guard(layer, stamps, guards)
+                yield
         finally:
-            for layer, training in flags_now:
-                layer.training = training
+            _set_flags(flags_now)
             for tensors, before in tensors_now:
                 tensors.clear()
                 tensors.update(before)
+
+
+def _set_flags(flags: list[tuple[paddle.nn.Layer, bool]]) -> None:
+    for layer, training in flags:
+        if layer.training is not training:  # setting an attribute of a Layer takes a microsecond
+            layer.training = training
 
 
 def _put_back(holder: _Holder) -> None:
@@ -229,16 +196,83 @@ def _put_back(holder: _Holder) -> None:
 
 def _members(layers: list[paddle.nn.Layer]) -> Iterator[paddle.nn.Layer]:
     seen: set[int] = set()
-    for layer in layers:
-        for member in layer.sublayers(include_self=True):
-            if id(member) not in seen:
-                seen.add(id(member))
-                yield member
+    waiting = list(reversed(layers))
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            yield layer
+            sublayers = _paddle.own_sublayers(layer).values()
+            waiting += [sublayer for sublayer in sublayers if sublayer is not None]
 
 
-def _fingerprint(tensor: paddle.Tensor) -> paddle.Tensor:
-    with paddle.no_grad():
-        return tensor.astype("float32").sum()
+# ------------------------------------------------------------------------- changed parameters
+
+
+def _stamps(layer: paddle.nn.Layer) -> list[tuple[str, paddle.Tensor, _writes.Stamp]]:
+    """The own parameters of `layer`, without the statistics that are kept among them."""
+    parameters = _paddle.own_parameters(layer)
+    not_trained = _paddle.statistics_among_parameters(layer)
+    return [
+        (name, parameter, _writes.stamp(parameter))
+        for name, parameter in dict.items(parameters)
+        if parameter is not None and name not in not_trained
+    ]
+
+
+def _guard(
+    layer: paddle.nn.Layer,
+    stamps: list[tuple[str, paddle.Tensor, _writes.Stamp]],
+    guards: contextlib.ExitStack,
+) -> None:
+    """Have the parameters of `layer` that were written to raise when somebody asks for them.
+
+    Only then: a step of one optimizer may come between, as in the training of a GAN, and what it
+    has changed need not be what the function uses.
+    """
+    changed = {
+        name: _ChangedParameter(parameter)
+        for name, parameter, stamp in stamps
+        if _writes.is_written_since(parameter, stamp)
+    }
+    if changed:
+        parameters = _paddle.own_parameters(layer)
+        _paddle.set_own_parameters(layer, _Guarded(parameters, changed))
+        guards.callback(_paddle.set_own_parameters, layer, parameters)
+
+
+class _ChangedParameter:
+    def __init__(self, parameter: paddle.Tensor) -> None:
+        self._parameter = parameter
+
+    def refuse(self) -> None:
+        raise RecomputeError(
+            f"the parameter '{self._parameter.name}' ({list(self._parameter.shape)}) was changed "
+            "between the forward and the backward (by an optimizer, set_value, set_state_dict or "
+            "in place), so the forward cannot be repeated. Do the backward before the change."
+        )
+
+
+class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
+    """Parameters of which some raise when they are looked up."""
+
+    def __init__(self, parameters: dict[str, Any], changed: dict[str, _ChangedParameter]) -> None:
+        super().__init__(parameters)
+        self._changed = changed
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._changed:
+            self._changed[name].refuse()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if super().__contains__(name) else default
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
 
 
 def _copy(tensor: paddle.Tensor) -> paddle.Tensor:

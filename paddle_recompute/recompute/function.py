@@ -12,7 +12,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute._nested import tensors_in
 from paddle_recompute.errors import ConfigError, RecomputeError
-from paddle_recompute.recompute import _discarded, _hooks, _reentrant
+from paddle_recompute.recompute import _discarded, _hooks, _reentrant, _writes
 from paddle_recompute.recompute._calls import Call, name_of
 from paddle_recompute.recompute._frames import (
     Frame,
@@ -184,6 +184,7 @@ def _run_in_dygraph(
     if not paddle.is_grad_enabled():
         return function(*args, **kwargs)
     _paddle.watch_backward()
+    _writes.watch()
     storage = storage or STORAGES[options.offload]
     check = options.determinism_check
     call = Call(

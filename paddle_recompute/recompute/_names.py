@@ -1,0 +1,115 @@
+"""Which names the code of a function or class looks up: where a search need not look."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import paddle
+
+from paddle_recompute import _paddle
+
+_LOOK_UPS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME"}
+_DYNAMIC = {"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"}
+_LIBRARIES = {"paddle", "numpy"}
+UNNAMED = frozenset(
+    {"__call__", "__getitem__", "__iter__", "__getattr__", "__len__", "__enter__", "__contains__"}
+)
+"""Attributes that code looks up without naming them."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a piece of code looks up.
+
+    Attributes:
+        globals: Names of globals.
+        attributes: Names of attributes, of whatever object.
+        is_dynamic: Whether it may look up others, by ``getattr`` and the like.
+    """
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    is_dynamic: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> Names:
+    """What `code` and the functions inside it look up."""
+    found_globals, attributes = set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _LOOK_UPS:
+            attributes.add(instruction.argval)
+        elif instruction.opname in _GLOBALS:
+            found_globals.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = names_in(constant)
+            found_globals |= inner.globals
+            attributes |= inner.attributes
+    is_dynamic = not _DYNAMIC.isdisjoint(found_globals | attributes)
+    return Names(frozenset(found_globals), frozenset(attributes), is_dynamic)
+
+
+def methods(kind: type, name: str) -> Iterator[types.FunctionType]:
+    """The functions behind the attribute `name` of the class `kind` and of its bases."""
+    for base in kind.__mro__:
+        value = base.__dict__.get(name)
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.cached_property):
+            value = value.func
+        if isinstance(value, types.FunctionType) and base is not paddle.nn.Layer:
+            yield value
+
+
+@dataclass(frozen=True)
+class ForwardNames:
+    """What the forward of a class of Layers looks up, as names only: a class can go away.
+
+    Attributes:
+        methods: The methods of the class that its forward comes through, Paddle's own excepted.
+        attributes: The attributes of a Layer that they may look up; None: any.
+    """
+
+    methods: tuple[str, ...]
+    attributes: frozenset[str] | None
+
+
+_known: weakref.WeakKeyDictionary[type, ForwardNames] = weakref.WeakKeyDictionary()
+
+
+def forward_names(layer_class: type) -> ForwardNames:
+    """What ``forward`` and the methods that it names look up."""
+    known = _known.get(layer_class)
+    if known is not None:
+        return known
+    waiting, done = ["forward"], {"forward"}
+    attributes, of_the_user, is_dynamic = {"forward"}, [], False
+    while waiting:
+        name = waiting.pop()
+        for function in methods(layer_class, name):
+            names = names_in(function.__code__)
+            attributes |= names.attributes
+            is_dynamic |= names.is_dynamic
+            waiting += names.attributes - done
+            done |= names.attributes
+            if not is_library(function.__module__):
+                of_the_user.append(name)
+    found = ForwardNames(
+        tuple(dict.fromkeys(of_the_user)),
+        None if is_dynamic else frozenset(attributes - _paddle.attributes_of_every_layer()),
+    )
+    return _known.setdefault(layer_class, found)
+
+
+def is_library(module_name: object) -> bool:
+    """Whether the module belongs to Paddle or NumPy, which hold no Layer of the user's."""
+    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES

@@ -1,0 +1,342 @@
+"""Places that a function looks into, and putting back what was there: see `_reach`."""
+
+from __future__ import annotations
+
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
+
+import paddle
+
+from paddle_recompute import _paddle
+
+_ABSENT = object()
+_NUMBERS = (int, float, str, bytes, complex)  # bool is an int
+
+
+class Place(Protocol):
+    """Something that can be given another content."""
+
+    def after_forward(self) -> None:
+        """Forget what the first forward changed and the second one is not to undo."""
+
+    def put_back(self) -> Callable[[], None] | None:
+        """Make the content what it was; returns what undoes that, None if nothing had changed."""
+
+
+# ------------------------------------------------------------------------------------- contents
+
+
+class _Held:
+    """A tensor with a graph, as content of a place: the graph is not kept for it.
+
+    A place that is filled in every step would otherwise chain each graph to the one before.
+    """
+
+    __slots__ = ("_original", "_value")
+
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        self._original = weakref.ref(tensor)
+        self._value = _without_graph(tensor)
+
+    def is_(self, now: object) -> bool:
+        return now is not None and self._original() is now
+
+    def get(self) -> paddle.Tensor:
+        original = self._original()
+        return self._value if original is None else original
+
+
+class _HeldTuple:
+    """A tuple with such tensors."""
+
+    __slots__ = ("_items", "_kind")
+
+    def __init__(self, value: tuple[Any, ...]) -> None:
+        self._kind = type(value)
+        self._items = [_hold(item) for item in value]
+
+    def is_(self, now: object) -> bool:
+        return (
+            isinstance(now, self._kind)
+            and len(now) == len(self._items)
+            and all(map(_is_same, self._items, now))
+        )
+
+    def get(self) -> tuple[Any, ...]:
+        items = [_content(item) for item in self._items]
+        return self._kind(*items) if hasattr(self._kind, "_fields") else self._kind(items)
+
+
+_HELD = (_Held, _HeldTuple)
+
+
+def _hold(value: Any) -> Any:
+    if isinstance(value, paddle.Tensor):
+        return value if value.is_leaf else _Held(value)
+    if isinstance(value, tuple) and any(not _is_leaf(item) for item in value):
+        return _HeldTuple(value)
+    return value
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, (paddle.Tensor, tuple)) or (
+        value.is_leaf if isinstance(value, paddle.Tensor) else all(map(_is_leaf, value))
+    )
+
+
+def _without_graph(tensor: paddle.Tensor) -> paddle.Tensor:
+    detached = tensor.detach()
+    detached.stop_gradient = tensor.stop_gradient
+    return detached
+
+
+def _content(held: Any) -> Any:
+    return held.get() if isinstance(held, _HELD) else held
+
+
+def _is_same(held: Any, now: Any) -> bool:
+    return held is now or (isinstance(held, _HELD) and held.is_(now))
+
+
+# --------------------------------------------------------------------------------------- places
+
+
+class Entries:
+    """Entries of a dict that is looked up by name: attributes or globals; `names` says which."""
+
+    __slots__ = ("_before", "_entries", "_left", "_names", "_size")
+
+    def __init__(self, entries: dict[str, Any], names: AbstractSet[str]) -> None:
+        self._entries = entries
+        self._names = names
+        self._before = {name: _hold(entries[name]) for name in names & entries.keys()}
+        self._left: AbstractSet[str] = frozenset()
+        self._size = len(entries)
+
+    def after_forward(self) -> None:
+        """See `Place`: numbers, and Layers and parameters that the forward has built, stay."""
+        before, now = self._before, self._entries
+        self._left = {n for n in self._changed() if _is_own_state(before.get(n), now.get(n))}
+        self._size = len(now) if self._size == len(now) else -1
+
+    def put_back(self) -> Callable[[], None] | None:
+        """See `Place`."""
+        changed = self._changed()
+        if not changed:
+            return None
+        entries = self._entries
+        now = {name: entries.get(name, _ABSENT) for name in changed}
+        _assign(entries, {name: _content(self._before.get(name, _ABSENT)) for name in changed})
+        return lambda: _assign(entries, now)
+
+    def _changed(self) -> list[str]:
+        entries, before = self._entries, self._before
+        if len(entries) == self._size and _are(before.values(), map(entries.get, before)):
+            return []  # nearly always
+        changed = [
+            name for name, held in before.items() if not _is_same(held, entries.get(name, _ABSENT))
+        ]
+        changed += (self._names & entries.keys()) - before.keys()
+        return [name for name in changed if name not in self._left]
+
+
+def _are(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether two rows of equal length hold the same objects."""
+    return all(map(operator.is_, some, others))
+
+
+def _assign(entries: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is not _ABSENT:
+            entries[name] = value
+        else:
+            entries.pop(name, None)
+
+
+def _is_own_state(before: Any, now: Any) -> bool:
+    """Whether what a forward has put into a place stays there for the second forward."""
+    return (
+        isinstance(before, _NUMBERS)
+        or isinstance(now, paddle.nn.Layer)
+        or _paddle.is_parameter(now)
+    )
+
+
+class Globals:
+    """Some globals of a module. What is added later is not looked for: a module is large."""
+
+    __slots__ = ("_before", "_entries")
+
+    def __init__(self, entries: dict[str, Any], names: list[str]) -> None:
+        self._entries = entries
+        self._before = {name: _hold(entries[name]) for name in names}
+
+    def after_forward(self) -> None:
+        """See `Entries`."""
+        for name in self._changed():
+            if _is_own_state(self._before[name], self._entries.get(name)):
+                del self._before[name]
+
+    def put_back(self) -> Callable[[], None] | None:
+        """See `Place`."""
+        changed = self._changed()
+        if not changed:
+            return None
+        entries = self._entries
+        now = {name: entries.get(name, _ABSENT) for name in changed}
+        _assign(entries, {name: _content(self._before[name]) for name in changed})
+        return lambda: _assign(entries, now)
+
+    def _changed(self) -> list[str]:
+        get = self._entries.get
+        return [
+            name for name, held in self._before.items() if not _is_same(held, get(name, _ABSENT))
+        ]
+
+
+class Members:
+    """A whole dict of a Layer: its sublayers or its parameters. Their order counts, too."""
+
+    __slots__ = ("_entries", "_names", "_values")
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self._entries = entries
+        self._names = (*entries,)
+        self._values = (*entries.values(),)
+
+    def after_forward(self) -> None:
+        """What the forward has built or replaced itself stays."""
+        if not self._is_unchanged():
+            self._names = (*self._entries,)
+            self._values = (*self._entries.values(),)
+
+    def put_back(self) -> Callable[[], None] | None:
+        """See `Place`."""
+        if self._is_unchanged():
+            return None
+        entries, now = self._entries, dict(self._entries)
+        _fill_dict(entries, dict(zip(self._names, self._values, strict=True)))
+        return lambda: _fill_dict(entries, now)
+
+    def _is_unchanged(self) -> bool:
+        entries = self._entries
+        return (*entries,) == self._names and _are(self._values, entries.values())
+
+
+def _fill_dict(entries: dict[Any, Any], values: dict[Any, Any]) -> None:
+    entries.clear()
+    entries.update(values)
+
+
+class Items:
+    """The items of a list, or of a dict that is no `__dict__`."""
+
+    __slots__ = ("_before", "_container", "_is_own")
+
+    def __init__(self, container: list[Any] | dict[Any, Any]) -> None:
+        self._container = container
+        self._before = [_hold(item) for item in _items(container)]
+        self._is_own = False
+
+    def after_forward(self) -> None:
+        """A list or dict that the forward changes is its own state."""
+        self._is_own = not self._is_unchanged()
+        if self._is_own:
+            self._before = []
+
+    def put_back(self) -> Callable[[], None] | None:
+        """See `Place`."""
+        if self._is_own or self._is_unchanged():
+            return None
+        container, now = self._container, _items(self._container)
+        _fill(container, [_content(item) for item in self._before])
+        return lambda: _fill(container, now)
+
+    def _is_unchanged(self) -> bool:
+        now = _items(self._container)
+        return len(now) == len(self._before) and all(map(_is_same, self._before, now))
+
+
+def _items(container: list[Any] | dict[Any, Any]) -> list[Any]:
+    """Of a dict: keys, then values."""
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    return list(container)
+
+
+def _fill(container: list[Any] | dict[Any, Any], items: list[Any]) -> None:
+    if isinstance(container, dict):
+        half = len(items) // 2
+        _fill_dict(container, dict(zip(items[:half], items[half:], strict=True)))
+    else:
+        container[:] = items
+
+
+class Cell:
+    """A variable of a closure."""
+
+    __slots__ = ("_before", "_cell")
+
+    def __init__(self, cell: types.CellType, content: Any) -> None:
+        self._cell: types.CellType | None = cell
+        self._before = _hold(content)
+
+    def after_forward(self) -> None:
+        """See `Entries`."""
+        if self._changed() and _is_own_state(self._before, _in_cell(self._cell)):
+            self._cell = None
+
+    def put_back(self) -> Callable[[], None] | None:
+        """See `Place`."""
+        cell = self._cell
+        if cell is None or not self._changed():
+            return None
+        now = _in_cell(cell)
+        _fill_cell(cell, _content(self._before))
+        return lambda: _fill_cell(cell, now)
+
+    def _changed(self) -> bool:
+        return not _is_same(self._before, _in_cell(self._cell))
+
+
+def _in_cell(cell: types.CellType | None) -> Any:
+    try:
+        return None if cell is None else cell.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+def _fill_cell(cell: types.CellType, value: Any) -> None:
+    if value is _ABSENT:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+class Defaults:
+    """The default arguments of a function."""
+
+    __slots__ = ("_before", "_function")
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+        self._before = function.__defaults__
+
+    def after_forward(self) -> None:
+        """Nothing: no forward changes its defaults."""
+
+    def put_back(self) -> Callable[[], None] | None:
+        """See `Place`."""
+        function, now = self._function, self._function.__defaults__
+        if now is self._before:
+            return None
+        function.__defaults__ = self._before
+
+        def undo() -> None:
+            function.__defaults__ = now
+
+        return undo
