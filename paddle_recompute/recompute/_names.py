@@ -60,13 +60,15 @@ def methods(kind: type, name: str) -> Iterator[types.FunctionType]:
     """The functions behind the attribute `name` of the class `kind` and of its bases."""
     for base in kind.__mro__:
         value = base.__dict__.get(name)
+        if value is None or base is paddle.nn.Layer:
+            continue
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         elif isinstance(value, property):
             value = value.fget
         elif isinstance(value, functools.cached_property):
             value = value.func
-        if isinstance(value, types.FunctionType) and base is not paddle.nn.Layer:
+        if isinstance(value, types.FunctionType):
             yield value
 
 

@@ -199,31 +199,40 @@ class Globals:
 
 
 class Members:
-    """A whole dict of a Layer: its sublayers or its parameters. Their order counts, too."""
+    """A whole dict of a Layer: its sublayers or its parameters. Their order counts, too.
 
-    __slots__ = ("_entries", "_names", "_values")
+    `find` gets the dict from the Layer each time: deleting from a LayerList gives it a new one.
+    """
 
-    def __init__(self, entries: dict[str, Any]) -> None:
-        self._entries = entries
-        self._names = (*entries,)
-        self._values = (*entries.values(),)
+    __slots__ = ("_find", "_layer", "_names", "_values")
+
+    def __init__(
+        self, layer: paddle.nn.Layer, find: Callable[[paddle.nn.Layer], dict[str, Any]]
+    ) -> None:
+        self._layer = layer
+        self._find = find
+        self._note()
 
     def after_forward(self) -> None:
         """What the forward has built or replaced itself stays."""
         if not self._is_unchanged():
-            self._names = (*self._entries,)
-            self._values = (*self._entries.values(),)
+            self._note()
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
         if self._is_unchanged():
             return None
-        entries, now = self._entries, dict(self._entries)
+        entries = self._find(self._layer)
+        now = dict(entries)
         _fill_dict(entries, dict(zip(self._names, self._values, strict=True)))
         return lambda: _fill_dict(entries, now)
 
+    def _note(self) -> None:
+        entries = self._find(self._layer)
+        self._names, self._values = (*entries,), (*entries.values(),)
+
     def _is_unchanged(self) -> bool:
-        entries = self._entries
+        entries = self._find(self._layer)
         return (*entries,) == self._names and _are(self._values, entries.values())
 
 
@@ -324,19 +333,23 @@ class Defaults:
 
     def __init__(self, function: types.FunctionType) -> None:
         self._function = function
-        self._before = function.__defaults__
+        self._before = _defaults(function)
 
     def after_forward(self) -> None:
         """Nothing: no forward changes its defaults."""
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        function, now = self._function, self._function.__defaults__
-        if now is self._before:
+        function, now = self._function, _defaults(self._function)
+        if _are(now, self._before):
             return None
-        function.__defaults__ = self._before
+        _set_defaults(function, self._before)
+        return lambda: _set_defaults(function, now)
 
-        def undo() -> None:
-            function.__defaults__ = now
 
-        return undo
+def _defaults(function: types.FunctionType) -> tuple[Any, Any]:
+    return function.__defaults__, function.__kwdefaults__
+
+
+def _set_defaults(function: types.FunctionType, defaults: tuple[Any, Any]) -> None:
+    function.__defaults__, function.__kwdefaults__ = defaults

@@ -125,10 +125,13 @@ class _Captured:
 
     def refuse(self, stack: contextlib.ExitStack) -> None:
         """Raise, if need be when the Layer that owns the tensor is called."""
+        what = f"the tensor '{self.name}' ({_nested.describe(self._tensor)})"
+        if _paddle.is_parameter(self._tensor):
+            what = f"'{self.name}', the parameter '{self._tensor.name}'"
         error = RecomputeError(
-            f"the tensor '{self.name}' ({_nested.describe(self._tensor)}), which a recomputed "
-            "function reaches, was changed in place between its forward and its backward, so the "
-            "forward cannot be repeated. Do the backward before the change, or change a copy."
+            f"{what}, which a recomputed function reaches, was changed in place between its "
+            "forward and its backward, so the forward cannot be repeated. Do the backward before "
+            "the change, or change a copy."
         )
         if self.owner is None:
             raise error
@@ -224,10 +227,9 @@ class _Search:
     def _visit_layer(self, layer: paddle.nn.Layer) -> None:
         sublayers = _paddle.own_sublayers(layer)
         if sublayers:
-            self.places.append(Members(sublayers))
-        parameters = _paddle.own_parameters(layer)
-        if parameters:
-            self.places.append(Members(parameters))
+            self.places.append(Members(layer, _paddle.own_sublayers))
+        if _paddle.own_parameters(layer):
+            self.places.append(Members(layer, _paddle.own_parameters))
         outer, self._owner = self._owner, layer
         names = forward_names(type(layer))
         self._visit_attributes(layer, names.attributes)

@@ -12,12 +12,15 @@ What this form cannot do is refused: see `recompute`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import paddle
 
 from paddle_recompute import _nested, _paddle
+from paddle_recompute._nested import describe
 from paddle_recompute.errors import RecomputeError
+from paddle_recompute.recompute import _writes
 from paddle_recompute.recompute._calls import Call
 
 
@@ -52,6 +55,7 @@ def run(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     anchor = paddle.zeros([1])
     anchor.stop_gradient = False
     outputs: list[Any] = []
+    stamps = [_writes.stamp(tensor) for tensor in leaves.values()]
 
     def of_tensors(anchor: paddle.Tensor, *tensors: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
         again_args, again_kwargs = _nested.map_leaves(
@@ -60,7 +64,7 @@ def run(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not outputs:
             result = call.first(again_args, again_kwargs)
         else:
-            result = _repeat(call, again_args, again_kwargs)
+            result = _repeat(call, again_args, again_kwargs, zip(tensors, stamps, strict=True))
         given = {id(tensor): tensor for tensor in tensors}
         # One result always needs a gradient: Paddle refuses to go on where none does.
         differentiable = [anchor + 0]
@@ -96,8 +100,20 @@ def run(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _nested.map_leaves(put_back, marked)
 
 
-def _repeat(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _repeat(
+    call: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: Iterable[tuple[paddle.Tensor, _writes.Stamp]],
+) -> Any:
     try:
+        for tensor, stamp in tensors:
+            if _writes.is_written_since(tensor, stamp):
+                raise RecomputeError(
+                    f"An argument ({describe(tensor)}) of {call.name} was changed in place "
+                    "between its forward and its backward, so the forward cannot be repeated. Do "
+                    "the backward before the change, or change a copy."
+                )
         return call.repeat(args, kwargs)
     except BaseException as error:
         _paddle.hand_on(error)

@@ -1,0 +1,328 @@
+"""A tensor that was written to between forward and backward is refused, if the function uses it."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import recompute
+from paddle_recompute.errors import RecomputeError
+from tests.recompute.contract import Run, Seen, case, leaf, loss_of, plain
+
+Tensor = paddle.Tensor
+SHAPE = [4, 4]
+
+
+def net() -> paddle.nn.Layer:
+    return paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Tanh(), paddle.nn.Linear(4, 4))
+
+
+def updated(layer: paddle.nn.Layer, optimizer: str = "SGD") -> None:
+    """A step of the optimizer on a loss of its own."""
+    make = getattr(paddle.optimizer, optimizer)
+    step = make(0.1, parameters=layer.parameters())
+    layer(paddle.ones([3, 4])).square().sum().backward()
+    step.step()
+    step.clear_grad()
+
+
+@paddle.no_grad()
+def in_place(tensor: Tensor) -> None:
+    tensor.add_(paddle.ones(tensor.shape))
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "set_value": lambda t: t.set_value(t + 1),
+    "set_value of an array": lambda t: t.set_value(np.ones(t.shape, "float32")),
+    "paddle.assign": lambda t: paddle.assign(t + 1, t),
+    "paddle.assign of an array": lambda t: paddle.assign(np.ones(t.shape, "float32"), t),
+    "copy_": lambda t: t.copy_(t + 1, True),
+    "add_": in_place,
+    "exponential_": lambda t: t.exponential_(),
+}
+"""Each makes other values of a tensor, in place."""
+
+
+@paddle.no_grad()
+def written(how: str, tensor: Tensor) -> None:
+    WRITES[how](tensor)
+
+
+def optimizers() -> list[str]:
+    kinds = vars(paddle.optimizer).items()
+    return sorted(
+        name
+        for name, kind in kinds
+        if inspect.isclass(kind)
+        and issubclass(kind, paddle.optimizer.Optimizer)
+        and name not in ("Optimizer", "LBFGS")  # LBFGS wants a function
+    )
+
+
+@case(
+    "an optimizer step ({optimizer}) between forward and backward",
+    optimizer=["AdamW", *(name for name in optimizers() if name != "AdamW")],
+    or_error=True,
+    num_listed=1,
+)
+def test_optimizer(run: Run, optimizer: str) -> Seen:
+    layer, x = net(), leaf(3, 4)
+    y = run(layer, x * 2)
+    updated(layer, optimizer)
+    loss_of(y).backward()
+    return {"x": x, "layer": layer}
+
+
+@case("a GAN's order: a step of D between G's forward through D and its backward", or_error=True)
+def test_gan(run: Run) -> Seen:
+    g, d, z = net(), net(), leaf(3, 4)
+    step = paddle.optimizer.Adam(0.1, parameters=d.parameters())
+    fake = run(g, z * 2)
+    loss_g = run(d, fake).mean()
+    d_loss = run(d, fake.detach()).square().mean() + run(d, leaf(3, 4)).mean()
+    d_loss.backward()
+    step.step()
+    step.clear_grad()
+    loss_g.backward()
+    return {"z": z, "g": g, "d": d}
+
+
+@case("a parameter changed by {how} between forward and backward", how=list(WRITES), or_error=True)
+def test_parameter(run: Run, how: str) -> Seen:
+    layer, x = net(), leaf(3, 4)
+    y = run(layer, x * 2)
+    written(how, layer[2].bias)
+    loss_of(y).backward()
+    return {"x": x, "layer": layer}
+
+
+@case("set_state_dict between forward and backward", or_error=True)
+def test_set_state_dict(run: Run) -> Seen:
+    layer, x = net(), leaf(3, 4)
+    y = run(layer, x * 2)
+    layer.set_state_dict(net().state_dict())
+    loss_of(y).backward()
+    return {"x": x, "layer": layer}
+
+
+def after_the_change(y: Tensor, found: Seen) -> Seen:
+    """The backward; plain Paddle refuses some, of an operator that has saved the tensor."""
+    try:
+        loss_of(y).backward()
+    except RuntimeError as error:
+        if isinstance(error, RecomputeError):
+            raise
+        return {"is refused": True}
+    return found
+
+
+OWNERS: dict[str, Callable[[Tensor], Any]] = {
+    "a parameter in a closure": lambda w: lambda x: (x @ w).tanh(),
+    "a parameter in a default": lambda w: lambda x, w=w: (x @ w).tanh(),
+    "a parameter in a list": lambda w: (lambda ws: lambda x: (x @ ws[0]).tanh())([w]),
+    "a parameter in an object": lambda w: (lambda s: lambda x: (x @ s.w).tanh())(
+        types.SimpleNamespace(w=w)
+    ),
+}
+
+
+@case(
+    "{owner} changed by {how}",
+    owner=list(OWNERS),
+    how=list(WRITES),
+    or_error=True,
+    has_gradients=False,
+    num_listed=1,
+)
+def test_parameter_without_a_layer(run: Run, owner: str, how: str) -> Seen:
+    w, x = paddle.create_parameter(SHAPE, "float32"), leaf(3, 4)
+    y = run(OWNERS[owner](w), x * 2)
+    written(how, w)
+    return after_the_change(y, {"x": x, "w": w})
+
+
+@case(
+    "an argument changed by {how}",
+    how=list(WRITES),
+    or_error=True,
+    has_gradients=False,
+    num_listed=3,
+)
+def test_argument(run: Run, how: str) -> Seen:
+    x, scale = leaf(3, 4), leaf(3, 4, stop_gradient=True)
+    y = run(lambda x, scale: ((x + 1) * scale).tanh(), x * 2, scale)
+    written(how, scale)
+    return after_the_change(y, {"x": x})
+
+
+@case("a parameter among the arguments changed by {how}", how=list(WRITES), or_error=True, has_gradients=False,
+      num_listed=1)  # fmt: skip
+def test_parameter_as_an_argument(run: Run, how: str) -> Seen:
+    x, w = leaf(3, 4), paddle.create_parameter(SHAPE, "float32")
+    y = run(lambda x, w: (x @ w).tanh(), x * 2, w)
+    written(how, w)
+    return after_the_change(y, {"x": x, "w": w})
+
+
+@case(
+    "a captured tensor changed by {how}",
+    how=list(WRITES),
+    or_error=True,
+    has_gradients=False,
+    num_listed=3,
+)
+def test_captured(run: Run, how: str) -> Seen:
+    x, scale = leaf(3, 4), leaf(3, 4, stop_gradient=True)
+    y = run(lambda x: ((x + 1) * scale).tanh(), x * 2)
+    written(how, scale)
+    return after_the_change(y, {"x": x})
+
+
+@case("a tensor that a Layer has as an attribute changed by {how}", how=list(WRITES),
+      or_error=True, has_gradients=False, num_listed=1)  # fmt: skip
+def test_attribute(run: Run, how: str) -> Seen:
+    class Scaled(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = [paddle.rand([4])]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scales[0]).tanh()
+
+    layer, x = Scaled(), leaf(3, 4)
+    y = run(layer, x * 2)
+    written(how, layer.scales[0])
+    return after_the_change(y, {"x": x})
+
+
+@case("the weights of an LSTM changed between forward and backward", or_error=True)
+def test_lstm(run: Run) -> Seen:
+    layer, x = paddle.nn.LSTM(4, 3), leaf(2, 3, 4)
+    y = run(lambda x: layer(x)[0], x * 2)
+    updated_lstm = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+    layer(paddle.ones([2, 3, 4]))[0].sum().backward()
+    updated_lstm.step()
+    updated_lstm.clear_grad()
+    loss_of(y).backward()
+    return {"x": x, "layer": layer}
+
+
+@case("an output of a block changed by set_value before the next block", or_error=True)
+def test_between_two_blocks(run: Run) -> Seen:
+    first, second, x = net(), net(), leaf(3, 4)
+    h = run(first, x * 2)
+    written("set_value", h)
+    loss_of(run(second, h)).backward()
+    return {"x": x, "layers": [first, second]}
+
+
+# --------------------------------------------------------------- what is no reason to refuse
+
+
+@case(
+    "an optimizer step on another network of {owner}", owner=["an object", "a Layer", "a closure"]
+)
+def test_step_on_another_network(run: Run, owner: str) -> Seen:
+    class Both(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.g, self.d = net(), net()
+
+        def generate(self, z: Tensor) -> Tensor:
+            return self.g(z)
+
+    both, z = Both(), leaf(3, 4)
+    holder = types.SimpleNamespace(both=both, g=both.g, d=both.d)
+    functions: dict[str, Any] = {
+        "an object": lambda z: holder.g(z),
+        "a Layer": both.generate,
+        "a closure": lambda z: both.generate(z),
+    }
+    fake = run(functions[owner], z * 2)
+    updated(both.d, "Adam")
+    loss_of(fake).backward()
+    return {"z": z, "both": both}
+
+
+@case("gradients cleared and added to between forward and backward")
+def test_gradients(run: Run) -> Seen:
+    layer, x = net(), leaf(3, 4)
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+    loss_of(run(layer, x * 2)).backward()
+    y = run(layer, x * 3)
+    optimizer.clear_grad()
+    loss_of(run(layer, x * 4)).backward()
+    loss_of(y).backward()
+    return {"x": x, "layer": layer}
+
+
+@case("steps with accumulation")
+def test_accumulation(run: Run) -> Seen:
+    layer, x = net(), leaf(3, 4)
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+    for _ in range(2):
+        for _ in range(2):
+            loss_of(run(layer, x * 2)).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    return {"x": x, "layer": layer}
+
+
+@case("a captured tensor that the function itself adds to")
+def test_metric(run: Run) -> Seen:
+    layer, x, total = net(), leaf(3, 4), paddle.zeros([])
+
+    def block(x: Tensor) -> Tensor:
+        y = layer(x)
+        total.add_(y.detach().sum() * 0)
+        return y
+
+    loss_of(run(block, x * 2)).backward()
+    return {"x": x, "layer": layer}
+
+
+def test_plain_backwards_see_nothing_of_it() -> None:
+    """Paddle lets weights change before a backward; who does not recompute is not refused."""
+    layer = net()
+    recompute(layer, leaf(3, 4)).sum().backward()  # from now on, writes are counted
+    y = plain(layer, leaf(3, 4))
+    versions = [parameter.inplace_version for parameter in layer.parameters()]
+    updated(layer)
+    layer.set_state_dict(net().state_dict())
+    assert [parameter.inplace_version for parameter in layer.parameters()] == versions
+    y.sum().backward()
+
+
+# ------------------------------------------------------------------------------------- messages
+
+
+def test_the_parameter_is_named() -> None:
+    layer = net()
+    y = recompute(layer, leaf(3, 4))
+    updated(layer)
+    name = layer[0].weight.name
+    with pytest.raises(RecomputeError, match=rf"parameter '{name}' \(\[4, 4\]\) was changed"):
+        y.sum().backward()
+    assert layer[0].weight.name == name  # can be asked for again
+
+
+def test_the_captured_parameter_is_named() -> None:
+    w = paddle.create_parameter(SHAPE, "float32")
+    y = recompute(lambda x: (x @ w).tanh(), leaf(3, 4))
+    in_place(w)
+    with pytest.raises(RecomputeError, match=rf"'w', the parameter '{w.name}'"):
+        y.sum().backward()
+
+
+def test_the_argument_is_named() -> None:
+    w = paddle.create_parameter(SHAPE, "float32")
+    y = recompute(lambda x, w: (x @ w).tanh(), leaf(3, 4), w)
+    written("set_value", w)
+    with pytest.raises(RecomputeError, match=rf"An argument \(parameter '{w.name}'\)"):
+        y.sum().backward()
