@@ -100,7 +100,84 @@ def test_tensor_inplace_version() -> None:
     assert x.detach().inplace_version == raised
 
 
+def written_by(write: Any) -> list[int]:
+    """The ids of the tensors that `watch_writes` is told about while `write` runs."""
+    told: list[int] = []
+
+    def written(tensor: paddle.Tensor) -> None:
+        told.append(id(tensor))
+
+    _paddle.watch_writes(written)
+    write()
+    return told
+
+
+@pytest.mark.parametrize("how", ["set_value", "copy_", "assign_value_", "exponential_"])
+def test_writes_that_raise_no_version(how: str) -> None:
+    """One that raises it is counted twice from then on, and can leave the list."""
+    x = paddle.zeros([3])
+    writes = {
+        "set_value": lambda: x.set_value(paddle.ones([3])),
+        "copy_": lambda: x.copy_(paddle.ones([3]), True),
+        "assign_value_": lambda: paddle.assign(np.ones(3, "float32"), x),
+        "exponential_": lambda: x.exponential_(),
+    }
+    version = x.inplace_version
+    assert written_by(writes[how]) == [id(x)]
+    assert x.inplace_version == version and float(x.sum()) > 0
+
+
+def test_optimizer_create_optimization_pass() -> None:
+    """Every optimizer of Paddle comes through it, parameter groups too, and raises no version."""
+    layers = [paddle.nn.Linear(2, 2) for _ in range(3)]
+    groups = [{"params": layer.parameters()} for layer in layers]
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=groups)
+    layers[0](paddle.ones([1, 2])).sum().backward()
+    layers[2](paddle.ones([1, 2])).sum().backward()
+    told = written_by(optimizer.step)
+    assert told == [id(p) for layer in (layers[0], layers[2]) for p in layer.parameters()]
+    assert all(p.inplace_version == 0 for layer in layers for p in layer.parameters())
+    for name, kind in vars(paddle.optimizer).items():
+        if isinstance(kind, type) and issubclass(kind, paddle.optimizer.Optimizer):
+            own = kind._create_optimization_pass
+            assert own is paddle.optimizer.Optimizer._create_optimization_pass, name
+
+
+def test_address_of() -> None:
+    x = paddle.ones([3])
+    assert _paddle.address_of(x) == _paddle.address_of(x.detach()) == x.data_ptr()
+    for placeholder in paddle.nn.LSTM(2, 2, dropout=0.5).buffers():
+        assert _paddle.address_of(placeholder) is None
+    sparse = paddle.sparse.sparse_coo_tensor([[0], [1]], [1.0], [2, 2])
+    assert _paddle.address_of(sparse) is None
+
+
 # --------------------------------------------------------------------------------------- layers
+
+
+def test_layer_dicts_and_hooks() -> None:
+    """They are where a Layer looks things up, and a `_parameters` of another class will do."""
+    model = paddle.nn.Sequential(paddle.nn.Linear(2, 2))
+    (linear,) = model
+    assert _paddle.own_sublayers(model) == {"0": linear}
+    assert list(_paddle.own_parameters(linear)) == ["weight", "bias"]
+    _paddle.set_own_parameters(linear, {"weight": "another"})
+    assert linear.weight == "another"
+    before, behind = _paddle.forward_hooks(model)
+    model.register_forward_pre_hook(print)
+    model.register_forward_post_hook(repr)
+    assert list(before.values()) == [print] and list(behind.values()) == [repr]
+
+
+def test_attributes_of_every_layer() -> None:
+    name = paddle.nn.Layer().full_name()
+    known = _paddle.attributes_of_every_layer()
+    _paddle.attributes_of_every_layer.cache_clear()
+    assert {"training", "_parameters", "_buffers", "_sub_layers"} <= known
+    assert "in_features" not in known and known <= vars(paddle.nn.Linear(2, 2)).keys()
+    assert _paddle.attributes_of_every_layer() == known
+    following = paddle.nn.Layer().full_name()
+    assert int(following.rpartition("_")[2]) == int(name.rpartition("_")[2]) + 1
 
 
 def test_layer_buffers_and_parameters() -> None:

@@ -55,7 +55,12 @@ def run(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     anchor = paddle.zeros([1])
     anchor.stop_gradient = False
     outputs: list[Any] = []
-    stamps = [_writes.stamp(tensor) for tensor in leaves.values()]
+    parameters = [
+        (parameter, _writes.stamp(parameter))
+        for parameter in _nested.tensors_in((args, kwargs))
+        if _paddle.is_parameter(parameter)
+    ]
+    stamps: list[_writes.Stamp] = []
 
     def of_tensors(anchor: paddle.Tensor, *tensors: paddle.Tensor) -> tuple[paddle.Tensor, ...]:
         again_args, again_kwargs = _nested.map_leaves(
@@ -64,7 +69,8 @@ def run(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not outputs:
             result = call.first(again_args, again_kwargs)
         else:
-            result = _repeat(call, again_args, again_kwargs, zip(tensors, stamps, strict=True))
+            stamped = [*parameters, *zip(tensors, stamps, strict=True)]
+            result = _repeat(call, again_args, again_kwargs, stamped)
         given = {id(tensor): tensor for tensor in tensors}
         # One result always needs a gradient: Paddle refuses to go on where none does.
         differentiable = [anchor + 0]
@@ -86,6 +92,8 @@ def run(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     tensors = list(leaves.values())
     results = _paddle.reentrant_recompute(of_tensors, [anchor, *tensors])
+    # Behind the call: the node raises the version of an argument that it passes through.
+    stamps += [_writes.stamp(tensor) for tensor in tensors]
     guard = _Guard(call.name)
     for result in results:
         if not result.stop_gradient:

@@ -73,10 +73,27 @@ def recompute(
     being built (``paddle.enable_static``, ``paddle.jit.to_static``) the call is marked, and
     recomputed by `static_graph.minimize`, or by what `to_static` returns (Paddle 3.3).
 
+    The same thing twice:
+        *Done for you.* What `function` reaches (variables of its closure, defaults, globals that it
+        names, attributes at any depth, items of lists and dicts, sublayers, parameters) is in its
+        second forward what it was in its first, even if a loop, or somebody, has put something else
+        there since. Buffers of the Layers (BatchNorm statistics, power iterations, ...) are updated
+        once, as in a plain call; flags, random streams and AMP state are those of the first call.
+
+        *Refused.* A parameter, argument or captured tensor that was written to before the backward
+        (by an optimizer, ``set_value``, ``set_state_dict``, ``paddle.assign`` or in place) and that
+        the second forward uses; a second forward that saves or returns other shapes or dtypes.
+
+        *Your part*, and not noticed unless shapes or dtypes differ (or values, if
+        ``determinism_check="values"`` compares them): iterators and files that the function reads
+        on; Python numbers, lists and dicts that it changes itself, such as counters, which change
+        twice; opaque arguments whose content is changed between the forwards; captured tensors
+        that it changes itself in place; writes that go past Paddle's Python API
+        (``get_tensor()``, DLPack, collectives, custom operators).
+
     Args:
-        function: A Layer or any callable. It must do the same thing when it is called again with
-            the same arguments. Layers that it is, is bound to or closes over have their buffers
-            (BatchNorm statistics, power iterations, ...) updated once, as in a plain call.
+        function: A Layer or any callable. It must do the same thing when it is called again: see
+            "The same thing twice".
         *args: Its arguments: tensors of any dtype, also nested in tuples, lists, dicts and
             dataclasses, and anything else. They must not be changed in place until the backward.
         preserve_rng_state: Replay the random streams of Paddle, NumPy and Python (dropout!). False
@@ -86,7 +103,8 @@ def recompute(
             that is unused leaves zeros instead of None; ``paddle.grad`` and ``retain_graph=True``
             are refused; hooks registered inside do not see the first forward, and what a hook on
             an output returns is ignored; only what is returned is compared, not what is saved; an
-            argument that needs a gradient must get one.
+            argument that needs a gradient must get one; an intermediate tensor that the function
+            captures instead of taking it as an argument may get a wrong gradient.
             Where saved-tensor hooks of somebody else are in force, None and False call `function`
             plainly, with a warning; True is refused.
         determinism_check: ``"default"`` compares count, shape and dtype of what both forwards save

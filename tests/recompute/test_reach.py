@@ -1,4 +1,4 @@
-"""What a function reaches besides its arguments is in its second forward what it was in its first."""
+"""What a function reaches besides its arguments is the same in both of its forwards."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
     def inner(h: Tensor) -> Tensor:
         return b(h)
 
-    for b in blocks:
+    for b in blocks:  # noqa: B007
         h = run(inner, h)
     return h
 
@@ -84,7 +84,7 @@ def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
     def inner(scale: float, h: Tensor) -> Tensor:
         return b(h) * scale
 
-    for b in blocks:
+    for b in blocks:  # noqa: B007
         h = run(functools.partial(inner, 0.5), h)
     return h
 
@@ -135,7 +135,7 @@ global_block: Any = None
 def _(run: Run, blocks: list[Any], h: Tensor) -> Tensor:
     global global_block
     for global_block in blocks:
-        h = run(lambda h: global_block(h), h)
+        h = run(lambda h: global_block(h), h)  # noqa: B023
     return h
 
 

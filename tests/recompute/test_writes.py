@@ -97,7 +97,7 @@ def test_gan(run: Run) -> Seen:
 def test_parameter(run: Run, how: str) -> Seen:
     layer, x = net(), leaf(3, 4)
     y = run(layer, x * 2)
-    written(how, layer[2].bias)
+    written(how, layer[0].bias)
     loss_of(y).backward()
     return {"x": x, "layer": layer}
 
@@ -161,8 +161,8 @@ def test_argument(run: Run, how: str) -> Seen:
     return after_the_change(y, {"x": x})
 
 
-@case("a parameter among the arguments changed by {how}", how=list(WRITES), or_error=True, has_gradients=False,
-      num_listed=1)  # fmt: skip
+@case("a parameter among the arguments changed by {how}", how=list(WRITES), or_error=True,
+      has_gradients=False, num_listed=1)  # fmt: skip
 def test_parameter_as_an_argument(run: Run, how: str) -> Seen:
     x, w = leaf(3, 4), paddle.create_parameter(SHAPE, "float32")
     y = run(lambda x, w: (x @ w).tanh(), x * 2, w)
