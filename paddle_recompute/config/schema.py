@@ -96,7 +96,9 @@ class ModelConfig(Section):
     projection_size: Count | None = Field(
         None, description="width of the text vector, in features; none: hidden_size, no projection"
     )
-    layer_norm_epsilon: float = Field(1e-12, gt=0, description="added to a variance (ERNIE: 1e-12)")
+    layer_norm_epsilon: float = Field(
+        1e-12, gt=0, le=1e-3, description="added to a variance (ERNIE: 1e-12); Paddle takes no more"
+    )
     initializer_range: float = Field(
         0.02, gt=0, description="standard deviation of the initial weights (published for ERNIE)"
     )
@@ -287,10 +289,13 @@ class TrainConfig(Section):
         "global_batch / this; none: not scaled",
     )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="optimizer steps up to the highest learning rate; 0: none"
+        0,
+        description="the rate grows in equal parts up to the highest one, which this step has; 0 "
+        "and 1: the first step has it",
     )
     decay: Literal["linear", "cosine", "constant"] = Field(
-        "linear", description="linear, cosine: down to 0 at the last step; constant: no decay"
+        "linear",
+        description="linear, cosine: down to 0 one step after the last; constant: no decay",
     )
     weight_decay: float = Field(
         0.01, ge=0, description="of AdamW, on all parameters but biases and LayerNorms"
