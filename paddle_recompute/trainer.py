@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ from paddle_recompute.optimizer import build_schedule
 from paddle_recompute.progress import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.report import retrieval_table, write_report
-from paddle_recompute.run_checkpoints import RunCheckpoints
+from paddle_recompute.run_checkpoints import RunCheckpoints, remove_record, write_record
 from paddle_recompute.train_step import StepResult
 from paddle_recompute.training import build_training, check_mode
 
@@ -75,6 +74,9 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, and write checkpoint, metrics and report to ``train.output_dir``.
+
+        With ``train.resume`` and no step left the run has ended: its record is kept as it is, and
+        returned. Where there is none (the run was killed in its last evaluation) one is made.
 
         Returns:
             The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` and the
@@ -106,6 +108,13 @@ class Trainer:
         )
         checkpoint = self._checkpoints.find()
         data = self._prepare_data(checkpoint)
+        loader = self._loader(data)
+        total = total_steps(self.config, len(loader))
+        if checkpoint is not None and checkpoint.step >= total:
+            kept = self._checkpoints.record_of_ended(checkpoint, total)
+            if kept is not None:
+                self._show(kept)
+                return kept
         vocab_size = data.tokenizer.vocab_size
         memory = MemoryProbe(self.config, vocab_size, say=self._say)
         chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
@@ -116,7 +125,7 @@ class Trainer:
         else:
             untrained = self._evaluate(model, data) if self.config.train.eval_before else {}
         objective = Objective(self.config, chunks)
-        trained = self._train(model, objective, data, checkpoint, untrained)
+        trained = self._train(model, objective, data, loader, total, checkpoint, untrained)
         metrics = self._evaluate(model, data)
         record: dict[str, Any] = {
             **metrics,
@@ -182,13 +191,14 @@ class Trainer:
         model: paddle.nn.Layer,
         objective: Objective,
         data: PreparedData,
+        loader: PairLoader,
+        total: int,
         checkpoint: Checkpoint | None,
         untrained: dict[str, float],
     ) -> dict[str, Any]:
         """Make the steps that are left; returns what the final record says about them."""
         settings, global_batch = self.config.train, self.config.contrastive.global_batch
-        loader = self._loader(data)
-        done, total = checkpoint.step if checkpoint else 0, total_steps(self.config, len(loader))
+        done = checkpoint.step if checkpoint else 0
         schedule = build_schedule(self.config, total)
         training = build_training(
             self.config,
@@ -211,9 +221,16 @@ class Trainer:
             )
             for _ in range(done):  # a function of the step alone: made again, not restored
                 schedule.step()
-        log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done) if self._is_main else None
+        log = None
+        if self._is_main:
+            log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done)
+            if checkpoint is None:  # that of an earlier run in the same folder is not of this one
+                remove_record(self._folder)
         ids = self._positive_ids(data)
-        loss, whole_run, window = None, Meter(), Meter()
+        whole_run, window = Meter(), Meter()
+        figures = self._figures(None, whole_run, window)
+        if checkpoint is not None and done >= total:
+            figures |= checkpoint.state.get("figures", {})
         model.train()
         barrier()
         with Progress(total, done=done, enabled=self._is_main) as progress:
@@ -231,12 +248,14 @@ class Trainer:
                 schedule.step()
                 window.stop()
                 progress.advance()
+                saves = step == total or step % (settings.save_every or total) == 0
+                if saves:
+                    figures = self._figures(_finite(result.loss), whole_run, window)
                 if step % settings.log_every == 0 or step == total:
-                    loss = _finite(result.loss)
                     record = {
                         "step": step,
                         "epoch": epoch,
-                        "loss": loss,
+                        "loss": _finite(result.loss),
                         "lr": rate,
                         "grad_norm": _finite(result.grad_norm),
                         "examples_per_second": window.rate(global_batch),
@@ -251,7 +270,7 @@ class Trainer:
                     progress.show({**record, "loss": result.loss})
                     if log is not None:
                         log.write(record)
-                if step == total or step % (settings.save_every or total) == 0:
+                if saves:
                     training.write_back()
                     self._checkpoints.save(
                         step,
@@ -261,16 +280,30 @@ class Trainer:
                         train_step,
                         sync,
                         save_tokenizer=data.tokenizer.save,
-                        about={"untrained": untrained, "chunks": objective.chunks.to_dict()},
+                        about={
+                            "untrained": untrained,
+                            "chunks": objective.chunks.to_dict(),
+                            "figures": figures,
+                        },
                     )
                 window.start()
         return {
             "steps": max(done, total),
             "skipped_steps": train_step.num_skipped,
-            "loss": loss,
+            **figures,
             **self._learned_temperature(objective),
-            "peak_bytes": self._largest_peak(whole_run),
-            "examples_per_second": mean_over_ranks(whole_run.rate(global_batch)),
+        }
+
+    def _figures(self, loss: float | None, *meters: Meter) -> dict[str, Any]:
+        """What the final record says of the steps of `meters`, the last of which had `loss`."""
+        steps = Meter()
+        for meter in meters:
+            steps.add(meter)
+        rate = steps.rate(self.config.contrastive.global_batch)
+        return {
+            "loss": loss,
+            "peak_bytes": self._largest_peak(steps),
+            "examples_per_second": mean_over_ranks(rate),
         }
 
     def _loader(self, data: PreparedData) -> PairLoader:
@@ -350,24 +383,26 @@ class Trainer:
         return retrieval_metrics(query, pool, target, ks=(1, 10), over_ranks=True)
 
     def _conclude(self, record: dict[str, Any]) -> None:
-        """Rank 0 shows the table and writes the report; the others wait."""
+        """Rank 0 writes the report and the record, and shows the table; the others wait."""
         if self._is_main:
-            (self._folder / "result.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-            metrics = self._folder / "metrics.jsonl"
-            report = write_report(
+            write_report(
                 self._folder,
                 record=record,
-                metrics=read_metrics(metrics),
+                metrics=read_metrics(self._folder / "metrics.jsonl"),
                 config=self.config.to_dict(),
             )
-            print(retrieval_table(record))
-            for name, path in (
-                ("checkpoint", self._folder / "checkpoint" / f"step-{record['steps']}"),
-                ("metrics", metrics),
-                ("report", report),
-            ):
-                print(f"{name:<12}{path}")
+            write_record(self._folder, record)
+        self._show(record)
         barrier()
+
+    def _show(self, record: dict[str, Any]) -> None:
+        self._say(retrieval_table(record))
+        for name, path in (
+            ("checkpoint", f"checkpoint/step-{record['steps']}"),
+            ("metrics", "metrics.jsonl"),
+            ("report", "report.html"),
+        ):
+            self._say(f"{name:<12}{self._folder / path}")
 
     @property
     def _is_main(self) -> bool:
