@@ -79,7 +79,9 @@ def build_optimizer(
 
 
 def decayed_parameters(model: paddle.nn.Layer) -> frozenset[str]:
-    """Paddle's names (``linear_0.w_0``) of the parameters that weight decay applies to."""
+    """Paddle's names (``linear_0.w_0``) of the parameters that weight decay applies to: all but
+    biases, those of LayerNorms, and a learned temperature (``logit_scale``, as CLIP calls it).
+    """
     norms = {
         id(parameter)
         for layer in model.sublayers(include_self=True)
@@ -89,5 +91,5 @@ def decayed_parameters(model: paddle.nn.Layer) -> frozenset[str]:
     return frozenset(
         parameter.name
         for name, parameter in model.named_parameters()
-        if id(parameter) not in norms and not name.endswith("bias")
+        if id(parameter) not in norms and not name.endswith(("bias", "logit_scale"))
     )

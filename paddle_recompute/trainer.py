@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from paddle_recompute import _paddle
 from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.config import Config
-from paddle_recompute.contrastive import text_ids
 from paddle_recompute.data import (
     PairLoader,
     PreparedData,
@@ -42,7 +41,7 @@ from paddle_recompute.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.grad_sync import barrier, broadcast_from_rank0, mean_over_ranks
 from paddle_recompute.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.models import build_model
-from paddle_recompute.objective import Batch, Objective
+from paddle_recompute.objective import Batch, Objective, positive_ids
 from paddle_recompute.optimizer import build_schedule
 from paddle_recompute.progress import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.recompute import apply_recompute
@@ -226,7 +225,7 @@ class Trainer:
             log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done)
             if checkpoint is None:  # that of an earlier run in the same folder is not of this one
                 remove_record(self._folder)
-        ids = self._positive_ids(data)
+        ids = positive_ids(self.config, data.train)
         whole_run, window = Meter(), Meter()
         figures = self._figures(None, whole_run, window)
         if checkpoint is not None and done >= total:
@@ -264,6 +263,7 @@ class Trainer:
                     if result.loss_scale is not None:
                         record["loss_scale"] = result.loss_scale
                         record["skipped_steps"] = train_step.num_skipped
+                    training.write_back_loss()
                     record.update(self._learned_temperature(objective))
                     whole_run.add(window)
                     window = Meter()
@@ -326,19 +326,12 @@ class Trainer:
         self._note(loader.notes())
         return loader
 
-    def _positive_ids(self, data: PreparedData) -> NDArray[np.int64] | None:
-        """Numbers by which the loss tells equal positives: ``[training pairs]``."""
-        if not self.config.contrastive.mask_false_negatives:
-            return None
-        ids: NDArray[np.int64] = text_ids(pair.positive for pair in data.train).numpy()
-        return ids
-
     def _learned_temperature(self, objective: Objective) -> dict[str, float]:
         section = self.config.contrastive
         return {"temperature": objective.loss.temperature} if section.learnable_temperature else {}
 
     def _steps(
-        self, loader: PairLoader, done: int, total: int, positive_ids: NDArray[np.int64] | None
+        self, loader: PairLoader, done: int, total: int, ids: NDArray[np.int64] | None
     ) -> Iterator[tuple[int, int, list[Batch]]]:
         """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
 
@@ -351,8 +344,8 @@ class Trainer:
             for batch in itertools.islice(loader, skipped, None):
                 done += 1
                 parts = {side: batch[side] for side in ("query", "positive")}
-                if positive_ids is not None:
-                    parts["positive_ids"] = paddle.to_tensor(positive_ids[batch["index"].numpy()])
+                if ids is not None:
+                    parts["positive_ids"] = paddle.to_tensor(ids[batch["index"].numpy()])
                 yield (
                     done,
                     epoch,
