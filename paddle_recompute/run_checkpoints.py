@@ -20,6 +20,14 @@ from paddle_recompute.train_step import TrainStep
 RECORD = "result.json"
 """In ``train.output_dir``: the final record of a run that has ended."""
 
+_KEPT = {
+    "data.vocab_size": "the vocabulary is that of the checkpoint",
+    "train.eval_before": "the model is not untrained any more",
+    "contrastive.temperature": "the learned one is that of the checkpoint",
+    "strategy.amp_configs.init_loss_scaling": "the loss scale is that of the checkpoint",
+}
+"""Settings that a run which is resumed takes over from before, by dotted path."""
+
 
 class RunCheckpoints:
     """The checkpoints of one run. Every rank has one, and calls its methods when the others do.
@@ -67,7 +75,11 @@ class RunCheckpoints:
                     "optimizer knows no other; resume with that, or start anew from its weights "
                     "with model.init_from"
                 )
-            self._say(f"  changed since: {path} was {old!r}, is {new!r}")
+            kept = _KEPT.get(path)
+            if path == "contrastive.temperature" and not self._config.contrastive.learnable_temperature:
+                kept = None
+            instead = f", which has no effect here: {kept}" if kept else ""
+            self._say(f"  changed since: {path} was {old!r}, is {new!r}{instead}")
         return checkpoint
 
     def record_of_ended(self, checkpoint: Checkpoint, total: int) -> dict[str, Any] | None:

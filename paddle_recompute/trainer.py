@@ -45,6 +45,7 @@ from paddle_recompute.objective import Batch, Objective, positive_ids
 from paddle_recompute.optimizer import build_schedule
 from paddle_recompute.progress import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.recompute.selection import check_patterns
 from paddle_recompute.report import retrieval_table, write_report
 from paddle_recompute.run_checkpoints import RunCheckpoints, remove_record, write_record
 from paddle_recompute.train_step import StepResult
@@ -105,6 +106,7 @@ class Trainer:
         self._checkpoints = RunCheckpoints(
             self.config, rank=self._rank, world_size=self._world_size, say=self._say
         )
+        self._note(self.config.without_effect())
         checkpoint = self._checkpoints.find()
         data = self._prepare_data(checkpoint)
         loader = self._loader(data)
@@ -114,6 +116,11 @@ class Trainer:
             if kept is not None:
                 self._show(kept)
                 return kept
+        if self.config.train.warmup_steps > total:
+            self._say(
+                f"  train.warmup_steps: {self.config.train.warmup_steps} is longer than the run of "
+                f"{total} steps, which ends below its learning rate; train.decay has no effect here"
+            )
         vocab_size = data.tokenizer.vocab_size
         memory = MemoryProbe(self.config, vocab_size, say=self._say)
         chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
@@ -183,6 +190,8 @@ class Trainer:
         broadcast_from_rank0(model)
         if self.config.recompute.enable:
             self._say(str(apply_recompute(model, self.config.recompute)))
+        else:
+            check_patterns(model, self.config.recompute)
         return model
 
     def _train(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import paddle
 from paddle.optimizer import lr
 
+from paddle_recompute import _paddle
 from paddle_recompute._rng import RngState
 from paddle_recompute.config import AmpConfigs, Config
+from paddle_recompute.errors import ConfigError
 from paddle_recompute.mixed_precision import check_device
 from paddle_recompute.models import build_model
 from paddle_recompute.objective import Batch, Chunks, Objective
@@ -53,11 +56,27 @@ def check_mode(config: Config) -> None:
     Raises:
         ConfigError: It cannot; the message lists every setting in question.
     """
+    if config.strategy.amp:
+        _check_operators(config.strategy.amp_configs)
     if config.mode == "dygraph":
         if config.strategy.amp:
             check_device(config.strategy.amp_configs)
         return
     check_static(config)
+
+
+def _check_operators(settings: AmpConfigs) -> None:
+    """Paddle takes any word in these lists for an operator, and looks for it in vain."""
+    known = _paddle.operator_names()
+    faults = [
+        f"  strategy.amp_configs.{path}: no operator of this Paddle is called {name!r}"
+        + (f"; did you mean {near[0]}?" if (near := get_close_matches(name, known, n=1)) else "")
+        for path in ("custom_white_list", "custom_black_list")
+        for name in getattr(settings, path)
+        if name not in known
+    ]
+    if faults:
+        raise ConfigError("mixed precision knows operators by name:\n" + "\n".join(faults))
 
 
 def build_training(

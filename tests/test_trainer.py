@@ -20,7 +20,13 @@ from paddle_recompute import _memory, _paddle, memory_probe, mixed_precision, ob
 from paddle_recompute import trainer as trainer_module
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.config import Config
-from paddle_recompute.errors import CheckpointError, ConfigError, DataError, DivergenceError
+from paddle_recompute.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    SelectionError,
+)
 from paddle_recompute.evaluation import encode_texts
 from paddle_recompute.progress import read_metrics
 from paddle_recompute.trainer import Trainer, step_seed, total_steps
@@ -287,6 +293,32 @@ def test_resume_with_another_model(folder: Path) -> None:
     other = tiny(folder, train__resume=True, model__num_layers=1)
     with pytest.raises(CheckpointError, match=r"another model: model\.num_layers was 2, is 1"):
         Trainer(other).run()
+
+
+def test_settings_without_effect_are_said_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {
+        "recompute__enable": False,
+        "recompute__policy": "segments",
+        "sync__mode": "fused",
+        "train__max_steps": 2,
+        "train__warmup_steps": 5,
+    }
+    Trainer(tiny(folder, **settings)).run()
+    shown = capsys.readouterr().out
+    for path in ("recompute.policy: segments", "sync.mode: fused"):
+        assert shown.count(f"{path} has no effect here: ") == 1
+    assert "train.warmup_steps: 5 is longer than the run of 2 steps" in shown
+    later = {"data__vocab_size": 120, "train__max_steps": 3, "train__resume": True}
+    Trainer(tiny(folder, **{**settings, **later})).run()
+    assert "was 100, is 120, which has no effect here: the voc" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_without_recompute_too(folder: Path) -> None:
+    settings = {"recompute__enable": False, "recompute__checkpoints": ["encoder.layer.*"]}
+    with pytest.raises(SelectionError, match=r"'encoder\.layer\.\*' matches no sublayer"):
+        Trainer(tiny(folder, **settings)).run()
 
 
 def test_recompute_changes_no_bit(folder: Path) -> None:

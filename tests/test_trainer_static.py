@@ -173,6 +173,16 @@ def test_the_step_that_is_measured_is_a_program_with_recompute_and_without(
     ("changes", "words"),
     [
         ({"contrastive__chunk_size": 2}, "contrastive.chunk_size: 2: the gradient cache"),
+        (
+            {
+                "strategy__amp": True,
+                "strategy__amp_configs": {
+                    "dtype": "bfloat16",
+                    "custom_black_list": ["softmax", "layernorm"],
+                },
+            },
+            "custom_black_list: no operator of this Paddle is called 'layernorm'; did you mean lay",
+        ),
         ({"recompute__offload": "host"}, "recompute.offload: host: a Program keeps"),
         ({"sync__mode": "overlap"}, "sync.mode: overlap: the gradients of a Program"),
     ],

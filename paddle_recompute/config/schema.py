@@ -17,6 +17,7 @@ from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._section import Broken, Section, Values
 from paddle_recompute.config._strategy import STATIC_AMP, AmpConfigs, StrategyConfig
 from paddle_recompute.config._types import Count, Probability, UserPath
+from paddle_recompute.config._without_effect import without_effect
 
 # Published sizes. `tiny` is ERNIE 3.0 Nano and `base` ERNIE 3.0 Base (PaddleNLP,
 # model_zoo/ernie-3.0, ernie-3.0-{nano,base}-zh/config.json); `large` is ERNIE 2.0 Large
@@ -445,6 +446,10 @@ class Config(Section):
         """Highest learning rate, after the linear scaling by the global batch if it is asked."""
         tuned_for = self.train.scale_learning_rate_from or self.contrastive.global_batch
         return self.train.learning_rate * (self.contrastive.global_batch / tuned_for)
+
+    def without_effect(self) -> list[str]:
+        """The settings that change nothing in this run, each with the reason, in sentences."""
+        return without_effect(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole tree in plain YAML/JSON types; ``Config.model_validate`` reads it back."""
