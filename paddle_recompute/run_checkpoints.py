@@ -76,7 +76,10 @@ class RunCheckpoints:
                     "with model.init_from"
                 )
             kept = _KEPT.get(path)
-            if path == "contrastive.temperature" and not self._config.contrastive.learnable_temperature:
+            if (
+                path == "contrastive.temperature"
+                and not self._config.contrastive.learnable_temperature
+            ):
                 kept = None
             instead = f", which has no effect here: {kept}" if kept else ""
             self._say(f"  changed since: {path} was {old!r}, is {new!r}{instead}")

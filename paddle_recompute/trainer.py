@@ -13,7 +13,6 @@ into chunks, too; chunks that were measured are therefore noted in the checkpoin
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import math
 import os
@@ -33,7 +32,6 @@ from paddle_recompute.data import (
     PairLoader,
     PreparedData,
     build_loader,
-    load_tokenizer,
     prepare_data,
 )
 from paddle_recompute.errors import ConfigError, DataError, DivergenceError
@@ -81,7 +79,9 @@ class Trainer:
         Returns:
             The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` and the
             same before training with the prefix ``untrained_`` (None with
-            ``train.eval_before: false``); ``pool_size``, ``queries``; ``peak_bytes`` (the largest
+            ``train.eval_before: false``); ``pool_size``, ``queries``; ``recall@1_ceiling``,
+            ``unknown_queries``, ``equal_queries`` and ``equal_answers`` (what the tokens of the
+            held-out texts allow at best, see `data.Ceiling`); ``peak_bytes`` (the largest
             of all steps and ranks), ``plain_peak_bytes`` (the dearest step without recompute; None
             where it does not fit or ``train.measure_plain`` is false);
             ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (those among
@@ -136,6 +136,7 @@ class Trainer:
         record: dict[str, Any] = {
             **metrics,
             **{f"untrained_{key}": untrained.get(key) for key in ("recall@1", "recall@10", "mrr")},
+            **data.ceiling.to_dict(),
             **trained,
             "peak_bytes": max(trained["peak_bytes"] or 0, configured_peak),
             "plain_peak_bytes": plain_peak,
@@ -172,11 +173,9 @@ class Trainer:
             seed=self.config.train.seed,
             is_main_rank=self._is_main,
             barrier=barrier,
-        )
-        if checkpoint is not None:
             # The cache may have been emptied since, and a new vocabulary would be another one.
-            tokenizer = load_tokenizer(checkpoint.tokenizer_file)
-            data = dataclasses.replace(data, tokenizer=tokenizer)
+            tokenizer_file=checkpoint.tokenizer_file if checkpoint is not None else None,
+        )
         self._say(
             f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
             f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
@@ -380,8 +379,7 @@ class Trainer:
                 [pair.query for pair in data.valid], max_tokens=self.config.data.max_query_tokens
             )
             pool = encode(data.pool, max_tokens=self.config.data.max_positive_tokens)
-        place = {text: index for index, text in enumerate(data.pool)}
-        target = np.array([place[pair.positive] for pair in data.valid], dtype=np.int64)
+        target = np.array(data.target, dtype=np.int64)
         return retrieval_metrics(query, pool, target, ks=(1, 10), over_ranks=True)
 
     def _conclude(self, record: dict[str, Any]) -> None:

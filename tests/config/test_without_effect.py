@@ -66,7 +66,10 @@ def test_what_only_recompute_needs(name: str, value: Any, needed: dict[str, Any]
 @pytest.mark.parametrize(
     ("sections", "path"),
     [
-        ({"train": {"measure_plain": False}, "recompute": {"enable": False}}, "train.measure_plain"),
+        (
+            {"train": {"measure_plain": False}, "recompute": {"enable": False}},
+            "train.measure_plain",
+        ),
         (
             {
                 "mode": "static",
@@ -84,7 +87,9 @@ def test_others(sections: dict[str, Any], path: str) -> None:
     assert said.startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize(("name", "value"), [("use_fp16_guard", False), ("use_optimizer_fp16", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_fp16_guard", False), ("use_optimizer_fp16", True)]
+)
 def test_settings_of_float16_are_refused_in_bfloat16(name: str, value: bool) -> None:
     strategy = {"amp": True, "amp_configs": {"dtype": "bfloat16", name: value}}
     with pytest.raises(ValidationError, match="is a setting of float16, and has no effect with bf"):

@@ -70,7 +70,10 @@ def test_one_process_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)  # five processes, each of which imports Paddle
 def test_a_learned_temperature_and_masked_false_negatives(tmp_path: Path) -> None:
-    changes = {"contrastive__learnable_temperature": True, "contrastive__mask_false_negatives": True}
+    changes = {
+        "contrastive__learnable_temperature": True,
+        "contrastive__mask_false_negatives": True,
+    }
     result = run(tmp_path, "--steps", "3", "--json", **changes)
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
