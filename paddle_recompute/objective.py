@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import paddle
+from numpy.typing import NDArray
 
 from paddle_recompute.config import Config
-from paddle_recompute.contrastive import ContrastiveLoss, GradCache
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache, text_ids
+from paddle_recompute.data import Pair
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.train_step import TrainStep
 
@@ -40,6 +44,14 @@ class Chunks:
     def to_dict(self) -> dict[str, int | None]:
         """For JSON; ``Chunks(**it)`` reads it back."""
         return asdict(self)
+
+
+def positive_ids(config: Config, pairs: Sequence[Pair]) -> NDArray[np.int64] | None:
+    """Numbers by which the loss tells equal positives: ``[pairs]``; None where it does not look."""
+    if not config.contrastive.mask_false_negatives:
+        return None
+    ids: NDArray[np.int64] = text_ids(pair.positive for pair in pairs).numpy()
+    return ids
 
 
 class Objective:
@@ -76,6 +88,10 @@ class Objective:
         """The scalar loss, float32, of all pairs of `batch` encoded at once."""
         ids = {name: batch[name] for name in batch.keys() - {"query", "positive"}}
         return self.loss(model(batch["query"]), model(batch["positive"]), **ids)
+
+    def parameters(self) -> dict[str, paddle.Tensor]:
+        """What is trained beside the encoder: ``logit_scale`` where the temperature is learned."""
+        return dict(self.loss.named_parameters())
 
     def synchronization(self, model: paddle.nn.Layer) -> GradientSync:
         """Over all that is trained, the temperature included, as the configuration asks for it."""

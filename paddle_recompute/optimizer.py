@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import paddle
@@ -11,30 +12,45 @@ from paddle_recompute.config import Config
 
 
 def build_schedule(config: Config, total_steps: int) -> lr.LRScheduler:
-    """The learning rate of every step: a linear warm-up, then the decay of the configuration.
+    r"""The learning rate of every step: a linear warm-up, then the decay of the configuration.
 
-    The first step has ``peak / warmup_steps``, not 0, which would waste it; step
-    ``warmup_steps`` has the peak; a decay reaches 0 one step after the last.
+    With the peak p, W = max(1, ``train.warmup_steps``) and T steps in all, step s has the rate
+
+    .. math::
+
+        p \cdot s / W                                  \quad & 1 \le s \le W
+
+        p \cdot x, \; x = (T + 1 - s) / (T + 1 - W)   \quad & W \le s \le T, \text{ linear}
+
+        p \cdot (1 - \cos \pi x) / 2                 \quad & W \le s \le T, \text{ cosine}
+
+        p                                              \quad & W \le s \le T, \text{ constant}
+
+    So the first step has ``p / W``, not 0; step W has the peak, and no other has it but with
+    ``constant``; the decay would reach 0 in step T + 1, one after the last, and no step is made at
+    rate 0. ``warmup_steps`` of 0 and of 1 are the same: the first step has the peak. A warm-up that
+    is longer than the run (W > T) ends at ``p * T / W``.
 
     Args:
         config: ``config.learning_rate`` is the peak, ``config.train`` has the rest.
         total_steps: Optimizer steps of the whole run.
 
     Returns:
-        A scheduler at step 0; ``step()`` is to be called after each optimizer step.
+        A scheduler at the first step; ``step()`` is to be called after each optimizer step.
     """
-    peak, warmup = config.learning_rate, config.train.warmup_steps
-    decay_steps = max(1, total_steps - warmup)
-    schedule: lr.LRScheduler
-    if config.train.decay == "linear":
-        schedule = lr.PolynomialDecay(peak, decay_steps=decay_steps, end_lr=0.0, power=1.0)
-    elif config.train.decay == "cosine":
-        schedule = lr.CosineAnnealingDecay(peak, T_max=decay_steps)
-    else:
-        schedule = lr.LambdaDecay(peak, lr_lambda=lambda step: 1.0)
-    if warmup <= 1:  # the first step has the peak either way
-        return schedule
-    return lr.LinearWarmup(schedule, warmup_steps=warmup, start_lr=peak / warmup, end_lr=peak)
+    warmup, decay = max(1, config.train.warmup_steps), config.train.decay
+
+    def share_of_peak(steps_done: int) -> float:
+        step = steps_done + 1
+        if step <= warmup:
+            return step / warmup
+        # 0 beyond the last step, where nothing is trained: a scheduler is stepped once more there.
+        left = max(0, total_steps + 1 - step) / max(1, total_steps + 1 - warmup)
+        if decay == "cosine":
+            return (1 - math.cos(math.pi * left)) / 2
+        return left if decay == "linear" else 1.0
+
+    return lr.LambdaDecay(config.learning_rate, share_of_peak)
 
 
 def build_optimizer(
@@ -63,7 +79,9 @@ def build_optimizer(
 
 
 def decayed_parameters(model: paddle.nn.Layer) -> frozenset[str]:
-    """Paddle's names (``linear_0.w_0``) of the parameters that weight decay applies to."""
+    """Paddle's names (``linear_0.w_0``) of the parameters that weight decay applies to: all but
+    biases, those of LayerNorms, and a learned temperature (``logit_scale``, as CLIP calls it).
+    """
     norms = {
         id(parameter)
         for layer in model.sublayers(include_self=True)
@@ -73,5 +91,5 @@ def decayed_parameters(model: paddle.nn.Layer) -> frozenset[str]:
     return frozenset(
         parameter.name
         for name, parameter in model.named_parameters()
-        if id(parameter) not in norms and not name.endswith("bias")
+        if id(parameter) not in norms and not name.endswith(("bias", "logit_scale"))
     )

@@ -198,8 +198,26 @@ def retrieval_table(record: dict[str, Any]) -> str:
         for name, before, after in _retrieval_rows(record)
     ]
     head = f"{record['queries']} held-out queries, {record['pool_size']} candidates for each"
+    if (best := _ceiling(record)) is not None:
+        head += f"; {best}"
     lines = [f"{name:<12}{before:>12}{after:>12}" for name, before, after in rows]
     return "\n".join([head, f"{'':<12}{'untrained':>12}{'trained':>12}", *lines])
+
+
+def _ceiling(record: dict[str, Any]) -> str | None:
+    """What no model can reach, where the tokens leave something undecided."""
+    if record.get("recall@1_ceiling", 1.0) == 1.0:
+        return None
+    reasons = ", ".join(
+        f"{record[name]:,} {what}"
+        for name, what in (
+            ("unknown_queries", "queries are [UNK] alone"),
+            ("equal_queries", "share their tokens with another query"),
+            ("equal_answers", "answers share them with another candidate"),
+        )
+        if record[name]
+    )
+    return f"recall@1 is at most {record['recall@1_ceiling']:.4f}: {reasons}"
 
 
 def _retrieval_rows(record: dict[str, Any]) -> list[tuple[str, float | None, float]]:
@@ -232,7 +250,10 @@ def _table(record: dict[str, Any]) -> str:
         for name, before, after in _retrieval_rows(record)
     )
     caption = f"{record['queries']:,} queries, {record['pool_size']:,} candidates"
-    return f"<table><tr><th>{caption}</th><th>untrained</th><th>trained</th></tr>{rows}</table>"
+    best = _ceiling(record)
+    below = f'<p class="quiet">{html.escape(best)}</p>' if best is not None else ""
+    head = f"<tr><th>{caption}</th><th>untrained</th><th>trained</th></tr>"
+    return f"<table>{head}{rows}</table>{below}"
 
 
 def _plain(axes: Axes, *, grid: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,20 @@ import paddle
 from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
 from paddle_recompute.config import Config
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.grad_sync import GradientSync, barrier
+from paddle_recompute.grad_sync import GradientSync, barrier, mean_over_ranks
 from paddle_recompute.objective import Chunks
 from paddle_recompute.train_step import TrainStep
+
+RECORD = "result.json"
+"""In ``train.output_dir``: the final record of a run that has ended."""
+
+_KEPT = {
+    "data.vocab_size": "the vocabulary is that of the checkpoint",
+    "train.eval_before": "the model is not untrained any more",
+    "contrastive.temperature": "the learned one is that of the checkpoint",
+    "strategy.amp_configs.init_loss_scaling": "the loss scale is that of the checkpoint",
+}
+"""Settings that a run which is resumed takes over from before, by dotted path."""
 
 
 class RunCheckpoints:
@@ -62,8 +75,39 @@ class RunCheckpoints:
                     "optimizer knows no other; resume with that, or start anew from its weights "
                     "with model.init_from"
                 )
-            self._say(f"  changed since: {path} was {old!r}, is {new!r}")
+            kept = _KEPT.get(path)
+            if (
+                path == "contrastive.temperature"
+                and not self._config.contrastive.learnable_temperature
+            ):
+                kept = None
+            instead = f", which has no effect here: {kept}" if kept else ""
+            self._say(f"  changed since: {path} was {old!r}, is {new!r}{instead}")
         return checkpoint
+
+    def record_of_ended(self, checkpoint: Checkpoint, total: int) -> dict[str, Any] | None:
+        """The final record of a run that has no step left, on every rank; says what becomes of it.
+
+        Args:
+            checkpoint: With at least `total` steps.
+            total: Steps that are asked for.
+
+        Returns:
+            None where the run has none, or one of another step, which it did not end with.
+        """
+        path = self._config.train.output_dir / RECORD
+        record = _read_record(path)
+        found = record is not None and record.get("steps") == checkpoint.step
+        self._say(
+            f"The run has ended: {checkpoint.step} steps are done, and {total} are asked for. To "
+            "train on, raise train.max_steps (and train.num_epochs, if it is set)"
+        )
+        # All ranks or none: one that alone went on to the evaluation would wait for the others.
+        if mean_over_ranks(float(found)) < 1:
+            self._say(f"  {path} has no record of step {checkpoint.step}: the model is evaluated")
+            return None
+        self._say(f"  its record is kept as it is; to evaluate anew, remove {path}")
+        return record
 
     def chunks_of(self, checkpoint: Checkpoint | None) -> Chunks | None:
         """The chunks that the run of `checkpoint` has measured; None where they are to be measured:
@@ -144,6 +188,27 @@ class RunCheckpoints:
         elif checkpoint.has_sync_states and sync.compression == "bf16" and sync.error_feedback:
             return checkpoint.sync_state(self._rank)
         return {"num_synchronized": checkpoint.step, "residuals": {}}
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write the final record of a run into its folder, the file whole or not at all."""
+    path = folder / RECORD
+    being_written = path.with_name(f".{RECORD}.{os.getpid()}")
+    being_written.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    being_written.replace(path)
+
+
+def remove_record(folder: Path) -> None:
+    """Remove the final record from a run's folder, if there is one."""
+    (folder / RECORD).unlink(missing_ok=True)
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and "recall@1" in record else None
 
 
 def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

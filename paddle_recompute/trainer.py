@@ -13,9 +13,7 @@ into chunks, too; chunks that were measured are therefore noted in the checkpoin
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -30,12 +28,10 @@ from numpy.typing import NDArray
 from paddle_recompute import _paddle
 from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.config import Config
-from paddle_recompute.contrastive import text_ids
 from paddle_recompute.data import (
     PairLoader,
     PreparedData,
     build_loader,
-    load_tokenizer,
     prepare_data,
 )
 from paddle_recompute.errors import ConfigError, DataError, DivergenceError
@@ -43,12 +39,13 @@ from paddle_recompute.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.grad_sync import barrier, broadcast_from_rank0, mean_over_ranks
 from paddle_recompute.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.models import build_model
-from paddle_recompute.objective import Batch, Objective
+from paddle_recompute.objective import Batch, Objective, positive_ids
 from paddle_recompute.optimizer import build_schedule
 from paddle_recompute.progress import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.recompute.selection import check_patterns
 from paddle_recompute.report import retrieval_table, write_report
-from paddle_recompute.run_checkpoints import RunCheckpoints
+from paddle_recompute.run_checkpoints import RunCheckpoints, remove_record, write_record
 from paddle_recompute.train_step import StepResult
 from paddle_recompute.training import build_training, check_mode
 
@@ -76,10 +73,15 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train, evaluate, and write checkpoint, metrics and report to ``train.output_dir``.
 
+        With ``train.resume`` and no step left the run has ended: its record is kept as it is, and
+        returned. Where there is none (the run was killed in its last evaluation) one is made.
+
         Returns:
             The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` and the
             same before training with the prefix ``untrained_`` (None with
-            ``train.eval_before: false``); ``pool_size``, ``queries``; ``peak_bytes`` (the largest
+            ``train.eval_before: false``); ``pool_size``, ``queries``; ``recall@1_ceiling``,
+            ``unknown_queries``, ``equal_queries`` and ``equal_answers`` (what the tokens of the
+            held-out texts allow at best, see `data.Ceiling`); ``peak_bytes`` (the largest
             of all steps and ranks), ``plain_peak_bytes`` (the dearest step without recompute; None
             where it does not fit or ``train.measure_plain`` is false);
             ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (those among
@@ -104,8 +106,21 @@ class Trainer:
         self._checkpoints = RunCheckpoints(
             self.config, rank=self._rank, world_size=self._world_size, say=self._say
         )
+        self._note(self.config.without_effect())
         checkpoint = self._checkpoints.find()
         data = self._prepare_data(checkpoint)
+        loader = self._loader(data)
+        total = total_steps(self.config, len(loader))
+        if checkpoint is not None and checkpoint.step >= total:
+            kept = self._checkpoints.record_of_ended(checkpoint, total)
+            if kept is not None:
+                self._show(kept)
+                return kept
+        if self.config.train.warmup_steps > total:
+            self._say(
+                f"  train.warmup_steps: {self.config.train.warmup_steps} is longer than the run of "
+                f"{total} steps, which ends below its learning rate; train.decay has no effect here"
+            )
         vocab_size = data.tokenizer.vocab_size
         memory = MemoryProbe(self.config, vocab_size, say=self._say)
         chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
@@ -116,11 +131,12 @@ class Trainer:
         else:
             untrained = self._evaluate(model, data) if self.config.train.eval_before else {}
         objective = Objective(self.config, chunks)
-        trained = self._train(model, objective, data, checkpoint, untrained)
+        trained = self._train(model, objective, data, loader, total, checkpoint, untrained)
         metrics = self._evaluate(model, data)
         record: dict[str, Any] = {
             **metrics,
             **{f"untrained_{key}": untrained.get(key) for key in ("recall@1", "recall@10", "mrr")},
+            **data.ceiling.to_dict(),
             **trained,
             "peak_bytes": max(trained["peak_bytes"] or 0, configured_peak),
             "plain_peak_bytes": plain_peak,
@@ -157,11 +173,9 @@ class Trainer:
             seed=self.config.train.seed,
             is_main_rank=self._is_main,
             barrier=barrier,
-        )
-        if checkpoint is not None:
             # The cache may have been emptied since, and a new vocabulary would be another one.
-            tokenizer = load_tokenizer(checkpoint.tokenizer_file)
-            data = dataclasses.replace(data, tokenizer=tokenizer)
+            tokenizer_file=checkpoint.tokenizer_file if checkpoint is not None else None,
+        )
         self._say(
             f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
             f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
@@ -175,6 +189,8 @@ class Trainer:
         broadcast_from_rank0(model)
         if self.config.recompute.enable:
             self._say(str(apply_recompute(model, self.config.recompute)))
+        else:
+            check_patterns(model, self.config.recompute)
         return model
 
     def _train(
@@ -182,13 +198,14 @@ class Trainer:
         model: paddle.nn.Layer,
         objective: Objective,
         data: PreparedData,
+        loader: PairLoader,
+        total: int,
         checkpoint: Checkpoint | None,
         untrained: dict[str, float],
     ) -> dict[str, Any]:
         """Make the steps that are left; returns what the final record says about them."""
         settings, global_batch = self.config.train, self.config.contrastive.global_batch
-        loader = self._loader(data)
-        done, total = checkpoint.step if checkpoint else 0, total_steps(self.config, len(loader))
+        done = checkpoint.step if checkpoint else 0
         schedule = build_schedule(self.config, total)
         training = build_training(
             self.config,
@@ -211,9 +228,16 @@ class Trainer:
             )
             for _ in range(done):  # a function of the step alone: made again, not restored
                 schedule.step()
-        log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done) if self._is_main else None
-        ids = self._positive_ids(data)
-        loss, whole_run, window = None, Meter(), Meter()
+        log = None
+        if self._is_main:
+            log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done)
+            if checkpoint is None:  # that of an earlier run in the same folder is not of this one
+                remove_record(self._folder)
+        ids = positive_ids(self.config, data.train)
+        whole_run, window = Meter(), Meter()
+        figures = self._figures(None, whole_run, window)
+        if checkpoint is not None and done >= total:
+            figures |= checkpoint.state.get("figures", {})
         model.train()
         barrier()
         with Progress(total, done=done, enabled=self._is_main) as progress:
@@ -231,12 +255,14 @@ class Trainer:
                 schedule.step()
                 window.stop()
                 progress.advance()
+                saves = step == total or step % (settings.save_every or total) == 0
+                if saves:
+                    figures = self._figures(_finite(result.loss), whole_run, window)
                 if step % settings.log_every == 0 or step == total:
-                    loss = _finite(result.loss)
                     record = {
                         "step": step,
                         "epoch": epoch,
-                        "loss": loss,
+                        "loss": _finite(result.loss),
                         "lr": rate,
                         "grad_norm": _finite(result.grad_norm),
                         "examples_per_second": window.rate(global_batch),
@@ -245,13 +271,14 @@ class Trainer:
                     if result.loss_scale is not None:
                         record["loss_scale"] = result.loss_scale
                         record["skipped_steps"] = train_step.num_skipped
+                    training.write_back_loss()
                     record.update(self._learned_temperature(objective))
                     whole_run.add(window)
                     window = Meter()
                     progress.show({**record, "loss": result.loss})
                     if log is not None:
                         log.write(record)
-                if step == total or step % (settings.save_every or total) == 0:
+                if saves:
                     training.write_back()
                     self._checkpoints.save(
                         step,
@@ -261,16 +288,30 @@ class Trainer:
                         train_step,
                         sync,
                         save_tokenizer=data.tokenizer.save,
-                        about={"untrained": untrained, "chunks": objective.chunks.to_dict()},
+                        about={
+                            "untrained": untrained,
+                            "chunks": objective.chunks.to_dict(),
+                            "figures": figures,
+                        },
                     )
                 window.start()
         return {
             "steps": max(done, total),
             "skipped_steps": train_step.num_skipped,
-            "loss": loss,
+            **figures,
             **self._learned_temperature(objective),
-            "peak_bytes": self._largest_peak(whole_run),
-            "examples_per_second": mean_over_ranks(whole_run.rate(global_batch)),
+        }
+
+    def _figures(self, loss: float | None, *meters: Meter) -> dict[str, Any]:
+        """What the final record says of the steps of `meters`, the last of which had `loss`."""
+        steps = Meter()
+        for meter in meters:
+            steps.add(meter)
+        rate = steps.rate(self.config.contrastive.global_batch)
+        return {
+            "loss": loss,
+            "peak_bytes": self._largest_peak(steps),
+            "examples_per_second": mean_over_ranks(rate),
         }
 
     def _loader(self, data: PreparedData) -> PairLoader:
@@ -293,19 +334,12 @@ class Trainer:
         self._note(loader.notes())
         return loader
 
-    def _positive_ids(self, data: PreparedData) -> NDArray[np.int64] | None:
-        """Numbers by which the loss tells equal positives: ``[training pairs]``."""
-        if not self.config.contrastive.mask_false_negatives:
-            return None
-        ids: NDArray[np.int64] = text_ids(pair.positive for pair in data.train).numpy()
-        return ids
-
     def _learned_temperature(self, objective: Objective) -> dict[str, float]:
         section = self.config.contrastive
         return {"temperature": objective.loss.temperature} if section.learnable_temperature else {}
 
     def _steps(
-        self, loader: PairLoader, done: int, total: int, positive_ids: NDArray[np.int64] | None
+        self, loader: PairLoader, done: int, total: int, ids: NDArray[np.int64] | None
     ) -> Iterator[tuple[int, int, list[Batch]]]:
         """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
 
@@ -318,8 +352,8 @@ class Trainer:
             for batch in itertools.islice(loader, skipped, None):
                 done += 1
                 parts = {side: batch[side] for side in ("query", "positive")}
-                if positive_ids is not None:
-                    parts["positive_ids"] = paddle.to_tensor(positive_ids[batch["index"].numpy()])
+                if ids is not None:
+                    parts["positive_ids"] = paddle.to_tensor(ids[batch["index"].numpy()])
                 yield (
                     done,
                     epoch,
@@ -345,29 +379,30 @@ class Trainer:
                 [pair.query for pair in data.valid], max_tokens=self.config.data.max_query_tokens
             )
             pool = encode(data.pool, max_tokens=self.config.data.max_positive_tokens)
-        place = {text: index for index, text in enumerate(data.pool)}
-        target = np.array([place[pair.positive] for pair in data.valid], dtype=np.int64)
+        target = np.array(data.target, dtype=np.int64)
         return retrieval_metrics(query, pool, target, ks=(1, 10), over_ranks=True)
 
     def _conclude(self, record: dict[str, Any]) -> None:
-        """Rank 0 shows the table and writes the report; the others wait."""
+        """Rank 0 writes the report and the record, and shows the table; the others wait."""
         if self._is_main:
-            (self._folder / "result.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-            metrics = self._folder / "metrics.jsonl"
-            report = write_report(
+            write_report(
                 self._folder,
                 record=record,
-                metrics=read_metrics(metrics),
+                metrics=read_metrics(self._folder / "metrics.jsonl"),
                 config=self.config.to_dict(),
             )
-            print(retrieval_table(record))
-            for name, path in (
-                ("checkpoint", self._folder / "checkpoint" / f"step-{record['steps']}"),
-                ("metrics", metrics),
-                ("report", report),
-            ):
-                print(f"{name:<12}{path}")
+            write_record(self._folder, record)
+        self._show(record)
         barrier()
+
+    def _show(self, record: dict[str, Any]) -> None:
+        self._say(retrieval_table(record))
+        for name, path in (
+            ("checkpoint", f"checkpoint/step-{record['steps']}"),
+            ("metrics", "metrics.jsonl"),
+            ("report", "report.html"),
+        ):
+            self._say(f"{name:<12}{self._folder / path}")
 
     @property
     def _is_main(self) -> bool:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import paddle
 from paddle.optimizer import lr
 
+from paddle_recompute import _paddle
 from paddle_recompute._rng import RngState
 from paddle_recompute.config import AmpConfigs, Config
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.mixed_precision import check_device
 from paddle_recompute.models import build_model
-from paddle_recompute.objective import Batch, Objective
+from paddle_recompute.objective import Batch, Chunks, Objective
 from paddle_recompute.optimizer import build_optimizer
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.static_graph.strategy import check_static
@@ -42,6 +44,11 @@ class Training:
         if isinstance(self.step, ProgramStep):
             self.step.write_back()
 
+    def write_back_loss(self) -> None:
+        """The same for what the loss has learned alone: the temperature."""
+        if isinstance(self.step, ProgramStep):
+            self.step.write_back_loss()
+
 
 def check_mode(config: Config) -> None:
     """Check that ``config.mode`` can honour the configuration on this device.
@@ -49,17 +56,27 @@ def check_mode(config: Config) -> None:
     Raises:
         ConfigError: It cannot; the message lists every setting in question.
     """
+    if config.strategy.amp:
+        _check_operators(config.strategy.amp_configs)
     if config.mode == "dygraph":
         if config.strategy.amp:
             check_device(config.strategy.amp_configs)
         return
     check_static(config)
-    if config.contrastive.learnable_temperature:
-        raise ConfigError(
-            "contrastive.learnable_temperature: true: in mode: static the parameters of the "
-            "encoder alone are trained; remove it, and set contrastive.temperature to what a "
-            "dygraph run has learned"
-        )
+
+
+def _check_operators(settings: AmpConfigs) -> None:
+    """Paddle takes any word in these lists for an operator, and looks for it in vain."""
+    known = _paddle.operator_names()
+    faults = [
+        f"  strategy.amp_configs.{path}: no operator of this Paddle is called {name!r}"
+        + (f"; did you mean {near[0]}?" if (near := get_close_matches(name, known, n=1)) else "")
+        for path in ("custom_white_list", "custom_black_list")
+        for name in getattr(settings, path)
+        if name not in known
+    ]
+    if faults:
+        raise ConfigError("mixed precision knows operators by name:\n" + "\n".join(faults))
 
 
 def build_training(
@@ -98,6 +115,44 @@ def build_training(
     return Training(optimizer, sync, train_step)
 
 
+class ProgramModel:
+    """The encoder and the loss of a configuration, made anew in the Program that trains them.
+
+    A parameter of the loss is one of the model there, under its own name: a Program knows one
+    model. It is no sublayer, which a pattern of ``recompute.checkpoints`` could match.
+
+    Args:
+        config: Of the run; ``model.init_from`` is not looked at.
+        vocab_size: Rows of the word embedding.
+    """
+
+    def __init__(self, config: Config, vocab_size: int) -> None:
+        self._config = config
+        self._section = config.model.model_copy(update={"init_from": None})
+        self._vocab_size = vocab_size
+        self._objective: Objective | None = None
+
+    def build(self) -> paddle.nn.Layer:
+        """For ``model_fn`` of `StaticTrainStep`."""
+        model = build_model(self._section, self._vocab_size)
+        self._objective = Objective(self._config, Chunks())
+        for name, parameter in self._objective.parameters().items():
+            model.add_parameter(name, parameter)
+        return model
+
+    def loss_of(self, model: paddle.nn.Layer, batch: Batch) -> Any:
+        """For ``loss_fn``; the model is built by then."""
+        assert self._objective is not None
+        return self._objective.loss_of(model, batch)
+
+    def input_spec(self) -> dict[str, paddle.static.InputSpec]:
+        """For ``input_spec``."""
+        spec = {side: paddle.static.InputSpec([-1, -1], "int64") for side in ("query", "positive")}
+        if self._config.contrastive.mask_false_negatives:
+            spec["positive_ids"] = paddle.static.InputSpec([-1], "int64")
+        return spec
+
+
 class ProgramStep:
     """A `StaticTrainStep` that starts from the weights of a dygraph model; called as `TrainStep`.
 
@@ -116,18 +171,16 @@ class ProgramStep:
         schedule: lr.LRScheduler | float,
         vocab_size: int,
     ) -> None:
-        # The Program's model gets the weights of `model`, wherever these are from.
-        section = config.model.model_copy(update={"init_from": None})
-        spec = {side: paddle.static.InputSpec([-1, -1], "int64") for side in ("query", "positive")}
-        if config.contrastive.mask_false_negatives:
-            spec["positive_ids"] = paddle.static.InputSpec([-1], "int64")
         self.model = model
+        self._objective = objective
+        # The Program's model gets the weights of `model`, wherever these are from.
+        in_program = ProgramModel(config, vocab_size)
         self._step = StaticTrainStep(
             config,
-            lambda: build_model(section, vocab_size),
-            objective.loss_of,
+            in_program.build,
+            in_program.loss_of,
             schedule=schedule,
-            input_spec=spec,
+            input_spec=in_program.input_spec(),
         )
         self._is_built = False
         self._moments: dict[str, Any] = {}  # those to start from
@@ -160,13 +213,24 @@ class ProgramStep:
             self._hand_over()
 
     def write_back(self) -> None:
-        """Copy parameters and buffers from the Program to `model`."""
-        if not self._is_built:
+        """Copy parameters and buffers from the Program to model and loss."""
+        self._write_back({**self.model.state_dict(), **self._objective.parameters()})
+
+    def write_back_loss(self) -> None:
+        """Copy what the loss has learned."""
+        self._write_back(self._objective.parameters())
+
+    def named_parameters(self) -> dict[str, paddle.Tensor]:
+        """Those of model and loss in dygraph, by the names that they have in the Program."""
+        return {**dict(self.model.named_parameters()), **self._objective.parameters()}
+
+    def _write_back(self, targets: dict[str, paddle.Tensor]) -> None:
+        if not (self._is_built and targets):
             return
-        targets = self.model.state_dict()
+        state = self._step.state_dict()["model"]
         with paddle.no_grad():
-            for name, array in self._step.state_dict()["model"].items():
-                targets[name].set_value(array)
+            for name, tensor in targets.items():
+                tensor.set_value(state[name])
 
     def _build(self, micro_batch: Batch) -> None:
         before = RngState.capture()
@@ -176,7 +240,9 @@ class ProgramStep:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        state: dict[str, Any] = {"model": self.model.state_dict()}
+        state: dict[str, Any] = {
+            "model": {**self.model.state_dict(), **self._objective.parameters()}
+        }
         if self._moments:
             state["optimizer"] = self._moments
         self._step.set_state_dict(state)
@@ -198,7 +264,7 @@ class ProgramOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """As of ``paddle.optimizer.Optimizer``."""
-        parameters = dict(self._step.model.named_parameters())
+        parameters = self._step.named_parameters()
         state = {}
         for key, array in self._step.moments().items():
             name, _, kind = key.partition(":")
@@ -208,7 +274,7 @@ class ProgramOptimizer:
     def set_state_dict(self, state: dict[str, Any]) -> None:
         """As of ``paddle.optimizer.Optimizer``."""
         moments = {}
-        for name, parameter in self._step.model.named_parameters():
+        for name, parameter in self._step.named_parameters().items():
             prefix = f"{parameter.name}_"
             for key, value in state.items():
                 if key.startswith(prefix) and key.endswith("_0"):

@@ -539,6 +539,19 @@ def test_jit_marker_force_dynamic() -> None:
     assert calls == [True, True]  # a translated function would run once, to be traced
 
 
+# ------------------------------------------------------------------------- names of operators
+
+
+def test_core_get_all_op_names_and_C_ops() -> None:
+    """`operator_names`: of the old representation, of dygraph and PIR, and of Paddle's AMP lists."""
+    names = _paddle.operator_names()
+    assert {"matmul_v2", "elementwise_add"} <= {*core.get_all_op_names()} <= names
+    assert hasattr(paddle._C_ops, "add")
+    assert {"matmul", "softmax", "gelu", "layer_norm", "add", "linear"} <= names
+    assert "fused_gemm_epilogue" in names
+    assert not {"matmull", "", "None"} & names
+
+
 # --------------------------------------------------------------------------------- nothing else
 
 

@@ -20,7 +20,13 @@ from paddle_recompute import _memory, _paddle, memory_probe, mixed_precision, ob
 from paddle_recompute import trainer as trainer_module
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.config import Config
-from paddle_recompute.errors import CheckpointError, ConfigError, DataError, DivergenceError
+from paddle_recompute.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    SelectionError,
+)
 from paddle_recompute.evaluation import encode_texts
 from paddle_recompute.progress import read_metrics
 from paddle_recompute.trainer import Trainer, step_seed, total_steps
@@ -150,7 +156,7 @@ def test_metrics_file(folder: Path) -> None:
         "examples_per_second",
         "peak_bytes",
     }
-    assert records[0]["lr"] == pytest.approx(0.01 * (1 - 1 / 8))
+    assert records[0]["lr"] == pytest.approx(0.01 * 7 / 9)
 
 
 def test_evaluation_before_training_can_be_left_out(folder: Path) -> None:
@@ -219,6 +225,57 @@ def test_resume_of_a_finished_run_only_evaluates(folder: Path) -> None:
         assert again[key] == first[key]
 
 
+def test_resume_of_a_finished_run_keeps_its_record(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = folder / "run"
+    first = Trainer(tiny(folder, train__max_steps=2)).run()
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for asked in (2, 1):  # that many, and fewer than were made
+        again = Trainer(tiny(folder, train__max_steps=asked, train__resume=True)).run()
+        assert again == first
+        shown = capsys.readouterr().out
+        assert f"The run has ended: 2 steps are done, and {asked} are asked for" in shown
+        assert "raise train.max_steps" in shown
+        assert "its record is kept as it is" in shown
+        assert "20 held-out queries" in shown
+    after = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize("mode", ["dygraph", "static"])
+def test_a_finished_run_without_a_record_is_evaluated(
+    folder: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was killed in its last evaluation: what its steps were is in the checkpoint."""
+    settings = {"train__max_steps": 3, "train__log_every": 2, "mode": mode}
+    first = Trainer(tiny(folder, **settings)).run()
+    (folder / "run" / "result.json").unlink()
+    again = Trainer(tiny(folder, **settings, train__resume=True)).run()
+    assert "has no record of step 3: the model is evaluated" in capsys.readouterr().out
+    assert json.loads((folder / "run" / "result.json").read_text()) == again
+    # The peak that is measured before training is one of this process.
+    assert {**again, "peak_bytes": 0, "plain_peak_bytes": 0} == {
+        **first,
+        "peak_bytes": 0,
+        "plain_peak_bytes": 0,
+    }
+    assert again["loss"] is not None
+    assert again["examples_per_second"] > 0
+
+
+def test_a_new_run_does_not_keep_the_record_of_an_earlier_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Trainer(tiny(folder, train__max_steps=2)).run()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_conclude", lambda self, record: None)  # killed before it
+        second = Trainer(tiny(folder, train__max_steps=2, train__seed=1)).run()
+    resumed = Trainer(tiny(folder, train__max_steps=2, train__seed=1, train__resume=True)).run()
+    assert resumed["loss"] == second["loss"]
+
+
 def test_resume_may_lengthen_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(tiny(folder, train__max_steps=2)).run()
     record = Trainer(tiny(folder, train__max_steps=3, train__resume=True)).run()
@@ -236,6 +293,32 @@ def test_resume_with_another_model(folder: Path) -> None:
     other = tiny(folder, train__resume=True, model__num_layers=1)
     with pytest.raises(CheckpointError, match=r"another model: model\.num_layers was 2, is 1"):
         Trainer(other).run()
+
+
+def test_settings_without_effect_are_said_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {
+        "recompute__enable": False,
+        "recompute__policy": "segments",
+        "sync__mode": "fused",
+        "train__max_steps": 2,
+        "train__warmup_steps": 5,
+    }
+    Trainer(tiny(folder, **settings)).run()
+    shown = capsys.readouterr().out
+    for path in ("recompute.policy: segments", "sync.mode: fused"):
+        assert shown.count(f"{path} has no effect here: ") == 1
+    assert "train.warmup_steps: 5 is longer than the run of 2 steps" in shown
+    later = {"data__vocab_size": 120, "train__max_steps": 3, "train__resume": True}
+    Trainer(tiny(folder, **{**settings, **later})).run()
+    assert "was 100, is 120, which has no effect here: the voc" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_without_recompute_too(folder: Path) -> None:
+    settings = {"recompute__enable": False, "recompute__checkpoints": ["encoder.layer.*"]}
+    with pytest.raises(SelectionError, match=r"'encoder\.layer\.\*' matches no sublayer"):
+        Trainer(tiny(folder, **settings)).run()
 
 
 def test_recompute_changes_no_bit(folder: Path) -> None:
@@ -501,6 +584,7 @@ def train_on_two_ranks(folder: str) -> list[dict[str, Any]]:
                 {"train__max_steps": 4},
                 {"train__max_steps": 6, "train__resume": True},
                 {"train__max_steps": 6, "train__output_dir": whole},
+                {"train__max_steps": 6, "train__output_dir": whole, "train__resume": True},
             )
         ]
     return [{**record, "shown": shown.getvalue()} for record in records]
@@ -516,6 +600,7 @@ def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_same_run(folder / "run", folder / "whole")
     for key in ("recall@1", "mrr", "untrained_mrr", "loss"):
         assert first[1][key] == first[2][key]
+    assert {**first[3], "shown": None} == {**first[2], "shown": None}  # kept, by both ranks
     of_two = checkpoint_files(folder / "run")
     # Gone on with by one rank, which does not owe what two ranks owe.
     Trainer(tiny(folder, train__max_steps=7, train__resume=True, **ON_TWO_RANKS)).run()

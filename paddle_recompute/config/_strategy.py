@@ -51,6 +51,13 @@ class AmpConfigs(Section):
                 yield Broken(name, v[name], words)
 
     @staticmethod
+    def _float16_settings_need_float16(v: Values) -> Iterator[Broken]:
+        for name in ("use_fp16_guard", "use_optimizer_fp16"):
+            if v["dtype"] == "bfloat16" and v[name] != AmpConfigs.model_fields[name].default:
+                words = "is a setting of float16, and has no effect with bfloat16; remove it"
+                yield Broken(name, v[name], words)
+
+    @staticmethod
     def _lists_are_apart(v: Values) -> Iterator[Broken]:
         both = sorted({*v["custom_white_list"]} & {*v["custom_black_list"]})
         if both:
@@ -60,7 +67,12 @@ class AmpConfigs(Section):
                 f"names {', '.join(both)}, and so does custom_white_list; remove one of them",
             )
 
-    rules = (_pure_is_level_o2, _scale_settings_need_a_scale, _lists_are_apart)
+    rules = (
+        _pure_is_level_o2,
+        _scale_settings_need_a_scale,
+        _float16_settings_need_float16,
+        _lists_are_apart,
+    )
 
     dtype: Literal["float16", "bfloat16"] = Field(
         "float16", description="bfloat16: the range of float32, no loss scale; float16: with one"
@@ -121,6 +133,13 @@ class StrategyConfig(Section):
                 "gradient_merge_configs.k_steps",
                 v["gradient_merge_configs.k_steps"],
                 "has no effect while gradient_merge is false; set gradient_merge: true",
+            )
+        if v["gradient_merge"] and v["gradient_merge_configs.k_steps"] == 1:
+            yield Broken(
+                "gradient_merge",
+                True,
+                "has no effect while gradient_merge_configs.k_steps is 1; set the number of "
+                "micro-batches there, or gradient_merge: false",
             )
         if not v["amp"] and v["amp_configs"] != AmpConfigs().model_dump():
             yield Broken(

@@ -17,6 +17,7 @@ from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._section import Broken, Section, Values
 from paddle_recompute.config._strategy import STATIC_AMP, AmpConfigs, StrategyConfig
 from paddle_recompute.config._types import Count, Probability, UserPath
+from paddle_recompute.config._without_effect import without_effect
 
 # Published sizes. `tiny` is ERNIE 3.0 Nano and `base` ERNIE 3.0 Base (PaddleNLP,
 # model_zoo/ernie-3.0, ernie-3.0-{nano,base}-zh/config.json); `large` is ERNIE 2.0 Large
@@ -96,7 +97,9 @@ class ModelConfig(Section):
     projection_size: Count | None = Field(
         None, description="width of the text vector, in features; none: hidden_size, no projection"
     )
-    layer_norm_epsilon: float = Field(1e-12, gt=0, description="added to a variance (ERNIE: 1e-12)")
+    layer_norm_epsilon: float = Field(
+        1e-12, gt=0, le=1e-3, description="added to a variance (ERNIE: 1e-12); Paddle takes no more"
+    )
     initializer_range: float = Field(
         0.02, gt=0, description="standard deviation of the initial weights (published for ERNIE)"
     )
@@ -287,10 +290,13 @@ class TrainConfig(Section):
         "global_batch / this; none: not scaled",
     )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="optimizer steps up to the highest learning rate; 0: none"
+        0,
+        description="the rate grows in equal parts up to the highest one, which this step has; 0 "
+        "and 1: the first step has it",
     )
     decay: Literal["linear", "cosine", "constant"] = Field(
-        "linear", description="linear, cosine: down to 0 at the last step; constant: no decay"
+        "linear",
+        description="linear, cosine: down to 0 one step after the last; constant: no decay",
     )
     weight_decay: float = Field(
         0.01, ge=0, description="of AdamW, on all parameters but biases and LayerNorms"
@@ -440,6 +446,10 @@ class Config(Section):
         """Highest learning rate, after the linear scaling by the global batch if it is asked."""
         tuned_for = self.train.scale_learning_rate_from or self.contrastive.global_batch
         return self.train.learning_rate * (self.contrastive.global_batch / tuned_for)
+
+    def without_effect(self) -> list[str]:
+        """The settings that change nothing in this run, each with the reason, in sentences."""
+        return without_effect(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole tree in plain YAML/JSON types; ``Config.model_validate`` reads it back."""

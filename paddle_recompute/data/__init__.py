@@ -1,5 +1,6 @@
 """Text pairs: reading, mining, splitting, tokens and batches."""
 
+from paddle_recompute.data.ceiling import Ceiling, ceiling
 from paddle_recompute.data.cedict import mine_cedict
 from paddle_recompute.data.loader import PairLoader, build_loader
 from paddle_recompute.data.pairs import Pair, PairFile, read_pairs
@@ -8,6 +9,7 @@ from paddle_recompute.data.split import Split, split_pairs
 from paddle_recompute.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
+    "Ceiling",
     "Pair",
     "PairFile",
     "PairLoader",
@@ -15,6 +17,7 @@ __all__ = [
     "PreparedData",
     "Split",
     "build_loader",
+    "ceiling",
     "load_tokenizer",
     "mine_cedict",
     "prepare_data",

@@ -10,6 +10,7 @@ from pathlib import Path
 from paddle_recompute.config import DataConfig
 from paddle_recompute.data._cache import require_file
 from paddle_recompute.data.cedict import account_of, mine_cedict, mined_cedict
+from paddle_recompute.data.ceiling import Ceiling, ceiling
 from paddle_recompute.data.loader import refuse_negatives
 from paddle_recompute.data.pairs import Pair, read_pairs
 from paddle_recompute.data.split import (
@@ -39,7 +40,9 @@ class PreparedData:
         valid: Pairs to evaluate on; they share no text with those of `train`, unless
             ``data.valid_file`` brought such pairs, and then `notes` says so.
         pool: Candidates, all different: the positives of `valid` first, then some of `train`.
-        tokenizer: Trained on `train`.
+        target: For each pair of `valid`, the place of its positive in `pool`.
+        tokenizer: Trained on `train`, or that of the run that is resumed.
+        ceiling: What the tokens of `valid` and `pool` allow at best.
         skipped: ``"file:line: what is wrong"`` for every line that was left out.
         notes: Sentences for the user: what was left out, and how much of it.
     """
@@ -47,13 +50,20 @@ class PreparedData:
     train: list[Pair]
     valid: list[Pair]
     pool: list[str]
+    target: list[int]
     tokenizer: PairTokenizer
+    ceiling: Ceiling
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def prepare_data(
-    config: DataConfig, *, seed: int, is_main_rank: bool, barrier: Callable[[], None]
+    config: DataConfig,
+    *,
+    seed: int,
+    is_main_rank: bool,
+    barrier: Callable[[], None],
+    tokenizer_file: Path | None = None,
 ) -> PreparedData:
     """Read, split and tokenize; what takes long is done once and kept in ``config.cache_dir``.
 
@@ -66,6 +76,7 @@ def prepare_data(
         seed: Decides which groups are held out and which training positives fill the pool.
         is_main_rank: Exactly one rank says True.
         barrier: Returns when all ranks have called it.
+        tokenizer_file: The vocabulary of a run that is resumed; None: one is trained.
 
     Raises:
         DataError: The pairs cannot be used or are too few, or the cache folder is not the same on
@@ -83,19 +94,28 @@ def prepare_data(
     refuse_negatives(itertools.chain(split.train, split.valid))
     pool = build_pool(split, config.pool_size, seed)
     texts = [text for pair in split.train for text in (pair.query, pair.positive)]
-    tokenizer_file = config.cache_dir / f"tokenizer-{vocabulary_key(texts, config.vocab_size)}.json"
-    if is_main_rank and not tokenizer_file.exists():
-        train_tokenizer(texts, tokenizer_file, config.vocab_size)
-    barrier()
-    # A rank that has read other texts than the main rank looks for another file.
-    tokenizer = load_tokenizer(require_file(tokenizer_file))
+    if tokenizer_file is None:
+        key = vocabulary_key(texts, config.vocab_size)
+        tokenizer_file = config.cache_dir / f"tokenizer-{key}.json"
+        if is_main_rank and not tokenizer_file.exists():
+            train_tokenizer(texts, tokenizer_file, config.vocab_size)
+        barrier()
+        # A rank that has read other texts than the main rank looks for another file.
+        require_file(tokenizer_file)
+    tokenizer = load_tokenizer(tokenizer_file)
     queries = tokenizer.tokenize([pair.query for pair in split.valid], config.max_query_tokens)
     candidates = tokenizer.tokenize(pool, config.max_positive_tokens)
     account.note(queries.num_cut, "held-out queries are cut at data.max_query_tokens")
     account.note(candidates.num_cut, "candidates are cut at data.max_positive_tokens")
     account.note(queries.num_unknown, "held-out queries hold words beyond data.vocab_size")
     account.note(candidates.num_unknown, "candidates hold words beyond data.vocab_size")
-    return PreparedData(split.train, split.valid, pool, tokenizer, account.skipped, account.notes)
+    place = {text: index for index, text in enumerate(pool)}
+    target = [place[pair.positive] for pair in split.valid]
+    best = ceiling(queries, candidates, target, unknown=tokenizer.unknown)
+    account.notes += best.notes()
+    return PreparedData(
+        split.train, split.valid, pool, target, tokenizer, best, account.skipped, account.notes
+    )
 
 
 def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:

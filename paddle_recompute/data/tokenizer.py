@@ -1,7 +1,10 @@
 """From texts to token numbers: a WordPiece vocabulary, trained once and shared through a file.
 
 The text is treated as BERT's uncased models do it: lower case, no accents, every Chinese
-character a word of its own. The file is the ``tokenizer.json`` of Hugging Face's `tokenizers`,
+character a word of its own. Pieces are made of bytes (UTF-8), not of characters: what is frequent
+is one piece, be it a word or a character, and a character that is rare, or was never seen, is a
+few pieces that others share, where a vocabulary of characters has nothing but ``[UNK]`` for it.
+Each byte is written as one visible letter, as in GPT-2's vocabulary. The file is the ``tokenizer.json`` of Hugging Face's `tokenizers`,
 which does the work, and can be read by other programs.
 """
 
@@ -28,9 +31,12 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD_ID = 0
 
 # Part of a vocabulary's key: to be raised with every change to what training makes.
-_VERSION = 1
+_VERSION = 2
 _INNER = "##"  # stands before a piece that does not begin its word
 _TEXTS_AT_ONCE = 10_000
+_LONGEST_WORD = 100
+"""Characters; longer words are split there. WordPiece takes time that grows with the square."""
+_BYTES_OF_A_CHARACTER = 4  # at most
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class PairTokenizer:
 
     Attributes:
         vocab_size: Rows that a word embedding needs.
+        unknown: The number of ``[UNK]``; None where there is none.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -78,7 +85,7 @@ class PairTokenizer:
         self._tokenizer.encode_special_tokens = True  # they are text, where texts hold them
         self._first = tokenizer.token_to_id("[CLS]")
         self._last = tokenizer.token_to_id("[SEP]")
-        self._unknown = tokenizer.token_to_id("[UNK]")
+        self.unknown: int | None = tokenizer.token_to_id("[UNK]")
         self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> npt.NDArray[np.int64]:
@@ -109,7 +116,7 @@ class PairTokenizer:
             for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
                 found = encoding.ids
                 num_cut += len(found) > room
-                num_unknown += self._unknown in found
+                num_unknown += self.unknown in found
                 ids += [self._first, *found[:room], self._last]
                 lengths.append(min(len(found), room) + 2)
             parts.append(np.array(ids, dtype=np.int32))
@@ -162,8 +169,9 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
     Args:
         texts: What to learn from; leave the held-out texts out.
         path: The ``tokenizer.json`` to write.
-        vocab_size: The most entries. Single characters, most frequent first, take half of them at
-            most; a word with another character is ``[UNK]``.
+        vocab_size: The most entries. Single bytes, most frequent first, take half of them at most:
+            with 900 entries there is room for all, and no word is ``[UNK]``. With fewer, a word
+            with another byte is.
 
     Raises:
         DataError: The texts hold nothing to learn from, or the file cannot be written.
@@ -174,20 +182,25 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
     words = _count_words(tokenizer, texts)
     if not words:
         raise DataError("the training texts hold no word to make a vocabulary of")
-    characters, inner = _alphabet(words, limit=vocab_size // 2)
+    first, inner = _alphabet(words, _spelled_bytes(tokenizers), limit=vocab_size // 2)
+    trained_on = sorted({*first, *inner})
+    only_inner = {*trained_on}.difference(first)  # the trainer wants them at the beginning too
     trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size + len(only_inner),
         min_frequency=2,
         show_progress=False,
         # Numbered here, in this order, and not by the hash table.
-        special_tokens=[*SPECIAL_TOKENS, *(_INNER + character for character in inner)],
-        initial_alphabet=characters,
-        limit_alphabet=len(characters),
+        special_tokens=[*SPECIAL_TOKENS, *(_INNER + byte for byte in inner)],
+        initial_alphabet=trained_on,
+        limit_alphabet=len(trained_on),
         continuing_subword_prefix=_INNER,
     )
     tokenizer.train_from_iterator(texts, trainer, length=len(texts))
     # Built anew: in the one that was trained, the pieces "##x" are special tokens.
-    PairTokenizer(_untrained(tokenizers, tokenizer.get_vocab())).save(path)
+    pieces = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    kept = [piece for piece, _ in pieces if piece not in only_inner]
+    vocab = {piece: number for number, piece in enumerate(kept[:vocab_size])}
+    PairTokenizer(_untrained(tokenizers, vocab)).save(path)
 
 
 def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
@@ -203,13 +216,32 @@ def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def _untrained(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
-    model = tokenizers.models.WordPiece(vocab, unk_token="[UNK]", continuing_subword_prefix=_INNER)
+    model = tokenizers.models.WordPiece(
+        vocab,
+        unk_token="[UNK]",
+        continuing_subword_prefix=_INNER,
+        max_input_chars_per_word=_LONGEST_WORD * _BYTES_OF_A_CHARACTER,
+    )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
         clean_text=True, handle_chinese_chars=True, strip_accents=True, lowercase=True
     )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = tokenizers.decoders.WordPiece(prefix=_INNER)
+    pre_tokenizers, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
+    some_characters = tokenizers.Regex(rf"[\s\S]{{1,{_LONGEST_WORD}}}")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.BertPreTokenizer(),
+            pre_tokenizers.Split(some_characters, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.WordPiece(prefix=_INNER, cleanup=False),
+            decoders.Replace(" ", "Ġ"),  # what a space is written as, among bytes
+            decoders.ByteLevel(),
+        ]
+    )
     tokenizer.post_processor = tokenizers.processors.BertProcessing(
         ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])
     )
@@ -229,27 +261,56 @@ def _count_words(tokenizer: Any, texts: Sequence[str]) -> Counter[str]:
     return words
 
 
-def _alphabet(words: Counter[str], limit: int) -> tuple[list[str], list[str]]:
-    """The characters to keep, and those of them that also occur inside a word, both sorted.
+def _alphabet(
+    words: Counter[str], alphabet: Sequence[str], limit: int
+) -> tuple[list[str], list[str]]:
+    """The bytes to keep at the beginning of words, and inside them, both sorted.
+
+    Those that occur come first, the most frequent before the others; then those of texts that are
+    yet to come. A byte that continues a character stands at no beginning.
 
     Args:
-        words: Words and how often they occur.
+        words: Words, spelled in bytes, and how often they occur.
+        alphabet: All 256 bytes, in their order.
         limit: The most entries of the vocabulary for both together.
     """
     frequency: Counter[str] = Counter()
     inside: set[str] = set()
     for word, count in words.items():
-        for character in word:
-            frequency[character] += count
+        for byte in word:
+            frequency[byte] += count
         inside.update(word[1:])
-    kept: list[str] = []
-    room = limit
-    for character in sorted(frequency, key=lambda character: (-frequency[character], character)):
-        room -= 1 + (character in inside)
-        if room < 0:
-            break
-        kept.append(character)
-    return sorted(kept), sorted(inside.intersection(kept))
+    continuing = {*alphabet[0x80:0xC0]}
+    by_frequency = sorted(alphabet, key=lambda byte: (-frequency[byte], byte))
+    seen = [
+        (byte, begins)
+        for byte in by_frequency
+        for begins in (True, False)
+        if frequency[byte] and (byte not in continuing if begins else byte in inside)
+    ]
+    every = [(byte, False) for byte in sorted(continuing)]
+    every += [
+        (byte, begins)
+        for byte in by_frequency
+        for begins in (True, False)
+        if byte not in continuing
+    ]
+    kept = list(dict.fromkeys([*seen, *every]))[:limit]
+    return (
+        sorted(byte for byte, begins in kept if begins),
+        sorted(byte for byte, begins in kept if not begins),
+    )
+
+
+def _spelled_bytes(tokenizers: types.ModuleType) -> list[str]:
+    """The letter that each byte is written as, in the order of the bytes.
+
+    Those of Latin-1 that are visible stand for themselves; the others, in their order, are written
+    as the letters from U+0100 on.
+    """
+    letters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    others = iter(sorted(letter for letter in letters if ord(letter) >= 0x100))
+    return [chr(byte) if chr(byte) in letters else next(others) for byte in range(0x100)]
 
 
 def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:

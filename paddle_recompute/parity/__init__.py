@@ -35,8 +35,10 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
 
     All start from the same weights (``train.seed``) and read the same pairs. On one process, and on
     ``launch.num_ranks`` ranks where those are several: the global batch is dealt out to them as in
-    training. With the configuration's dropout, each mode must equal itself without recompute, bit
-    by bit; the two modes draw other masks, and are compared with each other without dropout.
+    training. Each mode must equal itself without recompute, bit by bit. The two modes draw the same
+    dropout masks, as both are seeded in each step and draw in the order of the model, and are
+    compared with each other with the configuration's dropout and without. Several ranks draw other
+    masks than one process, each with a seed of its own, and are compared with it without dropout.
 
     Logs go to ``train.output_dir/parity``; files as large as 4 times the parameters for each
     variant are there meanwhile.

@@ -9,6 +9,7 @@ import paddle
 from numpy.typing import NDArray
 from paddle.optimizer import AdamW, lr
 
+from paddle_recompute._rng import RngState
 from paddle_recompute.config import Config
 from paddle_recompute.models import build_model
 from paddle_recompute.objective import Chunks, Objective
@@ -18,8 +19,8 @@ from paddle_recompute.parity.variants import Mode
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import StepResult
+from paddle_recompute.training import ProgramModel
 
-SIDES = ("query", "positive")
 _MOMENT = "moment1"
 
 
@@ -44,7 +45,7 @@ class Run(Protocol):
         """AdamW's first moment of every parameter that has one, by structured name."""
 
     def parameters(self) -> Arrays:
-        """Parameters and buffers, by structured name."""
+        """Parameters and buffers, by structured name; ``logit_scale`` is the loss's."""
 
 
 class DygraphRun:
@@ -54,12 +55,16 @@ class DygraphRun:
         self, config: Config, weights: Arrays, vocab_size: int, schedule: lr.LRScheduler
     ) -> None:
         self._model = build_model(config.model, vocab_size)
-        self._model.set_state_dict(weights)
         self._model.train()
         if config.recompute.enable:
             apply_recompute(self._model, config.recompute)
         objective = Objective(config, Chunks())
-        self._optimizer = build_optimizer(config, self._model, schedule)
+        of_loss = objective.parameters()
+        self._named = {**dict(self._model.named_parameters()), **of_loss}
+        self._state = {**self._model.state_dict(), **of_loss}
+        for name, array in weights.items():
+            self._state[name].set_value(array)
+        self._optimizer = build_optimizer(config, self._model, schedule, of_loss.values())
         self._step = objective.train_step(
             self._model,
             self._optimizer,
@@ -71,16 +76,16 @@ class DygraphRun:
 
     def step(self, micro_batches: list[dict[str, NDArray[Any]]]) -> StepResult:
         return self._step(
-            [{side: paddle.to_tensor(ids) for side, ids in one.items()} for one in micro_batches]
+            [{name: paddle.to_tensor(ids) for name, ids in one.items()} for one in micro_batches]
         )
 
     def moments(self) -> Arrays:
         state = self._optimizer.state_dict()
-        keys = {name: f"{p.name}_{_MOMENT}_0" for name, p in self._model.named_parameters()}
+        keys = {name: f"{p.name}_{_MOMENT}_0" for name, p in self._named.items()}
         return {name: state[key].numpy() for name, key in keys.items() if key in state}
 
     def parameters(self) -> Arrays:
-        return {name: tensor.numpy() for name, tensor in self._model.state_dict().items()}
+        return {name: tensor.numpy() for name, tensor in self._state.items()}
 
 
 class StaticRun:
@@ -89,16 +94,23 @@ class StaticRun:
     def __init__(
         self, config: Config, weights: Arrays, vocab_size: int, schedule: lr.LRScheduler
     ) -> None:
+        in_program = ProgramModel(config, vocab_size)
         self._step = StaticTrainStep(
             config,
-            lambda: build_model(config.model, vocab_size),
-            Objective(config, Chunks()).loss_of,
+            in_program.build,
+            in_program.loss_of,
             schedule=schedule,
-            input_spec={side: paddle.static.InputSpec([-1, -1], "int64") for side in SIDES},
+            input_spec=in_program.input_spec(),
         )
         self._step.set_state_dict({"model": weights})
+        self._is_built = False
 
     def step(self, micro_batches: list[dict[str, NDArray[Any]]]) -> StepResult:
+        if not self._is_built:  # which draws weights: the masks of the step must not depend on it
+            before = RngState.capture()
+            self._step.build(micro_batches[0])
+            before.restore()
+            self._is_built = True
         return self._step(micro_batches)
 
     def moments(self) -> Arrays:

@@ -105,6 +105,8 @@ def plan(config: Config) -> Plan:
             "needs to know what is recomputed; set recompute.enable=true"
         )
     notes = []
+    for sentence in config.without_effect():
+        notes.append(f"{sentence}.")
     has_dropout = bool(config.model.hidden_dropout or config.model.attention_dropout)
     if not has_dropout:
         notes.append("The configuration has no dropout: all that is compared is without.")

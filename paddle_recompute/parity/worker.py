@@ -26,6 +26,7 @@ from paddle_recompute.data import build_loader, prepare_data
 from paddle_recompute.errors import DataError
 from paddle_recompute.grad_sync import barrier
 from paddle_recompute.models import build_model
+from paddle_recompute.objective import Chunks, Objective, positive_ids
 from paddle_recompute.optimizer import build_schedule
 from paddle_recompute.parity.records import (
     WEIGHTS,
@@ -37,10 +38,10 @@ from paddle_recompute.parity.records import (
     write_arrays,
     write_record,
 )
-from paddle_recompute.parity.runs import RUNS, SIDES, Run, gradients_of_first_step
+from paddle_recompute.parity.runs import RUNS, Run, gradients_of_first_step
 from paddle_recompute.parity.variants import Variant, config_for, plan
-from paddle_recompute.static_graph.strategy import check_static
 from paddle_recompute.trainer import step_seed, total_steps
+from paddle_recompute.training import check_mode
 
 _BATCHES, _FACTS = "batches.npz", "inputs.json"
 
@@ -49,15 +50,16 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
     """Write the inputs of all variants to `folder`.
 
     Raises:
-        ConfigError: The static mode cannot honour the configuration.
+        ConfigError: A mode cannot honour the configuration on this device.
         DataError: The pairs cannot be read, or do not last for `steps`.
     """
-    for variant in plan(config).variants:
-        if variant.mode == "static":
-            check_static(config_for(config, variant, variant.cases[0]))
     paddle.set_device(config.launch.device)
+    for variant in plan(config).variants:
+        own = config_for(config, variant, variant.cases[0])
+        check_mode(own.model_copy(update={"mode": variant.mode}))
     seed, global_batch = config.train.seed, config.contrastive.global_batch
     data = prepare_data(config.data, seed=seed, is_main_rank=True, barrier=lambda: None)
+    ids = positive_ids(config, data.train)
     loader = build_loader(
         data.train,
         data.tokenizer,
@@ -77,11 +79,14 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
         )
     batches: Arrays = {}
     for step, batch in zip(range(1, steps + 1), loader, strict=False):
-        batches |= {f"{step}/{side}": batch[side].numpy() for side in SIDES}
+        batches |= {f"{step}/{side}": batch[side].numpy() for side in ("query", "positive")}
+        if ids is not None:
+            batches[f"{step}/positive_ids"] = ids[batch["index"].numpy()]
     vocab_size = data.tokenizer.vocab_size
     paddle.seed(seed)
     model = build_model(config.model, vocab_size)
-    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    of_loss = Objective(config, Chunks()).parameters()
+    weights = {name: one.numpy() for name, one in {**model.state_dict(), **of_loss}.items()}
     write_arrays(folder / WEIGHTS, weights)
     write_arrays(folder / _BATCHES, batches)
     facts = {"vocab_size": vocab_size, "total_steps": total_steps(config, len(loader))}
@@ -108,17 +113,18 @@ def micro_batches(
     """The rows of a global batch that meet in a micro-batch, as `Trainer` deals them out.
 
     Args:
-        batch: ``[global_batch, tokens]``.
+        batch: ``[global_batch, ...]``.
         ranks: As many as the configuration has.
         k_steps: Micro-batches per step.
         rank: Whose rows; None: those of all ranks, for a process that does the work of all.
 
     Returns:
-        `k_steps` arrays ``[rows, tokens]``.
+        `k_steps` arrays ``[rows, ...]``.
     """
-    shares = batch.reshape(ranks, k_steps, -1, batch.shape[-1])
+    row = batch.shape[1:]
+    shares = batch.reshape(ranks, k_steps, len(batch) // (ranks * k_steps), *row)
     if rank is None:
-        return [share.reshape(-1, batch.shape[-1]) for share in shares.swapaxes(0, 1)]
+        return [share.reshape(-1, *row) for share in shares.swapaxes(0, 1)]
     return list(shares[rank])
 
 
@@ -126,14 +132,15 @@ def _batches(folder: Path, config: Config, variant: Variant) -> Iterator[list[di
     rank = dist.get_rank() if variant.ranks > 1 else None
     k_steps = config.strategy.gradient_merge_configs.k_steps
     with np.load(folder / _BATCHES) as file:
-        for step in range(1, len(file.files) // len(SIDES) + 1):
-            sides = [
+        names = [name.removeprefix("1/") for name in file.files if name.startswith("1/")]
+        for step in range(1, len(file.files) // len(names) + 1):
+            parts = [
                 micro_batches(
-                    file[f"{step}/{side}"], ranks=variant.shares, k_steps=k_steps, rank=rank
+                    file[f"{step}/{name}"], ranks=variant.shares, k_steps=k_steps, rank=rank
                 )
-                for side in SIDES
+                for name in names
             ]
-            yield [dict(zip(SIDES, pair, strict=True)) for pair in zip(*sides, strict=True)]
+            yield [dict(zip(names, part, strict=True)) for part in zip(*parts, strict=True)]
 
 
 def _train(folder: Path, config: Config, variant: Variant) -> Outcome:

@@ -109,6 +109,16 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     )
 
 
+def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
+    """Check that every pattern of `config` matches a part of `model`; nothing is changed.
+
+    Raises:
+        SelectionError: One matches nothing.
+    """
+    parts, aliases = _named_parts(model)
+    _matches(parts, aliases, config.checkpoints)
+
+
 # ------------------------------------------------------------------------------------ policies
 
 Segments = tuple[tuple[str, ...], ...]

@@ -37,6 +37,11 @@ def test_loads_and_is_what_its_name_says(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_setting_has_an_effect(file: Path) -> None:
+    assert load_config(file).without_effect() == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_comment_beside_the_batch_makes_that_batch(file: Path) -> None:
     line = next(line for line in file.read_text().splitlines() if "global_batch:" in line)
     product = 1

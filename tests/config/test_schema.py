@@ -177,6 +177,12 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
             "no effect beside valid_file",
         ),
         ({"data": {"on_bad_line": "skp"}}, "data.on_bad_line", "did you mean skip?"),
+        (
+            {"strategy": {"gradient_merge": True}},
+            "strategy.gradient_merge",
+            "has no effect while gradient_merge_configs.k_steps is 1",
+        ),
+        ({"model": {"layer_norm_epsilon": 0.1}}, "model.layer_norm_epsilon", "or equal to 0.001"),
         ({"train": {"max_steps": None}}, "train.max_steps", "while num_epochs is not given"),
         ({"train": {"decay": "cosin"}}, "train.decay", "did you mean cosine?"),
         (

@@ -132,7 +132,9 @@ def test_what_is_left_out_is_told(folder: Path) -> None:
         f"{67 - len({*data.train, *data.valid})} duplicates removed",
         "10 held-out queries are cut at data.max_query_tokens",
         "30 candidates are cut at data.max_positive_tokens",
+        *data.ceiling.notes(),
     ]
+    assert data.ceiling.equal_answers > 0  # one token is left of each
 
 
 def test_fewer_held_out_than_asked_for_is_told(folder: Path) -> None:

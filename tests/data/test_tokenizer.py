@@ -35,7 +35,15 @@ def tokenizer(path: Path) -> PairTokenizer:
 
 def pieces(path: Path, row: np.ndarray) -> list[str]:  # type: ignore[type-arg]
     library = tokenizers.Tokenizer.from_file(str(path))
-    return [library.id_to_token(int(number)) for number in row]
+    return [text_of(library.id_to_token(int(number))) for number in row]
+
+
+def text_of(piece: str) -> str:
+    """A piece is spelled in bytes, each a letter of its own: ``çĮ«`` is 猫."""
+    if piece in SPECIAL_TOKENS:
+        return piece
+    prefix = "##" if piece.startswith("##") and len(piece) > 2 else ""
+    return prefix + tokenizers.decoders.ByteLevel().decode([piece.removeprefix(prefix)])
 
 
 def test_matrix(path: Path, tokenizer: PairTokenizer) -> None:
@@ -131,8 +139,9 @@ def test_vocabulary(path: Path) -> None:
     vocab = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
     assert [vocab[token] for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
     assert sorted(vocab.values()) == list(range(len(vocab)))
-    assert {"猫", "run", "cat", "##n"} <= set(vocab)
-    assert "##猫" not in vocab  # a Chinese character is a word
+    spelled = {text_of(piece) for piece in vocab}
+    assert {"猫", "run", "cat", "##n"} <= spelled
+    assert "##猫" not in spelled  # a Chinese character is a word
 
 
 def test_vocabulary_is_not_larger_than_asked_for(tmp_path: Path) -> None:
@@ -143,7 +152,54 @@ def test_vocabulary_is_not_larger_than_asked_for(tmp_path: Path) -> None:
     assert tokenizer.vocab_size <= 200
     frequent, rare = tokenizer.encode(["the quick fox", many[450]], 20).tolist()
     assert UNK not in frequent
-    assert UNK in rare
+    assert UNK not in rare
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
+    file = tmp_path_factory.mktemp("large") / "tokenizer.json"
+    train_tokenizer(TEXTS, file, 900)
+    return load_tokenizer(file)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_no_character_is_unknown_where_all_bytes_have_room(large: PairTokenizer, text: str) -> None:
+    assert large.vocab_size <= 900
+    assert large.tokenize([text], 10_000).num_unknown == 0
+
+
+def test_characters_that_were_never_seen_are_told_apart(large: PairTokenizer) -> None:
+    unseen = ["烨", "乫", "伥", "ж", "ß", "😀", "烨乫", "乫烨", "x烨"]
+    rows = large.encode(unseen, 30).tolist()
+    assert len({tuple(row) for row in rows}) == len(unseen)
+    assert not any(UNK in row for row in rows)
+
+
+def test_a_long_word_is_no_unknown_one(large: PairTokenizer) -> None:
+    """It is split; what comes behind the most tokens is cut as ever."""
+    words = ["ก" * 1000, "ก" * 999 + "ข", "n" * 5000]
+    rows = large.tokenize(words, 20_000)
+    assert rows.num_unknown == 0
+    assert len({row.tobytes() for row in rows.pad([0, 1])}) == 2
+    assert large.encode(words, 9).shape == (3, 9)
+
+
+def test_tokens_are_read_back(large: PairTokenizer, tmp_path: Path) -> None:
+    large.save(tmp_path / "tokenizer.json")
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "a running cat 猫 烨 😀"
+    assert library.decode(library.encode(text).ids) == text
+
+
+def test_a_vocabulary_of_characters_is_still_read(tmp_path: Path) -> None:
+    """As this library made it before its pieces were of bytes; checkpoints have such files."""
+    vocab = {token: number for number, token in enumerate([*SPECIAL_TOKENS, "cat", "猫", "##s"])}
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    library.normalizer = tokenizers.normalizers.BertNormalizer()
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path / "tokenizer.json").encode(["cats 猫烨"], 9)
+    assert found.tolist() == [[CLS, 5, 7, 6, UNK, SEP]]
 
 
 def test_inner_pieces_are_no_special_tokens(path: Path, tokenizer: PairTokenizer) -> None:

@@ -68,6 +68,20 @@ def test_one_process_from_end_to_end(tmp_path: Path) -> None:
     assert "5/5  static recompute, 1 process" in result.stderr
 
 
+@pytest.mark.timeout(300)  # five processes, each of which imports Paddle
+def test_a_learned_temperature_and_masked_false_negatives(tmp_path: Path) -> None:
+    changes = {
+        "contrastive__learnable_temperature": True,
+        "contrastive__mask_false_negatives": True,
+    }
+    result = run(tmp_path, "--steps", "3", "--json", **changes)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["parity"] is True
+    modes = [one for one in record["comparisons"] if one["tolerance"] == "modes"]
+    assert {one["case"] for one in modes} == {"dropout", "no dropout"}
+
+
 def fake_runs(spoil: Variant | None) -> Any:
     """In place of the processes: every run has the same numbers, but for one of `spoil`."""
 
