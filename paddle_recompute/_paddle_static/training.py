@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,28 @@ def static_mode() -> Iterator[None]:
         yield
     finally:
         paddle.disable_static()
+
+
+def free_with(owner: object, executor: paddle.static.Executor, scope: Any) -> None:
+    """Free what `executor` has prepared and `scope` holds as soon as `owner` is gone.
+
+    Nothing else does: ``paddle.static.Scope()`` (2.6, 3.x) puts every scope into a pool of the
+    process, where it stays with all its variables. ``Executor.close`` is for parameter servers, and
+    what clears its caches (3.3) forgets the one for PIR. Can go when a scope ends with its Python
+    object.
+    """
+    weakref.finalize(owner, _free, executor, scope).atexit = False
+
+
+def _free(executor: paddle.static.Executor, scope: Any) -> None:
+    cache = executor._executor_cache
+    for name in (
+        "_get_cached_program_and_executor",
+        "_get_cached_program_and_executor_pir_mode",  # 3.x alone
+    ):
+        if hasattr(cache, name):
+            getattr(cache, name).cache_clear()
+    scope._remove_from_pool()
 
 
 @contextlib.contextmanager

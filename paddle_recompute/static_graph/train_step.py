@@ -269,9 +269,11 @@ class StaticTrainStep:
         executor, scope = paddle.static.Executor(), paddle.static.Scope()
         executor.run(startup, scope=scope)
         variables = {"model": in_state, "optimizer": moments}
-        return TrainedProgram(
+        built = TrainedProgram(
             [loss, clip.norm], feeds, variables, gathers_rows, executor, scope, main
         )
+        training.free_with(built, executor, scope)
+        return built
 
 
 def _check_ranks() -> None:

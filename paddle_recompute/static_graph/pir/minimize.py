@@ -14,6 +14,7 @@ from paddle_recompute.static_graph.pir.data_parallel import (
     mean_over_ranks,
     start_as_rank_0,
 )
+from paddle_recompute.static_graph.pir.detached import copy_detached
 from paddle_recompute.static_graph.pir.gradient_merge import merge_gradients
 from paddle_recompute.static_graph.pir.graph import Graph
 from paddle_recompute.static_graph.pir.recompute import recompute
@@ -51,6 +52,7 @@ def minimize(
         num_ranks = pir.join_ranks()
         if num_ranks > 1:
             start_as_rank_0(program, startup, bucket_bytes=requested.bucket_bytes)
+        copy_detached(program)
         pir.claim_recomputed_calls(program)
         params_grads = pir.append_backward(optimizer, loss, startup)
         if requested.recompute:
