@@ -286,9 +286,8 @@ def copy_after(value: Value, zero: Value | None) -> Value:
     return paddle._C_ops.bitwise_or(paddle._C_ops.cast(zero, value.dtype), value)
 
 
-def copy_operand(operation: Operation) -> None:
-    """Let the first operand of `operation` be a copy of what it was."""
-    value = operation.operand_source(0)
+def copy_operand(operation: Operation, value: Value) -> Value:
+    """Let `operation` take a copy of its operand `value`; returns the copy."""
     insert_before(operation)
     copy = paddle._C_ops.assign(value)
     copy.stop_gradient = value.stop_gradient
@@ -296,14 +295,13 @@ def copy_operand(operation: Operation) -> None:
         if operation.has_attr(name):
             _copy_attribute(operation, name, defining_operation(copy))
     replace_uses(value, copy, [operation])
+    return copy
 
 
 def _copy_attribute(operation: Operation, name: str, other: Operation) -> None:
-    value = operation.attrs()[name]
-    if isinstance(value, str):
-        other.set_str_attr(name, value)
-    else:
-        other.set_bool_attr(name, value)
+    value = attribute(operation, name)
+    write = other.set_str_attr if isinstance(value, str) else other.set_bool_attr
+    write(name, value)
 
 
 _FLOATS = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)

@@ -45,7 +45,6 @@ class _Hook(pir_partial_program.PartialProgramLayerHook):
     def before_append_backward(self, forward_program: Any, src_vars: Any) -> Any:
         if pir.has_recomputed_calls(forward_program):
             self._prepare(forward_program)
-            pir.claim_recomputed_calls(forward_program)
         return forward_program, src_vars
 
     def after_append_backward(

@@ -110,15 +110,6 @@ def in_float32() -> Iterator[None]:
         old_ir.write_text(operator, old_ir.FLOAT32, "yes")
 
 
-def needs_gradient_to_input(dtype: str | None) -> bool:
-    """Whether what is fed must ask for a gradient, which nobody reads.
-
-    In PIR (3.3.1) oneDNN's gradient of a matrix product in bfloat16 crashes (SIGSEGV) where one
-    factor needs none. Can go when it does not.
-    """
-    return dtype == "bfloat16" and representation() == "pir" and paddle.get_device() == "cpu"
-
-
 class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
     """Clips as ``ClipGradByGlobalNorm`` and writes the norm before it to a variable.
 

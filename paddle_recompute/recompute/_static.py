@@ -70,9 +70,9 @@ def _recomputed_call(name: str, *, continues: bool, gives_up_outputs: bool) -> A
 
 def _prepare(program: paddle.static.Program) -> None:
     """Make a Program of `paddle.jit.to_static` ready for its backward."""
-    from paddle_recompute.static_graph.pir import copy_detached
+    from paddle_recompute.static_graph.pir import prepare
 
-    copy_detached(program)
+    prepare(program)
 
 
 def _recompute_all(program: paddle.static.Program, num_forward: int) -> None:

@@ -239,8 +239,7 @@ class StaticTrainStep:
             lists = (
                 amp.model_dump(include={"custom_white_list", "custom_black_list"}) if amp else {}
             )
-            need_gradient = training.needs_gradient_to_input(dtype)
-            micro_batch = feeds.variables(need_gradient=need_gradient)
+            micro_batch = feeds.variables()
             weight = paddle.static.data(WEIGHT, [1], "float32")
             with training.building_in(dtype, **lists):
                 loss = self._loss_fn(model, micro_batch)

@@ -32,7 +32,7 @@ def copy_detached(program: paddle.static.Program) -> None:
         for operation in operations:
             for inner in pir.with_bodies(operation):
                 if only_shares_memory(inner) and not _has_memory_of_its_own(inner, memory):
-                    pir.copy_operand(inner)
+                    pir.copy_operand(inner, inner.operand_source(0))
 
 
 def _has_memory_of_its_own(operation: Operation, memory: Memory) -> bool:
