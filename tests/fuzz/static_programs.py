@@ -32,8 +32,8 @@ class Graph:
     Attributes:
         names: Its checkpoints.
         lines: What it consists of, for a human.
-        has_random: Whether an instruction draws random numbers.
-        has_writes: Whether an instruction writes to a variable that others see.
+        needs_order: Whether an instruction draws random numbers, or writes to a variable that
+            others see.
     """
 
     def __init__(self, seed: int, length: int, *, wraps: bool) -> None:
@@ -44,8 +44,7 @@ class Graph:
         self.layers: list[Any] = []
         self.names: list[str] = []
         self.lines: list[str] = []
-        self.has_random = False
-        self.has_writes = False
+        self.needs_order = False
         self.wrapped = 0
 
     def build(self) -> Any:
@@ -195,19 +194,19 @@ def stacked(graph: Graph) -> Any:
 
 
 def dropout(graph: Graph) -> Any:
-    graph.has_random = True
+    graph.needs_order = True
     mode = graph.random.choice(["upscale_in_train", "downscale_in_infer"])
     training = graph.random.random() < 0.8
     return functional.dropout(graph.pick(), graph.number(0, 0.9), training=training, mode=mode)
 
 
 def noise(graph: Graph) -> Any:
-    graph.has_random = True
+    graph.needs_order = True
     return graph.pick() * (1 + 0.1 * paddle.randn([1, HIDDEN]))
 
 
 def alpha_dropout(graph: Graph) -> Any:
-    graph.has_random = True
+    graph.needs_order = True
     return functional.alpha_dropout(graph.pick(), 0.3)
 
 
@@ -265,7 +264,7 @@ def loop(graph: Graph) -> Any:
 def block(graph: Graph) -> Any:
     """A Layer that may be wrapped; sometimes called twice."""
     layer = Block(dropout=graph.random.choice([0.0, 0.2]))
-    graph.has_random = True
+    graph.needs_order = True
     graph.wrapped += 1
     if graph.wraps:
         layer = recompute_wrapper(layer)
@@ -316,7 +315,7 @@ def frozen(graph: Graph) -> Any:
 
 def written(graph: Graph) -> Any:
     """A variable that is written to after it was used."""
-    graph.has_writes = True
+    graph.needs_order = True
     x = paddle.tanh(graph.pick() * 3)
     graph.values.append(functional.gelu(x))
     paddle.assign(graph.pick() * 2, x)
@@ -324,7 +323,7 @@ def written(graph: Graph) -> Any:
 
 
 def written_parts(graph: Graph) -> Any:
-    graph.has_writes = True
+    graph.needs_order = True
     x = functional.gelu(graph.new_layer()(graph.pick()))
     before = paddle.exp(-paddle.abs(x))
     x[:, 0] = 0.5
@@ -334,7 +333,7 @@ def written_parts(graph: Graph) -> Any:
 
 
 def written_alias(graph: Graph) -> Any:
-    graph.has_writes = True
+    graph.needs_order = True
     x = functional.gelu(graph.new_layer()(graph.pick()))
     early = paddle.exp(-paddle.abs(x))
     fixed = x.detach()
@@ -343,7 +342,7 @@ def written_alias(graph: Graph) -> Any:
 
 
 def counted(graph: Graph) -> Any:
-    graph.has_writes = True
+    graph.needs_order = True
     one = paddle.nn.initializer.Constant(1.0)
     counter = paddle.create_parameter(
         [1], "float32", f"counter{len(graph.values)}", default_initializer=one

@@ -1,13 +1,15 @@
 """Random static graphs train to the same bits with recompute and without.
 
-    FUZZ_PROGRAMS=2000 FUZZ_SEED=0 python -m pytest tests/fuzz/test_static_graphs.py -s
+FUZZ_PROGRAMS=2000 FUZZ_SEED=0 python -m pytest tests/fuzz/test_static_graphs.py -s
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from paddle_recompute._paddle_static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
 from tests.fuzz.budget import examples, seed
 from tests.fuzz.static_programs import IS_PIR, Graph
-from tests.static_graph.models import Run, train
+from tests.static_graph.models import Run, static_mode, train
 
 LONGEST = 14
 REFUSED = (RuntimeError, ValueError, TypeError, StaticGraphError)
@@ -34,24 +36,24 @@ def run(number: int, length: int, *, recomputes: bool, in_place: bool = True) ->
         return built[-1].build()
 
     names: list[str] | None = None
-    in_order = random.Random(number).random() < 0.7
+    drawn = random.Random(number)
+    # Branches that draw random numbers, or that are written to, have no order of their own.
+    in_order = drawn.random() < 0.5 or sketch(number, length).needs_order
     if recomputes:
         names = []
-        if random.Random(number + 1).random() < 0.2:
-            names = [name for name in names_of(number, length) if random.Random(name).random() < 0.5]
+        if drawn.random() < 0.2:
+            names = [name for name in sketch(number, length).names if drawn.random() < 0.5]
     with contextlib.ExitStack() as stack:
-        # Branches that draw random numbers, or that are written to, have no order of their own.
-        if in_order or needs_order(number, length):
+        if in_order:
             stack.enter_context(in_program_order())
         stack.enter_context(executor_in_place(in_place))
         trained = train(build, names, make_optimizer=lambda: paddle.optimizer.SGD(0.1))
     return trained, built[-1]
 
 
+@functools.lru_cache(maxsize=2)
 def sketch(number: int, length: int) -> Graph:
     """The graph, built and thrown away."""
-    from tests.static_graph.models import static_mode
-
     graph = Graph(number, length, wraps=False)
     with (
         static_mode(),
@@ -60,31 +62,27 @@ def sketch(number: int, length: int) -> Graph:
     ):
         graph.build()
     graph.values.clear()
+    graph.layers.clear()
     return graph
 
 
-def names_of(number: int, length: int) -> list[str]:
-    return sketch(number, length).names
-
-
-def needs_order(number: int, length: int) -> bool:
-    graph = sketch(number, length)
-    return graph.has_random or graph.has_writes
-
-
 @contextlib.contextmanager
-def executor_in_place(allowed: bool) -> Any:
-    """Whether the executor may write a result over an operand (3.3); without, it is always right."""
-    flag = "FLAGS_pir_apply_inplace_pass"
-    if not IS_PIR or allowed:
+def executor_in_place(allowed: bool) -> Iterator[None]:
+    """Whether a result may be written over an operand; without, Paddle is always right."""
+    if allowed:
         yield
-        return
-    before = paddle.get_flags(flag)
-    paddle.set_flags({flag: False})
-    try:
-        yield
-    finally:
-        paddle.set_flags(before)
+    elif IS_PIR:
+        flag = "FLAGS_pir_apply_inplace_pass"
+        before = paddle.get_flags(flag)
+        paddle.set_flags({flag: False})
+        try:
+            yield
+        finally:
+            paddle.set_flags(before)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paddle.base.executor, "_apply_inplace_addto_pass", lambda *_: None)
+            yield
 
 
 def difference(one: Run, other: Run) -> str | None:

@@ -62,7 +62,9 @@ class Graph:
         inner_read, inner_written = old_ir.named_in_bodies(operator)
         self._used_in_bodies |= inner_read
         if operator.type in _SHARE_MEMORY:
-            members = [one for name in (*inputs, *outputs) for one in self._sharing.get(name, [name])]
+            members = [
+                one for name in (*inputs, *outputs) for one in self._sharing.get(name, [name])
+            ]
             self._sharing.update(dict.fromkeys(members, members))
         for name in {*inputs, *inner_read}:
             self._readers[name].append(position)
