@@ -9,7 +9,6 @@ import contextlib
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ import pytest
 from paddle_recompute._paddle_static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
 from tests.fuzz.budget import examples, seed
-from tests.fuzz.static_programs import IS_PIR, Graph
-from tests.static_graph.models import Run, static_mode, train
+from tests.fuzz.static_programs import Graph
+from tests.static_graph.models import Run, executor_in_place, static_mode, train
 
 LONGEST = 14
 REFUSED = (RuntimeError, ValueError, TypeError, StaticGraphError)
@@ -64,25 +63,6 @@ def sketch(number: int, length: int) -> Graph:
     graph.values.clear()
     graph.layers.clear()
     return graph
-
-
-@contextlib.contextmanager
-def executor_in_place(allowed: bool) -> Iterator[None]:
-    """Whether a result may be written over an operand; without, Paddle is always right."""
-    if allowed:
-        yield
-    elif IS_PIR:
-        flag = "FLAGS_pir_apply_inplace_pass"
-        before = paddle.get_flags(flag)
-        paddle.set_flags({flag: False})
-        try:
-            yield
-        finally:
-            paddle.set_flags(before)
-    else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(paddle.base.executor, "_apply_inplace_addto_pass", lambda *_: None)
-            yield
 
 
 def difference(one: Run, other: Run) -> str | None:
