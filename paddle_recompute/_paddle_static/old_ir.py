@@ -405,6 +405,11 @@ def rename_inputs(operators: Iterable[Operator], renamed: dict[str, str]) -> Non
             operator._rename_input(name, renamed[name])
 
 
+def copy_instead(operator: Operator) -> None:
+    """Let ``share_data`` `operator` copy what it shares; inputs and outputs have the same names."""
+    operator.desc.set_type("assign")
+
+
 def finish_changes(program: paddle.static.Program) -> None:
     """To be called after the last change, before the Program is run."""
     program._sync_with_cpp()

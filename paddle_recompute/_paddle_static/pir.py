@@ -261,12 +261,47 @@ def after(value: Value, zero: Value) -> Value:
     """A copy of `value`, to the last bit, that cannot be made before `zero` is.
 
     Subtracting +0.0 changes no float (adding it would turn -0.0 into +0.0); or-ing 0 changes no
-    integer. Costs one copy of `value`.
+    integer. Costs one copy of `value`, or nothing where nobody uses `value` any more: the executor
+    then makes the copy in its memory, without asking whether other variables have it too.
     """
     zero = paddle._C_ops.cast(zero, value.dtype)
     if value.dtype in _FLOATS:
         return paddle._C_ops.subtract(value, zero)
     return paddle._C_ops.bitwise_or(value, zero)
+
+
+def copy_after(value: Value, zero: Value | None) -> Value:
+    """As `after`, in memory of its own, whoever shares that of `value`.
+
+    The executor makes a result in the memory of the first operand only, and of its size. What
+    `can_wait` refuses is copied, but does not wait.
+    """
+    if not can_wait(value):
+        return paddle._C_ops.transpose(value, list(range(len(value.shape))))
+    if zero is None:
+        zero = paddle._C_ops.full([], 0, paddle.int64, core.Place())
+    if value.dtype in _FLOATS:
+        one = paddle._C_ops.scale(zero, 1.0, 1.0, True)
+        return paddle._C_ops.multiply(paddle._C_ops.cast(one, value.dtype), value)
+    return paddle._C_ops.bitwise_or(paddle._C_ops.cast(zero, value.dtype), value)
+
+
+def copy_operand(operation: Operation, value: Value) -> Value:
+    """Let `operation` take a copy of its operand `value`; returns the copy."""
+    insert_before(operation)
+    copy = paddle._C_ops.assign(value)
+    copy.stop_gradient = value.stop_gradient
+    for name in OWN_ATTRIBUTES:
+        if operation.has_attr(name):
+            _copy_attribute(operation, name, defining_operation(copy))
+    replace_uses(value, copy, [operation])
+    return copy
+
+
+def _copy_attribute(operation: Operation, name: str, other: Operation) -> None:
+    value = attribute(operation, name)
+    write = other.set_str_attr if isinstance(value, str) else other.set_bool_attr
+    write(name, value)
 
 
 _FLOATS = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)

@@ -17,30 +17,34 @@ from paddle.jit.dy2static import pir_partial_program
 
 from paddle_recompute._paddle_static import pir
 
+Prepare = Callable[[paddle.static.Program], None]
+"""Called with a Program that holds recomputed calls, before its backward is appended."""
 Change = Callable[[paddle.static.Program, int], None]
-"""Called with a Program and its number of forward operators, if it holds recomputed calls."""
+"""Called with a Program that holds recomputed calls, and its number of forward operators."""
 
 
 @functools.cache
-def after_append_backward(change: Change) -> None:
-    """From now on, `change` gets every Program of `to_static` that holds recomputed calls."""
+def around_append_backward(prepare: Prepare, change: Change) -> None:
+    """From now on, both get every Program of `to_static` that holds recomputed calls."""
     original = pir_partial_program.partial_program_from
 
     @functools.wraps(original)
     def hooked(*args: Any, **kwargs: Any) -> Any:
         layer = original(*args, **kwargs)
-        layer.add_hooker(_Hook(change))
+        layer.add_hooker(_Hook(prepare, change))
         return layer
 
     pir_partial_program.partial_program_from = hooked
 
 
 class _Hook(pir_partial_program.PartialProgramLayerHook):
-    def __init__(self, change: Change) -> None:
+    def __init__(self, prepare: Prepare, change: Change) -> None:
+        self._prepare = prepare
         self._change = change
 
     def before_append_backward(self, forward_program: Any, src_vars: Any) -> Any:
-        pir.claim_recomputed_calls(forward_program)
+        if pir.has_recomputed_calls(forward_program):
+            self._prepare(forward_program)
         return forward_program, src_vars
 
     def after_append_backward(

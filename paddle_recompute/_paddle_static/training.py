@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,28 @@ def static_mode() -> Iterator[None]:
         yield
     finally:
         paddle.disable_static()
+
+
+def free_with(owner: object, executor: paddle.static.Executor, scope: Any) -> None:
+    """Free what `executor` has prepared and `scope` holds as soon as `owner` is gone.
+
+    Nothing else does: ``paddle.static.Scope()`` (2.6, 3.x) puts every scope into a pool of the
+    process, where it stays with all its variables. ``Executor.close`` is for parameter servers, and
+    what clears its caches (3.3) forgets the one for PIR. Can go when a scope ends with its Python
+    object.
+    """
+    weakref.finalize(owner, _free, executor, scope).atexit = False
+
+
+def _free(executor: paddle.static.Executor, scope: Any) -> None:
+    cache = executor._executor_cache
+    for name in (
+        "_get_cached_program_and_executor",
+        "_get_cached_program_and_executor_pir_mode",  # 3.x alone
+    ):
+        if hasattr(cache, name):
+            getattr(cache, name).cache_clear()
+    scope._remove_from_pool()
 
 
 @contextlib.contextmanager
@@ -85,15 +108,6 @@ def in_float32() -> Iterator[None]:
     yield
     for operator in block.ops[first:]:
         old_ir.write_text(operator, old_ir.FLOAT32, "yes")
-
-
-def needs_gradient_to_input(dtype: str | None) -> bool:
-    """Whether what is fed must ask for a gradient, which nobody reads.
-
-    In PIR (3.3.1) oneDNN's gradient of a matrix product in bfloat16 crashes (SIGSEGV) where one
-    factor needs none. Can go when it does not.
-    """
-    return dtype == "bfloat16" and representation() == "pir" and paddle.get_device() == "cpu"
 
 
 class GradientNorm(paddle.nn.ClipGradByGlobalNorm):

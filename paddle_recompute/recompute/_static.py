@@ -61,11 +61,18 @@ def _recomputed_call(name: str, *, continues: bool, gives_up_outputs: bool) -> A
     if _paddle_static.representation() == "pir":
         from paddle_recompute._paddle_static import pir, to_static
 
-        to_static.after_append_backward(_recompute_all)
+        to_static.around_append_backward(_prepare, _recompute_all)
         return pir.recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs)
     from paddle_recompute._paddle_static import old_ir
 
     return old_ir.recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs)
+
+
+def _prepare(program: paddle.static.Program) -> None:
+    """Make a Program of `paddle.jit.to_static` ready for its backward."""
+    from paddle_recompute.static_graph.pir import prepare
+
+    prepare(program)
 
 
 def _recompute_all(program: paddle.static.Program, num_forward: int) -> None:

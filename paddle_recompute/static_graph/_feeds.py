@@ -53,22 +53,15 @@ class Feeds:
         }
         self.arrays(micro_batch)
 
-    def variables(self, *, need_gradient: bool) -> Any:
-        """Declare the variables in the Program being built; returns them as in a micro-batch.
-
-        Args:
-            need_gradient: Whether floating-point ones ask for a gradient.
-        """
+    def variables(self) -> Any:
+        """Declare the variables in the Program being built; returns them as in a micro-batch."""
         feeds = iter(self._feeds.values())
 
         def declared(leaf: Any) -> Any:
             if not _is_array(leaf):
                 return leaf
             feed = next(feeds)
-            variable = paddle.static.data(feed.name, list(feed.shape), feed.dtype)
-            if need_gradient and feed.dtype.startswith(("float", "bfloat")):
-                variable.stop_gradient = False
-            return variable
+            return paddle.static.data(feed.name, list(feed.shape), feed.dtype)
 
         return _nested.map_leaves(declared, self._structure)
 

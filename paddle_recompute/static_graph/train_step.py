@@ -239,8 +239,7 @@ class StaticTrainStep:
             lists = (
                 amp.model_dump(include={"custom_white_list", "custom_black_list"}) if amp else {}
             )
-            need_gradient = training.needs_gradient_to_input(dtype)
-            micro_batch = feeds.variables(need_gradient=need_gradient)
+            micro_batch = feeds.variables()
             weight = paddle.static.data(WEIGHT, [1], "float32")
             with training.building_in(dtype, **lists):
                 loss = self._loss_fn(model, micro_batch)
@@ -269,9 +268,11 @@ class StaticTrainStep:
         executor, scope = paddle.static.Executor(), paddle.static.Scope()
         executor.run(startup, scope=scope)
         variables = {"model": in_state, "optimizer": moments}
-        return TrainedProgram(
+        built = TrainedProgram(
             [loss, clip.norm], feeds, variables, gathers_rows, executor, scope, main
         )
+        training.free_with(built, executor, scope)
+        return built
 
 
 def _check_ranks() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 from paddle.distributed import fleet
 
 from paddle_recompute._paddle_static.training import static_mode
@@ -132,6 +133,25 @@ def data(name: str = "x", shape: Sequence[int] = (BATCH, HIDDEN), dtype: str = "
     value = paddle.static.data(name, list(shape), dtype)
     value.stop_gradient = dtype != "float32"
     return value
+
+
+@contextlib.contextmanager
+def executor_in_place(allowed: bool) -> Iterator[None]:
+    """Whether a result may be written over an operand; without, Paddle is always right."""
+    if allowed:
+        yield
+    elif not paddle.__version__.startswith("2."):
+        flag = "FLAGS_pir_apply_inplace_pass"
+        before = paddle.get_flags(flag)
+        paddle.set_flags({flag: False})
+        try:
+            yield
+        finally:
+            paddle.set_flags(before)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paddle.base.executor, "_apply_inplace_addto_pass", lambda *_: None)
+            yield
 
 
 class Block(paddle.nn.Layer):

@@ -43,6 +43,7 @@ class Graph:
         self._readers: dict[str, list[int]] = defaultdict(list)
         self._writers: dict[str, list[int]] = defaultdict(list)
         self._used_in_bodies: set[str] = set()
+        self._sharing: dict[str, list[str]] = {}  # names of one memory, by each of them
         self._inputs: list[list[str]] = []
         self._outputs: list[list[str]] = []
         for position, operator in enumerate(self.operators):
@@ -60,6 +61,11 @@ class Graph:
         self._outputs.append(outputs)
         inner_read, inner_written = old_ir.named_in_bodies(operator)
         self._used_in_bodies |= inner_read
+        if operator.type in _SHARE_MEMORY:
+            members = [
+                one for name in (*inputs, *outputs) for one in self._sharing.get(name, [name])
+            ]
+            self._sharing.update(dict.fromkeys(members, members))
         for name in {*inputs, *inner_read}:
             self._readers[name].append(position)
         if operator.type != "depend":  # which says that it writes, and does not
@@ -86,8 +92,12 @@ class Graph:
     def is_changed_in_place(self, name: str) -> bool:
         """Whether the numbers in `name` change between a forward operator and the backward.
 
-        A parameter is written by its optimizer, which comes after.
+        A parameter is written by its optimizer, which comes after. What was detached from a
+        variable has its memory, so what is written to one is written to the other.
         """
+        return any(map(self._is_written_again, self._sharing.get(name, [name])))
+
+    def _is_written_again(self, name: str) -> bool:
         writers = self._writers.get(name, [])
         if not self.backward:
             return sum(map(self._is_forward, writers)) > 1
@@ -114,4 +124,5 @@ class Graph:
         return [p for p in self._readers.get(name, ()) if self._is_in_backward(p)]
 
 
+_SHARE_MEMORY = ("share_data", "view_shape", "view_dtype")
 _CONSTANTS = ("fill_constant", "assign_value", "full_int_array")

@@ -10,6 +10,7 @@ import paddle
 from paddle_recompute._paddle_static import old_ir, old_ir_fleet
 from paddle_recompute._paddle_static.old_ir import Operator, Variable
 from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.static_graph.old_ir.detached import copy_detached
 from paddle_recompute.static_graph.old_ir.graph import Graph
 from paddle_recompute.static_graph.old_ir.recompute import recompute
 from paddle_recompute.static_graph.old_ir.segments import find_segments, warn_of_crossings
@@ -56,6 +57,7 @@ def minimize(
             )
             if loss.dtype != paddle.float32:
                 loss = loss.astype("float32")
+        copy_detached(program)
         old_ir.claim_recomputed_calls(program)
         operators, params_grads = old_ir_fleet.fleet_minimize(optimizer, loss, strategy, startup)
         if recomputes:

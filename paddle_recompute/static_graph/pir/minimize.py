@@ -9,11 +9,13 @@ import paddle
 from paddle_recompute._paddle_static import pir
 from paddle_recompute._paddle_static.pir import Operation
 from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.static_graph.pir.bfloat16 import ask_for_both_gradients
 from paddle_recompute.static_graph.pir.data_parallel import (
     ParamsGrads,
     mean_over_ranks,
     start_as_rank_0,
 )
+from paddle_recompute.static_graph.pir.detached import copy_detached
 from paddle_recompute.static_graph.pir.gradient_merge import merge_gradients
 from paddle_recompute.static_graph.pir.graph import Graph
 from paddle_recompute.static_graph.pir.recompute import recompute
@@ -51,7 +53,7 @@ def minimize(
         num_ranks = pir.join_ranks()
         if num_ranks > 1:
             start_as_rank_0(program, startup, bucket_bytes=requested.bucket_bytes)
-        pir.claim_recomputed_calls(program)
+        prepare(program)
         params_grads = pir.append_backward(optimizer, loss, startup)
         if requested.recompute:
             _recompute_between(program, forward[-1], requested.checkpoints)
@@ -75,6 +77,13 @@ def minimize(
                 average=requested.average,
             )
             return operations, params_grads
+
+
+def prepare(program: paddle.static.Program) -> None:
+    """Make `program` ready for its backward, which is appended afterwards."""
+    copy_detached(program)
+    ask_for_both_gradients(program)
+    pir.claim_recomputed_calls(program)
 
 
 def recompute_calls(program: paddle.static.Program, num_forward: int) -> None:

@@ -94,6 +94,11 @@ def only_shares_memory(operation: Operation) -> bool:
     return bool(operation.name() == "pd_op.share_data_")
 
 
+def is_part_of_a_list(operation: Operation) -> bool:
+    """Whether the results of `operation` are elements of its operand, in their memory."""
+    return operation.name() in ("builtin.split", "builtin.slice")
+
+
 def may_share_memory(operation: Operation) -> bool:
     """Whether a result of `operation` could have an operand's memory though PIR does not say so."""
     return why_kept(operation) == _UNKNOWN

@@ -127,6 +127,8 @@ class _Copies:
         for value in operands:
             if value in self._kept and not self._graph.is_given(value):
                 self._hold_back(value)
+            elif self._kept.shares_memory(value):
+                self._copy_once(value)
         if not any(pir.key(value) in self._waiting for value in operands):
             for value in operands:  # for example the cast of a weight, under mixed precision
                 self._hold_back(value)
@@ -144,7 +146,16 @@ class _Copies:
 
     def _hold_back(self, value: Value) -> None:
         key = pir.key(value)
-        if self._zero is None or key in self._waiting or not pir.can_wait(value):
-            return
-        self._copy[key] = pir.after(self._copy.get(key, value), self._zero)
-        self._waiting.add(key)
+        if self._kept.shares_memory(value):
+            self._copy_once(value)
+        elif self._zero is not None and key not in self._waiting and pir.can_wait(value):
+            self._copy[key] = pir.after(self._copy.get(key, value), self._zero)
+            self._waiting.add(key)
+
+    def _copy_once(self, value: Value) -> None:
+        """What was made of `value` may be overwritten by the executor, and must not be `value`."""
+        key = pir.key(value)
+        if key not in self._copy:
+            self._copy[key] = pir.copy_after(value, self._zero)
+            if self._zero is not None and pir.can_wait(value):
+                self._waiting.add(key)

@@ -18,7 +18,11 @@ from paddle_recompute._paddle_static.pir import Operation, Value
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.static_graph.pir.graph import Graph
 from paddle_recompute.static_graph.pir.memory import Memory
-from paddle_recompute.static_graph.pir.operators import is_replayed_from_mask, why_kept
+from paddle_recompute.static_graph.pir.operators import (
+    is_part_of_a_list,
+    is_replayed_from_mask,
+    why_kept,
+)
 from paddle_recompute.static_graph.report import mebibytes
 
 SEGMENT = "recompute_segment"
@@ -161,6 +165,13 @@ class Kept:
             self._known[key] = self._reason(value, key)
         return self._known[key]
 
+    def shares_memory(self, value: Value) -> bool:
+        """Whether writing to `value` may change another variable. To a parameter nobody writes."""
+        operation = pir.defining_operation(value)
+        if operation is None or operation.name() == "builtin.parameter" or not pir.is_dense(value):
+            return False
+        return self._memory.is_shared(value)
+
     def _reason(self, value: Value, key: str) -> str | None:
         operation = self._graph.definer(value)
         segment = self._segment_of.get(operation.id()) if operation is not None else None
@@ -184,6 +195,8 @@ class Kept:
             return "it is small, and what its operator returns besides it is kept"
         if self._memory.is_shared(value):
             return "another variable may share its memory"
+        if is_part_of_a_list(operation) and any(one in self for one in pir.operands_of(operation)):
+            return "it is part of a list that is kept"
         # An operator that was run before the overwriting would now see other numbers.
         if any(self._memory.is_overwritten(operand) for operand in pir.operands_of(operation)):
             return "it was computed from a variable that is changed in place"
@@ -264,7 +277,8 @@ def _described(value: Value) -> str:
     operation = pir.defining_operation(value)
     assert operation is not None  # a variable of a segment is the result of an operator
     place = pir.text_attribute(operation, "struct_name")
-    shape = "x".join(map(str, value.shape))
+    # What a cond or while leaves for its backward is a stack, which has no shape.
+    shape = "x".join(map(str, value.shape)) if pir.is_dense(value) else "..."
     return f"{operation.name().rpartition('.')[2]}[{shape}]{f' in {place}' if place else ''}"
 
 
