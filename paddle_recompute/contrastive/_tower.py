@@ -28,6 +28,8 @@ from paddle_recompute.recompute._layer_state import layers_of
 # them up in another order (a percent, in bfloat16); another dropout mask changes much more.
 REPETITION_TOLERANCE = 0.05
 
+_CONSTANTS = (type(None), bool, int, float, str)
+
 
 class Tower:
     """An encoder with the rows that it encodes in one step.
@@ -213,7 +215,9 @@ class Tower:
             then, now = then.astype("float32"), now.astype("float32")
         same = (now == then) | (paddle.isnan(now) & paddle.isnan(then))
         change = paddle.where(same, paddle.zeros_like(now), (now - then).abs())
-        change, size = (one.reshape([len(chunk.rows), -1]).max(axis=1) for one in (change, then.abs()))
+        change, size = (
+            one.reshape([len(chunk.rows), -1]).max(axis=1) for one in (change, then.abs())
+        )
         # A row of zeros has changed if it is anything else; 0 / 0 must be 0 here.
         share = change / size.clip(min=float(np.finfo(np.float32).tiny))
         share = paddle.where(change == 0, paddle.zeros_like(share), share)
@@ -223,20 +227,26 @@ class Tower:
 
     def _check_constants(self, first: Any, output: Any) -> None:
         """What is no tensor is handed on as the first chunk has it, so all must have the same."""
-        pairs = zip(named_leaves(first, "output"), named_leaves(output), strict=True)
-        for (path, then), (_, now) in pairs:
-            if is_tensor(now) or then is now:
-                continue
-            plain = isinstance(then, _CONSTANTS) and isinstance(now, _CONSTANTS)
-            if plain and not np.array_equal(then, now):
+        then, now = (
+            {path: leaf for path, leaf in named_leaves(value, "output") if path not in self._paths}
+            for value in (first, output)
+        )
+        for path in [*then, *now]:
+            missing = path not in then or path not in now
+            if missing or not _same_constant(then[path], now[path]):
                 raise DataError(
-                    f"the encoder of {self._name} returned {path} = {then!r} for its first chunk "
-                    f"and {now!r} for another one; what is no Tensor is not put together from the "
-                    "chunks, so it must always be the same. Return a Tensor with one row per row."
+                    f"the encoder of {self._name} returned {path} = {then.get(path)!r} for its "
+                    f"first chunk and {now.get(path)!r} for another one; what is no Tensor is not "
+                    "put together from the chunks, so it must always be the same. Return a Tensor "
+                    "with one row per row."
                 )
 
 
-_CONSTANTS = (bool, int, float, str, np.ndarray, np.generic)
+def _same_constant(one: Any, other: Any) -> bool:
+    """Whether they are equal, of the types of which that can be told."""
+    if one is other or not (isinstance(one, _CONSTANTS) and isinstance(other, _CONSTANTS)):
+        return True
+    return bool(one == other or (one != one and other != other))
 
 
 class _Kept:
