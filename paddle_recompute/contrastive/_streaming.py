@@ -7,10 +7,10 @@ for softmax", arXiv:1805.02867), relative to the largest, the row's own score am
 .. math:: t = \max_j s_{ij}, \quad r = \sum_{j \ne i} e^{s_{ij} - t}, \quad m = t - s_{ii}, \quad
     h = \log(1 + (e^{-m} - 1) + r), \quad \ell = m + h
 
-The backward computes each tile again and turns it into the softmax :math:`w_j = e^{s_{ij} - t - h}`;
-not :math:`e^{s_{ij} - s_{ii} - \ell}`, because next to a large m all of h is rounded away.
-The derivative by the own score is :math:`-\sum_{j \ne i} w_j`, summed and not taken as softmax - 1,
-so a small gradient keeps its digits as a small loss does.
+The backward computes each tile again and turns it into the softmax
+:math:`w_j = e^{s_{ij} - t - h}`; not :math:`e^{s_{ij} - s_{ii} - \ell}`, because next to a large m
+all of h is rounded away. The derivative by the own score is :math:`-\sum_{j \ne i} w_j`, summed
+and not taken as softmax - 1, so a small gradient keeps its digits as a small loss does.
 
 A tile of this rank's queries and this rank's positives serves both directions of a symmetric loss.
 

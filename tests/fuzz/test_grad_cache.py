@@ -78,9 +78,9 @@ BY_ROWS = st.builds(
     dtype=st.sampled_from(["float32", "float32", "float64", "bfloat16"]),
     detached=st.frozensets(st.integers(0, 3), max_size=3),
     second_output=st.sampled_from(["no", "no", "used", "detached", "same", "None"]),
-    hooks=st.lists(
-        st.tuples(st.integers(0, 5), st.sampled_from(sorted(HOOKS))), max_size=2
-    ).map(tuple),
+    hooks=st.lists(st.tuples(st.integers(0, 5), st.sampled_from(sorted(HOOKS))), max_size=2).map(
+        tuple
+    ),
     scale=st.sampled_from(["fixed", "learned", "shared", "beyond", "shared beyond"]),
     tile=st.sampled_from([None, 3]),
     masked=st.booleans(),
@@ -101,10 +101,9 @@ class Tower(paddle.nn.Layer):
         if program.scale.startswith("shared"):
             self.scale = loss.logit_scale
         self.program = program
-        self.calls = self.second_calls = 0
 
     def forward(self, ids: paddle.Tensor, more: paddle.Tensor | None = None) -> Any:
-        program, number = self.program, self.calls
+        program = self.program
         words = self.words(ids).astype(program.computes_in).mean(axis=1)
         hidden = paddle.tanh(linear(self.inner, words))
         if more is not None:
@@ -119,11 +118,10 @@ class Tower(paddle.nn.Layer):
         # By what the rows hold, so that both forwards of a chunk take the same path.
         if int(ids[0, 0]) % 4 in program.detached:
             output = output.detach()
-        if is_recomputing():
-            if program.wrong is not None and program.wrong < len(ids) and number >= 0:
-                spoilt = np.zeros(output.shape, "float32")
-                spoilt[program.wrong, number % DIM] = 5.0
-                output = output + paddle.to_tensor(spoilt).astype(output.dtype)
+        if is_recomputing() and program.wrong is not None and program.wrong < len(ids):
+            spoilt = np.zeros(output.shape, "float32")
+            spoilt[program.wrong, program.numbers % DIM] = 5.0
+            output = output + paddle.to_tensor(spoilt).astype(output.dtype)
         if program.second_output == "no":
             return output
         second = {
@@ -235,17 +233,13 @@ def run(program: Program, *, cached: bool) -> Trained:
                     "array": {"ids": ids, "more": more},
                 }[program.structure]
             )
-        total = embeddings_only(
-            loss, program, paddle.to_tensor(rng.integers(0, 5, program.rows))
-        )
+        total = embeddings_only(loss, program, paddle.to_tensor(rng.integers(0, 5, program.rows)))
         share = 1.0 / program.micro_batches
         if cached:
             cache = GradCache(towers, total, chunk_size=program.chunk_size)
             value = cache.backward(*inputs, loss_scale=share)
         else:
-            outputs = [
-                in_chunks(towers[min(i, 1)], one, program) for i, one in enumerate(inputs)
-            ]
+            outputs = [in_chunks(towers[min(i, 1)], one, program) for i, one in enumerate(inputs)]
             value = total(*outputs)
             if value.stop_gradient:  # Paddle's backward does nothing then; GradCache says so
                 raise ConfigError("the loss does not depend on anything that is trained")
@@ -254,7 +248,9 @@ def run(program: Program, *, cached: bool) -> Trained:
     for parameter in parameters:
         gradient = parameter.grad
         result.gradients.append(
-            None if gradient is None else gradient.astype("float32").numpy().copy()
+            None
+            if gradient is None
+            else gradient.astype("float32").numpy().copy()
             if program.dtype == "bfloat16"
             else gradient.numpy().copy()
         )
@@ -397,7 +393,6 @@ def text_batch(texts: Texts, number: int) -> dict[str, Any]:
     shape = texts.rows, texts.width
     lengths = rng.integers(1, texts.width + 1, texts.rows)
     mask = np.arange(texts.width) < lengths[:, None]
-    # `numbers` says which of the names there are; without any mask the ids tell, so 0 is padding.
     batch = {
         "input_ids": np.where(mask, rng.integers(2, WORDS, shape), texts.pad),
         "attention_mask": mask.astype(texts.mask_dtype),
@@ -408,7 +403,6 @@ def text_batch(texts: Texts, number: int) -> dict[str, Any]:
     }
     bits = np.random.default_rng(texts.numbers).integers(0, 2, len(NAMES))
     there = {"input_ids", "attention_mask"} | {n for n, b in zip(NAMES, bits, strict=True) if b}
-    # The last keys come first or behind, whatever they are.
     return {name: batch[name] for name in texts.names if name in there}
 
 

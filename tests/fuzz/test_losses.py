@@ -164,6 +164,8 @@ def test_losses_against_float64() -> None:
 @pytest.mark.parametrize("tile", [None, 2])
 def test_what_the_fuzzer_found(tile: int | None) -> None:
     """Scores of 1e9: own + m was rounded, so exp(score - (own + m)) was infinite or 0."""
-    check(
-        Program(0, 5, 4, 0, True, 12, 6, True, tile, 0.0, False, 1, False, False, "float32", None, 1)
-    )
+    size = {"exact": True, "log2_size": 12, "log2_scale": 6}
+    plain = {"masked": False, "num_ids": 1, "normalize": False, "learned": False, "frozen": None}
+    shape = {"pairs": 5, "dim": 4, "negatives": 0, "symmetric": True, "dtype": "float32"}
+    options = {**size, **plain, **shape, "label_smoothing": 0.0, "factor": 1.0}
+    check(Program(numbers=0, tile=tile, **options))
