@@ -515,7 +515,7 @@ def test_tensor_register_grad_hook_is_what_register_hook_calls() -> None:
 
 
 def test_the_backward_of_a_leaf_alone_runs_its_hooks_and_adds() -> None:
-    """So `GradCache` hands the sum of the chunks to a parameter; the hook is before the addition."""
+    """So `GradCache` hands the sum of chunks to a parameter; the hook is before the addition."""
     parameter = paddle.create_parameter([2], "float32")
     seen: list[Any] = []
     parameter.register_hook(lambda gradient: (seen.append(gradient.tolist()), gradient * 2)[1])

@@ -35,6 +35,9 @@ HOOKS = {
 }
 
 
+pytestmark = pytest.mark.timeout(120 + budget.examples(0))  # far less than 1 s each
+
+
 @dataclass(frozen=True)
 class Program:
     """What an encoder does, and how it is trained."""

@@ -25,6 +25,9 @@ ROUNDING = 1e-5
 """Of float32 sums of a few dozen terms, against the size of the terms."""
 
 
+pytestmark = pytest.mark.timeout(120 + budget.examples(0))  # far less than 1 s each
+
+
 @dataclass(frozen=True)
 class Program:
     numbers: int
