@@ -424,3 +424,17 @@ def test_large_scores(tile: int | None, symmetric: bool, size: float) -> None:
     assert value == pytest.approx(expected.loss, rel=1e-6)
     for found, wanted in zip(gradients, (expected.query, expected.positive), strict=False):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * expected.size)
+
+
+@pytest.mark.parametrize("tile", [None, 2])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_large_scores_that_are_rounded(tile: int | None, symmetric: bool, seed: int) -> None:
+    """To the rounding of the scores: of 1e9 by 64, whose exp is beyond all numbers or 0."""
+    rng = np.random.default_rng(seed)
+    query, positive = (rng.normal(size=(9, 4)).astype("float32") * 2e4 for _ in range(2))
+    expected = reference(query, positive, 1.0, symmetric)
+    value, gradients = with_gradients(ContrastiveLoss(1.0, symmetric, tile=tile), query, positive)
+    assert value == pytest.approx(expected.loss, rel=1e-6)
+    for found, wanted in zip(gradients, (expected.query, expected.positive), strict=False):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * expected.size)
