@@ -582,3 +582,35 @@ def test_streams_are_left_alone_by_a_look() -> None:
     paddle.seed(1)
     _paddle.generator_states()
     assert paddle.rand([2]).tolist() == drawn
+
+
+# -------------------------------------------------------------------------------- hooks of leaves
+
+
+def test_tensor_register_grad_hook_is_what_register_hook_calls() -> None:
+    """Numbered from 0 on for each tensor, also when some are removed."""
+    parameter = paddle.create_parameter([2], "float32")
+    assert _paddle._register_grad_hook(parameter, lambda gradient: None) == 0
+    assert parameter._remove_grad_hook(0) and not parameter._remove_grad_hook(0)
+    assert _paddle.has_unwatched_hooks(parameter)
+    other = paddle.create_parameter([2], "float32")
+    assert not _paddle.has_unwatched_hooks(other)
+    _paddle.watch_leaf_hooks()
+    handle = other.register_hook(lambda gradient: gradient * 2)
+    with _paddle.muted_leaf_hooks([other]):
+        other.sum().backward()
+    other.sum().backward()
+    assert other.grad.tolist() == [3.0, 3.0] and handle.remove()
+    other.sum().backward()
+    assert other.grad.tolist() == [4.0, 4.0] and not _paddle.has_unwatched_hooks(other)
+
+
+def test_the_backward_of_a_leaf_alone_runs_its_hooks_and_adds() -> None:
+    """So `GradCache` hands the sum of chunks to a parameter; the hook is before the addition."""
+    parameter = paddle.create_parameter([2], "float32")
+    seen: list[Any] = []
+    parameter.register_hook(lambda gradient: (seen.append(gradient.tolist()), gradient * 2)[1])
+    _paddle.on_gradient_added(parameter, lambda: seen.append("added"))
+    for _ in range(2):
+        paddle.autograd.backward([parameter], [paddle.ones([2])])
+    assert seen == [[1.0, 1.0], "added"] * 2 and parameter.grad.tolist() == [4.0, 4.0]

@@ -10,7 +10,7 @@ Rows may be NumPy arrays, too: they stay where they are, in host memory or in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,9 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_recompute._nested import is_tensor, map_leaves, named_leaves
-from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.contrastive._texts import LengthOf, lengths_of, texts_of
+from paddle_recompute.errors import DataError
 
-LengthOf = Callable[[Any], Any]
-
-_WHOLE_NUMBERS = (paddle.bool, paddle.uint8, paddle.int8, paddle.int16, paddle.int32, paddle.int64)
 # Without uint16, which Paddle takes for the bits of bfloat16.
 _ARRAY_TYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
 
@@ -35,30 +33,31 @@ class Chunk:
     Attributes:
         rows: Their places in the batch: a range, or an array of them.
         columns: How many tokens the longest has; None leaves the padding as it is.
-        width: How many columns, padding included, the batch has.
+        cut: The paths of the tensors that have these columns.
     """
 
     rows: range | NDArray[np.int64]
     columns: int | None = None
-    width: int | None = None
+    cut: frozenset[str] = frozenset()
 
     def of(self, batch: Any) -> Any:
         """These rows of every tensor in `batch`, without the padding that they do not need.
 
         Views of the caller's memory where it is a Tensor's and the rows are a range, else copies.
         """
-        return map_leaves(self._of_leaf, batch)
+        order: Iterator[str] = (path for path, _ in named_leaves(batch))
+        return map_leaves(lambda leaf: self._of_leaf(next(order), leaf), batch)
 
-    def _of_leaf(self, leaf: Any) -> Any:
+    def _of_leaf(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
             rows = self.rows
             part = leaf[rows.start : rows.stop] if isinstance(rows, range) else leaf[rows]
             # A copy in any case: Paddle may use the memory of an array as it is.
-            return paddle.to_tensor(np.array(self._trimmed(part)))
-        return self._trimmed(rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
+            return paddle.to_tensor(np.array(self._trimmed(path, part)))
+        return self._trimmed(path, rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
 
-    def _trimmed(self, leaf: Any) -> Any:
-        if self.columns == self.width or not _is_text(leaf) or leaf.shape[1] != self.width:
+    def _trimmed(self, path: str, leaf: Any) -> Any:
+        if path not in self.cut or leaf.shape[1] == self.columns:
             return leaf
         return leaf[:, : self.columns]
 
@@ -84,52 +83,17 @@ def by_length(batch: Any, chunk_tokens: int, length_of: LengthOf | None, name: s
         length_of: See `lengths_of`.
         name: How errors call `batch`.
     """
-    width = next((leaf.shape[1] for _, leaf in named_leaves(batch) if _is_text(leaf)), None)
-    if width is None:
-        raise ConfigError(
-            f"chunk_tokens: {name} has no integer or boolean tensor of shape [batch, length], so "
-            "there are no tokens to count and no padding to cut off; use chunk_size"
-        )
-    lengths = lengths_of(batch, length_of, name).clip(1, width)
+    texts = texts_of(batch, name)
+    lengths = lengths_of(batch, length_of, name, num_rows_of(batch, name)).clip(1, texts.width)
     order = np.argsort(-lengths, kind="stable")
     chunks = []
     first = 0
     while first < len(order):
         longest = int(lengths[order[first]])
         behind = first + max(1, chunk_tokens // longest)
-        chunks.append(Chunk(np.sort(order[first:behind]), longest, int(width)))
+        chunks.append(Chunk(np.sort(order[first:behind]), longest, texts.cut))
         first = behind
     return chunks[::-1]
-
-
-def lengths_of(batch: Any, length_of: LengthOf | None, name: str) -> NDArray[np.int64]:
-    """How many columns each row needs: up to its last token that is no padding.
-
-    Args:
-        batch: Where `length_of` is None, the mask is looked at, an integer or boolean tensor of
-            shape ``[batch, length]`` with "mask" in its name and 0 for padding; where there is
-            none, the first such tensor of any name, the ids, whose padding is 0.
-        length_of: Called with `batch`, returns the lengths, whole numbers ``[batch]``, for
-            padding that is not 0.
-        name: How errors call `batch`.
-
-    Returns:
-        ``[batch]``; 0 for a row that is padding alone.
-    """
-    if length_of is not None:
-        return _checked_lengths(length_of(batch), num_rows_of(batch, name), name)
-    texts = [(path, leaf) for path, leaf in named_leaves(batch) if _is_text(leaf)]
-    masks = [leaf for path, leaf in texts if "mask" in path.lower()]
-    read = (masks or [leaf for _, leaf in texts])[0]
-    lengths: NDArray[np.int64]
-    if isinstance(read, np.ndarray):
-        filled = read[:, ::-1] != 0
-        lengths = (read.shape[1] - filled.argmax(axis=1)) * filled.any(axis=1)
-        return lengths
-    with paddle.no_grad():
-        place = paddle.arange(1, read.shape[1] + 1, dtype="int64")
-        lengths = ((read != 0).astype("int64") * place).max(axis=1).numpy()
-    return lengths
 
 
 def num_rows_of(batch: Any, name: str) -> int:
@@ -196,20 +160,3 @@ def joined(parts: Sequence[paddle.Tensor], chunks: Sequence[Chunk]) -> paddle.Te
 
 def _has_rows(leaf: Any) -> bool:
     return is_tensor(leaf) or isinstance(leaf, np.ndarray)
-
-
-def _is_text(leaf: Any) -> bool:
-    """Whether it is ``[batch, length]``: ids, a mask, token types."""
-    if isinstance(leaf, np.ndarray):
-        return leaf.ndim == 2 and leaf.dtype.kind in "biu"
-    return is_tensor(leaf) and len(leaf.shape) == 2 and leaf.dtype in _WHOLE_NUMBERS
-
-
-def _checked_lengths(given: Any, num_rows: int, name: str) -> NDArray[np.int64]:
-    lengths = given.numpy() if is_tensor(given) else np.asarray(given)
-    if lengths.shape != (num_rows,) or lengths.dtype.kind not in "iu":
-        raise DataError(
-            f"length_of({name}) returned {lengths.dtype} of shape {list(lengths.shape)}; allowed "
-            f"is one whole number per row, [{num_rows}]"
-        )
-    return lengths.astype(np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,11 @@ from paddle_recompute.recompute._layer_state import LayerState, same_values
 
 @dataclass
 class Moment:
-    """What the first forward of one chunk saw and, of its first row, what it returned."""
+    """What the first forward of one chunk saw."""
 
     rng: RngState
     amp: _paddle.AmpState
     layers: LayerState
-    first_rows: list[paddle.Tensor] = field(default_factory=list)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:

@@ -2,14 +2,15 @@ r"""The contrastive loss in tiles: no matrix of all scores, in the forward or in
 
 Two passes over the tiles of the score matrix. The forward keeps, for each row i, what the
 log-sum-exp needs of the scores seen so far (Milakov and Gimelshein, "Online normalizer calculation
-for softmax", arXiv:1805.02867), relative to the row's own score: with :math:`d_j = s_{ij} - s_{ii}`
+for softmax", arXiv:1805.02867), relative to the largest, the row's own score among them:
 
-.. math:: m = \max(0, \max_j d_j), \quad r = \sum_{j \ne i} e^{d_j - m}, \quad
-    \ell = m + \log(1 + (e^{-m} - 1) + r)
+.. math:: t = \max_j s_{ij}, \quad r = \sum_{j \ne i} e^{s_{ij} - t}, \quad m = t - s_{ii}, \quad
+    h = \log(1 + (e^{-m} - 1) + r), \quad \ell = m + h
 
-The backward computes each tile again and turns it into the softmax :math:`w_j = e^{d_j - \ell}`.
-The derivative by the own score is :math:`-\sum_{j \ne i} w_j`, summed and not taken as softmax - 1,
-so a small gradient keeps its digits as a small loss does.
+The backward computes each tile again and turns it into the softmax
+:math:`w_j = e^{s_{ij} - t - h}`; not :math:`e^{s_{ij} - s_{ii} - \ell}`, because next to a large m
+all of h is rounded away. The derivative by the own score is :math:`-\sum_{j \ne i} w_j`, summed
+and not taken as softmax - 1, so a small gradient keeps its digits as a small loss does.
 
 A tile of this rank's queries and this rank's positives serves both directions of a symmetric loss.
 
@@ -150,52 +151,52 @@ class _Search:
     def __init__(self, own: list[paddle.Tensor], label_smoothing: float) -> None:
         self._own = own
         self._smoothing = label_smoothing
-        self._m = [paddle.zeros_like(scores) for scores in own]
+        self._top = list(own)
         self._rest = [paddle.zeros_like(scores) for scores in own]
         self._gap = [paddle.zeros_like(scores) for scores in own]
         self._candidates = [paddle.ones_like(scores) for scores in own]
-        self._surprise: list[paddle.Tensor] = []
+        self._log: list[paddle.Tensor] = []
 
     def take(self, tile: _Tile, k: int, axis: int) -> None:
         """Look at the candidates that `tile` holds for block `k`."""
-        relative = self._relative(tile, k, axis)
         if self._smoothing:
-            self._gap[k] -= _without(tile.excluded, relative, 0.0).sum(axis=axis)
-            self._candidates[k] += _without(tile.excluded, paddle.ones_like(relative), 0.0).sum(
+            gaps = self._own[k].unsqueeze(axis) - tile.scores
+            self._gap[k] += _without(tile.excluded, gaps, 0.0).sum(axis=axis)
+            self._candidates[k] += _without(tile.excluded, paddle.ones_like(gaps), 0.0).sum(
                 axis=axis
             )
-        relative = _without(tile.excluded, relative, -math.inf)
-        m = paddle.maximum(self._m[k], relative.max(axis=axis))
-        seen = self._rest[k] * paddle.exp(self._m[k] - m)
-        self._rest[k] = seen + paddle.exp(relative - m.unsqueeze(axis)).sum(axis=axis)
-        self._m[k] = m
+        scores = _without(tile.excluded, tile.scores, -math.inf)
+        top = paddle.maximum(self._top[k], scores.max(axis=axis))
+        seen = self._rest[k] * paddle.exp(self._top[k] - top)
+        self._rest[k] = seen + paddle.exp(scores - top.unsqueeze(axis)).sum(axis=axis)
+        self._top[k] = top
 
     def finish(self) -> paddle.Tensor:
         """All candidates were seen; returns the sum of the rows' losses."""
-        self._surprise = [
-            m + paddle.log1p(paddle.expm1(-m) + rest)
-            for m, rest in zip(self._m, self._rest, strict=True)
+        self._log = [
+            paddle.log1p(paddle.expm1(own - top) + rest)
+            for own, top, rest in zip(self._own, self._top, self._rest, strict=True)
         ]
-        losses = [surprise.sum() for surprise in self._surprise]
+        losses = [
+            (top - own + log).sum()
+            for own, top, log in zip(self._own, self._top, self._log, strict=True)
+        ]
         if self._smoothing:
             losses += [
                 (gap / candidates).sum() * self._smoothing
                 for gap, candidates in zip(self._gap, self._candidates, strict=True)
             ]
-        self._m, self._rest, self._gap = [], [], []
+        self._rest, self._gap = [], []
         return paddle.add_n(losses)
 
     def weights(self, tile: _Tile, k: int, axis: int) -> paddle.Tensor:
         """The derivative of the rows' losses by the scores of `tile`, after `finish`."""
-        relative = _without(tile.excluded, self._relative(tile, k, axis), -math.inf)
-        weights = paddle.exp(relative - self._surprise[k].unsqueeze(axis))
+        scores = _without(tile.excluded, tile.scores, -math.inf)
+        weights = paddle.exp(scores - self._top[k].unsqueeze(axis) - self._log[k].unsqueeze(axis))
         if self._smoothing:
             uniform = (self._smoothing / self._candidates[k]).unsqueeze(axis)
             weights = _without(tile.excluded, weights - uniform, 0.0)
         return weights
-
-    def _relative(self, tile: _Tile, k: int, axis: int) -> paddle.Tensor:
-        return tile.scores - self._own[k].unsqueeze(axis)
 
 
 class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]

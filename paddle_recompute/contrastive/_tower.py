@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from paddle_recompute.recompute._layer_state import layers_of
 # Both forwards of a chunk are the same operations on the same numbers. Kernels of a GPU may add
 # them up in another order (a percent, in bfloat16); another dropout mask changes much more.
 REPETITION_TOLERANCE = 0.05
+
+_CONSTANTS = (type(None), bool, int, float, str)
 
 
 class Tower:
@@ -50,6 +53,7 @@ class Tower:
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
         self._gradients: dict[int, paddle.Tensor] = {}
+        self._first: dict[int, _Kept] = {}  # by head: what the first forwards returned
         self._deviations: list[paddle.Tensor] = []
 
     def encode(self, when_reached: Callable[[], None]) -> Any:
@@ -63,31 +67,36 @@ class Tower:
             What the encoder returns, with all rows in every tensor.
         """
         watch = StateWatch(layers_of(self.encoder, ()))
-        structure, parts = None, []
+        structure: Any = None
+        parts: list[list[paddle.Tensor]] = []
+        trained: set[int] = set()
+        undecided = True
         for number, chunk in enumerate(self._chunks):
-            moment = watch.moment()
-            # With a graph for once: it tells which outputs depend on something that is trained.
-            # What a Layer's parameters say would miss those that it holds in other ways.
-            with paddle.set_grad_enabled(number == 0):
+            self._moments.append(watch.moment())
+            # With a graph until every output was seen to depend on something that is trained: that
+            # is one chunk, but for an encoder with a frozen or detached path. What a Layer's
+            # parameters say would miss those that it holds in other ways.
+            with paddle.set_grad_enabled(undecided):
                 output = self._call(chunk)
             watch.forward_done()
             leaves = self._leaves(output, chunk)
             if number == 0:
                 structure = map_leaves(lambda leaf: None if is_tensor(leaf) else leaf, output)
-                self._trained = [
-                    place
-                    for place, leaf in enumerate(leaves)
-                    if leaf.is_floating_point() and not leaf.stop_gradient
-                ]
+            else:
+                self._check_constants(structure, output)
+            floating = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point()]
+            trained.update(i for i in floating if not leaves[i].stop_gradient)
+            undecided = len(trained) < len(floating)
             del output
             # Copies: the output may be a view, hidden[:, 0], of something large.
             parts.append([leaf.detach().clone() for leaf in leaves])
-            if self._trained:
-                moment.first_rows = [parts[-1][i][:1].clone() for i in self._trained]
-                self._moments.append(moment)
             del leaves
+        self._trained = sorted(trained)
+        if not trained:
+            self._moments = []
         heads = self._joined(parts)
         for place in self._trained:
+            self._first[place] = _Kept(heads[place])
             receive = functools.partial(self._receive, place, when_reached)
             heads[place] = _Source.of(heads[place], receive)
         return _filled(structure, self._paths, heads)
@@ -108,16 +117,21 @@ class Tower:
         with moment.replayed():
             outputs = self._leaves(self._call(chunk), chunk, again=True)
         with _amp_off():
-            self._note_deviation([outputs[i] for i in self._trained], moment.first_rows)
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
             for place, gradient in self._gradients.items():
-                head, part = outputs[place], rows_of(gradient, chunk.rows)
+                head = outputs[place]
+                self._note_deviation(head, self._first[place], chunk)
+                if head.stop_gradient:
+                    continue  # this chunk took a path on which nothing is trained
+                part = rows_of(gradient, chunk.rows)
                 # The engine refuses the same tensor twice.
                 part = heads[id(head)][1] + part if id(head) in heads else part
                 heads[id(head)] = head, part
-            tensors, gradients = zip(*heads.values(), strict=True)
-            del outputs, heads, head, part
-            paddle.autograd.backward(list(tensors), list(gradients))
+            del outputs, head
+            if heads:
+                tensors, gradients = zip(*heads.values(), strict=True)
+                del heads, part
+                paddle.autograd.backward(list(tensors), list(gradients))
 
     def check_repetition(self) -> None:
         """Compare the second forwards since the last call with the first; waits for the device.
@@ -192,13 +206,63 @@ class Tower:
         when_reached()
 
     @paddle.no_grad()
-    def _note_deviation(self, now: list[paddle.Tensor], then: list[paddle.Tensor]) -> None:
-        for tensor, first_row in zip(now, then, strict=True):
-            before = first_row.astype("float32")
-            change = (tensor[:1].astype("float32") - before).abs().max()
-            # A row of zeros has changed if it is anything else; 0 / 0 must be 0 here.
-            smallest = float(np.finfo(np.float32).tiny)
-            self._deviations.append(change / before.abs().max().clip(min=smallest))
+    def _note_deviation(self, now: paddle.Tensor, first: _Kept, chunk: Chunk) -> None:
+        """Look at every number of every row of a chunk; on the device."""
+        if first.is_changed:
+            return
+        then = rows_of(first.tensor, chunk.rows)
+        if now.dtype in (paddle.float16, paddle.bfloat16):
+            then, now = then.astype("float32"), now.astype("float32")
+        same = (now == then) | (paddle.isnan(now) & paddle.isnan(then))
+        change = paddle.where(same, paddle.zeros_like(now), (now - then).abs())
+        change, size = (
+            one.reshape([len(chunk.rows), -1]).max(axis=1) for one in (change, then.abs())
+        )
+        # A row of zeros has changed if it is anything else; 0 / 0 must be 0 here.
+        share = change / size.clip(min=float(np.finfo(np.float32).tiny))
+        share = paddle.where(change == 0, paddle.zeros_like(share), share)
+        # Infinity against a number, or against the other one, is no number here.
+        share = paddle.where(paddle.isnan(share), paddle.full_like(share, math.inf), share)
+        self._deviations.append(share.max().astype("float32"))
+
+    def _check_constants(self, first: Any, output: Any) -> None:
+        """What is no tensor is handed on as the first chunk has it, so all must have the same."""
+        then, now = (
+            {path: leaf for path, leaf in named_leaves(value, "output") if path not in self._paths}
+            for value in (first, output)
+        )
+        for path in [*then, *now]:
+            missing = path not in then or path not in now
+            if missing or not _same_constant(then[path], now[path]):
+                raise DataError(
+                    f"the encoder of {self._name} returned {path} = {then.get(path)!r} for its "
+                    f"first chunk and {now.get(path)!r} for another one; what is no Tensor is not "
+                    "put together from the chunks, so it must always be the same. Return a Tensor "
+                    "with one row per row."
+                )
+
+
+def _same_constant(one: Any, other: Any) -> bool:
+    """Whether they are equal, of the types of which that can be told."""
+    if one is other or not (isinstance(one, _CONSTANTS) and isinstance(other, _CONSTANTS)):
+        return True
+    return bool(one == other or (one != one and other != other))
+
+
+class _Kept:
+    """An embedding as the first forward returned it, to compare the second one with.
+
+    The memory is the one that the loss is given. What the loss changes in place cannot be compared.
+    """
+
+    def __init__(self, embedding: paddle.Tensor) -> None:
+        self.tensor = embedding.detach()
+        self._version = self.tensor.inplace_version
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written to it."""
+        return bool(self.tensor.inplace_version != self._version)
 
 
 class _Source(paddle.autograd.PyLayer):

@@ -73,9 +73,10 @@ def _mean_surprise(
     """Mean over the rows of ``log(1 + sum_j exp(others[i, j] - own[i]))``, plus the smoothing.
 
     The 1 is the row's own score: kept out of the sum, it cannot swallow a small rest. With
-    m = max(0, max_j others[i, j] - own[i]) the logarithm is
-    ``m + log(exp(-m) + sum_j exp(others[i, j] - own[i] - m))``, in which nothing overflows; log1p
-    and expm1 keep what is small.
+    top = max(own[i], max_j others[i, j]) and m = top - own[i] the logarithm is
+    ``m + log(exp(-m) + sum_j exp(others[i, j] - top))``, in which nothing overflows; log1p and
+    expm1 keep what is small. `top` is subtracted as it is, not as own[i] + m: that is rounded,
+    for scores of 1e9 by 64, and exp of 64 or of -64 is far from 1.
 
     Smoothing moves the share e of the label to all n candidates of the row alike, which adds
     ``e / n * sum_j (own[i] - others[i, j])``.
@@ -86,8 +87,10 @@ def _mean_surprise(
         label_smoothing: The e above.
     """
     # The value does not depend on m, so no gradient has to go through it.
-    m = (others.max(axis=1) - own).clip(min=0.0).detach()
-    rest = paddle.exp(others - (own + m).unsqueeze(1)).sum(axis=1)
+    top = paddle.maximum(others.max(axis=1), own).detach()
+    m = top - own.detach()
+    # The derivative by own[i] is that of exp(others - own - m): 0 is added, but with a gradient.
+    rest = paddle.exp(others - (top + (own - own.detach())).unsqueeze(1)).sum(axis=1)
     surprise = m + paddle.log1p(paddle.expm1(-m) + rest)
     if label_smoothing:
         none = others == -math.inf

@@ -10,12 +10,17 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.contrastive._chunks import Chunk, LengthOf, by_length, by_rows, num_rows_of
+from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
+from paddle_recompute.contrastive._step import Step
+from paddle_recompute.contrastive._texts import LengthOf
 from paddle_recompute.contrastive._tower import Tower
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.grad_sync.ranks import is_distributed
 from paddle_recompute.recompute._layer_state import layers_of
+
+# Before anybody registers a hook on a parameter, so that it can be made to wait for the sum.
+_paddle.watch_leaf_hooks()
 
 Encoder = Callable[..., Any]
 _NAMES = ("query", "positive")
@@ -54,8 +59,15 @@ class GradCache:
     at every such Layer, forward and backward, which is what ``paddle.nn.SyncBatchNorm`` does for
     ranks; it would keep all activations, so it is not offered. Use LayerNorm.
 
+    Hooks on parameters (``parameter.register_hook``) run once per call of `backward`, on the sum
+    over all chunks and both sides, as in a plain step. Where `sync` sends gradients during the
+    backward, those of such parameters are the last. Hooks on tensors inside the encoder run once
+    per chunk.
+
     What the encoder does besides, in Python (counters, hooks, logging), happens twice per chunk;
-    `paddle_recompute.recompute` has the same rule, and ``is_recomputing()`` tells which time.
+    `paddle_recompute.recompute` has the same rule, and ``is_recomputing()`` tells which time. That
+    the second forward returns the numbers of the first is looked at for every row; what `loss`
+    changes in place is not.
 
     Args:
         encoders: One encoder for both sides (tied), or a pair: (of the queries, of the positives).
@@ -69,22 +81,26 @@ class GradCache:
         chunk_size: Rows of a chunk.
         chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
             Rows are sorted by length, and integer or boolean tensors ``[batch, length]`` (ids,
-            masks, token types) are cut to the longest row of the chunk. So little is computed for
-            padding, which can pay for the second forward. The encoder must not depend on trailing
-            padding. Costs one copy of the inputs' lengths to the host per step.
+            masks, token types), floating-point ones if "mask" is in their name, are cut to the
+            longest row of the chunk. So little is computed for padding, which can pay for the
+            second forward. The encoder must not depend on trailing padding. Costs one copy of the
+            inputs' lengths to the host per step.
         sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
             chunk runs. It must be over all trained parameters of the encoders and the loss. None:
             the gradients stay this rank's own.
         length_of: With `chunk_tokens`: ``length_of(input)`` returns the number of tokens of each
-            row, ``[batch]``, trailing padding not counted. Without it the lengths are read from
-            the mask (an integer or boolean tensor ``[batch, length]`` with "mask" in its name, 0
-            where there is padding) or else from the first integer tensor ``[batch, length]``, the
-            ids, whose padding is 0.
+            row, ``[batch]``, trailing padding not counted. Without it 0 is padding, in the first
+            that there is of attention_mask, input_mask, mask, input_ids, token_ids, ids, tokens;
+            beside it token_type_ids, segment_ids, task_type_ids, position_ids,
+            special_tokens_mask and global_attention_mask are cut like it, and a tensor of any other
+            name that has its width is cut only where it is 0, too. With none of these names, as in
+            a tuple, all are read, and a column is padding where all of them are 0; they must have
+            the same width. The order of keys does not matter.
 
     Raises:
         ConfigError: Not one of `chunk_size` and `chunk_tokens` was given, it is less than 1,
-            `encoders` is not one or a pair of callables, or one is in ``paddle.DataParallel``
-            without a `sync`.
+            `encoders` is not one or a pair of callables, one is in ``paddle.DataParallel``
+            without a `sync`, or a parameter had a hook before this module was imported.
 
     References:
         Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
@@ -126,6 +142,7 @@ class GradCache:
                 "an encoder in paddle.DataParallel synchronizes in the backward of every chunk; "
                 "pass sync=GradientSync(encoder), which does it once per step, or the bare Layer"
             )
+        _check_hooks([*self._encoders, loss])
         self.num_chunks = 0
         """How many chunks the last step had, both sides together."""
 
@@ -176,28 +193,31 @@ class GradCache:
         Raises:
             DataError: The inputs have no rows, not the same number of rows, or need a gradient; or
                 an encoder returns something that is not one row per row.
-            ConfigError: The loss is not a scalar, or nothing that is trained has to do with it; or
-                this was called under ``paddle.no_grad`` or while a static graph is built.
+            ConfigError: The loss is not a scalar, or nothing that is trained has to do with it; it
+                is not clear which input `chunk_tokens` is to cut; or this was called under
+                ``paddle.no_grad`` or while a static graph is built.
             RecomputeError: The second forward of a chunk returned other numbers than the first.
             SyncError: See `GradientSync.last_backward`.
         """
         _check_mode()
         towers = self._towers((query, positive, *negatives))
         self.num_chunks = sum(tower.num_chunks for tower in towers)
-        with self._no_sync():
-            loss, in_order = self._backward_of_loss(towers, loss_scale, loss_arguments or {})
-            earlier, final = _schedule(in_order)
-            for tower, chunk in earlier:
-                tower.replay(chunk)
-            for tower in in_order:
-                tower.check_repetition()
-        with self._last_backward() if last else self._no_sync():
-            if last:
-                self._touch_gradients_of_loss()
-            for tower, chunk in final:
-                tower.replay(chunk)
-            for tower in in_order:
-                tower.check_repetition()
+        with Step() as step:
+            with self._no_sync():
+                loss, in_order = self._backward_of_loss(towers, loss_scale, loss_arguments or {})
+                earlier, final = _schedule(in_order)
+                for tower, chunk in earlier:
+                    tower.replay(chunk)
+                for tower in in_order:
+                    tower.check_repetition()
+            with self._last_backward() if last else self._no_sync():
+                if last:
+                    self._touch_gradients_of_loss()
+                for tower, chunk in final:
+                    tower.replay(chunk)
+                for tower in in_order:
+                    tower.check_repetition()
+                step.run_hooks()
         return loss
 
     def _towers(self, inputs: tuple[Any, ...]) -> list[Tower]:
@@ -318,6 +338,16 @@ def _schedule(towers: list[Tower]) -> tuple[list[tuple[Tower, int]], list[tuple[
 
 def _parameters_of(function: Any) -> list[paddle.Tensor]:
     return [parameter for layer in layers_of(function, ()) for parameter in layer.parameters()]
+
+
+def _check_hooks(functions: list[Any]) -> None:
+    for parameter in {id(p): p for f in functions for p in _parameters_of(f)}.values():
+        if not parameter.stop_gradient and _paddle.has_unwatched_hooks(parameter):
+            raise ConfigError(
+                f"the parameter '{parameter.name}' got a hook (register_hook) before "
+                "paddle_recompute.contrastive was imported, so it would run once per chunk and not "
+                "once on the sum; import it before the hook is registered"
+            )
 
 
 def _pair(encoders: Any) -> tuple[Encoder, Encoder]:

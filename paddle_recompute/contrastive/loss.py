@@ -17,6 +17,7 @@ from paddle_recompute import _paddle
 from paddle_recompute._paddle_static import training
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._gather_static import gather_in_program
+from paddle_recompute.contrastive._step import at_end_of_step
 from paddle_recompute.contrastive._streaming import streamed_loss
 from paddle_recompute.contrastive._whole import whole_loss
 from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows, has_other_ranks
@@ -25,6 +26,8 @@ from paddle_recompute.errors import ConfigError, DataError, StaticGraphError
 MAX_SCALE = 100.0
 """The largest learned 1/temperature: "clipped to prevent scaling the logits by more than 100 which
 we found necessary to prevent training instability" (CLIP, section 2.5)."""
+
+_LARGEST = math.log(MAX_SCALE)
 
 
 class ContrastiveLoss(paddle.nn.Layer):
@@ -76,8 +79,12 @@ class ContrastiveLoss(paddle.nn.Layer):
         negatives: ``"global"``, the pairs of all ranks' calls; ``"local"``, of this call alone. The
             same in a single process.
         learnable_temperature: Make 1/temperature a parameter of this Layer, ``logit_scale``, [1],
-            float32, which holds its logarithm as in CLIP. It is at most log 100: a forward in
-            dygraph takes a larger one back to that. Give it to the optimizer (without weight decay)
+            float32, which holds its logarithm as in CLIP. The loss uses at most log 100; in dygraph
+            the parameter itself is taken back to that when a backward through the loss has ended
+            (`GradCache`: when all chunks have theirs), before the optimizer's step. So between a
+            step and the next backward, in a ``state_dict`` too, it may be larger by that step. The
+            encoder may use the parameter as well; it sees it as it is, not clipped. Give it to the
+            optimizer (without weight decay)
             and to `GradientSync`; its gradient is averaged as the others are.
         label_smoothing: Share of the label, in [0, 1), that is spread evenly over all candidates of
             a query, its own positive included and masked ones not.
@@ -273,14 +280,25 @@ class ContrastiveLoss(paddle.nn.Layer):
     def _scale(self, dtype: Any) -> Scale:
         if self.logit_scale is None:
             return 1 / self._temperature
-        largest = math.log(MAX_SCALE)
-        if _paddle.is_dygraph():
-            # The parameter itself, or it could wander off to where no gradient brings it back.
-            with paddle.no_grad():
-                self.logit_scale.clip_(max=largest)
-            return paddle.exp(self.logit_scale.astype(dtype))
-        beyond = (self.logit_scale - paddle.clip(self.logit_scale, max=largest)).detach()
-        return paddle.exp((self.logit_scale - beyond).astype(dtype))
+        # The value is clipped, the gradient is not: at the limit it is the true one. Nothing is
+        # written: the encoder may use the parameter, too, and its backward comes later.
+        value = self.logit_scale.detach()
+        scale = paddle.clip(value, max=_LARGEST) + (self.logit_scale - value)
+        if _paddle.is_dygraph() and not scale.stop_gradient:
+            _paddle.watch_backward()
+            scale.register_hook(self._reached)
+        return paddle.exp(scale.astype(dtype))
+
+    def _reached(self, gradient: paddle.Tensor) -> None:
+        """The backward is on its way, and behind it comes the optimizer's step."""
+        at_end_of_step(id(self), self._clip_logit_scale)
+
+    @paddle.no_grad()
+    def _clip_logit_scale(self) -> None:
+        # The parameter itself, or it could wander off to where no gradient brings it back.
+        assert self.logit_scale is not None
+        with _amp_off():
+            self.logit_scale.clip_(max=_LARGEST)
 
     def _check_ids(
         self,

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_recompute import GradCache, _memory
-from paddle_recompute.contrastive._chunks import by_length, by_rows, joined, lengths_of
+from paddle_recompute.contrastive._chunks import by_length, by_rows, joined
+from paddle_recompute.contrastive._texts import lengths_of
 from paddle_recompute.contrastive._tower import arguments_for
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.encoders import (
@@ -181,7 +182,7 @@ def test_a_mask_says_the_length_before_ids_do() -> None:
     mask = paddle.to_tensor([[True, True, False, False], [True, False, True, False]])
     assert lengths_of((ids, mask), None, "x").tolist() == [4, 4], "a tuple has no names"
     assert lengths_of({"ids": ids, "attention_mask": mask}, None, "x").tolist() == [2, 3]
-    assert lengths_of({"ids": ids, "mask": mask.astype("float32")}, None, "x").tolist() == [4, 4]
+    assert lengths_of({"ids": ids, "mask": mask.astype("float32")}, None, "x").tolist() == [2, 3]
     arrays = {"ids": np.array([[0, 3, 0, 0], [0, 0, 0, 0], [1, 0, 0, 2]])}
     assert lengths_of(arrays, None, "x").tolist() == [2, 0, 4]
     assert lengths_of({**arrays, "mask": arrays["ids"] < 0}, None, "x").tolist() == [0, 0, 0]

@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 from paddle_recompute import _memory
-from paddle_recompute.contrastive import ContrastiveLoss, text_ids
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache, text_ids
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.loss_reference import Array, reference, tolerance, unit_rows
 
@@ -330,3 +330,111 @@ def test_what_does_not_go_with_the_pairs_is_refused(
 def test_one_pair_with_hard_negatives_has_nobody_who_searches_back() -> None:
     with pytest.raises(DataError, match="received a batch of 1"):
         ContrastiveLoss()(ones(1, 3), ones(1, 3), ones(1, 2, 3))
+
+
+# ------------------------------------------------------------ a temperature that is used elsewhere
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+@pytest.mark.parametrize("start", [1.0, 5.0])
+@pytest.mark.parametrize("cached", [False, True], ids=["plain", "GradCache"])
+def test_the_encoder_may_use_the_learned_scale_too(
+    tile: int | None, start: float, cached: bool
+) -> None:
+    """Below the limit and above it; nothing is written before all backwards have ended."""
+    paddle.seed(1)
+    linear = paddle.nn.Linear(QUERY.shape[1], 4)
+    loss = ContrastiveLoss(0.01, learnable_temperature=True, tile=tile)
+    loss.logit_scale.set_value(paddle.full([1], start))
+
+    class Encoder(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = linear, loss.logit_scale
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return self.linear(x) * self.scale
+
+    encoder = Encoder()
+    inputs = [paddle.to_tensor(one) for one in (QUERY, POSITIVE)]
+    if cached:
+        GradCache(encoder, loss, chunk_size=3).backward(*inputs)
+    else:
+        loss(*(encoder(one) for one in inputs)).backward()
+    found = [linear.weight.grad.numpy().copy(), loss.logit_scale.grad.item()]
+    assert loss.logit_scale.item() == pytest.approx(min(start, math.log(100.0)))
+    linear.clear_gradients()
+    # The same by hand: the encoder sees the parameter as it is, the loss no more than its limit.
+    by_encoder, by_loss = (paddle.to_tensor([start], stop_gradient=False) for _ in range(2))
+    fixed = ContrastiveLoss(0.01, learnable_temperature=True)
+    fixed.logit_scale = None
+    clipped = math.exp(min(start, math.log(100.0)))
+    fixed._scale = lambda dtype: clipped * paddle.exp(by_loss - start)
+    fixed(*(linear(one) * by_encoder for one in inputs)).backward()
+    np.testing.assert_allclose(found[0], linear.weight.grad.numpy(), rtol=1e-4, atol=1e-4)
+    wanted = by_encoder.grad.item() + by_loss.grad.item()
+    assert found[1] == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+
+
+def test_steps_at_the_limit_are_those_of_a_parameter_that_is_clipped_in_the_forward() -> None:
+    """With momentum, which a parameter that wandered off would feel for long."""
+    found = []
+    for by_hand in (False, True):
+        loss = ContrastiveLoss(0.0105, learnable_temperature=True)
+        optimizer = paddle.optimizer.Adam(0.05, parameters=loss.parameters())
+        values = []
+        for step in range(12):
+            if by_hand:
+                with paddle.no_grad():
+                    loss.logit_scale.clip_(max=math.log(100.0))
+            turned = QUERY if step < 8 else -QUERY
+            value = loss(paddle.to_tensor(turned), paddle.to_tensor(QUERY))
+            value.backward()
+            optimizer.step()
+            optimizer.clear_grad()
+            values.append(value.item())
+        found.append(values)
+    assert found[0] == found[1]
+
+
+def test_an_evaluation_changes_nothing() -> None:
+    loss = ContrastiveLoss(0.01, learnable_temperature=True)
+    loss.logit_scale.set_value(paddle.full([1], 7.0))
+    with paddle.no_grad():
+        value = loss(paddle.to_tensor(QUERY), paddle.to_tensor(POSITIVE)).item()
+    assert loss.logit_scale.item() == 7.0 and loss.state_dict()["logit_scale"].item() == 7.0
+    assert value == pytest.approx(reference(QUERY, POSITIVE, 0.01).loss, rel=tolerance(0.01))
+
+
+# ---------------------------------------------------------------------------------- large scores
+
+
+@pytest.mark.parametrize("tile", [None, 2])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e9])
+def test_large_scores(tile: int | None, symmetric: bool, size: float) -> None:
+    """Whole numbers times a power of two, ties among them: float32 has these scores exactly."""
+    rng = np.random.default_rng(1)
+    power = 2.0 ** round(math.log2(size) / 2)
+    query, positive = ((rng.integers(-3, 4, [9, 4]) * power).astype("float32") for _ in range(2))
+    positive[3] = positive[5]  # two candidates share the largest score of some row
+    expected = reference(query, positive, 1.0, symmetric)
+    loss = ContrastiveLoss(1.0, symmetric, tile=tile)
+    value, gradients = with_gradients(loss, query, positive)
+    assert value == pytest.approx(expected.loss, rel=1e-6)
+    for found, wanted in zip(gradients, (expected.query, expected.positive), strict=False):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * expected.size)
+
+
+@pytest.mark.parametrize("tile", [None, 2])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_large_scores_that_are_rounded(tile: int | None, symmetric: bool, seed: int) -> None:
+    """To the rounding of the scores: of 1e9 by 64, whose exp is beyond all numbers or 0."""
+    rng = np.random.default_rng(seed)
+    query, positive = (rng.normal(size=(9, 4)).astype("float32") * 2e4 for _ in range(2))
+    expected = reference(query, positive, 1.0, symmetric)
+    value, gradients = with_gradients(ContrastiveLoss(1.0, symmetric, tile=tile), query, positive)
+    assert value == pytest.approx(expected.loss, rel=1e-6)
+    for found, wanted in zip(gradients, (expected.query, expected.positive), strict=False):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * expected.size)

@@ -1,4 +1,4 @@
-"""How many programs a fuzzer makes, and from which seed on: ``FUZZ_PROGRAMS``, ``FUZZ_SEED``."""
+"""How much the fuzzers try: little in CI, as much as one likes with `make fuzz`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def examples(default: int) -> int:
-    """Programs to make: ``FUZZ_PROGRAMS``, or `default`."""
+    """How many programs to try: the environment's FUZZ_PROGRAMS, or `default`."""
     return int(os.environ.get("FUZZ_PROGRAMS", default))
 
 
 def seed() -> int:
-    """The first seed: ``FUZZ_SEED``, or 0."""
+    """The seed of all programs: the environment's FUZZ_SEED, or 0."""
     return int(os.environ.get("FUZZ_SEED", 0))

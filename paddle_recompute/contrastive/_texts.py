@@ -1,0 +1,236 @@
+"""Which tensors of a batch are texts, ``[batch, length]``: where lengths are read, what is cut.
+
+Decided by names and widths, never by the order of keys. A tensor that is not known to belong to the
+text is not cut where it holds anything but zeros.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+
+from paddle_recompute._nested import is_tensor, named_leaves
+from paddle_recompute.errors import ConfigError, DataError
+
+LengthOf = Callable[[Any], Any]
+
+_MASKS = ("attention_mask", "input_mask", "mask")
+_IDS = ("input_ids", "token_ids", "ids", "tokens")
+_DECIDING = (*_MASKS, *_IDS)
+"""The names that say where lengths are read; of those side by side in a dict the first one does."""
+
+_ALONGSIDE = (
+    *_DECIDING,
+    "token_type_ids",
+    "segment_ids",
+    "task_type_ids",
+    "position_ids",
+    "special_tokens_mask",
+    "global_attention_mask",
+)
+"""The names of what belongs to a text token by token, whatever its values at padding are."""
+
+_WHOLE_NUMBERS = (paddle.bool, paddle.uint8, paddle.int8, paddle.int16, paddle.int32, paddle.int64)
+_SMALL = (paddle.uint8, paddle.int8, paddle.int16)
+_HALF = (paddle.float16, paddle.bfloat16)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A tensor or an array, where it stands and what it is called."""
+
+    path: str
+    values: Any
+
+    @property
+    def container(self) -> str:
+        """The path of what holds it."""
+        return _LAST.sub("", self.path)
+
+    @property
+    def name(self) -> str:
+        """Its key or field, lower case; empty where it has none, as in a tuple."""
+        found = _LAST.search(self.path)
+        return (found[1] or found[2] or "").lower() if found else ""
+
+    @property
+    def width(self) -> int:
+        return int(self.values.shape[1])
+
+    @property
+    def is_text(self) -> bool:
+        """Ids, token types, a mask; floating-point numbers only where they are called a mask."""
+        if len(self.values.shape) != 2:
+            return False
+        if isinstance(self.values, np.ndarray):
+            whole = self.values.dtype.kind in "biu"
+        else:
+            whole = self.values.dtype in _WHOLE_NUMBERS
+        return whole or "mask" in self.name
+
+
+# ['key'], .field, or [0], which is no name
+_LAST = re.compile(r"""\[['"]([^'"\]]*)['"]\]$|\.(\w+)$|\[[^\[\]]*\]$""")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a batch.
+
+    Attributes:
+        width: Columns, padding included.
+        read: The tensors in which a token may be seen; a row is as long as the longest says.
+        cut: The paths of the tensors that have these columns.
+    """
+
+    width: int
+    read: tuple[_Leaf, ...]
+    cut: frozenset[str]
+
+
+def texts_of(batch: Any, name: str) -> Texts:
+    """What is to be read and cut in `batch`, which errors call `name`.
+
+    Raises:
+        ConfigError: There is none, or it is not clear which, or a mask has another shape.
+    """
+    leaves = [
+        _Leaf(path, leaf)
+        for path, leaf in named_leaves(batch)
+        if is_tensor(leaf) or isinstance(leaf, np.ndarray)
+    ]
+    texts = [leaf for leaf in leaves if leaf.is_text]
+    if not texts:
+        raise ConfigError(
+            f"chunk_tokens: {name} has no integer or boolean tensor of shape [batch, length], so "
+            "there are no tokens to count and no padding to cut off; use chunk_size"
+        )
+    deciding = _first_names(texts)
+    widths = {leaf.width for leaf in deciding or texts}
+    if len(widths) > 1:
+        raise ConfigError(
+            f"chunk_tokens: {name} has tensors of different lengths, and it is not clear which is "
+            f"the text: {_listed(deciding or texts, name)}. Give the batch as a dict in which the "
+            "text, and nothing of another length, is called 'attention_mask' or 'input_ids', or "
+            "use chunk_size"
+        )
+    [width] = widths
+    for leaf in leaves:
+        if "mask" in leaf.name and len(leaf.values.shape) > 2 and leaf.values.shape[-1] == width:
+            raise ConfigError(
+                f"chunk_tokens: {name}{leaf.path} has shape {list(leaf.values.shape)}; a mask can "
+                "be cut together with the text if it is [batch, length]. Let the encoder give it "
+                "its other axes, or use chunk_size"
+            )
+    same = [leaf for leaf in texts if leaf.width == width]
+    # What nobody knows might be no text at all, and have this width by chance.
+    unknown = [leaf for leaf in same if leaf.name not in _ALONGSIDE]
+    read = [*deciding, *unknown] if deciding else same
+    return Texts(width, tuple(read), frozenset(leaf.path for leaf in same))
+
+
+def lengths_of(
+    batch: Any, length_of: LengthOf | None, name: str, num_rows: int | None = None
+) -> NDArray[np.int64]:
+    """How many columns each row needs: up to its last token that is no padding.
+
+    Args:
+        batch: Where `length_of` is None, the tensors of `texts_of` are looked at, in which 0 is
+            padding.
+        length_of: Called with `batch`, returns the lengths, whole numbers ``[batch]``, for
+            padding that is not 0.
+        name: How errors call `batch`.
+        num_rows: Of the batch; for `length_of`.
+
+    Returns:
+        ``[batch]``; 0 for a row that is padding alone.
+
+    Raises:
+        DataError: A mask holds what is added to scores, or `length_of` returned something else.
+    """
+    if length_of is not None:
+        return _checked_lengths(length_of(batch), num_rows, name)
+    read = texts_of(batch, name).read
+    found = [_of_array(leaf) for leaf in read if isinstance(leaf.values, np.ndarray)]
+    if tensors := [leaf for leaf in read if is_tensor(leaf.values)]:
+        with paddle.no_grad(), paddle.amp.auto_cast(enable=False):
+            # One copy to the host for all of them.
+            found.extend(paddle.stack([_of_tensor(leaf) for leaf in tensors]).numpy())
+    for leaf, one in zip(sorted(read, key=lambda leaf: is_tensor(leaf.values)), found, strict=True):
+        if one[-1]:
+            raise DataError(
+                f"chunk_tokens: {name}{leaf.path} is no mask of 1 for tokens and 0 for padding: it "
+                "has negative numbers, or nothing but 0. What is added to scores cannot be read; "
+                "give a mask of 1 and 0, or length_of"
+            )
+    lengths: NDArray[np.int64] = np.max(found, axis=0)[:-1]
+    return lengths
+
+
+def _first_names(texts: list[_Leaf]) -> list[_Leaf]:
+    """In every container the text with the first of the deciding names."""
+    first: dict[str, _Leaf] = {}
+    for leaf in texts:
+        if leaf.name not in _DECIDING:
+            continue
+        other = first.get(leaf.container)
+        if other is None or _DECIDING.index(leaf.name) < _DECIDING.index(other.name):
+            first[leaf.container] = leaf
+    # A width is no text's if another name that decides, beside it, has another one.
+    of_other_width = [
+        leaf
+        for leaf in texts
+        if leaf.name in _DECIDING
+        and leaf is not first[leaf.container]
+        and leaf.width != first[leaf.container].width
+    ]
+    return [*first.values(), *of_other_width]
+
+
+def _listed(leaves: list[_Leaf], name: str) -> str:
+    return ", ".join(f"{name}{leaf.path} {list(leaf.values.shape)}" for leaf in leaves)
+
+
+def _of_array(leaf: _Leaf) -> NDArray[np.int64]:
+    """The lengths, and behind them whether it is a mask that is added to scores."""
+    values = leaf.values
+    filled = values[:, ::-1] != 0
+    lengths = (values.shape[1] - filled.argmax(axis=1)) * filled.any(axis=1)
+    added = False
+    if leaf.name in _MASKS and values.dtype.kind in "if":
+        nothing = values.dtype.kind == "f" and not filled.any()
+        added = bool(nothing or (values < 0).any())
+    return np.append(lengths, added).astype(np.int64)
+
+
+def _of_tensor(leaf: _Leaf) -> paddle.Tensor:
+    """The same on the device."""
+    values = leaf.values
+    if values.dtype in _SMALL:
+        values = values.astype("int32")  # no kernels for them on CPU
+    elif values.dtype in _HALF:
+        values = values.astype("float32")
+    filled = (values != 0).astype("int64")
+    lengths = (filled * paddle.arange(1, leaf.width + 1, dtype="int64")).max(axis=1)
+    added = paddle.zeros([1], "int64")
+    if leaf.name in _MASKS and values.dtype != paddle.bool:
+        added = (values < 0).astype("int64").max().reshape([1])
+        if values.is_floating_point():
+            added = paddle.maximum(added, 1 - filled.max().reshape([1]))
+    return paddle.concat([lengths, added])
+
+
+def _checked_lengths(given: Any, num_rows: int | None, name: str) -> NDArray[np.int64]:
+    lengths = given.numpy() if is_tensor(given) else np.asarray(given)
+    if lengths.shape != (num_rows,) or lengths.dtype.kind not in "iu":
+        raise DataError(
+            f"length_of({name}) returned {lengths.dtype} of shape {list(lengths.shape)}; allowed "
+            f"is one whole number per row, [{num_rows}]"
+        )
+    return lengths.astype(np.int64)

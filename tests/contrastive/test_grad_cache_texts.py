@@ -1,0 +1,163 @@
+"""Which tensors `chunk_tokens` reads and cuts: by their names, never by the order of keys."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import make_dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import GradCache
+from paddle_recompute.contrastive._chunks import by_length
+from paddle_recompute.contrastive._texts import lengths_of, texts_of
+from paddle_recompute.errors import ConfigError, DataError
+from tests.contrastive.encoders import (
+    Encoder,
+    criterion,
+    gradients,
+    make,
+    one_shot,
+    relative_difference,
+    texts,
+)
+
+IDS = np.array([[5, 6, 7, 0], [5, 0, 0, 0], [5, 6, 0, 0]])
+MASK = (IDS != 0).astype("int64")
+FEATURES = np.full([3, 4], 9)
+FIRST = np.array([[1, 0, 0, 0]] * 3)
+
+
+def cut(batch: Any, columns: int = 1) -> Any:
+    """Row 1 as a chunk of its own."""
+    chunks = by_length(batch, columns, None, "query")
+    return next(chunk for chunk in chunks if list(chunk.rows) == [1]).of(batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths"),
+    [
+        ({"features": FEATURES[:, :2], "input_ids": IDS, "attention_mask": MASK}, [3, 1, 2]),
+        ({"global_attention_mask": FIRST, "attention_mask": MASK, "input_ids": IDS}, [3, 1, 2]),
+        ({"global_attention_mask": FIRST, "input_ids": IDS}, [3, 1, 2]),
+        ({"src_mask": FIRST, "input_ids": IDS}, [3, 1, 2]),
+        ({"token_type_ids": FEATURES, "input_ids": IDS}, [3, 1, 2]),
+        ({"position_ids": FEATURES, "attention_mask": MASK, "input_ids": IDS + 1}, [3, 1, 2]),
+        ({"attention_mask": MASK.astype("float32"), "input_ids": IDS + 1}, [3, 1, 2]),
+        ({"attention_mask": MASK.astype("bool"), "input_ids": IDS + 1}, [3, 1, 2]),
+        # Of the same width by chance, or not: nothing in it may be lost.
+        ({"features": FEATURES, "input_ids": IDS, "attention_mask": MASK}, [4, 4, 4]),
+        ({"one": IDS, "other": FIRST}, [3, 1, 2]),
+        ({"a": {"input_ids": IDS, "mask": FIRST}, "b": {"input_ids": IDS}}, [3, 1, 2]),
+        ({"ids": MASK, "scores": FEATURES.astype("float32")}, [3, 1, 2]),
+    ],
+)
+@pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "tensors"])
+def test_lengths_whatever_the_order(batch: Any, lengths: list[int], tensors: bool) -> None:
+    for order in itertools.permutations(batch):
+        given = {key: batch[key] for key in order}
+        if tensors:
+            given = {
+                key: paddle.to_tensor(one) if isinstance(one, np.ndarray) else one
+                for key, one in given.items()
+            }
+        assert lengths_of(given, None, "query").tolist() == lengths, order
+        kind = make_dataclass("Batch", list(given))
+        assert lengths_of(kind(**given), None, "query").tolist() == lengths, order
+
+
+def test_what_is_cut() -> None:
+    batch = {
+        "features": FEATURES[:, :2],
+        "attention_mask": MASK.astype("float32"),
+        "input_ids": IDS,
+        "position_ids": FEATURES,
+        "vectors": FEATURES.astype("float32"),
+    }
+    shapes = {name: one.shape for name, one in cut(batch).items()}
+    assert shapes == {
+        "features": [1, 2],
+        "attention_mask": [1, 1],
+        "input_ids": [1, 1],
+        "position_ids": [1, 1],
+        "vectors": [1, 4],
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"a": IDS, "b": IDS[:, :2]}, r"query\['a'\] \[3, 4\], query\['b'\] \[3, 2\]"),
+        ((IDS, IDS[:, :2]), r"query\[0\] \[3, 4\], query\[1\] \[3, 2\]"),
+        (
+            {"mask": MASK[:, :2], "input_ids": IDS},
+            r"query\['mask'\] \[3, 2\], query\['input_ids'\] \[3, 4\]",
+        ),
+        (
+            {"x": {"input_ids": IDS}, "y": {"input_ids": IDS[:, :3]}},
+            r"query\['x'\]\['input_ids'\] \[3, 4\], query\['y'\]\['input_ids'\] \[3, 3\]",
+        ),
+        ({"input_ids": IDS, "attention_mask": MASK[:, None, None]}, r"has shape \[3, 1, 1, 4\]"),
+    ],
+)
+def test_what_is_not_clear_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        texts_of(batch, "query")
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "tensors"])
+@pytest.mark.parametrize(
+    "mask", [(MASK - 1) * 1e4, (MASK - 1) * 1000, np.zeros(IDS.shape)], ids=["float", "int", "0"]
+)
+def test_a_mask_that_is_added_to_scores_is_refused(mask: Any, tensors: bool) -> None:
+    dtype = "int64" if mask.dtype.kind == "i" else "float32"
+    batch = {"input_ids": IDS, "attention_mask": mask.astype(dtype)}
+    if tensors:
+        batch = {name: paddle.to_tensor(one) for name, one in batch.items()}
+    with pytest.raises(DataError, match=r"query\['attention_mask'\] is no mask of 1 for tokens"):
+        lengths_of(batch, None, "query")
+
+
+class WithFeatures(paddle.nn.Layer):
+    """Ids, a mask, and six numbers beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder(0.0)
+        self.linear = paddle.nn.Linear(6, 16)
+
+    def forward(self, **given: Any) -> paddle.Tensor:
+        encoded = self.encoder(given["input_ids"], given["attention_mask"])
+        return encoded + self.linear(given["features"].astype("float32"))
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
+def test_gradients_whatever_the_order(order: tuple[int, ...]) -> None:
+    paddle.seed(1)
+    encoder = WithFeatures()
+    inputs = []
+    for seed in (1, 2):
+        ids = texts(seed)
+        rng = np.random.default_rng(seed)
+        batch = [
+            ("features", paddle.to_tensor(rng.integers(0, 3, [len(ids), 6]))),
+            ("input_ids", ids),
+            ("attention_mask", (ids != 0).astype("float32")),
+            ("global_attention_mask", (paddle.arange(10) == 0).astype("int64").expand([24, 10])),
+        ]
+        inputs.append(dict(batch[place] for place in order))
+    criterion(*(encoder(**batch) for batch in inputs)).backward()
+    expected = gradients(encoder)
+    GradCache(encoder, criterion, chunk_tokens=30).backward(*inputs)
+    assert relative_difference(gradients(encoder), expected) < 1e-5
+
+
+def test_a_float_mask_is_cut_with_its_text() -> None:
+    encoder, ids = make(1, dropout=0.0), texts(1)
+    one_shot(encoder, criterion, ids, ids)
+    expected = gradients(encoder)
+    batch = {"ids": ids, "mask": (ids != 0).astype("float32")}
+    GradCache(encoder, criterion, chunk_tokens=30).backward(batch, batch)
+    assert relative_difference(gradients(encoder), expected) < 1e-5
