@@ -250,6 +250,7 @@ class _Repetition:
         self._frame = frame
         self._count = 0
         self._difference: str | None = None
+        self._can_go_on = True
         self._versions: list[tuple[FrameTicket, paddle.Tensor, int]] = []
 
     def pack(self, tensor: paddle.Tensor) -> None:
@@ -262,7 +263,9 @@ class _Repetition:
         if self._difference is None:
             self._difference = self._compare(saved, tensor, number)
         ticket = saved.ticket()
-        if ticket is not None:
+        if ticket is not None and _likeness(tensor) != saved.likeness:
+            self._can_go_on = False  # the engine would read it as what the first run saved
+        elif ticket is not None:
             # An input that was elsewhere, or a copy of a buffer, may lie otherwise than the first.
             value = _paddle.with_layout(tensor, saved.layout)
             frame._values[ticket] = _paddle.shares_memory(value)
@@ -281,7 +284,8 @@ class _Repetition:
             self._difference = self._difference or (
                 f"{len(frame._saved)} tensors were saved for the backward, now {self._count}"
             )
-        must_fail = frame.parts[0].call.check or self._count < len(frame._saved)
+        can_go_on = self._can_go_on and self._count >= len(frame._saved)
+        must_fail = frame.parts[0].call.check or not can_go_on
         if self._difference is not None and must_fail:
             frame._values.clear()
             raise RecomputeError(
