@@ -98,9 +98,10 @@ class Draws:
     A stream that the call leaves alone is left alone by the repetition too. So functions that
     draw nothing do not disturb those in other threads, nor are they disturbed.
 
-    **Threads.** Paddle, NumPy and Python have one global stream each for all threads. Which thread
-    has drawn cannot be told, so where several draw from Paddle's at the same time, a call cannot
-    be repeated; `problem` says so.
+    **Threads.** Paddle, NumPy and Python have one global stream each for all threads, and which
+    thread has drawn cannot be told. `problem` says where another one may have drawn from Paddle's
+    during the call or its repetition: a recomputed function that ran at the same time, or anybody,
+    if the stream ends elsewhere. Draws from the other streams are not compared.
     """
 
     def __init__(self) -> None:
@@ -130,17 +131,20 @@ class Draws:
             with _window() as window:
                 yield
             if self._start.generators is not None:
-                end = _marks(_paddle.generator_states())
-                is_alone = self._first_was_alone and window.is_alone
-                if end != _marks(self._start.generators) and (
-                    end != self._first_end or not is_alone
-                ):
-                    self.problem = (
-                        "it draws other numbers from Paddle's random stream than in its first "
-                        "forward"
-                        if is_alone
-                        else "other threads drew from Paddle's random stream, which all threads share"
-                    )
+                self.problem = self._compare(_marks(_paddle.generator_states()), window)
+
+    def _compare(self, end: Any, window: _Window) -> str | None:
+        assert self._start is not None
+        if end == _marks(self._start.generators):
+            return None  # the function draws nothing: it was another thread, in the first forward
+        if not (self._first_was_alone and window.is_alone):
+            return (
+                "it draws random numbers, and so may a recomputed function of another thread at "
+                "the same time, from the one stream that Paddle has for all threads"
+            )
+        if end != self._first_end:
+            return "it draws other numbers from Paddle's random stream than in its first forward"
+        return None
 
 
 class _Window:

@@ -107,8 +107,8 @@ class Call:
             if self._draws is not None and self._draws.problem is not None:
                 raise RecomputeError(
                     f"The second forward of {self.name} is not a repetition of the first: "
-                    f"{self._draws.problem}. Let one thread draw at a time; a function that draws "
-                    "no random numbers is served with preserve_rng_state=False. "
+                    f"{self._draws.problem}. Let one thread draw at a time; give functions that "
+                    "draw no random numbers preserve_rng_state=False, in all threads. "
                     'determinism_check="none" switches this check off.'
                 )
         return outputs

@@ -260,7 +260,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 RESULTS = ["last", "last", "two", "dict", "nested"]
 INPUTS = ["gradient", "gradient", "no gradient", "leaf"]
-BETWEEN = ["nothing", "nothing", "nothing", "eval", "eval", "draw", "draw", "forward", *sorted(REFUSED_BETWEEN)]
+BETWEEN = [
+    "nothing",
+    "nothing",
+    "nothing",
+    "eval",
+    "eval",
+    "draw",
+    "draw",
+    "forward",
+    *sorted(REFUSED_BETWEEN),
+]
 FINISHES = ["backward", "backward", "twice", "grad", "grad, then backward", "parts", "last only"]
 
 numbers = st.integers(0, 5)
@@ -275,9 +285,13 @@ def operations(depth: int) -> st.SearchStrategy[Op]:
     simple = st.builds(Op, st.one_of([*names, st.sampled_from(rare)]), numbers, numbers)
     if depth == 0:
         return simple
+    return st.one_of(simple, simple, calls(depth))
+
+
+def calls(depth: int) -> st.SearchStrategy[Op]:
+    """Calls of blocks, `depth` deep at most."""
     several = st.lists(blocks(depth - 1), min_size=1, max_size=2).map(tuple)
-    calls = st.builds(Op, st.sampled_from(CALLS), numbers, numbers, several)
-    return st.one_of(simple, simple, calls)
+    return st.builds(Op, st.sampled_from(CALLS), numbers, numbers, several)
 
 
 def blocks(depth: int) -> st.SearchStrategy[Block]:
@@ -293,7 +307,9 @@ def blocks(depth: int) -> st.SearchStrategy[Block]:
 
 programs = st.builds(
     Program,
-    st.lists(operations(3), min_size=1, max_size=4).map(tuple),
+    st.tuples(
+        st.lists(operations(3), max_size=2), calls(3), st.lists(operations(3), max_size=2)
+    ).map(lambda parts: (*parts[0], parts[1], *parts[2])),
     st.lists(st.sampled_from(INPUTS), min_size=1, max_size=3).map(tuple),
     st.sampled_from(BETWEEN),
     st.sampled_from(FINISHES),

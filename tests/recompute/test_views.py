@@ -78,7 +78,7 @@ def test_saved(run: Run, view: str) -> Seen:
 
 @case("a view returned by a block: {view}", view=list(VIEWS), num_listed=3)
 def test_output(run: Run, view: str) -> Seen:
-    first, second, x = net()
+    first, _, x = net()
     y = run(lambda t: VIEWS[view](first(t).tanh()), x * 2)
     z = run(lambda t: t * t, y)
     z.sum().backward()
