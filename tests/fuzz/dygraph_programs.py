@@ -7,6 +7,7 @@ plain call or ours. All operations take any shape, so every description is a pro
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import paddle
 from hypothesis import strategies as st
 from paddle.nn import functional as F
 
-from paddle_recompute import _nested
+from paddle_recompute import RecomputeConfig, _nested, apply_recompute
 from tests.recompute.contract import Run, Seen, clean_streams, seen, state_of_the_process
 
 Tensor = paddle.Tensor
@@ -236,8 +237,9 @@ LAYERS: dict[str, Callable[[], paddle.nn.Layer]] = {
     "weight norm": lambda: paddle.nn.utils.weight_norm(paddle.nn.Linear(4, 4)),
     "attention": lambda: paddle.nn.MultiHeadAttention(4, 2, dropout=0.2),
 }
-CALLS = ["call", "call", "loop", "raises"]
-"""``loop``: a lambda that closes over the loop's variable; ``raises``: the caller catches it."""
+CALLS = ["call", "call", "loop", "raises", "chain"]
+"""``loop``: a lambda that closes over the loop's variable; ``raises``: the caller catches it;
+``chain``: Layers under a policy of `apply_recompute`, one of which may raise."""
 
 OTHERS = ["flip mode", "change the argument"]
 
@@ -290,7 +292,7 @@ def operations(depth: int) -> st.SearchStrategy[Op]:
 
 def calls(depth: int) -> st.SearchStrategy[Op]:
     """Calls of blocks, `depth` deep at most."""
-    several = st.lists(blocks(depth - 1), min_size=1, max_size=2).map(tuple)
+    several = st.lists(blocks(depth - 1), min_size=1, max_size=3).map(tuple)
     return st.builds(Op, st.sampled_from(CALLS), numbers, numbers, several)
 
 
@@ -365,7 +367,7 @@ class Built(paddle.nn.Layer):
 
     def __init__(self, ops: tuple[Op, ...], result: str, run: Run) -> None:
         super().__init__()
-        self.ops, self.result, self.run = ops, result, run
+        self.ops, self.result, self.run, self.raises = ops, result, run, False
         self.scale = self.create_parameter([1], default_initializer=F_ONE)
         self.layers = paddle.nn.LayerList()
         self.inner = paddle.nn.LayerList()
@@ -373,15 +375,31 @@ class Built(paddle.nn.Layer):
             self.layers.append(LAYERS.get(op.name, paddle.nn.Identity)())
             inner = [Built(block.ops, block.result, run) for block in op.blocks]
             self.inner.append(paddle.nn.LayerList(inner))
+            if op.name == "chain":
+                self.make_chain(op, self.inner[-1])
             weight = getattr(self.layers[-1], "weight", None)
             if op.second == 3 and weight is not None and op.name == "Linear":
                 weight.register_hook(lambda gradient: gradient * 2 + 0.01)
+
+    def make_chain(self, op: Op, chain: paddle.nn.LayerList) -> None:
+        for number, block in enumerate(chain):
+            block.raises = number == op.second
+        policy = ["segments", "all", "every_n"][op.first % 3]
+        config = RecomputeConfig(
+            enable=self.run.__name__ != "plain",
+            checkpoints=[str(number) for number in range(len(chain))],
+            policy=policy,
+            segments=1 if policy == "segments" else "auto",
+        )
+        apply_recompute(chain, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         values = list(_nested.tensors_in((args, kwargs)))
         values.append(values[0] * self.scale)
         for op, layer, inner in zip(self.ops, self.layers, self.inner, strict=True):
             values += self.results_of(op, layer, inner, values)
+        if self.raises:
+            raise Raised
         return in_form(values, self.result)
 
     def results_of(
@@ -409,6 +427,12 @@ class Built(paddle.nn.Layer):
             h = x
             for block, _ in zip(inner, op.blocks, strict=True):
                 h = last_tensor(self.run(lambda t: block(t), h))  # noqa: B023
+            return [h]
+        if op.name == "chain":
+            h = x
+            for block in inner:
+                with contextlib.suppress(Raised):
+                    h = last_tensor(block(h))
             return [h]
         results: list[Tensor] = []
         for block, described in zip(inner, op.blocks, strict=True):
