@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import paddle
@@ -64,8 +64,9 @@ def shares_memory(tensor: paddle.Tensor) -> paddle.Tensor:
 
     ``Tensor.detach`` does not serve: it shares the C++ tensor itself, and on 2.6 the engine moves
     the memory *out of* the tensor that an unpack hook returns, which would empty the original.
-    ``_new_shared_tensor`` exists from 3.0; on 2.6 ``_share_buffer_to`` does the same. Can go when
-    a public shallow copy exists in every supported version.
+    ``_new_shared_tensor`` exists from 3.0; on 2.6 ``get_tensor()._share_data_with`` does the same:
+    it takes strides and offset along, which ``_share_buffer_to`` leaves out. Can go when a public
+    shallow copy exists in every supported version.
     """
     if hasattr(tensor, "_new_shared_tensor"):
         shared = tensor._new_shared_tensor().detach()
@@ -73,9 +74,56 @@ def shares_memory(tensor: paddle.Tensor) -> paddle.Tensor:
         shared = core.eager.Tensor(
             tensor.dtype, tensor.shape, "", core.VarDesc.VarType.LOD_TENSOR, False
         )
-        tensor._share_buffer_to(shared)
+        shared.get_tensor()._share_data_with(tensor.get_tensor())
     shared.stop_gradient = tensor.stop_gradient  # a PyLayer may ask what it saved
     return shared
+
+
+Layout = tuple[tuple[int, ...], int]
+"""Strides (in elements) of a tensor, and its offset in its memory (in bytes)."""
+
+
+def layout_of(tensor: paddle.Tensor) -> Layout:
+    """How `tensor` lies in its memory (``strides``, ``offset``; 2.6, 3.x)."""
+    return tuple(tensor.strides), tensor.offset
+
+
+def with_layout(tensor: paddle.Tensor, layout: Layout) -> paddle.Tensor:
+    """`tensor`, or a copy of it that lies in its memory as `layout` says.
+
+    The engine (2.6, 3.x) takes the bare memory from what an unpack hook returns, and reads it with
+    the strides and the offset of the tensor that the operator had saved. Can go when the engine
+    takes the tensor itself.
+    """
+    if layout_of(tensor) == layout:
+        return tensor
+    strides, offset = layout
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    with paddle.no_grad(), amp_state_of(replace(amp_state(), level=core.AmpLevel.O0)):
+        memory = paddle.zeros([offset // tensor.element_size() + last + 1], tensor.dtype)
+        copy = paddle.as_strided(memory, tensor.shape, strides, offset)
+        paddle.assign(tensor, output=copy)
+    copy.stop_gradient = tensor.stop_gradient
+    return copy
+
+
+@functools.cache
+def before_saved_tensors_hooks(call: Callable[[], None]) -> None:
+    """From now on, `call` is called before a pair of saved-tensor hooks comes into force.
+
+    So that a pair of ours that only waits can give way to a user's.
+    ``core.eager.register_saved_tensors_hooks`` (2.6, 3.x) is what
+    ``paddle.autograd.saved_tensors_hooks`` looks up at each use. Can go when Paddle allows several
+    pairs, or one per thread.
+    """
+    register = core.eager.register_saved_tensors_hooks
+
+    @functools.wraps(register)
+    def registered(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return register(*args, **kwargs)
+
+    core.eager.register_saved_tensors_hooks = registered
 
 
 PACK_LEAKS_A_REFERENCE = paddle_version() < (3, 0, 0)
@@ -254,6 +302,33 @@ def set_generator_states(states: tuple[Any, Any]) -> None:
         paddle.set_rng_state(device)
 
 
+class _Probe(threading.local):
+    """A generator of nobody's, to look into the states of others."""
+
+    def __init__(self) -> None:
+        self.generator = core.Generator()
+
+
+_probe = _Probe()
+
+
+def mark_of_generator_state(state: Any) -> object:
+    """Something that is equal for equal `state` (of a generator, a list of such, or None).
+
+    A ``GeneratorState`` (2.6, 3.x) does not compare. On the CPU the mark is the number that is
+    drawn next; a GPU's stream is told by the offset, which only the state's text shows. Can go
+    when states compare.
+    """
+    if state is None:
+        return None
+    if isinstance(state, list):  # of the devices, from ``paddle.get_rng_state``
+        return [mark_of_generator_state(one) for one in state]
+    if paddle.get_device() != "cpu":
+        return re.sub(r"0x[0-9a-f]+", "", str(state))
+    _probe.generator.set_state(state)
+    return _probe.generator.random()
+
+
 def hybrid_parallel_tracker() -> Any:
     """Fleet's tracker of the named streams of tensor parallelism.
 
@@ -345,20 +420,28 @@ class Backward:
     at_end: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
-_running: list[Backward] = []
+class _Running(threading.local):
+    """The engine calls of a thread. The engine calls hooks in the thread that called it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Backward] = []
+
+
+_running = _Running()
 
 
 def current_backward() -> Backward | None:
-    """The innermost engine call that is running; None outside of any, or before
+    """The innermost engine call that is running in this thread; None outside of any, or before
     `watch_backward` was called.
     """
-    return _running[-1] if _running else None
+    return _running.calls[-1] if _running.calls else None
 
 
 def hand_on(error: BaseException) -> None:
     """Let `error`, raised inside the engine, reach the engine's caller as itself."""
-    if _running and _running[-1].error is None:
-        _running[-1].error = error
+    backward = current_backward()
+    if backward is not None and backward.error is None:
+        backward.error = error
 
 
 @functools.cache
@@ -382,7 +465,7 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
         retain = kwargs.get("retain_graph", args[position] if len(args) > position else False)
         call = Backward(bool(retain), partial)
         grad_enabled = paddle.is_grad_enabled()
-        _running.append(call)
+        _running.calls.append(call)
         try:
             return engine(*args, **kwargs)
         except OSError as opaque:
@@ -398,7 +481,7 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
             finally:
                 del error
         finally:
-            _running.pop()
+            _running.calls.pop()
             for end in call.at_end.values():
                 end()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from paddle_recompute import _paddle
 @dataclass(frozen=True)
 class RngState:
     """Where all streams stand: Paddle (CPU and the device in use), fleet's tracker of
-    tensor-parallel streams, NumPy's global stream and Python's.
+    tensor-parallel streams, NumPy's global stream and Python's. None: that stream is left alone.
     """
 
-    generators: tuple[Any, Any]
-    tracker: Any
+    generators: tuple[Any, Any] | None
+    tracker: dict[str, Any] | None
     numpy: Any
     python: Any
 
@@ -36,17 +37,139 @@ class RngState:
 
     def restore(self) -> None:
         """Put every stream back to this state."""
-        _paddle.set_generator_states(self.generators)
-        _paddle.hybrid_parallel_tracker().set_states_tracker(self.tracker)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
+        if self.generators is not None:
+            _paddle.set_generator_states(self.generators)
+        if self.tracker is not None:
+            _paddle.hybrid_parallel_tracker().set_states_tracker(self.tracker)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)
+        if self.python is not None:
+            random.setstate(self.python)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside, the streams run from this state; afterwards they stand where they were."""
-        before = RngState.capture()
+        before = self._now()
         self.restore()
         try:
             yield
         finally:
             before.restore()
+
+    def _now(self) -> RngState:
+        """Where the streams of this state stand now."""
+        tracker = _paddle.hybrid_parallel_tracker
+        return RngState(
+            generators=None if self.generators is None else _paddle.generator_states(),
+            tracker=None if self.tracker is None else tracker().get_states_tracker(),
+            numpy=None if self.numpy is None else np.random.get_state(),
+            python=None if self.python is None else random.getstate(),
+        )
+
+    def where_moved(self) -> RngState:
+        """This state without the streams that stand there still."""
+        now = self._now()
+        state = self
+        if _same(self.generators, now.generators):
+            state = replace(state, generators=None)
+        if _same(self.tracker, now.tracker):
+            state = replace(state, tracker=None)
+        if self.numpy[2:] == now.numpy[2:] and np.array_equal(self.numpy[1], now.numpy[1]):
+            state = replace(state, numpy=None)
+        if self.python == now.python:
+            state = replace(state, python=None)
+        return state
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(_marks(one) == _marks(other))
+
+
+def _marks(states: Any) -> Any:
+    """Something that is equal for equal states of Paddle's generators."""
+    if isinstance(states, dict):
+        return {name: _paddle.mark_of_generator_state(state) for name, state in states.items()}
+    return [_paddle.mark_of_generator_state(state) for state in states]
+
+
+class Draws:
+    """What one call draws from the random streams, and the same once more.
+
+    A stream that the call leaves alone is left alone by the repetition too. So functions that
+    draw nothing do not disturb those in other threads, nor are they disturbed.
+
+    **Threads.** Paddle, NumPy and Python have one global stream each for all threads, and which
+    thread has drawn cannot be told. `problem` says where another one may have drawn from Paddle's
+    during the call or its repetition: a recomputed function that ran at the same time, or anybody,
+    if the stream ends elsewhere. Draws from the other streams are not compared.
+    """
+
+    def __init__(self) -> None:
+        self._start: RngState | None = None
+        self._first_end: Any = None
+        self._first_was_alone = True
+        self.problem: str | None = None
+        """After `again`: why it may have drawn other numbers from Paddle's streams."""
+
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        """Around the call."""
+        start = RngState.capture()
+        with _window() as window:
+            yield
+        self._start = start.where_moved()
+        if self._start.generators is not None:
+            self._first_end = _marks(_paddle.generator_states())
+            self._first_was_alone = window.is_alone
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Around its repetition, which draws what the call drew."""
+        assert self._start is not None
+        self.problem = None
+        with self._start.replayed():
+            with _window() as window:
+                yield
+            if self._start.generators is not None:
+                self.problem = self._compare(_marks(_paddle.generator_states()), window)
+
+    def _compare(self, end: Any, window: _Window) -> str | None:
+        assert self._start is not None
+        if end == _marks(self._start.generators):
+            return None  # the function draws nothing: it was another thread, in the first forward
+        if not (self._first_was_alone and window.is_alone):
+            return (
+                "it draws random numbers, and so may a recomputed function of another thread at "
+                "the same time, from the one stream that Paddle has for all threads"
+            )
+        if end != self._first_end:
+            return "it draws other numbers from Paddle's random stream than in its first forward"
+        return None
+
+
+class _Window:
+    """The time of a call; `is_alone` unless one of another thread overlaps with it."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.is_alone = True
+
+
+_open_windows: list[_Window] = []
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _window() -> Iterator[_Window]:
+    mine = _Window()
+    with _lock:
+        others = [window for window in _open_windows if window.thread != mine.thread]
+        for window in others:
+            window.is_alone = False
+        mine.is_alone = not others
+        _open_windows.append(mine)
+    try:
+        yield mine
+    finally:
+        with _lock:
+            _open_windows.remove(mine)

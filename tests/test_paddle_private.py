@@ -46,10 +46,10 @@ def test_tensor_new_shared_tensor() -> None:
 
 
 @pytest.mark.skipif(not IS_26, reason="only used on Paddle 2.6")
-def test_tensor_share_buffer_to_and_the_tensor_constructor() -> None:
+def test_dense_tensor_share_data_with_and_the_tensor_constructor() -> None:
     x = paddle.ones([3])
     shared = core.eager.Tensor(x.dtype, x.shape, "", core.VarDesc.VarType.LOD_TENSOR, False)
-    x._share_buffer_to(shared)
+    shared.get_tensor()._share_data_with(x.get_tensor())
     shared.add_(paddle.ones([3]))
     assert x.tolist() == [2, 2, 2]
 
@@ -63,6 +63,29 @@ def test_shares_memory_has_an_identity_of_its_own() -> None:
     with paddle.no_grad():
         shared.add_(paddle.ones([3]))
     assert x.tolist() == [3, 3, 3]
+
+
+VIEWS = {
+    "transposed": lambda x: x.transpose([1, 0, 2]),
+    "tail": lambda x: x[1:],
+    "columns": lambda x: x[:, 1:],
+    "every second": lambda x: x[:, ::2],
+    "real part": lambda x: paddle.real(paddle.complex(x, -x)),
+    "imaginary part": lambda x: paddle.imag(paddle.complex(x, -x)),
+    "diagonal": lambda x: paddle.diagonal(x, axis1=1, axis2=2),
+    "transposed booleans": lambda x: (x > 9).transpose([1, 0, 2]),
+    "one number": lambda x: x[1, 2, 3],
+    "nothing": lambda x: x[:, 3:],
+}
+
+
+@pytest.mark.parametrize("view", list(VIEWS))
+def test_shares_memory_takes_strides_and_offset_along(view: str) -> None:
+    x = VIEWS[view](paddle.arange(24, dtype="float32").reshape([2, 3, 4]))
+    shared = _paddle.shares_memory(x)
+    assert (shared.shape, shared.strides, shared.dtype) == (x.shape, x.strides, x.dtype)
+    assert shared.data_ptr() == x.data_ptr()
+    assert shared.numpy().tobytes() == x.numpy().tobytes()
 
 
 def test_tensor_is_initialized() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,22 +18,29 @@ import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._nested import describe
-from paddle_recompute._rng import RngState
+from paddle_recompute._rng import Draws
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _writes
 from paddle_recompute.recompute._layer_state import LayerState
 from paddle_recompute.recompute._reach import Reach
 
-_depth = 0
+
+class _Depth(threading.local):
+    """How many second forwards are running in a thread."""
+
+    now = 0
+
+
+_depth = _Depth()
 
 
 def is_recomputing() -> bool:
-    """True while a function runs for the second time, to get its activations back.
+    """True while this thread runs a function for the second time, to get its activations back.
 
     For authors of Layers with state of their own: count, log or update only when it is False.
     Buffers need no such care, they are put back.
     """
-    return _depth > 0
+    return _depth.now > 0
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Call:
     preserve_rng_state: bool
     check: bool
     compare_values: bool = False
-    _rng: RngState | None = None
+    _draws: Draws | None = None
     _amp: _paddle.AmpState | None = None
     _reach: Reach | None = None
     _layers: LayerState | None = None
@@ -60,12 +68,13 @@ class Call:
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and remember what it saw."""
-        self._rng = RngState.capture() if self.preserve_rng_state else None
+        self._draws = Draws() if self.preserve_rng_state else None
         self._amp = _paddle.amp_state()
         self._reach = Reach(self.function, (args, kwargs))
         self._layers = LayerState(self._reach.layers, with_statistics=self.compare_values)
         stamps = [(t, _writes.stamp(t)) for t in _nested.tensors_in((args, kwargs))]
-        outputs = self.function(*args, **kwargs)
+        with self._draws.first() if self._draws is not None else contextlib.nullcontext():
+            outputs = self.function(*args, **kwargs)
         self._layers.after_forward()
         self._reach.after_forward()
         changed = [t for t, stamp in stamps if _writes.is_written_since(t, stamp)]
@@ -87,9 +96,8 @@ class Call:
             BaseException: Whatever the function itself raises, with a note that names it.
         """
         assert self._amp is not None and self._layers is not None and self._reach is not None
-        rng = self._rng.replayed() if self._rng is not None else contextlib.nullcontext()
         with (
-            rng,
+            self._draws.again() if self._draws is not None else contextlib.nullcontext(),
             _paddle.amp_state_of(self._amp),
             self._reach.replayed(),
             self._layers.replayed(),
@@ -103,6 +111,13 @@ class Call:
                 raise
         if self.check:
             self._compare(_description(outputs))
+            if self._draws is not None and self._draws.problem is not None:
+                raise RecomputeError(
+                    f"The second forward of {self.name} is not a repetition of the first: "
+                    f"{self._draws.problem}. Let one thread draw at a time; give functions that "
+                    "draw no random numbers preserve_rng_state=False, in all threads. "
+                    'determinism_check="none" switches this check off.'
+                )
         return outputs
 
     def _compare(self, again: list[str]) -> None:
@@ -162,9 +177,8 @@ def _add_note(error: BaseException, note: str) -> None:
 
 @contextlib.contextmanager
 def _recomputing() -> Iterator[None]:
-    global _depth
-    _depth += 1
+    _depth.now += 1
     try:
         yield
     finally:
-        _depth -= 1
+        _depth.now -= 1

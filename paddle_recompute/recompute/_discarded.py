@@ -16,10 +16,9 @@ from typing import Protocol
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
 from paddle_recompute._nested import describe
-from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute._hooks import Ticket
+from paddle_recompute.recompute._hooks import Kept, Ticket
 
 
 class _Maker(Protocol):
@@ -68,33 +67,9 @@ def ticket_for(tensor: paddle.Tensor) -> Ticket | None:
     return found.maker.ticket_for_output(output)
 
 
-class _Kept:
-    """A tensor that is kept after all, with the check that Paddle makes for tensors it keeps."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: paddle.Tensor) -> None:
-        self.tensor: paddle.Tensor | None = tensor.detach()
-        self.version = tensor.inplace_version
-
-    def value(self) -> paddle.Tensor:
-        kept = self.tensor
-        if kept is None:
-            raise RecomputeError("A tensor is gone: its backward was done without retain_graph.")
-        if kept.inplace_version != self.version:
-            raise RecomputeError(
-                f"A tensor ({describe(kept)}) that an operator saved for its backward was "
-                "changed in place afterwards. Change a copy instead."
-            )
-        backward = _paddle.current_backward()
-        if backward is not None and not backward.retain_graph:
-            self.tensor = None  # as Paddle does, even if somebody holds the output
-        return _paddle.shares_memory(kept)
-
-
 class Keeper:
     """Keeps what operators save, as Paddle does, except outputs that are offered."""
 
     def pack(self, tensor: paddle.Tensor) -> Ticket:
         """A ticket for an offered output, or one that holds the tensor itself."""
-        return ticket_for(tensor) or _Kept(tensor)
+        return ticket_for(tensor) or Kept(tensor)

@@ -48,20 +48,21 @@ Likeness = tuple[Any, tuple[int, ...]]
 class FrameTicket:
     """Stands for a tensor that a frame can compute again."""
 
-    __slots__ = ("__weakref__", "frame", "is_spent")
+    __slots__ = ("__weakref__", "frame", "is_spent", "why_gone")
 
     def __init__(self, frame: Frame) -> None:
         self.frame: Frame | None = frame
+        self.why_gone = (
+            "The inputs of a recomputed function are gone: its backward was done, or failed, "
+            "without retain_graph=True."
+        )
         self.is_spent = False
         """Whether the operator has had its backward and cannot have another."""
 
     def value(self) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
         if self.frame is None:
-            raise RecomputeError(
-                "The inputs of a recomputed function are gone: its backward was done, or failed, "
-                "without retain_graph=True."
-            )
+            raise RecomputeError(self.why_gone)
         return self.frame.value_of(self)
 
 
@@ -71,6 +72,7 @@ class _Saved:
 
     ticket: weakref.ref[FrameTicket]
     likeness: Likeness
+    layout: _paddle.Layout
     checksum: int | None
 
 
@@ -89,6 +91,7 @@ class _Promise:
     ticket: weakref.ref[FrameTicket]
     part: int
     leaf: int
+    layout: _paddle.Layout
 
 
 class Frame:
@@ -114,15 +117,33 @@ class Frame:
         """Run `call` for the first time, as the next part; returns what it returns."""
         inputs = _keep(self, self._storage, innermost(), (args, kwargs))
         self._recording, self._compare_values = True, call.compare_values
-        with recording(self):
-            outputs = call.first(args, kwargs)
-        self._recording = False
+        num_saved = len(self._saved)
+        try:
+            with recording(self):
+                outputs = call.first(args, kwargs)
+        except BaseException:
+            self._forget(num_saved, call.name)
+            raise
+        finally:
+            self._recording = False
         part = len(self.parts)
         self.parts.append(_Part(call, inputs))
         for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
             link = _Link(part, leaf)
             self._outputs[id(tensor)] = (weakref.ref(tensor), _writes.stamp(tensor), link)
         return outputs
+
+    def _forget(self, num_saved: int, name: str) -> None:
+        """Undo a part that has raised, so that the caller may catch that and go on without it."""
+        failed, self._saved[num_saved:] = self._saved[num_saved:], []
+        for saved in failed:
+            ticket = saved.ticket()
+            if ticket is not None:  # a tensor from inside has got out
+                ticket.frame = None
+                ticket.why_gone = (
+                    f"{name} raised in its first forward, so what it had computed until then "
+                    "cannot be differentiated. Take that out of the recomputed function."
+                )
 
     def link_to(self, tensor: paddle.Tensor) -> _Link | None:
         """Which output of an earlier part `tensor` is, if it is one and was not changed since."""
@@ -140,14 +161,16 @@ class Frame:
         if link is None:
             return None
         ticket = FrameTicket(self)
-        self._promises.append(_Promise(weakref.ref(ticket), link.part, link.leaf))
+        layout = _paddle.layout_of(tensor)
+        self._promises.append(_Promise(weakref.ref(ticket), link.part, link.leaf, layout))
         return ticket
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what is needed to recognize the tensor again."""
         ticket = FrameTicket(self)
         checksum = _checksum(tensor) if self._compare_values else None
-        self._saved.append(_Saved(weakref.ref(ticket), _likeness(tensor), checksum))
+        layout = _paddle.layout_of(tensor)
+        self._saved.append(_Saved(weakref.ref(ticket), _likeness(tensor), layout, checksum))
         return ticket
 
     def value_of(self, ticket: FrameTicket) -> paddle.Tensor:
@@ -158,6 +181,7 @@ class Frame:
             try:
                 self._recompute()
             except BaseException:
+                self._values.clear()  # of a second forward that has not come to its checks
                 if is_last:  # Paddle does not let go of what it held when a hook raised
                     self._release()
                 raise
@@ -215,7 +239,9 @@ class Frame:
             ticket = promise.ticket()
             if ticket is not None:
                 output = outputs[promise.part][promise.leaf]
-                self._values[ticket] = _paddle.shares_memory(output)
+                self._values[ticket] = _paddle.shares_memory(
+                    _paddle.with_layout(output, promise.layout)
+                )
 
 
 class _Repetition:
@@ -225,6 +251,7 @@ class _Repetition:
         self._frame = frame
         self._count = 0
         self._difference: str | None = None
+        self._can_go_on = True
         self._versions: list[tuple[FrameTicket, paddle.Tensor, int]] = []
 
     def pack(self, tensor: paddle.Tensor) -> None:
@@ -237,8 +264,12 @@ class _Repetition:
         if self._difference is None:
             self._difference = self._compare(saved, tensor, number)
         ticket = saved.ticket()
-        if ticket is not None:
-            frame._values[ticket] = _paddle.shares_memory(tensor)
+        if ticket is not None and _likeness(tensor) != saved.likeness:
+            self._can_go_on = False  # the engine would read it as what the first run saved
+        elif ticket is not None:
+            # An input that was elsewhere, or a copy of a buffer, may lie otherwise than the first.
+            value = _paddle.with_layout(tensor, saved.layout)
+            frame._values[ticket] = _paddle.shares_memory(value)
             original = tensor.detach()  # same C++ tensor, hence the same version counter
             self._versions.append((ticket, original, original.inplace_version))
 
@@ -254,7 +285,8 @@ class _Repetition:
             self._difference = self._difference or (
                 f"{len(frame._saved)} tensors were saved for the backward, now {self._count}"
             )
-        must_fail = frame.parts[0].call.check or self._count < len(frame._saved)
+        can_go_on = self._can_go_on and self._count >= len(frame._saved)
+        must_fail = frame.parts[0].call.check or not can_go_on
         if self._difference is not None and must_fail:
             frame._values.clear()
             raise RecomputeError(

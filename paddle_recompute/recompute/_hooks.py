@@ -3,17 +3,27 @@
 Paddle (2.6, 3.x) allows one pair of ``paddle.autograd.saved_tensors_hooks`` at a time. Here that
 pair is a dispatcher: the innermost `Recorder` gets each tensor that an operator would keep for its
 backward, and what it returns, a `Ticket`, stands in the graph instead until the backward asks.
+
+**Threads.** The pair is in force in all threads of the process, whoever has put it there, but the
+hooks are called in the thread that runs the operator, or the backward. So the recorders are those
+of a thread, and what a thread without a recorder saves is kept as Paddle would keep it. The pair
+is there as long as any thread records. If several threads run operators, it stays between the
+recordings: Paddle's operators look at the pair twice without a lock, and one that meets its removal
+in another thread ends the process (SIGSEGV; 2.6.2, 3.3.1).
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import paddle
 
 from paddle_recompute import _paddle
+from paddle_recompute._nested import describe
 from paddle_recompute.errors import RecomputeError
 
 
@@ -33,49 +43,138 @@ class Recorder(Protocol):
         """Take `tensor`; the ticket stands in the graph in its place. Should not raise."""
 
 
-_recorders: list[Recorder] = []
-_issued: list[Ticket] = []
-"""With Paddle 2.6 only: the tickets issued since the outermost recording began."""
+class Kept:
+    """A tensor that is kept after all, with the check that Paddle makes for tensors it keeps."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        self.tensor: paddle.Tensor | None = tensor.detach()
+        self.version = tensor.inplace_version
+
+    def value(self) -> paddle.Tensor:
+        """The tensor, unless it was changed in place or its backward is over."""
+        kept = self.tensor
+        if kept is None:
+            raise RecomputeError("A tensor is gone: its backward was done without retain_graph.")
+        if kept.inplace_version != self.version:
+            raise RecomputeError(
+                f"A tensor ({describe(kept)}) that an operator saved for its backward was "
+                "changed in place afterwards. Change a copy instead."
+            )
+        backward = _paddle.current_backward()
+        if backward is not None and not backward.retain_graph:
+            self.tensor = None  # as Paddle does, even if somebody holds the output
+        return _paddle.shares_memory(kept)
+
+
+class _Thread(threading.local):
+    """What a thread records."""
+
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+        self.is_known = False
+        """Whether `_Pair` knows that this thread runs operators."""
+        self.issued: list[Ticket | None] = []
+        """With Paddle 2.6 only: the tickets issued since the outermost recording began."""
+
+
+_thread = _Thread()
+
+
+class _Pair:
+    """The pair of hooks, and which threads it concerns."""
+
+    def __init__(self) -> None:
+        # Of its own thread too: Paddle's function that puts a pair there calls `make_room`.
+        self._lock = threading.RLock()
+        self._num_recording = 0
+        self._hooks: contextlib.AbstractContextManager[Any] | None = None
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+    def enter(self) -> None:
+        """One recording thread more.
+
+        Raises:
+            ValueError: Somebody else's hooks are in force.
+        """
+        with self._lock:
+            self.meet_thread()
+            if self._hooks is None:
+                hooks = paddle.autograd.saved_tensors_hooks(_pack, _unpack)
+                hooks.__enter__()
+                self._hooks = hooks
+            self._num_recording += 1
+
+    def leave(self) -> None:
+        """One recording thread less."""
+        with self._lock:
+            self._num_recording -= 1
+            me = threading.current_thread()
+            if any(thread is not me and thread.is_alive() for thread in self._threads):
+                _paddle.before_saved_tensors_hooks(self.make_room)
+            else:
+                self.make_room()
+
+    def make_room(self) -> None:
+        """Take the pair away if nobody records."""
+        with self._lock:
+            if self._num_recording == 0 and self._hooks is not None:
+                self._hooks.__exit__(None, None, None)
+                self._hooks = None
+
+    def meet_thread(self) -> None:
+        """The current thread runs operators."""
+        if not _thread.is_known:
+            with self._lock:
+                self._threads.add(threading.current_thread())
+            _thread.is_known = True
+
+
+_pair = _Pair()
 
 
 def innermost() -> Recorder | None:
-    """Who is given what operators save now."""
-    return _recorders[-1] if _recorders else None
+    """Who is given what the operators of this thread save now."""
+    return _thread.recorders[-1] if _thread.recorders else None
 
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Inside, `recorder` is given what operators save."""
-    hooks: contextlib.AbstractContextManager[Any] = (
-        contextlib.nullcontext()
-        if _recorders
-        else paddle.autograd.saved_tensors_hooks(_pack, _unpack)
-    )
-    with hooks:
-        _recorders.append(recorder)
-        try:
-            yield
-        finally:
-            _recorders.pop()
-            if not _recorders:
-                _paddle.give_back_pack_references(_issued)
+    """Inside, `recorder` is given what the operators of this thread save."""
+    recorders = _thread.recorders
+    if not recorders:
+        _pair.enter()
+    recorders.append(recorder)
+    try:
+        yield
+    finally:
+        recorders.pop()
+        if not recorders:
+            _pair.leave()
+            _paddle.give_back_pack_references(_thread.issued)
 
 
 def are_free() -> bool:
     """Whether `recording` is possible now: no saved-tensor hooks but ours are in force."""
-    if _recorders:
+    if _thread.recorders:
         return True
     try:
-        with paddle.autograd.saved_tensors_hooks(_pack, _unpack):
-            return True
+        _pair.enter()
     except ValueError:  # Paddle: "only one pair of hooks is allowed at a time"
         return False
+    _pair.leave()
+    return True
 
 
 def _pack(tensor: paddle.Tensor) -> object:
-    ticket = _recorders[-1].pack(tensor)
+    _pair.meet_thread()
+    recorder = innermost()
+    ticket = Kept(tensor) if recorder is None else recorder.pack(tensor)
     if ticket is not None and _paddle.PACK_LEAKS_A_REFERENCE:
-        _issued.append(ticket)
+        if recorder is None:  # another thread records, this one has no end of its own
+            _paddle.give_back_pack_references(_thread.issued)
+        _thread.issued.append(ticket)
     return ticket
 
 

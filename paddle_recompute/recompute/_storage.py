@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -144,17 +145,19 @@ class _OnDisk:
 
 
 class DiskStorage:
-    """A temporary file per step: it is shared by all tensors that wait at the same time, and is
-    gone when the last of them is.
+    """A temporary file per step and thread: it is shared by all tensors that wait at the same
+    time, and is gone when the last of them is.
     """
 
-    _current: weakref.ref[_SpillFile] | None = None
+    def __init__(self) -> None:
+        self._thread = threading.local()
 
     def keep(self, tensor: paddle.Tensor) -> Kept:
-        file = self._current() if self._current is not None else None
+        current: weakref.ref[_SpillFile] | None = getattr(self._thread, "file", None)
+        file = current() if current is not None else None
         if file is None:
             file = _SpillFile()
-            type(self)._current = weakref.ref(file)
+            self._thread.file = weakref.ref(file)
         return file.append(tensor)
 
 

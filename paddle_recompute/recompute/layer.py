@@ -12,7 +12,7 @@ from paddle_recompute import _paddle
 from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._calls import is_recomputing, name_of
 from paddle_recompute.recompute._discarded import Keeper
-from paddle_recompute.recompute._hooks import innermost, recording
+from paddle_recompute.recompute._hooks import are_free, innermost, recording
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import (
     DeterminismCheck,
@@ -103,7 +103,7 @@ class SelectiveLayer(WrappedLayer):
         """The Layer's own call, with a `Keeper` for what its operators save."""
         if not _paddle.is_dygraph():  # the pass finds out by itself what is needed again
             return super().__call__(*args, **kwargs)
-        if innermost() is not None or not paddle.is_grad_enabled():
+        if innermost() is not None or not paddle.is_grad_enabled() or not are_free():
             return super().__call__(*args, **kwargs)
         translator = _paddle.set_translator(None)
         try:

@@ -211,3 +211,9 @@ def test_branch(run: Run) -> Seen:
     y = run(lambda x: x.tanh().exp() if next(calls) == 0 else x.tanh(), x * 2)
     y.sum().backward()
     return {"y": y, "x": x}
+
+
+def test_none_does_not_hand_out_a_tensor_of_another_shape() -> None:
+    loss = recompute(counted(another_shape_saved), leaf(3, 4), determinism_check="none").sum()
+    with pytest.raises(RecomputeError, match="is not a repetition"):
+        loss.backward()

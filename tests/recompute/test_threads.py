@@ -1,0 +1,289 @@
+"""Several threads that train at the same time: each is served as if it were alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.nn import functional as F
+
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute.errors import RecomputeError
+from paddle_recompute.recompute import is_recomputing
+from tests.recompute.contract import Run, plain
+
+STEPS = 12
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """What the functions return, or the errors that they raise, each in a thread of its own."""
+    results: list[Any] = [None] * len(functions)
+
+    def work(number: int) -> None:
+        try:
+            results[number] = functions[number]()
+        except Exception as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    return results
+
+
+class Model(paddle.nn.Layer):
+    def __init__(self, run: Run, inside: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.layers = paddle.nn.LayerList([paddle.nn.Linear(8, 8) for _ in range(4)])
+        self.norm = paddle.nn.BatchNorm1D(8)
+        self._run, self._inside = run, inside
+
+    def block(self, layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+        self._inside()
+        return self._run(lambda t: F.gelu(layer(t)), x) + x
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        for layer in self.layers:
+            x = self._run(lambda t, layer=layer: self.block(layer, t), x)
+        return self.norm(x)
+
+
+def trained(model: Model, x: paddle.Tensor) -> list[bytes]:
+    """The bits of all losses, weights and statistics of some steps."""
+    optimizer = paddle.optimizer.SGD(0.05, parameters=model.parameters())
+    losses = []
+    for _ in range(STEPS):
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(loss.numpy().tobytes())
+    return losses + [tensor.numpy().tobytes() for tensor in model.state_dict().values()]
+
+
+def models(*runs: Run, inside: Callable[[], None] = lambda: None) -> list[Callable[[], Any]]:
+    """One training for each of `runs`, all from other weights."""
+    paddle.seed(7)
+    made = [(Model(run, inside), paddle.randn([6, 8])) for run in runs]
+    return [lambda model=model, x=x: trained(model, x) for model, x in made]
+
+
+def disk(*args: Any, **kwargs: Any) -> Any:
+    return recompute(*args, offload="disk", **kwargs)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [(recompute, recompute), (recompute, plain), (plain, recompute), (disk, disk)],
+    ids=["both recompute", "the first", "the second", "both on disk"],
+)
+def test_two_models_in_two_threads(runs: tuple[Run, Run]) -> None:
+    alone = [one() for one in models(plain, plain)]
+    for _ in range(3):
+        assert in_threads(*models(*runs)) == alone
+
+
+def test_threads_that_take_turns_inside_their_blocks() -> None:
+    """Each block of one thread begins while one of the other is running."""
+    alone = [one() for one in models(plain, plain)]
+    barrier = threading.Barrier(2)
+    meetings = [0]
+
+    def meet() -> None:
+        if not is_recomputing():
+            meetings[0] += 1
+            barrier.wait(20)
+
+    assert in_threads(*models(recompute, recompute, inside=meet)) == alone
+    assert meetings[0] == 2 * 4 * STEPS
+
+
+def test_a_thread_beside_a_recorder_keeps_what_its_operators_save() -> None:
+    x = paddle.randn([3, 4])
+    x.stop_gradient = False
+    other: dict[str, np.ndarray] = {}
+
+    def beside() -> None:
+        y = paddle.to_tensor(x.numpy(), stop_gradient=False)
+        (y.exp() * y).sum().backward()
+        other["gradient"] = y.grad.numpy()
+
+    calls = []
+
+    def block(t: paddle.Tensor) -> paddle.Tensor:
+        calls.append(is_recomputing())
+        t = t.tanh()
+        assert in_threads(beside) == [None]
+        return t * t
+
+    recompute(block, x * 1).sum().backward()
+    assert calls == [False, True]
+    want = np.exp(x.numpy()) * (1 + x.numpy())
+    assert np.allclose(other["gradient"], want, atol=1e-6)
+
+
+def test_an_exception_in_one_thread_leaves_the_other_alone() -> None:
+    alone = models(plain)[0]()
+
+    def failing() -> str:
+        for _ in range(30):
+            x = paddle.randn([2, 4])
+            x.stop_gradient = False
+
+            def block(t: paddle.Tensor) -> paddle.Tensor:
+                t = t.tanh()
+                if is_recomputing():
+                    raise KeyError("second")
+                return t * t
+
+            with pytest.raises(KeyError):
+                recompute(block, x).sum().backward()
+
+            def raises(t: paddle.Tensor) -> None:
+                t = t.tanh()
+                raise KeyError("first")
+
+            with pytest.raises(KeyError):
+                recompute(raises, x)
+        return "done"
+
+    assert in_threads(models(recompute)[0], failing) == [alone, "done"]
+
+
+def test_after_threads_a_user_may_have_hooks() -> None:
+    barrier = threading.Barrier(2)
+
+    def work() -> None:
+        barrier.wait(20)
+        recompute(paddle.nn.Linear(4, 4), paddle.ones([2, 4])).sum().backward()
+        barrier.wait(20)
+
+    def user() -> list[int]:
+        barrier.wait(20)
+        x = paddle.ones([2], dtype="float32")
+        x.stop_gradient = False
+        (x * x).sum().backward()
+        barrier.wait(20)
+        packed = []
+        # A copy: Paddle 2.6 takes the memory away from what the second hook returns.
+        pair = (lambda t: packed.append(1) or t, lambda t: t.clone())
+        with paddle.autograd.saved_tensors_hooks(*pair):
+            (x * x).sum().backward()
+        return packed
+
+    done, packed = in_threads(work, user)
+    assert done is None and packed
+
+
+def test_a_backward_in_another_thread() -> None:
+    linear, x = paddle.nn.Linear(4, 4), paddle.randn([3, 4])
+    gradients = []
+    for run in (plain, recompute):
+        paddle.seed(5)
+        loss = run(lambda t: F.dropout(linear(t).tanh(), 0.3), x).sum()
+        paddle.seed(6)
+        assert in_threads(loss.backward) == [None]
+        gradients.append(linear.weight.grad.numpy().tobytes())
+        linear.clear_gradients()
+    assert gradients[0] == gradients[1]
+
+
+# -------------------------------------------------------------------------------- random numbers
+
+
+def draws(t: paddle.Tensor) -> paddle.Tensor:
+    return F.dropout(t.exp(), 0.5)
+
+
+def test_random_numbers_that_another_thread_draws_inside_are_told() -> None:
+    """The stream is one for all threads: the second forward cannot draw what the first drew."""
+
+    def block(t: paddle.Tensor) -> paddle.Tensor:
+        if not is_recomputing():
+            in_threads(lambda: paddle.rand([3]))
+        return draws(t)
+
+    x = paddle.ones([4, 4])
+    x.stop_gradient = False
+    with pytest.raises(RecomputeError, match="random stream"):
+        recompute(block, x).sum().backward()
+
+
+def test_two_recomputing_threads_that_draw_at_the_same_time_are_told() -> None:
+    barrier = threading.Barrier(2)
+
+    def work() -> None:
+        x = paddle.ones([4, 4])
+        x.stop_gradient = False
+
+        def block(t: paddle.Tensor) -> paddle.Tensor:
+            if not is_recomputing():
+                barrier.wait(20)
+            t = draws(t)
+            if not is_recomputing():
+                barrier.wait(20)
+            return draws(t)
+
+        y = recompute(block, x).sum()
+        barrier.wait(20)
+        y.backward()
+
+    errors = in_threads(work, work)
+    assert all(isinstance(error, RecomputeError) for error in errors), errors
+    assert "function of another thread" in str(errors[0])
+
+
+def test_a_function_that_draws_nothing_leaves_the_streams_alone() -> None:
+    x = paddle.ones([4, 4])
+    x.stop_gradient = False
+    drawn = []
+
+    def block(t: paddle.Tensor) -> paddle.Tensor:
+        if is_recomputing():
+            in_threads(lambda: drawn.append(paddle.rand([2]).tolist()))
+        return t.exp()
+
+    y = recompute(block, x).sum()
+    y.backward()
+    drawn.append(paddle.rand([2]).tolist())
+    paddle.seed(1)
+    assert drawn == [paddle.rand([2]).tolist() for _ in range(2)]
+
+
+def test_without_preserve_rng_state_a_thread_may_draw_beside() -> None:
+    x = paddle.ones([4, 4])
+    x.stop_gradient = False
+
+    def block(t: paddle.Tensor) -> paddle.Tensor:
+        in_threads(lambda: paddle.rand([3]))
+        return t.exp()
+
+    recompute(block, x, preserve_rng_state=False).sum().backward()
+    assert np.allclose(x.grad.numpy(), np.exp(1))
+
+
+def test_segments_and_selective_parts_in_two_threads() -> None:
+    def training(enable: bool, policy: str, seed: int) -> Callable[[], Any]:
+        paddle.seed(seed)
+        parts = [paddle.nn.Linear(4, 4), paddle.nn.GELU(), paddle.nn.LayerNorm(4)]
+        model = paddle.nn.Sequential(*parts, paddle.nn.Linear(4, 4), paddle.nn.Tanh())
+        config = RecomputeConfig(enable=enable, checkpoints=["*"], policy=policy)
+        apply_recompute(model, config)
+        x = paddle.randn([3, 4])
+
+        def train() -> list[bytes]:
+            for _ in range(STEPS):
+                model(x).square().sum().backward()
+            return [parameter.grad.numpy().tobytes() for parameter in model.parameters()]
+
+        return train
+
+    for policy in ("segments", "all"):
+        alone = [training(False, policy, seed)() for seed in (1, 2)]
+        assert in_threads(*[training(True, policy, seed) for seed in (1, 2)]) == alone
