@@ -27,7 +27,7 @@ class Wire(Protocol):
     def begin(self) -> None:
         """A step begins, or sends everything once more; what was sent since counts for nothing."""
 
-    def commit(self, unused: frozenset[int]) -> None:
+    def commit(self, unused: frozenset[int] = frozenset()) -> None:
         """Everything sent since `begin` has arrived and is used, but for that of the parameters
         `unused`, which have a gradient on no rank.
         """
@@ -40,21 +40,29 @@ class Wire(Protocol):
 
 
 class Exact:
-    """Sends the numbers as they are."""
+    """Sends the numbers as they are.
+
+    Args:
+        widen: Send float16 as float32: gloo's sum of float16 is infinite on Paddle 3.3.1, and
+            underflows on 2.6.2.
+    """
+
+    def __init__(self, *, widen: bool = False) -> None:
+        self._widen = widen
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """All buckets are alike."""
 
     def encode(self, flat: paddle.Tensor, bucket: Bucket) -> paddle.Tensor:
-        return flat
+        return flat.astype("float32") if self._widen and flat.dtype == paddle.float16 else flat
 
     def decode(self, received: paddle.Tensor, dtype: Any) -> paddle.Tensor:
-        return received
+        return received if received.dtype == dtype else received.astype(dtype)
 
     def begin(self) -> None:
         """Nothing is remembered."""
 
-    def commit(self, unused: frozenset[int]) -> None:
+    def commit(self, unused: frozenset[int] = frozenset()) -> None:
         """Nothing is remembered."""
 
     def residuals(self) -> dict[int, paddle.Tensor]:
@@ -67,7 +75,10 @@ class Exact:
 class BFloat16:
     """Half the bytes. With error feedback, what rounding took from a gradient is added to it in the
     next step, so that no rank's own share is lost for good (Karimireddy et al. 2019,
-    arXiv:1901.09847). The ranks' sum is rounded too, on its way, and that is made good by nobody.
+    arXiv:1901.09847). The ranks' sum is rounded too, on its way, and that is made good by nobody:
+    of a gradient that stays the same, the mean over the steps has about half the error that it has
+    without, from the first ten steps on, and it does not fall further. Of gradients that vary, it
+    has about three quarters of it, and both fall with the root of the steps.
 
     A step in which a parameter has a gradient on no rank leaves its residual as it is. A step that
     is skipped after the synchronization, because of an overflow, has sent it in vain.
@@ -104,6 +115,8 @@ class BFloat16:
             return flat
         if not self._error_feedback:
             return flat.astype("bfloat16")
+        if flat.dtype == paddle.float16:  # what it lacks of bfloat16's range is not to be owed
+            flat = flat.astype("float32")
         if bucket in self._kept:
             flat = flat + self._kept[bucket]
         sent = flat.astype("bfloat16")
@@ -119,7 +132,7 @@ class BFloat16:
         self._new = {}
 
     @paddle.no_grad()
-    def commit(self, unused: frozenset[int]) -> None:
+    def commit(self, unused: frozenset[int] = frozenset()) -> None:
         for bucket, flat in self._new.items():
             if not unused.isdisjoint(bucket.members):
                 flat = self._with_old(bucket, flat, unused)

@@ -80,7 +80,9 @@ class GradientSync:
             bucket_bytes: Size of the buffers.
             first_bucket_bytes: Size of the first of them; small, so that sending starts early.
             compression: ``"bf16"`` sends half the bytes; the mean is rounded to 8 bits of mantissa.
-            error_feedback: With ``"bf16"``: carry what was rounded away over to the next step.
+            error_feedback: With ``"bf16"``: carry what this rank's rounding took over to the next
+                step. It about halves the error of a gradient that lasts; the rounding of the
+                ranks' sum stays. Costs memory of the size of the gradients.
             group: The data-parallel ranks; None is all of them. On a rank that is not among them
                 there is nothing to do, and `mode` is ``"none"``; rank 0 of the run has to call this
                 in any case, as the ranks know of each other through it.
@@ -133,7 +135,11 @@ class GradientSync:
             self._scope,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
-            wire=Exact() if compression == "none" else BFloat16(error_feedback=error_feedback),
+            wire=(
+                Exact(widen=dist.get_backend(group).lower() == "gloo")
+                if compression == "none"
+                else BFloat16(error_feedback=error_feedback)
+            ),
             early=self.mode == "overlap",
             always_exchange_presence=find_unused_parameters,
         )
