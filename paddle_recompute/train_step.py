@@ -111,8 +111,8 @@ class TrainStep:
 
         Args:
             model: The Layer to train, bare or in ``paddle.DataParallel``.
-            optimizer: An optimizer over its parameters, or some of them. Its learning-rate scheduler is the
-                caller's to step.
+            optimizer: An optimizer over its parameters, or some of them. Its learning-rate
+                scheduler is the caller's to step.
             loss_fn: ``loss_fn(model, micro_batch)`` returns a scalar Tensor, a mean over the
                 examples of the micro-batch.
             grad_cache: Instead of `loss_fn`: runs forward and backward of a micro-batch chunk by
