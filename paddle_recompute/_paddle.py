@@ -24,6 +24,7 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 from paddle.base import core, framework
+from paddle.distributed.communication.group import Group
 
 from paddle_recompute.errors import DependencyError
 
@@ -623,6 +624,55 @@ def on_gradient_added(parameter: paddle.Tensor, call: Callable[[], None]) -> Non
         call()
 
     parameter._register_backward_hook(added)
+
+
+@functools.cache
+def make_unscaling_visible() -> None:
+    """From now on, what `paddle.amp.GradScaler` unscales in place has another ``inplace_version``.
+
+    ``_legacy_C_ops.check_finite_and_unscale`` (2.6, 3.x; fleet's scaler calls it too) writes to the
+    gradients without raising it, unlike other operators, so nobody could tell. It is looked up at
+    each call, so it is wrapped, once. Can go when the kernel raises the version.
+    """
+    unscale = paddle._legacy_C_ops.check_finite_and_unscale
+
+    @functools.wraps(unscale)
+    def run(gradients: list[paddle.Tensor], *args: Any, **kwargs: Any) -> Any:
+        result = unscale(gradients, *args, **kwargs)
+        for gradient in gradients:
+            gradient._bump_inplace_version()
+        return result
+
+    paddle._legacy_C_ops.check_finite_and_unscale = run
+
+
+def at_end_of_backward(owner: object, call: Callable[[], None]) -> None:
+    """Have `call` called, once for each `owner`, when the outermost running backward has ended.
+
+    Does nothing outside of any. Needs `watch_backward`.
+    """
+    if _running:
+        _running[0].at_end.setdefault(id(owner), call)
+
+
+def keeps_main_grad(parameter: paddle.Tensor) -> bool:
+    """Whether fleet's ``MixPrecisionLayer`` (2.6, 3.x) keeps the gradient of `parameter` in its
+    attribute ``main_grad``, and ``.grad`` None.
+    """
+    return hasattr(parameter, "main_grad")
+
+
+def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
+    """A gloo group of `ranks`, made by them alone, who meet under `number`; called on each of them.
+
+    ``core.ProcessGroupGloo.create`` (2.6, 3.x) is what ``dist.new_group`` calls with a number that
+    it counts up on each rank, for which every rank of the run must call it. Waits for the others,
+    without the GIL. Can go when a group can be made by its members.
+    """
+    store = core.create_or_get_global_tcp_store()
+    place = ranks.index(dist.get_rank())
+    made = core.ProcessGroupGloo.create(store, place, len(ranks), number)
+    return Group(place, number, list(ranks), pg=made, name=f"paddle_recompute_{number}")
 
 
 def is_from_gloo(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,9 @@ from paddle_recompute.grad_sync import GradientSync, mean_over_ranks
 from paddle_recompute.grad_sync.gradient_sync import SyncMode
 from paddle_recompute.mixed_precision import MixedPrecision, to_float32
 
+_SHOWN = 5
+_logger = logging.getLogger("paddle_recompute")
+
 LossFn = Callable[[Any, Any], paddle.Tensor]
 
 
@@ -29,8 +33,9 @@ class StepResult:
 
     Attributes:
         loss: Mean loss over the examples of all micro-batches and ranks.
-        grad_norm: Euclidean norm of the synchronized gradient of all parameters, without the loss
-            scale and before clipping.
+        grad_norm: Euclidean norm of the synchronized gradient of all parameters that the optimizer
+            updates, without the loss scale and before clipping. Computed in float32; in float64
+            where one of the gradients is.
         seconds: Wall-clock time of ``forward_backward``, ``sync`` (what of it came after the
             backward; 0 in a single process) and ``update``.
         skipped: Whether the parameters were left alone, because loss or gradient is not finite in
@@ -54,6 +59,11 @@ class TrainStep:
     examples of a batch to each other (contrastive with in-batch negatives) is one of a micro-batch,
     whatever K is: accumulation adds no negatives. A `GradCache` in the place of `loss_fn` does: one
     micro-batch, as large as one likes, in the memory of a chunk of it.
+
+    Which parameters a step trains is found out in each step: what is unfrozen, added to `model` or
+    given to `optimizer` later takes part from then on. Norm and clipping count what `optimizer`
+    updates; parameters of `model` that it does not have are left alone, and their gradients are
+    cleared with the others. Freeze those (``stop_gradient``), to save their part of the backward.
 
     The order within a step, which is what makes loss scaling and several ranks go together:
 
@@ -101,8 +111,8 @@ class TrainStep:
 
         Args:
             model: The Layer to train, bare or in ``paddle.DataParallel``.
-            optimizer: An optimizer over its parameters. Its learning-rate scheduler is the
-                caller's to step.
+            optimizer: An optimizer over its parameters, or some of them. Its learning-rate
+                scheduler is the caller's to step.
             loss_fn: ``loss_fn(model, micro_batch)`` returns a scalar Tensor, a mean over the
                 examples of the micro-batch.
             grad_cache: Instead of `loss_fn`: runs forward and backward of a micro-batch chunk by
@@ -129,7 +139,8 @@ class TrainStep:
         Raises:
             ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, not one of
                 `loss_fn` and `grad_cache` is given, `sync` is not a mode or is not over all that
-                is trained, or `amp` cannot be honoured on this device.
+                is trained, gradients are kept in ``main_grad``, or `amp` cannot be honoured on
+                this device.
             SyncError: The ranks' parameters differ.
         """
         if accumulate_steps < 1:
@@ -149,8 +160,10 @@ class TrainStep:
         self._cache = grad_cache
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
         self._scaler = self._amp.scaler if self._amp is not None else None
-        self._parameters = _trained(model, optimizer)
-        self._sync = _synchronization(sync, model, self._parameters, grad_cache)
+        self._trained = _trained(model, optimizer)
+        _refuse_main_grad(self._trained)
+        _warn_of_not_updated(self._trained, optimizer)
+        self._sync = _synchronization(sync, model, optimizer, self._trained, grad_cache)
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
         self._num_examples = num_examples or _default_count(grad_cache)
@@ -163,11 +176,13 @@ class TrainStep:
                 may differ in size, on this rank and between ranks.
 
         Returns:
-            Loss, gradient norm, times and what else there is to know. The gradients are cleared.
+            Loss, gradient norm, times and what else there is to know. The gradients are cleared,
+            those of parameters that the optimizer does not have too.
 
         Raises:
-            ConfigError: Another number of micro-batches was given, a loss is not a scalar, or the
-                number of examples cannot be told.
+            ConfigError: Another number of micro-batches was given, a loss is not a scalar, the
+                number of examples cannot be told, or the optimizer has got parameters that `sync`
+                does not synchronize.
             DivergenceError: Loss or gradient is not finite, and no loss scale is to blame: there
                 is none, or it was lowered in vain. The parameters are as they were.
         """
@@ -191,6 +206,7 @@ class TrainStep:
             for place, micro_batch in enumerate(micro_batches)
         ]
         synchronized = time.perf_counter()
+        self._look_through_parameters()
         timeline = self._sync.timeline
         computed = timeline.backward_ended if timeline is not None else synchronized
         own_loss = sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True))
@@ -208,6 +224,9 @@ class TrainStep:
             )
         # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
         self._optimizer.clear_grad(set_to_zero=False)
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.clear_gradient(False)
         if self._scaler is not None and loss_scale is not None:
             self._scaler.update(finite)
             self._scale_residuals(self._scaler.scale / loss_scale)
@@ -274,6 +293,16 @@ class TrainStep:
             )
         return float(loss.item())
 
+    def _look_through_parameters(self) -> None:
+        """Find out what is trained now; it may have changed since the last step."""
+        before = {id(parameter) for parameter in self._trained}
+        self._trained = _trained(self._model, self._optimizer)
+        new = [parameter for parameter in self._trained if id(parameter) not in before]
+        if new:
+            _refuse_main_grad(new)
+            _check_all_synchronized(self._sync, self._trained)
+        self._updated = _updated(self._trained, self._optimizer)
+
     @paddle.no_grad()
     def _unscale(self) -> float:
         """Divide the gradients by the loss scale; returns their norm.
@@ -281,14 +310,16 @@ class TrainStep:
         The norm is the test for overflow too: it is finite only if every element is.
         """
         if self._amp is not None:
-            to_float32(self._parameters)
+            to_float32(self._updated)
         gradients = self._gradients()
         if self._scaler is not None:
             for gradient in gradients:
                 gradient.scale_(1.0 / self._scaler.scale)
         if not gradients:
             return 0.0
-        squares = [gradient.astype("float32").square().sum() for gradient in gradients]
+        is_double = any(gradient.dtype == paddle.float64 for gradient in gradients)
+        dtype = "float64" if is_double else "float32"
+        squares = [gradient.astype(dtype).square().sum() for gradient in gradients]
         return float(paddle.add_n(squares).sqrt().item())
 
     @paddle.no_grad()
@@ -307,7 +338,7 @@ class TrainStep:
                 self._sync.set_state_dict({**state, "residuals": residuals})
 
     def _gradients(self) -> list[paddle.Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        return [p.grad for p in self._updated if p.grad is not None]
 
     def _agree(self, own_loss: float, grad_norm: float) -> tuple[float, bool]:
         """The loss over all ranks, and whether it and all ranks' gradients are finite."""
@@ -330,15 +361,56 @@ def _length_of_first_axis(micro_batch: Any) -> int:
     return int(tensor.shape[0])
 
 
+def _all_parameters(
+    model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer
+) -> list[paddle.Tensor]:
+    """Those of `model`, and what `optimizer` updates besides, each once; frozen ones too."""
+    both = [*model.parameters(), *_paddle.parameters_of_optimizer(optimizer)]
+    return list({id(p): p for p in both}.values())
+
+
 def _trained(model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
     """What `model` trains and what `optimizer` updates besides, each once."""
-    both = [*model.parameters(), *_paddle.parameters_of_optimizer(optimizer)]
-    return list({id(p): p for p in both if not p.stop_gradient}.values())
+    return [p for p in _all_parameters(model, optimizer) if not p.stop_gradient]
+
+
+def _updated(
+    trained: list[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
+) -> list[paddle.Tensor]:
+    """Those of `trained` that `optimizer` has; all, where it cannot be told."""
+    of_optimizer = {id(p) for p in _paddle.parameters_of_optimizer(optimizer)}
+    return [p for p in trained if id(p) in of_optimizer] if of_optimizer else trained
+
+
+def _warn_of_not_updated(
+    trained: list[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
+) -> None:
+    updated = {id(parameter) for parameter in _updated(trained, optimizer)}
+    names = [parameter.name for parameter in trained if id(parameter) not in updated]
+    if names:
+        _logger.warning(
+            "the optimizer does not have %s%s of the model, so they do not change, and their "
+            "gradients are cleared without being counted. If that is wanted, freeze them "
+            "(stop_gradient = True): the backward takes less time then",
+            ", ".join(names[:_SHOWN]),
+            f" and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else "",
+        )
+
+
+def _refuse_main_grad(parameters: list[paddle.Tensor]) -> None:
+    names = [p.name for p in parameters if _paddle.keeps_main_grad(p)]
+    if names:
+        raise ConfigError(
+            f"{names[0]} keeps its gradient in main_grad (fleet's MixPrecisionLayer), which "
+            "TrainStep does not look at. Give it the Layer without MixPrecisionLayer, and "
+            "amp=AmpConfigs(level='O2') for the same"
+        )
 
 
 def _synchronization(
     given: SyncMode | GradientSync,
     model: paddle.nn.Layer,
+    optimizer: paddle.optimizer.Optimizer,
     parameters: list[paddle.Tensor],
     cache: GradCache | None,
 ) -> GradientSync:
@@ -357,13 +429,18 @@ def _synchronization(
             "paddle.DataParallel does not have it; pass the bare Layer, which is synchronized here"
         )
     else:
-        sync = GradientSync(parameters, mode=given)
+        sync = GradientSync(lambda: _all_parameters(model, optimizer), mode=given)
     if cache is not None:
         if cache.sync is not None and cache.sync is not sync:
             raise ConfigError(
                 "grad_cache has a GradientSync, and sync is another one; leave one of them out"
             )
         cache.sync = sync
+    _check_all_synchronized(sync, parameters)
+    return sync
+
+
+def _check_all_synchronized(sync: GradientSync, parameters: list[paddle.Tensor]) -> None:
     synchronized = {id(parameter) for parameter in sync.parameters}
     missing = [p.name for p in parameters if id(p) not in synchronized]
     if missing:
@@ -372,7 +449,6 @@ def _synchronization(
             "model trains, so the ranks would drift apart; make it over all of them: "
             "GradientSync([*model.parameters(), *loss.parameters()])"
         )
-    return sync
 
 
 def _default_count(cache: GradCache | None) -> Callable[[Any], float]:

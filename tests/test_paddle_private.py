@@ -398,6 +398,62 @@ def test_register_backward_hook_fires_after_the_addition() -> None:
     assert seen == [4, 8]
 
 
+def test_unscaling_raises_the_version_when_it_is_made_visible() -> None:
+    """``_legacy_C_ops.check_finite_and_unscale`` and ``_bump_inplace_version``."""
+    _paddle.make_unscaling_visible()
+    layer = paddle.nn.Linear(2, 2)
+    layer(paddle.ones([1, 2])).sum().backward()
+    gradient, before = layer.weight.grad, layer.weight.grad.inplace_version
+    address = gradient.data_ptr()
+    scale, found = paddle.to_tensor([2.0]), paddle.to_tensor([False])
+    paddle._legacy_C_ops.check_finite_and_unscale([gradient], scale, [gradient], found)
+    assert gradient.inplace_version > before
+    assert (gradient.data_ptr(), gradient.sum().item()) == (address, 2.0)
+
+
+def test_what_is_to_come_at_the_end_of_a_backward_comes_when_the_outermost_has_ended() -> None:
+    _paddle.watch_backward()
+    layer, seen = paddle.nn.Linear(2, 2), []
+
+    def told() -> None:
+        seen.append(layer.weight.grad.sum().item())
+
+    _paddle.on_gradient_added(layer.weight, lambda: _paddle.at_end_of_backward(layer, told))
+    recompute = paddle.distributed.fleet.utils.recompute
+    x = needs_grad(1, 2)
+    (recompute(layer, x, use_reentrant=True) + recompute(layer, x, use_reentrant=True)).backward(
+        paddle.ones([1, 2])
+    )
+    assert seen == [8.0]
+
+
+def main_grad_is_kept() -> bool:
+    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
+
+    layer = paddle.nn.Linear(2, 2)
+    assert not _paddle.keeps_main_grad(layer.weight)
+    MixPrecisionLayer(layer, dtype="bfloat16")(paddle.ones([1, 2])).sum().backward()
+    return _paddle.keeps_main_grad(layer.weight) and layer.weight.main_grad is not None
+
+
+def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:
+    assert main_grad_is_kept()
+
+
+def group_of_our_own() -> list[float]:
+    from paddle_recompute.grad_sync._groups import make_gloo_group
+    from paddle_recompute.grad_sync.ranks import scope_of
+
+    number = paddle.ones([1]) * (paddle.distributed.get_rank() + 1)
+    paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None)))
+    return number.tolist()
+
+
+def test_a_gloo_group_can_be_made_by_its_members() -> None:
+    """``core.ProcessGroupGloo.create``, called by `_paddle.make_gloo_group`."""
+    assert run_ranks(group_of_our_own, 2) == [[3.0]] * 2
+
+
 # ----------------------------------------------------------------------- fleet, store and memory
 
 

@@ -288,7 +288,7 @@ class Spoiling(GradientSync):
             yield
         if self.num_synchronized == 3 and dist.get_rank() == 1:
             with paddle.no_grad():
-                next(iter(self._parameters.values())).grad.scale_(math.inf)
+                next(iter(self.parameters)).grad.scale_(math.inf)
 
 
 def train_with_overflow() -> list[dict[str, Any]]:

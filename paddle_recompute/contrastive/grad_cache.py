@@ -17,7 +17,7 @@ from paddle_recompute.contrastive._tower import Tower
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.grad_sync.ranks import is_distributed
-from paddle_recompute.recompute._layer_state import layers_of
+from paddle_recompute.recompute._reach import layers_of
 
 # Before anybody registers a hook on a parameter, so that it can be made to wait for the sum.
 _paddle.watch_leaf_hooks()
@@ -211,8 +211,6 @@ class GradCache:
                 for tower in in_order:
                     tower.check_repetition()
             with self._last_backward() if last else self._no_sync():
-                if last:
-                    self._touch_gradients_of_loss()
                 for tower, chunk in final:
                     tower.replay(chunk)
                 for tower in in_order:
@@ -282,26 +280,6 @@ class GradCache:
             scaled.backward()
         in_order = [towers[place] for place in dict.fromkeys(reversed(reached))]
         return loss.detach(), in_order[::-1]
-
-    def _touch_gradients_of_loss(self) -> None:
-        """Add 0 to the gradients of the loss's own parameters, where the sync can see it.
-
-        They got theirs in the loss's backward, and `GradientSync` takes a parameter to which the
-        last backward adds nothing for one that is not trained.
-        """
-        if self.sync is None:
-            return
-        of_encoders = {id(p) for encoder in self._encoders for p in _parameters_of(encoder)}
-        touched = [
-            parameter.sum() * 0.0
-            for parameter in _parameters_of(self.loss)
-            if id(parameter) not in of_encoders
-            and not parameter.stop_gradient
-            and parameter.grad is not None
-        ]
-        if touched:
-            with paddle.amp.auto_cast(enable=False):
-                paddle.autograd.backward(touched)
 
     @contextlib.contextmanager
     def _no_sync(self) -> Iterator[None]:

@@ -27,6 +27,10 @@ class Bucket:
                 parts.append(gradient.reshape([-1]))
         return (paddle.concat(parts) if len(parts) > 1 else parts[0].clone()).scale_(scale)
 
+    def split(self, flat: paddle.Tensor) -> list[paddle.Tensor]:
+        """The members' pieces of `flat`."""
+        return paddle.split(flat, list(self.sizes)) if len(self.sizes) > 1 else [flat]
+
     def split_into(
         self, parameters: Sequence[paddle.Tensor], flat: paddle.Tensor, skip: frozenset[int]
     ) -> None:
@@ -54,6 +58,7 @@ def plan_buckets(
 
     The first bucket is small, so that the communication starts early (Li et al. 2020, PyTorch
     Distributed, arXiv:2006.15704, section 3.2). A bucket is closed when it has reached its size.
+    Parameters without elements are in none.
     """
     buckets: list[Bucket] = []
     members: list[int] = []
@@ -68,6 +73,8 @@ def plan_buckets(
             filled = 0
 
     for index in order:
+        if not _numel(parameters[index]):
+            continue
         if members and parameters[index].dtype != parameters[members[0]].dtype:
             close()
         members.append(index)

@@ -27,8 +27,10 @@ class Wire(Protocol):
     def begin(self) -> None:
         """A step begins, or sends everything once more; what was sent since counts for nothing."""
 
-    def commit(self) -> None:
-        """Everything sent since `begin` has arrived and is used."""
+    def commit(self, unused: frozenset[int] = frozenset()) -> None:
+        """Everything sent since `begin` has arrived and is used, but for that of the parameters
+        `unused`, which have a gradient on no rank.
+        """
 
     def residuals(self) -> dict[int, paddle.Tensor]:
         """What the rounding of earlier steps still owes each parameter (by index): flat tensors."""
@@ -38,21 +40,29 @@ class Wire(Protocol):
 
 
 class Exact:
-    """Sends the numbers as they are."""
+    """Sends the numbers as they are.
+
+    Args:
+        widen: Send float16 as float32: gloo's sum of float16 is infinite on Paddle 3.3.1, and
+            underflows on 2.6.2.
+    """
+
+    def __init__(self, *, widen: bool = False) -> None:
+        self._widen = widen
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """All buckets are alike."""
 
     def encode(self, flat: paddle.Tensor, bucket: Bucket) -> paddle.Tensor:
-        return flat
+        return flat.astype("float32") if self._widen and flat.dtype == paddle.float16 else flat
 
     def decode(self, received: paddle.Tensor, dtype: Any) -> paddle.Tensor:
-        return received
+        return received if received.dtype == dtype else received.astype(dtype)
 
     def begin(self) -> None:
         """Nothing is remembered."""
 
-    def commit(self) -> None:
+    def commit(self, unused: frozenset[int] = frozenset()) -> None:
         """Nothing is remembered."""
 
     def residuals(self) -> dict[int, paddle.Tensor]:
@@ -64,7 +74,14 @@ class Exact:
 
 class BFloat16:
     """Half the bytes. With error feedback, what rounding took from a gradient is added to it in the
-    next step, so that the errors do not add up (Karimireddy et al. 2019, arXiv:1901.09847).
+    next step, so that no rank's own share is lost for good (Karimireddy et al. 2019,
+    arXiv:1901.09847). The ranks' sum is rounded too, on its way, and that is made good by nobody:
+    of a gradient that stays the same, the mean over the steps has about half the error that it has
+    without, from the first ten steps on, and it does not fall further. Of gradients that vary, it
+    has about three quarters of it, and both fall with the root of the steps.
+
+    A step in which a parameter has a gradient on no rank leaves its residual as it is. A step that
+    is skipped after the synchronization, because of an overflow, has sent it in vain.
 
     The residuals lie in one buffer per bucket. They belong to the parameters: when the buckets
     change, they are cut up and joined anew. Those of the step under way replace those of the step
@@ -94,8 +111,12 @@ class BFloat16:
         self._unplanned = pieces
 
     def encode(self, flat: paddle.Tensor, bucket: Bucket) -> paddle.Tensor:
+        if flat.dtype == paddle.bfloat16:  # nothing is rounded
+            return flat
         if not self._error_feedback:
             return flat.astype("bfloat16")
+        if flat.dtype == paddle.float16:  # what it lacks of bfloat16's range is not to be owed
+            flat = flat.astype("float32")
         if bucket in self._kept:
             flat = flat + self._kept[bucket]
         sent = flat.astype("bfloat16")
@@ -110,16 +131,33 @@ class BFloat16:
     def begin(self) -> None:
         self._new = {}
 
-    def commit(self) -> None:
-        self._kept.update(self._new)
+    @paddle.no_grad()
+    def commit(self, unused: frozenset[int] = frozenset()) -> None:
+        for bucket, flat in self._new.items():
+            if not unused.isdisjoint(bucket.members):
+                flat = self._with_old(bucket, flat, unused)
+            self._kept[bucket] = flat
         self._new = {}
+
+    def _with_old(
+        self, bucket: Bucket, flat: paddle.Tensor, unused: frozenset[int]
+    ) -> paddle.Tensor:
+        """`flat`, with what was owed before to the members in `unused`."""
+        old = self._kept.get(bucket)
+        old = paddle.zeros_like(flat) if old is None else old
+        pieces = [
+            (kept if index in unused else new)
+            for index, kept, new in zip(
+                bucket.members, bucket.split(old), bucket.split(flat), strict=True
+            )
+        ]
+        return paddle.concat(pieces)
 
     @paddle.no_grad()
     def residuals(self) -> dict[int, paddle.Tensor]:
         pieces = dict(self._unplanned)
         for bucket, flat in self._kept.items():
-            split = paddle.split(flat, list(bucket.sizes)) if len(bucket.sizes) > 1 else [flat]
-            pieces.update(zip(bucket.members, split, strict=True))
+            pieces.update(zip(bucket.members, bucket.split(flat), strict=True))
         return pieces
 
     def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from functools import partial
 from typing import Any, Protocol
 
 import paddle
@@ -13,9 +12,9 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute.errors import SyncError
+from paddle_recompute.grad_sync._groups import make_gloo_group
 from paddle_recompute.grad_sync._liveness import peers
 from paddle_recompute.grad_sync._notes import Scope
-from paddle_recompute.grad_sync._watched import run_watched
 
 
 class Delivery(Protocol):
@@ -141,21 +140,11 @@ class StreamCourier:
 
 
 def courier_of(group: Group | None, scope: Scope) -> Courier:
-    """The courier for the backend of `group` (None: all ranks). Every rank of the run must call
-    this, each with the group that it is in.
-    """
+    """The courier for the backend of `group` (None: all ranks); every rank of it must call this."""
     if dist.get_backend(group).lower() != "gloo":
         return StreamCourier(group)
-    # Paddle numbers groups by counting the calls of new_group on each rank, and meets under that
-    # number: two groups that different ranks make at the same time would meet each other. So every
-    # rank makes all groups.
-    everyone = Scope(tuple(range(dist.get_world_size())), "couriers", scope.limits)
-    wanted = None if scope.ranks in _couriers else scope.ranks
-    asked = peers().exchange(wanted, "the making of a GradientSync", everyone)
-    for ranks in sorted({tuple(one) for one in asked if one is not None}):
-        made = run_watched(partial(dist.new_group, list(ranks)), "the making of a group", everyone)
-        if ranks == scope.ranks:
-            _couriers[ranks] = ThreadCourier(made)
+    if scope.ranks not in _couriers:
+        _couriers[scope.ranks] = ThreadCourier(make_gloo_group(scope))
     return _couriers[scope.ranks]
 
 

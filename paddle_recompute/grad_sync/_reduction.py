@@ -13,9 +13,13 @@ Whether buckets are sent early or all at the end, they are the same buckets: glo
 ranks in an order that depends on the place in the buffer, so with more than two ranks another
 layout would round differently.
 
+What has a ``.grad`` when the backward ends is part of it, whoever made it: a parameter that an
+earlier backward used, or that was frozen or did not exist when the order was learnt, is not in any
+bucket. Then a rank says so at the end, the ranks send what they have besides, and learn anew.
+
 The ``.grad`` of a parameter keeps this rank's own gradient until everything has arrived. So when a
-gradient is added to after its bucket was sent (the graph has changed), nothing is lost: all ranks
-send everything again, and learn anew.
+gradient is added to after its bucket was sent (the graph has changed), or changed by hand,
+nothing is lost: all ranks send everything again.
 """
 
 from __future__ import annotations
@@ -23,30 +27,54 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import paddle
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute.grad_sync._agreement import exchange_long
+from paddle_recompute.errors import SyncError
+from paddle_recompute.grad_sync._agreement import agree_on_trained, exchange_long
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._compression import Wire
 from paddle_recompute.grad_sync._couriers import Courier, Delivery, courier_of
 from paddle_recompute.grad_sync._liveness import peers
 from paddle_recompute.grad_sync._notes import Scope
+from paddle_recompute.grad_sync._roll import Roll
+from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
 _logger = logging.getLogger("paddle_recompute")
 
 
+class _Told(NamedTuple):
+    """What the ranks tell each other when the backward has ended."""
+
+    late: bool
+    """A gradient was added to after it was sent."""
+    touched: bool
+    """A gradient was changed by hand after it was sent."""
+    changed: bool
+    """Other parameters take part than in the step before."""
+    missing: bool
+    """One that has a place in a bucket has no gradient."""
+    besides: bool
+    """There is a gradient without a place in a bucket."""
+    more: bool
+    """A gradient was added to more often than expected."""
+
+    @property
+    def concerns_presence(self) -> bool:
+        return self.late or self.touched or self.changed or self.missing or self.besides
+
+
 class BucketedReduction:
-    """The mean over the ranks of the gradients of `parameters`, one call of `finish` per step."""
+    """The mean over the ranks of the gradients of `roll`, one call of `finish` per step."""
 
     def __init__(
         self,
-        parameters: Sequence[paddle.Tensor],
-        names: Sequence[str],
+        roll: Roll,
         group: Group | None,
         scope: Scope,
         *,
@@ -56,21 +84,27 @@ class BucketedReduction:
         early: bool,
         always_exchange_presence: bool,
     ) -> None:
-        self._parameters = list(parameters)
-        self._names = list(names)
+        self._roll = roll
+        self._parameters = roll.parameters  # grows with it
         self._scope = scope
         self._sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
         self._wire = wire
         self._early = early
         self._always_exchange_presence = always_exchange_presence
         self._expected: list[int] | None = None
+        """How often the last backward adds to each gradient; None: to be learnt."""
+        self._usual: dict[int, int] = {}  # the same, of parameters that one learning did not see
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
         self._courier: Courier = courier_of(group, scope)
-        for index, parameter in enumerate(self._parameters):
-            _call_on_addition(parameter, weakref.WeakMethod(self._gradient_added), index)
+        if early:
+            _paddle.watch_backward()
+            _paddle.make_unscaling_visible()
+        self._num_called = 0
+        self._call_on_additions()
         self._armed = False
         self._warned = False
+        self._steps_unchanged = 0
         self.num_early = 0
         """Buckets that the last step sent before its backward had ended."""
         self.timeline: Timeline | None = None
@@ -89,7 +123,13 @@ class BucketedReduction:
         self._next = 0
         self._flats: list[paddle.Tensor] = []
         self._deliveries: list[Delivery] = []
-        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._num_arrived = 0
+        self._sent = SentGradients()
+        expected = self._expected or []
+        self._missing = [
+            sum(bool(expected[index]) for index in bucket.members) if expected else 0
+            for bucket in self._buckets
+        ]
         self._armed = True
 
     def disarm(self) -> None:
@@ -101,24 +141,46 @@ class BucketedReduction:
         self._armed = False
         backward_ended = time.perf_counter()
         self.num_early = self._next
-        relearn = self._expected is None
-        if relearn:
-            self._learn()
+        changed = self._roll.read()
+        self._call_on_additions()
+        gradients = self._roll.gradients
+        learns = self._expected is None
+        if learns:
+            self._learn(changed)
+            changed = False
         self._send_rest()
-        missing = [i for i in self._bucket_of if self._parameters[i].grad is None]
-        late, missing_somewhere = self._agree(bool(self._late), bool(missing))
+        missing = [i for i in self._bucket_of if gradients[i] is None]
+        told = self._agree(
+            late=bool(self._late),
+            touched=self._early and self._sent.is_changed(gradients),
+            changed=changed,
+            missing=bool(missing),
+            besides=any(
+                g is not None and i not in self._bucket_of and g.size
+                for i, g in enumerate(gradients)
+            ),
+            more=self._got_more_than_expected(),
+        )
         self._warn_of_missing(missing)
         self._wait()
-        if late:
-            self._repeat_and_relearn()
+        if told.changed:
+            agree_on_trained(self._roll, self._scope)
         nowhere = frozenset[int]()
-        if late or missing_somewhere or self._always_exchange_presence:
+        if told.concerns_presence or self._always_exchange_presence:
             nowhere = self._without_gradient_anywhere()
+        if told.touched:
+            self._stop_sending_early()
+        if told.late or (told.touched and not learns):
+            self._repeat(nowhere)
+        elif told.besides:
+            self._send_besides(nowhere)
+        if told.late or told.besides or told.more or self._has_long_frozen(told.changed):
+            self._expected = None
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
             bucket.split_into(self._parameters, flat, nowhere)
-        self._wire.commit()
+        self._wire.commit(nowhere)
         self.timeline = self._timeline(backward_ended)
-        self._flats, self._deliveries = [], []
+        self._flats, self._deliveries, self._sent = [], [], SentGradients()
 
     def residuals(self) -> dict[int, paddle.Tensor]:
         """What rounding still owes each parameter, by index; flat tensors."""
@@ -130,6 +192,20 @@ class BucketedReduction:
 
     # ------------------------------------------------------------------------------ sending
 
+    def _call_on_additions(self) -> None:
+        for index in range(self._num_called, len(self._parameters)):
+            if _paddle.keeps_main_grad(self._parameters[index]):
+                raise SyncError(
+                    f"'{self._roll.names[index]}' keeps its gradient in main_grad (fleet's "
+                    "MixPrecisionLayer), which is not synchronized here. Take the Layer without "
+                    "MixPrecisionLayer, and TrainStep with AmpConfigs(level='O2') in its place; or "
+                    "synchronize with fleet's fused_allreduce_gradients"
+                )
+            method: weakref.WeakMethod[Callable[[int], None]]
+            method = weakref.WeakMethod(self._gradient_added)
+            _call_on_addition(self._parameters[index], method, index)
+        self._num_called = len(self._parameters)
+
     def _gradient_added(self, index: int) -> None:
         """A backward has added to the gradient of parameter `index`; called by its hook."""
         if not self._armed:
@@ -139,9 +215,13 @@ class BucketedReduction:
             self._first_gradient = time.perf_counter()
         if self._expected is None:
             self._order.append(index)
+            if self._early:
+                self._sent.expect_end(index, self._parameters)
             return
-        bucket = self._bucket_of.get(index, -1)  # -1: had no gradient on any rank so far
-        if bucket < self._next or self._counts[index] > self._expected[index]:
+        bucket = self._bucket_of.get(index)
+        if bucket is None:  # had no gradient on any rank so far
+            return
+        if bucket < self._next:
             self._late.append(index)
         elif self._counts[index] == self._expected[index]:
             self._missing[bucket] -= 1
@@ -152,6 +232,9 @@ class BucketedReduction:
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         flat = bucket.join(self._parameters, 1.0 / len(self._scope.ranks))
+        if self._armed:  # from here on, it is not to change
+            for index in bucket.members:
+                self._sent.add(index, self._parameters[index].grad)
         wire = self._wire.encode(flat, bucket)
         self._flats.append(wire)
         self._queued.append((time.perf_counter(), int(wire.size) * wire.element_size()))
@@ -165,12 +248,11 @@ class BucketedReduction:
 
     @paddle.no_grad()
     def _wait(self) -> None:
-        for delivery in self._deliveries:
-            delivery.wait()
-        self._flats = [
-            self._wire.decode(flat, self._parameters[bucket.members[0]].dtype)
-            for bucket, flat in zip(self._buckets, self._flats, strict=True)
-        ]
+        for place in range(self._num_arrived, len(self._deliveries)):
+            self._deliveries[place].wait()
+            dtype = self._parameters[self._buckets[place].members[0]].dtype
+            self._flats[place] = self._wire.decode(self._flats[place], dtype)
+        self._num_arrived = len(self._deliveries)
 
     def _timeline(self, backward_ended: float) -> Timeline:
         sent = zip(self._queued, self._deliveries, strict=True)
@@ -187,65 +269,111 @@ class BucketedReduction:
 
     # ----------------------------------------------------------------------------- agreeing
 
-    def _learn(self) -> None:
+    def _learn(self, changed: bool) -> None:
         """Agree on how often each gradient is added to, and in which order they become ready."""
+        if any(peers().exchange(changed, self._label("parameters"), self._scope)):
+            agree_on_trained(self._roll, self._scope)
+        counts = self._counts + [0] * (len(self._parameters) - len(self._counts))
         last = {index: position for position, index in enumerate(self._order)}
         # A gradient that did not come goes to the end, later parameters first.
         ready = sorted(
             range(len(self._parameters)), key=lambda i: (last.get(i, len(self._order)), -i)
         )
+        present = [gradient is not None for gradient in self._roll.gradients]
         learnt = exchange_long(
-            [self._counts, ready], self._label("order of gradients"), self._scope
+            [counts, ready, present], self._label("order of gradients"), self._scope
         )
-        counts, orders = zip(*learnt, strict=True)
-        self._expected = [max(count) for count in zip(*counts, strict=True)]
-        self._plan([index for index in orders[0] if self._expected[index]])
+        everywhere, orders, presences = zip(*learnt, strict=True)
+        counts = [max(count) for count in zip(*everywhere, strict=True)]
+        here = {i for i, there in enumerate(zip(*presences, strict=True)) if any(there)}
+        here |= self._bucket_of.keys() & set(self._roll.trained)
+        # One that has a place and is not used in this step may be in the next.
+        self._usual.update({i: count for i, count in enumerate(counts) if count})
+        self._expected = [self._usual.get(i, 0) for i in range(len(counts))]
+        self._plan([i for i in orders[0] if i in here or counts[i]])
 
     def _plan(self, order: list[int]) -> None:
-        self._buckets = plan_buckets(self._parameters, order, **self._sizes)
+        self._set_buckets(plan_buckets(self._parameters, order, **self._sizes))
+
+    def _set_buckets(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.members}
         self._wire.plan(self._buckets)
 
-    def _agree(self, late: bool, missing: bool) -> tuple[bool, bool]:
-        """Whether, on any rank, a gradient came late, and one that is planned is missing."""
-        label = self._label("end of the backward")
-        told = peers().exchange([late, missing], label, self._scope)
-        return any(late for late, _ in told), any(missing for _, missing in told)
+    def _got_more_than_expected(self) -> bool:
+        """Then a bucket could have left too early, or was kept for no reason."""
+        expected = self._expected or []
+        return any(
+            count > usual and index in self._bucket_of
+            for index, (count, usual) in enumerate(zip(self._counts, expected, strict=False))
+        )
+
+    def _has_long_frozen(self, changed: bool) -> bool:
+        """Whether buckets have parameters that are not trained any more, not only in turn."""
+        self._steps_unchanged = 0 if changed else self._steps_unchanged + 1
+        return self._steps_unchanged == 2 and not self._bucket_of.keys() <= {*self._roll.trained}
+
+    def _agree(self, **own: bool) -> _Told:
+        """What has happened on any rank."""
+        flags = [own[name] for name in _Told._fields]
+        told = peers().exchange(flags, self._label("end of the backward"), self._scope)
+        return _Told(*map(any, zip(*told, strict=True)))
 
     def _without_gradient_anywhere(self) -> frozenset[int]:
-        present = "".join("01"[p.grad is not None] for p in self._parameters)
+        present = "".join("01"[gradient is not None] for gradient in self._roll.gradients)
         told = exchange_long(present, self._label("which gradients there are"), self._scope)
         return frozenset(i for i, flags in enumerate(zip(*told, strict=True)) if "1" not in flags)
 
     def _label(self, what: str) -> str:
         return f"gradient sync of step {self._step}: {what}"
 
-    def _repeat_and_relearn(self) -> None:
-        """Send every bucket again, from gradients that are complete now; learn in the next step."""
+    def _besides(self, nowhere: frozenset[int]) -> list[int]:
+        """The parameters that have a gradient on some rank, and no place in a bucket."""
+        known = range(len(self._parameters))
+        return [i for i in known if i not in self._bucket_of and i not in nowhere]
+
+    def _stop_sending_early(self) -> None:
+        self._early = False
+        _logger.warning(
+            "gradient sync: gradients were changed by hand inside of last_backward(), such as by "
+            "unscaling or clipping. The change is kept: from now on nothing is sent while the "
+            "backward runs, as with mode 'fused'. To have both, change gradients after "
+            "last_backward(), when they are the mean over the ranks."
+        )
+
+    def _repeat(self, nowhere: frozenset[int]) -> None:
+        """Send every bucket again, from gradients that are complete now."""
         if self._late:
             _logger.warning(
                 "gradient sync: '%s' got a gradient after its bucket was sent: the graph is not "
                 "that of the step before. All gradients are sent again in this step (exact, but "
                 "serial), and the order is learnt anew.",
-                self._names[self._late[0]],
+                self._roll.names[self._late[0]],
             )
-        self._next, self._flats, self._deliveries, self._queued = 0, [], [], []
+        self._next, self._num_arrived = 0, 0
+        self._flats, self._deliveries, self._queued = [], [], []
         self._wire.begin()
-        planned = list(self._bucket_of)
-        others = [i for i in range(len(self._parameters)) if i not in self._bucket_of]
-        self._plan([*planned, *others])
+        self._plan([*self._bucket_of, *self._besides(nowhere)])
         self._send_rest()
         self._wait()
-        self._expected = None
+
+    def _send_besides(self, nowhere: frozenset[int]) -> None:
+        """Send the gradients that no bucket has a place for, in buckets of their own."""
+        besides = self._besides(nowhere)
+        self._set_buckets([*self._buckets, *plan_buckets(self._parameters, besides, **self._sizes)])
+        self._send_rest()
+        self._wait()
 
     def _warn_of_missing(self, missing: list[int]) -> None:
+        trained = {*self._roll.trained}
+        missing = [index for index in missing if index in trained]  # what is frozen has none
         if missing and not self._always_exchange_presence and not self._warned:
             self._warned = True
             _logger.warning(
                 "gradient sync: '%s' has no gradient in this step although it had one before; it "
                 "counts as zero if another rank has one. With graphs that change, set "
                 "find_unused_parameters=True to be spared this message.",
-                self._names[missing[0]],
+                self._roll.names[missing[0]],
             )
 
 

@@ -13,7 +13,9 @@ from paddle_recompute.grad_sync._notes import Scope
 Result = TypeVar("Result")
 
 
-class _Run(threading.Thread, Generic[Result]):
+class Run(threading.Thread, Generic[Result]):
+    """``function()`` in a daemon thread; `result` or `error` is there when `ended` is set."""
+
     def __init__(self, function: Callable[[], Result]) -> None:
         super().__init__(name="collective", daemon=True)
         self._function = function
@@ -46,7 +48,7 @@ def run_watched(function: Callable[[], Result], what: str, scope: Scope) -> Resu
         PeerError: A rank will not come, or a collective failed.
     """
     peers().exchange(None, what, scope)
-    run = _Run(function)
+    run = Run(function)
     run.start()
     peers().wait(run.ended, what, scope)
     run.join()  # it has nothing left to do, and must not do it while the process ends

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import paddle
+import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
@@ -14,13 +15,14 @@ from paddle_recompute.config import Config
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.grad_sync._agreement import (
     agree_on_options,
-    agree_on_parameters,
+    agree_on_trained,
     first_that_differs,
 )
 from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
 from paddle_recompute.grad_sync._liveness import peers
 from paddle_recompute.grad_sync._notes import Limits, Scope
 from paddle_recompute.grad_sync._reduction import BucketedReduction
+from paddle_recompute.grad_sync._roll import Roll, Source
 from paddle_recompute.grad_sync._timeline import Timeline
 from paddle_recompute.grad_sync.ranks import is_distributed, scope_of
 
@@ -51,7 +53,9 @@ class GradientSync:
 
     def __init__(
         self,
-        parameters: paddle.nn.Layer | Iterable[paddle.Tensor],
+        parameters: paddle.nn.Layer
+        | Iterable[paddle.Tensor]
+        | Callable[[], Iterable[paddle.Tensor]],
         *,
         mode: SyncMode = "auto",
         bucket_bytes: int = 25 * MIB,
@@ -67,15 +71,21 @@ class GradientSync:
         """Agree with the other ranks on what will be synchronized. Every rank must call this.
 
         Args:
-            parameters: A Layer, or the parameters in the same order on every rank. Those with
-                ``stop_gradient`` are left alone.
+            parameters: A Layer, or the parameters in the same order on every rank, or a function
+                that lists them. They are looked through in each step: what is unfrozen or added to
+                the Layer later takes part from then on, and what has ``stop_gradient`` and no
+                gradient is left alone. All ranks have to do the same in the same step.
             mode: ``"overlap"``, ``"fused"``, or ``"auto"``, which picks ``"overlap"``, because the
                 backward then hides the communication; see `mode` and `reason` afterwards.
             bucket_bytes: Size of the buffers.
             first_bucket_bytes: Size of the first of them; small, so that sending starts early.
             compression: ``"bf16"`` sends half the bytes; the mean is rounded to 8 bits of mantissa.
-            error_feedback: With ``"bf16"``: carry what was rounded away over to the next step.
-            group: The data-parallel ranks; None is all of them.
+            error_feedback: With ``"bf16"``: carry what this rank's rounding took over to the next
+                step. It about halves the error of a gradient that lasts; the rounding of the
+                ranks' sum stays. Costs memory of the size of the gradients.
+            group: The data-parallel ranks; None is all of them. On a rank that is not among them
+                there is nothing to do, and `mode` is ``"none"``; rank 0 of the run has to call this
+                in any case, as the ranks know of each other through it.
             find_unused_parameters: Expect that parameters have no gradient in
                 some steps. Exact without it too, but then a warning says so.
             peer_timeout: Seconds after which a rank that shows no sign of life is given up.
@@ -91,28 +101,19 @@ class GradientSync:
         _check_options(mode, compression, bucket_bytes, first_bucket_bytes)
         _check_limits(peer_timeout, stall_timeout, check_every)
         self._model = parameters if isinstance(parameters, paddle.nn.Layer) else None
-        named = (
-            list(parameters.named_parameters())
-            if isinstance(parameters, paddle.nn.Layer)
-            else [(parameter.name, parameter) for parameter in parameters]
-        )
-        # By identity: a weight that is tied under two names is sent once.
-        trained = {id(p): (name, p) for name, p in named if not p.stop_gradient}
-        self._parameters = dict(trained.values())
-        # The names that Paddle gives count the Layers of a process, so they differ between runs.
-        self._keys = (
-            list(self._parameters)
-            if isinstance(parameters, paddle.nn.Layer)
-            else [str(index) for index in range(len(self._parameters))]
-        )
+        self._source = _source_of(parameters)
+        self._roll = Roll(self._source, structured=self._model is not None)
         self.group = group
         self.num_synchronized = 0
         """How many optimizer steps were synchronized so far."""
         self._broken: BaseException | None = None
+        self._is_inside = False
         self._reduction: BucketedReduction | None = None
         self._check_every = check_every
-        self.mode, self.reason = _choose(mode, is_distributed(group))
+        self.mode, self.reason = _choose(mode, group)
         if self.mode == "none":
+            if is_distributed():
+                peers()  # the others may wait for this rank to connect
             return
         peers().limits = Limits(peer_timeout, stall_timeout)
         self._scope = _new_scope(group)
@@ -127,20 +128,18 @@ class GradientSync:
             },
             self._scope,
         )
-        agree_on_parameters(
-            list(self._parameters),
-            list(self._parameters.values()),
-            structured=isinstance(parameters, paddle.nn.Layer),
-            scope=self._scope,
-        )
+        agree_on_trained(self._roll, self._scope)
         self._reduction = BucketedReduction(
-            list(self._parameters.values()),
-            list(self._parameters),
+            self._roll,
             group,
             self._scope,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
-            wire=Exact() if compression == "none" else BFloat16(error_feedback=error_feedback),
+            wire=(
+                Exact(widen=dist.get_backend(group).lower() == "gloo")
+                if compression == "none"
+                else BFloat16(error_feedback=error_feedback)
+            ),
             early=self.mode == "overlap",
             always_exchange_presence=find_unused_parameters,
         )
@@ -165,18 +164,36 @@ class GradientSync:
         """Run the last backward before the optimizer's step inside; afterwards every rank's
         ``.grad`` is the mean over all ranks.
 
-        Gradients that earlier backwards accumulated are part of it. A parameter that has a
-        gradient on some ranks only counts as zero on the others; one that has none anywhere keeps
-        None.
+        Whatever has a ``.grad`` when the body ends is part of it, whichever backward it comes
+        from; the body may be empty. A parameter that has a gradient on some ranks only counts as
+        zero on the others; one that has none anywhere keeps None.
+
+        Unscale and clip afterwards. A change of ``.grad`` inside, after the backward, is kept, but
+        with ``overlap`` it ends the overlap, with a warning. Not noticed is one that neither raises
+        ``inplace_version`` nor was made in the first step as well: ``grad.set_value(x)``,
+        ``parameter.grad = x``, and on Paddle 2.6 ``clip_grad_norm_``.
 
         Raises:
-            SyncError: An earlier backward failed half-way, or a gradient is sparse.
+            SyncError: An earlier backward failed half-way, a gradient is sparse, or other
+                parameters are trained here than on other ranks.
         """
         if self._broken is not None:
             raise SyncError(
                 "an earlier backward failed while gradients were being sent, so the ranks are out "
                 "of step; make a new GradientSync on all ranks, or start again"
             ) from self._broken
+        if self._is_inside:
+            raise SyncError(
+                "last_backward() was entered inside of itself; there is one per optimizer step, "
+                "around the last backward before it. Use no_sync() for the others"
+            )
+        self._is_inside = True
+        try:
+            yield from self._synchronized()
+        finally:
+            self._is_inside = False
+
+    def _synchronized(self) -> Iterator[None]:
         if self._reduction is None:
             yield
             return
@@ -187,7 +204,6 @@ class GradientSync:
             peers().check(self._scope, "the gradients")
             with self.no_sync():
                 yield
-            self._refuse_sparse()
             self._reduction.finish()
             if self._check_every is not None and step % self._check_every == 0:
                 self._check_parameters(step)
@@ -219,11 +235,11 @@ class GradientSync:
             otherwise. It does not depend on the buckets, so their size may change in between.
         """
         residuals = self._reduction.residuals() if self._reduction is not None else {}
-        shapes = [parameter.shape for parameter in self._parameters.values()]
+        keys, parameters = self._keys(), self._roll.parameters
         return {
             "num_synchronized": self.num_synchronized,
             "residuals": {
-                self._keys[index]: flat.reshape(shapes[index]).numpy()
+                keys[index]: flat.reshape(parameters[index].shape).numpy()
                 for index, flat in sorted(residuals.items())
             },
         }
@@ -239,7 +255,7 @@ class GradientSync:
         shapes = {
             key: (index, list(parameter.shape))
             for index, (key, parameter) in enumerate(
-                zip(self._keys, self._parameters.values(), strict=True)
+                zip(self._keys(), self._roll.parameters, strict=True)
             )
         }
         residuals = {}
@@ -249,7 +265,7 @@ class GradientSync:
                 raise CheckpointError(
                     f"the gradient residual of '{key}' in the checkpoint has the shape "
                     f"{list(residual.shape)}; the parameter here "
-                    + ("does not exist" if shape is None else f"has {shape}")
+                    + ("does not exist or is frozen" if shape is None else f"has {shape}")
                     + ". Resume with the model that was saved."
                 )
             residuals[index] = paddle.to_tensor(residual).flatten()
@@ -259,8 +275,9 @@ class GradientSync:
 
     @property
     def parameters(self) -> list[paddle.Tensor]:
-        """What it synchronizes, each once."""
-        return list(self._parameters.values())
+        """What is trained now, each once: what the next step synchronizes."""
+        trained = (parameter for _, parameter in self._source() if not parameter.stop_gradient)
+        return list({id(parameter): parameter for parameter in trained}.values())
 
     @property
     def timeline(self) -> Timeline | None:
@@ -274,6 +291,13 @@ class GradientSync:
         """How many buckets the last step sent before its backward had ended."""
         return self._reduction.num_early if self._reduction is not None else 0
 
+    def _keys(self) -> list[str]:
+        """Names for a checkpoint. Those that Paddle gives by itself count the Layers of a process,
+        so they differ between runs.
+        """
+        names = self._roll.names
+        return names if self._roll.structured else [str(index) for index in range(len(names))]
+
     def _why(self, error: BaseException) -> BaseException:
         """`error`; where it is that of a collective of the user's own: whose fault it is."""
         if _paddle.is_from_gloo(error):
@@ -281,24 +305,19 @@ class GradientSync:
         return error
 
     def _check_parameters(self, step: int) -> None:
-        difference = first_that_differs(list(self._parameters.values()), self._scope)
+        trained = self._roll.trained
+        parameters = [self._roll.parameters[index] for index in trained]
+        difference = first_that_differs(parameters, self._scope)
         if difference is not None:
             index, ranks = difference
+            name = self._roll.names[trained[index]]
             raise SyncError(
-                f"'{list(self._parameters)[index]}' is not the same on all ranks any more: before "
+                f"'{name}' is not the same on all ranks any more: before "
                 f"the update of step {step} it differs on rank {', '.join(map(str, ranks))} "
                 f"(check_every is {self._check_every}). Something changes it on some ranks only: "
                 "an update outside of the optimizer, an optimizer's state or a learning rate that "
                 "differs, or a weight loaded on one rank."
             )
-
-    def _refuse_sparse(self) -> None:
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None and parameter.grad.is_selected_rows():
-                raise SyncError(
-                    f"the gradient of '{name}' is sparse (SelectedRows), which cannot be "
-                    "synchronized; make its Embedding with sparse=False"
-                )
 
 
 def _new_scope(group: Group | None) -> Scope:
@@ -313,10 +332,27 @@ def _new_scope(group: Group | None) -> Scope:
 _num_made: dict[tuple[int, ...], int] = {}
 
 
-def _choose(mode: str, distributed: bool) -> tuple[str, str]:
+def _source_of(
+    parameters: paddle.nn.Layer | Iterable[paddle.Tensor] | Callable[[], Iterable[paddle.Tensor]],
+) -> Source:
+    if isinstance(parameters, paddle.nn.Layer):
+        return parameters.named_parameters  # type: ignore[no-any-return]
+    if callable(parameters):
+        return lambda: [(parameter.name, parameter) for parameter in parameters()]
+    listed = [(parameter.name, parameter) for parameter in parameters]
+    return lambda: listed
+
+
+def _choose(mode: str, group: Group | None) -> tuple[str, str]:
     """The mode in force, and why."""
-    if not distributed:
+    if not is_distributed():
         return "none", "there is one process only"
+    if not is_distributed(group):
+        assert group is not None
+        ranks = ", ".join(map(str, group.ranks))
+        if dist.get_rank() not in group.ranks:
+            return "none", f"this rank, {dist.get_rank()}, is not in the group of the ranks {ranks}"
+        return "none", f"there is one rank only in the group, {ranks}"
     if mode == "auto":
         return "overlap", "the backward hides the communication"
     return mode, "as configured"

@@ -1,0 +1,76 @@
+"""Gloo groups of our own, made by their members alone, in bounded time.
+
+``dist.new_group`` has two faults that a synchronization cannot live with (Paddle 2.6.2, 3.3.1).
+Every rank of the run must call it, in the same order, because each rank numbers the groups by
+itself and members meet under that number: a group [0, 2] cannot be made by its members. And with
+three ranks or more the making fails ("Connection refused") or hangs once in 5 to 10 times, also
+where every rank does the same. Made again under another number it works, so that is done here: each
+attempt has a number that only these ranks have, and a limit of time.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from functools import partial
+
+from paddle.distributed.communication.group import Group
+
+from paddle_recompute import _paddle
+from paddle_recompute.errors import SyncError
+from paddle_recompute.grad_sync._liveness import peers
+from paddle_recompute.grad_sync._notes import Scope
+from paddle_recompute.grad_sync._watched import Run
+
+ATTEMPTS = 6
+PATIENCE = 4.0
+"""Seconds for the first attempt, which takes 0.6 to 1.2; each one after it has 2 more."""
+_FIRST_NUMBER = 2**20  # far from the numbers that Paddle counts up from 0
+
+_num_made: dict[tuple[int, ...], int] = {}
+
+
+def make_gloo_group(scope: Scope) -> Group:
+    """A gloo group of the ranks of `scope`, that nobody else has; all of them must call this.
+
+    Raises:
+        SyncError: No attempt succeeded; the message has what each rank saw in the last one.
+        PeerError: A rank has died, stopped or failed.
+    """
+    made = _num_made[scope.ranks] = _num_made.get(scope.ranks, 0) + 1
+    seen: list[str] = []
+    began = time.monotonic()
+    for attempt in range(ATTEMPTS):
+        label = f"the making of gloo group {made}, attempt {attempt + 1}"
+        number = zlib.crc32(f"{scope.ranks}/{made}/{attempt}".encode()) % 2**30 + _FIRST_NUMBER
+        peers().exchange(None, label, scope)
+        # A thread: what hangs cannot be interrupted, it is left to gloo's own limit (30 s).
+        run = Run(partial(_paddle.make_gloo_group, scope.ranks, number))
+        run.start()
+        patience = PATIENCE + 2 * attempt
+        if not _ends_within(run, patience, label, scope):
+            outcome = f"no answer within {patience:.0f} s"
+        else:
+            outcome = "" if run.error is None else str(run.error)
+        seen = peers().exchange(outcome, f"the end of {label}", scope)
+        if not any(seen):
+            return run.result
+    told = ", ".join(
+        f"rank {rank}: {one.strip().splitlines()[-1] if one else 'made'}"
+        for rank, one in zip(scope.ranks, seen, strict=True)
+    )
+    raise SyncError(
+        f"gloo could not connect the ranks {', '.join(map(str, scope.ranks))} in {ATTEMPTS} "
+        f"attempts and {time.monotonic() - began:.0f} s; in the last one, {told}. See that their "
+        "machines reach each other on all TCP ports (GLOO_SOCKET_IFNAME names the interface), and "
+        "start again."
+    )
+
+
+def _ends_within(run: Run[Group], seconds: float, label: str, scope: Scope) -> bool:
+    deadline = time.monotonic() + seconds
+    while not run.ended.wait(0.05):
+        peers().check(scope, label)
+        if time.monotonic() > deadline:
+            return False
+    return True

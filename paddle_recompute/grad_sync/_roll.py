@@ -1,0 +1,69 @@
+"""Which parameters take part: whatever is trained, or has a gradient, when the step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import paddle
+
+from paddle_recompute.errors import SyncError
+
+Source = Callable[[], Iterable[tuple[str, paddle.Tensor]]]
+"""Lists name and parameter anew at each call."""
+
+
+class Roll:
+    """The parameters that took part so far. Each keeps its index for good, so plans stay valid.
+
+    All ranks have the same indices as long as the same parameters joined in the same steps, which
+    they check in the step in which one's list has changed.
+
+    Args:
+        source: Lists all parameters, frozen ones too.
+        structured: Whether their names are places in a Layer.
+    """
+
+    def __init__(self, source: Source, *, structured: bool) -> None:
+        self._source = source
+        self.structured = structured
+        self._index_of: dict[int, int] = {}
+        self.parameters: list[paddle.Tensor] = []
+        self.names: list[str] = []
+        self.gradients: list[paddle.Tensor | None] = []
+        """As they were when `read` was called."""
+        self.trained: tuple[int, ...] = ()
+        """Indices of those that took part in the last step, in the order of the source."""
+        self.read()
+
+    def read(self) -> bool:
+        """List the parameters and their gradients; whether other ones take part than before.
+
+        Raises:
+            SyncError: A gradient is sparse.
+        """
+        self.gradients = [None] * len(self.parameters)
+        trained: dict[int, None] = {}  # by identity: a tied weight is one
+        for name, parameter in self._source():
+            gradient = parameter.grad
+            if gradient is None and parameter.stop_gradient:
+                continue
+            index = self._index_of.get(id(parameter))
+            if index is None:
+                index = self._join(name, parameter)
+            if gradient is not None and gradient.is_selected_rows():
+                raise SyncError(
+                    f"the gradient of '{name}' is sparse (SelectedRows), which cannot be "
+                    "synchronized; make its Embedding with sparse=False"
+                )
+            self.gradients[index] = gradient
+            trained[index] = None
+        changed = tuple(trained) != self.trained
+        self.trained = tuple(trained)
+        return changed
+
+    def _join(self, name: str, parameter: paddle.Tensor) -> int:
+        index = self._index_of[id(parameter)] = len(self.parameters)
+        self.parameters.append(parameter)
+        self.names.append(name)
+        self.gradients.append(None)
+        return index
