@@ -651,8 +651,8 @@ def at_end_of_backward(owner: object, call: Callable[[], None]) -> None:
 
     Does nothing outside of any. Needs `watch_backward`.
     """
-    if _running:
-        _running[0].at_end.setdefault(id(owner), call)
+    if _running.calls:
+        _running.calls[0].at_end.setdefault(id(owner), call)
 
 
 def keeps_main_grad(parameter: paddle.Tensor) -> bool:
