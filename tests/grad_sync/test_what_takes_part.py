@@ -408,7 +408,7 @@ def test_a_step_without_a_gradient_leaves_its_residual(seen: Seen) -> None:
 
 
 # What rounding to 8 bits of mantissa leaves is random: these are the ratios seen, and room. The
-# cast of Paddle 2.6.2 does not round but cuts off, so varying gradients keep a bias like lasting ones.
+# cast of Paddle 2.6.2 cuts off, so varying gradients keep a bias, as lasting ones do.
 LASTING = (0.4, 0.6)
 VARYING = (0.35, 0.6) if IS_26 else (0.65, 0.85)
 
