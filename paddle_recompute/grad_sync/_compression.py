@@ -78,7 +78,8 @@ class BFloat16:
     arXiv:1901.09847). The ranks' sum is rounded too, on its way, and that is made good by nobody:
     of a gradient that stays the same, the mean over the steps has about half the error that it has
     without, from the first ten steps on, and it does not fall further. Of gradients that vary, it
-    has about three quarters of it, and both fall with the root of the steps.
+    has about three quarters of it, and both fall with the root of the steps. Not so on Paddle
+    2.6.2, whose cast on a CPU cuts off: there about half of the bias stays in any case.
 
     A step in which a parameter has a gradient on no rank leaves its residual as it is. A step that
     is skipped after the synchronization, because of an overflow, has sent it in vain.
