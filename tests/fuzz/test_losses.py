@@ -1,6 +1,6 @@
 """Random losses against the formulas in float64 NumPy.
 
-Three kinds of vectors. "exact" ones are small whole numbers times powers of two, as 1/temperature is:
+Three kinds of vectors. "exact" ones are small whole numbers times powers of two, as is the scale:
 their scores, up to 1e9, are exact in float32, ties included, so the result must be right whatever
 their size. "random" ones are rounded, so their scores are small and the tolerance says how small.
 "large" ones have rounded scores of up to 1e9: the loss must be right to the last digits of these,
