@@ -1,7 +1,7 @@
 """Text pairs: reading, mining, splitting, tokens and batches."""
 
-from paddle_recompute.data.ceiling import Ceiling, ceiling
 from paddle_recompute.data.cedict import mine_cedict
+from paddle_recompute.data.ceiling import Ceiling, ceiling
 from paddle_recompute.data.loader import PairLoader, build_loader
 from paddle_recompute.data.pairs import Pair, PairFile, read_pairs
 from paddle_recompute.data.prepare import PreparedData, prepare_data
