@@ -622,7 +622,7 @@ def test_jit_marker_force_dynamic() -> None:
 
 
 def test_core_get_all_op_names_and_C_ops() -> None:
-    """`operator_names`: of the old representation, of dygraph and PIR, and of Paddle's AMP lists."""
+    """`operator_names`: of the old representation, of dygraph and PIR, of Paddle's AMP lists."""
     names = _paddle.operator_names()
     assert {"matmul_v2", "elementwise_add"} <= {*core.get_all_op_names()} <= names
     assert hasattr(paddle._C_ops, "add")

@@ -127,6 +127,8 @@ def test_run_returns_and_writes_what_it_promises(
     assert record["steps"] == 10
     assert record["pool_size"] == 50
     assert record["queries"] == 20
+    assert record["recall@1"] <= record["recall@1_ceiling"] == 1.0
+    assert record["unknown_queries"] == record["equal_queries"] == record["equal_answers"] == 0
     assert record["output_dir"] == str(output)
     assert record["examples_per_second"] > 0
     assert record["loss"] == read_metrics(output / "metrics.jsonl")[-1]["loss"]
@@ -385,7 +387,7 @@ def test_same_pairs_however_many_micro_batches(folder: Path) -> None:
     for k_steps in (1, 4):
         config = tiny(
             folder,
-            strategy__gradient_merge=True,
+            strategy__gradient_merge=k_steps > 1,
             strategy__gradient_merge_configs__k_steps=k_steps,
         )
         run = Trainer(config)

@@ -4,8 +4,9 @@ The text is treated as BERT's uncased models do it: lower case, no accents, ever
 character a word of its own. Pieces are made of bytes (UTF-8), not of characters: what is frequent
 is one piece, be it a word or a character, and a character that is rare, or was never seen, is a
 few pieces that others share, where a vocabulary of characters has nothing but ``[UNK]`` for it.
-Each byte is written as one visible letter, as in GPT-2's vocabulary. The file is the ``tokenizer.json`` of Hugging Face's `tokenizers`,
-which does the work, and can be read by other programs.
+Each byte is written as one visible letter, as in GPT-2's vocabulary. The file is the
+``tokenizer.json`` of Hugging Face's `tokenizers`, which does the work, and can be read by other
+programs.
 """
 
 from __future__ import annotations

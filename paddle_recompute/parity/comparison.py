@@ -58,8 +58,8 @@ EXACT = Tolerance(
 MODES = Tolerance(
     "modes",
     "the same operators on the same numbers, dropout masks included, but an executor may order or "
-    "fuse them; seen: not one bit with ERNIE-tiny, 5e-7 of a loss where the temperature is learned, "
-    "2e-6 with other models and Paddle 2.6.2",
+    "fuse them; seen: not one bit with ERNIE-tiny, 5e-7 of a loss with a learned temperature, 2e-6 "
+    "with other models and Paddle 2.6.2",
     loss=1e-5,
     gradient=1e-5,
     gradient_floor=1e-7,

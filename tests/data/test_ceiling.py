@@ -15,7 +15,10 @@ UNK, CLS, SEP = 1, 2, 3
 def rows(*texts: list[int]) -> TokenRows:
     ids = [[CLS, *text, SEP] for text in texts]
     return TokenRows(
-        np.array(sum(ids, []), np.int32), np.cumsum([0, *map(len, ids)], dtype=np.int64), 0, 0
+        np.concatenate([np.array(one, np.int32) for one in ids]),
+        np.cumsum([0, *map(len, ids)], dtype=np.int64),
+        0,
+        0,
     )
 
 
