@@ -7,12 +7,41 @@ each, and ``test_pir_ranks.py`` holds what they give.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import paddle
+from paddle.base import core
 
 from paddle_recompute._paddle_static import pir
 from paddle_recompute._paddle_static.pir import Operation, Value
+
+
+@functools.cache
+def _joined(rank: int, num_ranks: int) -> None:
+    """Make ring 0, once per process: gloo between CPUs, what Paddle uses between devices.
+
+    ``paddle.distributed.init_parallel_env`` has made it, where it was called. What makes it there
+    is ``collective._init_parallel_env``, which fails on CPUs (3.3.1), for want of a device number;
+    ``CommContextManager.create_gloo_comm_context`` is what it would call.
+    """
+    if paddle.distributed.is_initialized():
+        return
+    if paddle.get_device() == "cpu":
+        store = core.create_or_get_global_tcp_store()
+        core.CommContextManager.create_gloo_comm_context(store, "0", rank, num_ranks)
+    else:
+        from paddle.distributed import collective
+
+        collective._init_parallel_env("nccl")
+
+
+def join_ranks() -> int:
+    """Connect this process with the other ranks of the launch; returns how many there are."""
+    num_ranks = paddle.distributed.get_world_size()
+    if num_ranks > 1:
+        _joined(paddle.distributed.get_rank(), num_ranks)
+    return int(num_ranks)
 
 
 def join(values: list[Value], *, after: Value | None) -> Value:

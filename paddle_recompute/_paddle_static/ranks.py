@@ -26,9 +26,9 @@ def sum_over_ranks(variable: Variable) -> Variable:
     """
     ring, a_sum = 0, 0
     if representation() == "pir":
-        from paddle_recompute._paddle_static import pir
+        from paddle_recompute._paddle_static import pir_exchange
 
-        pir.join_ranks()
+        pir_exchange.join_ranks()
         total = paddle._C_ops.all_reduce(variable, ring, a_sum)
     else:
         from paddle.base.layer_helper import LayerHelper

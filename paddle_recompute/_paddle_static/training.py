@@ -46,10 +46,9 @@ def _free(executor: paddle.static.Executor, scope: Any) -> None:
     cache = executor._executor_cache
     for name in (
         "_get_cached_program_and_executor",
-        "_get_cached_program_and_executor_pir_mode",  # 3.x alone
+        "_get_cached_program_and_executor_pir_mode",
     ):
-        if hasattr(cache, name):
-            getattr(cache, name).cache_clear()
+        getattr(cache, name).cache_clear()
     scope._remove_from_pool()
 
 

@@ -252,7 +252,7 @@ def branch(graph: Graph) -> Any:
 
 
 def loop(graph: Graph) -> Any:
-    x = graph.pick()
+    x = graph.pick() * 1.0  # what a loop starts from cannot be used after it: 3.3.1 fails
     layer = graph.random.choice(graph.layers)
     count = paddle.full([1], 0, "int64")
     _, looped = paddle.static.nn.while_loop(

@@ -129,7 +129,7 @@ def test_random_graphs(caplog: pytest.LogCaptureFixture) -> None:
             lines = "; ".join(sketch(number, smallest).lines)
             wrong.append(f"seed {number}, length {smallest} of {length}: {fault}\n    {lines}")
             print(wrong[-1], flush=True)
-        if (number - seed() + 1) % 100 == 0:
+        if (number - seed() + 1) % 50 == 0:
             print(f"up to seed {number}: {dict(found)}", flush=True)
     print(f"seeds {seed()} to {number}: {dict(found)}")
     assert not wrong, "\n".join(wrong)

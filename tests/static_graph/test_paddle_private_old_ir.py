@@ -249,7 +249,7 @@ def test_lists_and_casts_of_mixed_precision(program: paddle.static.Program) -> N
 
 @needs_old_ir
 def test_the_crash_of_onednn_is_refused_by_nobody_else() -> None:
-    """`complete_bfloat16_gradients` and `needs_gradient_to_input` can go if this exits with 0."""
+    """`complete_bfloat16_gradients` can go if this exits with 0."""
     script = (
         "import paddle; paddle.enable_static(); x = paddle.static.data('x', [2, 3])\n"
         "w = paddle.create_parameter([3, 2], 'float32')\n"

@@ -329,6 +329,18 @@ def test_calc_gradient_helper_is_looked_up_at_each_call(
     assert len(calls) == 2
 
 
+def test_what_frees_a_train_step() -> None:
+    """``Scope._remove_from_pool``, and the caches of ``Executor._executor_cache``."""
+    from paddle_recompute._paddle_static import training
+
+    executor, scope = paddle.static.Executor(), paddle.static.Scope()
+    cached = executor._executor_cache
+    names = [name for name in vars(cached) if name.startswith("_get_cached_program_and_executor")]
+    assert len(names) == 2  # one of them for PIR
+    assert all(hasattr(getattr(cached, name), "cache_clear") for name in names)
+    training._free(executor, scope)
+
+
 @only_pir
 def test_hooks_of_to_static() -> None:
     """``partial_program_from``, ``PartialProgramLayerHook`` and ``add_hooker``."""

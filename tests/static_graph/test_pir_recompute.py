@@ -463,6 +463,25 @@ def test_what_a_branch_uses_is_not_computed_again() -> None:
     assert again and "pd_op.gelu" not in again and "pd_op.if" not in again
 
 
+def test_a_warning_beside_control_flow_describes_what_has_no_shape(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What a cond or while leaves for its backward is a stack (``cf.stack_create``)."""
+
+    def build() -> Any:
+        x = data()
+        x.stop_gradient = True
+        hidden = paddle.tanh(Linear(HIDDEN, HIDDEN)(x))
+        small = mark(paddle.tanh(hidden).mean())
+        branched = paddle.static.nn.cond(
+            hidden.mean() > 0, lambda: paddle.exp(hidden), lambda: hidden * 3
+        )
+        return (branched * small).mean()
+
+    assert_recompute_changes_nothing(build)
+    assert "stack_create[...]" in caplog.text
+
+
 def test_what_an_unknown_operator_takes_is_kept() -> None:
     """It could return its operand's memory without saying so."""
     with static_mode():

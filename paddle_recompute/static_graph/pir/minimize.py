@@ -6,7 +6,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle_static import pir
+from paddle_recompute._paddle_static import pir, pir_exchange
 from paddle_recompute._paddle_static.pir import Operation
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.static_graph.pir.bfloat16 import ask_for_both_gradients
@@ -50,7 +50,7 @@ def minimize(
                 "the strategy does not set recompute; set strategy.recompute = True, or build the "
                 "model without wrapping it"
             )
-        num_ranks = pir.join_ranks()
+        num_ranks = pir_exchange.join_ranks()
         if num_ranks > 1:
             start_as_rank_0(program, startup, bucket_bytes=requested.bucket_bytes)
         prepare(program)
