@@ -73,6 +73,10 @@ def recompute(
     being built (``paddle.enable_static``, ``paddle.jit.to_static``) the call is marked, and
     recomputed by `static_graph.minimize`, or by what `to_static` returns (Paddle 3.3).
 
+    Several threads may call it at the same time. Paddle has one stream of random numbers for all of
+    them, so a function that draws while another thread draws is refused in the backward where this
+    can be told. A Layer with buffers is to be used by one thread at a time.
+
     Args:
         function: A Layer or any callable. It must do the same thing when it is called again with
             the same arguments. Layers that it is, is bound to or closes over have their buffers
