@@ -34,7 +34,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py')
 
-.PHONY: venv venv26 venv-torch train parity parity26 test test26 lint bench wheel-test clean
+.PHONY: venv venv26 venv-torch train parity parity26 test test26 fuzz fuzz26 lint bench wheel-test clean
 
 venv: .venv/.installed
 venv26: .venv26/.installed
@@ -69,6 +69,28 @@ test: venv wheel-test
 
 test26: venv26
 	.venv26/bin/python -m pytest $(ARGS)
+
+# Random programs against plain Paddle: rounds of FUZZ_PROGRAMS of each kind, from FUZZ_SEED on, until
+# FUZZ_SECONDS are over; the first program that differs ends it. For a night:
+# make fuzz FUZZ_SECONDS=28800. One kind: make fuzz ARGS=tests/fuzz/test_dygraph.py
+FUZZ_PROGRAMS ?= 500
+FUZZ_SECONDS ?= 3600
+FUZZ_SEED ?= 0
+define fuzz
+@end=$$(( $$(date +%s) + $(FUZZ_SECONDS) )); seed=$(FUZZ_SEED); \
+while :; do \
+    FUZZ_PROGRAMS=$(FUZZ_PROGRAMS) FUZZ_SEED=$$seed \
+        $(1)/bin/python -m pytest -q -s $(or $(ARGS),tests/fuzz) || exit 1; \
+    [ $$(date +%s) -lt $$end ] || break; \
+    seed=$$(( seed + 1 )); \
+done
+endef
+
+fuzz: venv
+	$(call fuzz,.venv)
+
+fuzz26: venv26
+	$(call fuzz,.venv26)
 
 lint: venv
 	.venv/bin/ruff check .

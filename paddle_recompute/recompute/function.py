@@ -76,7 +76,7 @@ def recompute(
     The same thing twice:
         *Done for you.* What `function` reaches (variables of its closure, defaults, globals that it
         names, attributes at any depth, items of lists and dicts, sublayers, parameters) is in its
-        second forward what it was in its first, even if a loop, or somebody, has put something else
+        second forward what it was in its first, even if a loop or other code has put something else
         there since. Buffers of the Layers (BatchNorm statistics, power iterations, ...) are updated
         once, as in a plain call; flags, random streams and AMP state are those of the first call.
 
@@ -90,6 +90,10 @@ def recompute(
         twice; opaque arguments whose content is changed between the forwards; captured tensors
         that it changes itself in place; writes that go past Paddle's Python API
         (``get_tensor()``, DLPack, collectives, custom operators).
+
+    Several threads may call it at the same time. Paddle has one stream of random numbers for all of
+    them, so a function that draws while another thread draws is refused in the backward where this
+    can be told. A Layer with buffers is to be used by one thread at a time.
 
     Args:
         function: A Layer or any callable. It must do the same thing when it is called again: see

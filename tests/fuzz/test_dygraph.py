@@ -59,7 +59,7 @@ def test_programs(tmp_path: Path) -> None:
 
     @hypothesis_seed(budget.seed())
     @settings(
-        max_examples=budget.examples(150),
+        max_examples=budget.examples(60),
         deadline=None,
         database=None,
         phases=[Phase.generate, Phase.shrink],
