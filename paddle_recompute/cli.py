@@ -13,17 +13,18 @@ from contextlib import contextmanager, redirect_stderr
 import click
 from tqdm import tqdm
 
-from paddle_recompute import __version__, _rank_process
+from paddle_recompute import __version__
 from paddle_recompute._installed import require_paddle
-from paddle_recompute._rank_settings import speed_settings
 from paddle_recompute.config import Config, load_config
 from paddle_recompute.errors import LaunchError, PaddleRecomputeError
 from paddle_recompute.launch import (
     RankFailedError,
     RankRefusedError,
+    _rank_process,
     is_rank,
     launch,
     require_paddle_and_devices,
+    speed_settings,
     start_line,
 )
 
@@ -101,8 +102,7 @@ def encode(
     """
     with _errors_in_one_paragraph(debug, "interrupted; the same command goes on from here"):
         _prepare_one_process()
-        from paddle_recompute.encode import encode_file
-        from paddle_recompute.trained import load_encoder
+        from paddle_recompute.retrieval import encode_file, load_encoder
 
         with tqdm(unit="text", desc="encode", disable=None) as bar:
 
@@ -148,9 +148,8 @@ def search(
     """
     with _errors_in_one_paragraph(debug, "interrupted"):
         _prepare_one_process()
-        from paddle_recompute.search import Index
-        from paddle_recompute.search import search as find
-        from paddle_recompute.trained import load_encoder
+        from paddle_recompute.retrieval import Index, load_encoder
+        from paddle_recompute.retrieval import search as find
 
         index = Index(place)
         found = find(

@@ -22,7 +22,8 @@ import pytest
 from paddle.base import core, framework
 from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
-from paddle_recompute import _memory, _paddle
+from paddle_recompute import _paddle
+from paddle_recompute._paddle import memory as _memory
 from tests.ranks import run_ranks
 
 IS_26 = paddle.__version__.startswith("2.6")
@@ -441,8 +442,8 @@ def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:
 
 
 def group_of_our_own() -> list[float]:
+    from paddle_recompute.distributed.ranks import scope_of
     from paddle_recompute.grad_sync._groups import make_gloo_group
-    from paddle_recompute.grad_sync.ranks import scope_of
 
     number = paddle.ones([1]) * (paddle.distributed.get_rank() + 1)
     paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None)))
@@ -527,7 +528,7 @@ def test_master_host_is_found_where_init_parallel_env_looks(
 
 
 def test_is_from_gloo_knows_the_text_of_its_errors() -> None:
-    """As `tests/grad_sync/test_mortal_ranks.py` sees it from a collective whose peer has died."""
+    """As `tests/distributed/test_mortal_ranks.py` sees it from a collective whose peer has died."""
     text = "[/paddle/third_party/gloo/gloo/transport/tcp/pair.cc:576] Read error: reset by peer"
     assert _paddle.is_from_gloo(RuntimeError(text))
     assert not _paddle.is_from_gloo(RuntimeError("out of memory"))

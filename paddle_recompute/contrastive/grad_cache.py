@@ -10,14 +10,14 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
+from paddle_recompute.contrastive._chunked_encoder import Tower
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._step import Step
 from paddle_recompute.contrastive._texts import LengthOf
-from paddle_recompute.contrastive._tower import Tower
+from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.grad_sync.ranks import is_distributed
-from paddle_recompute.recompute._reach import layers_of
+from paddle_recompute.replay import layers_of
 
 # Before anybody registers a hook on a parameter, so that it can be made to wait for the sum.
 _paddle.watch_leaf_hooks()

@@ -17,10 +17,8 @@ from functools import partial
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
+from paddle_recompute.distributed import Run, Scope, peers
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._liveness import peers
-from paddle_recompute.grad_sync._notes import Scope
-from paddle_recompute.grad_sync._watched import Run
 
 ATTEMPTS = 6
 PATIENCE = 4.0

@@ -34,13 +34,11 @@ import paddle
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
+from paddle_recompute.distributed import Scope, agree_on_trained, exchange_long, peers
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._agreement import agree_on_trained, exchange_long
+from paddle_recompute.grad_sync._all_reduce import Courier, Delivery, courier_of
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._compression import Wire
-from paddle_recompute.grad_sync._couriers import Courier, Delivery, courier_of
-from paddle_recompute.grad_sync._liveness import peers
-from paddle_recompute.grad_sync._notes import Scope
 from paddle_recompute.grad_sync._roll import Roll
 from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline

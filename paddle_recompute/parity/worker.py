@@ -20,14 +20,14 @@ import paddle
 import paddle.distributed as dist
 from numpy.typing import NDArray
 
-from paddle_recompute import _memory, _paddle, _rank_process
+from paddle_recompute import _paddle
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
 from paddle_recompute.data import build_loader, prepare_data
+from paddle_recompute.distributed import barrier
 from paddle_recompute.errors import DataError
-from paddle_recompute.grad_sync import barrier
+from paddle_recompute.launch import _rank_process
 from paddle_recompute.models import build_model
-from paddle_recompute.objective import Chunks, Objective, positive_ids
-from paddle_recompute.optimizer import build_schedule
 from paddle_recompute.parity.records import (
     WEIGHTS,
     Arrays,
@@ -40,8 +40,15 @@ from paddle_recompute.parity.records import (
 )
 from paddle_recompute.parity.runs import RUNS, Run, gradients_of_first_step
 from paddle_recompute.parity.variants import Variant, config_for, plan
-from paddle_recompute.trainer import step_seed, total_steps
-from paddle_recompute.training import check_mode
+from paddle_recompute.train_step import build_schedule
+from paddle_recompute.trainer import (
+    Chunks,
+    Objective,
+    check_mode,
+    positive_ids,
+    step_seed,
+    total_steps,
+)
 
 _BATCHES, _FACTS = "batches.npz", "inputs.json"
 

@@ -5,10 +5,10 @@
 a configuration names.
 """
 
-from paddle_recompute.recompute._calls import is_recomputing
 from paddle_recompute.recompute.function import recompute
 from paddle_recompute.recompute.layer import RecomputeLayer, forward_count, recompute_wrapper
 from paddle_recompute.recompute.selection import RecomputeReport, apply_recompute
+from paddle_recompute.replay import is_recomputing
 
 __all__ = [
     "RecomputeLayer",

@@ -29,10 +29,11 @@ import paddle
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute import _discarded, _writes
-from paddle_recompute.recompute._calls import Call
+from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import Recorder, innermost, recording
-from paddle_recompute.recompute._storage import Storage
+from paddle_recompute.recompute._offload import Storage
+from paddle_recompute.replay import Call
+from paddle_recompute.replay import writes as _writes
 
 REPETITION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, a global "

@@ -20,8 +20,8 @@ import paddle
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._nested import describe
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute import _writes
-from paddle_recompute.recompute._calls import Call
+from paddle_recompute.replay import Call
+from paddle_recompute.replay import writes as _writes
 
 
 class _Result:

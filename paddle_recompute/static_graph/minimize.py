@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import paddle
 
-from paddle_recompute import _paddle_static
+from paddle_recompute._paddle import static as _paddle_static
 from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.static_graph.checkpoints import named
-from paddle_recompute.static_graph.report import SegmentReport
+from paddle_recompute.recompute.program import SegmentReport, named
 
 if TYPE_CHECKING:
     from paddle.distributed import fleet

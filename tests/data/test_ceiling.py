@@ -7,7 +7,7 @@ import pytest
 
 from paddle_recompute.data import Ceiling, ceiling
 from paddle_recompute.data.tokenizer import TokenRows
-from paddle_recompute.evaluation import retrieval_metrics
+from paddle_recompute.retrieval.evaluation import retrieval_metrics
 
 UNK, CLS, SEP = 1, 2, 3
 

@@ -24,9 +24,9 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
+from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.ranks import scope_of
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.grad_sync._liveness import peers
-from paddle_recompute.grad_sync.ranks import scope_of
 from paddle_recompute.recompute import recompute
 from tests.fuzz import budget
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute._paddle_static.training import in_program_order
+from paddle_recompute._paddle.static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
 from tests.fuzz.budget import examples, seed
 from tests.fuzz.static_programs import Graph

@@ -9,8 +9,8 @@ import pytest
 
 from paddle_recompute import recompute
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute import _layer_state
-from paddle_recompute.recompute._layer_state import SMALL_BYTES, same_values
+from paddle_recompute.replay import layer_state as _layer_state
+from paddle_recompute.replay.layer_state import SMALL_BYTES, same_values
 from tests.recompute.contract import Run, Seen, case, leaf, loss_of
 
 NUM = SMALL_BYTES  # elements: at least SMALL_BYTES in every dtype

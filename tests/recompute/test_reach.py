@@ -14,9 +14,10 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import _memory, recompute
-from paddle_recompute.recompute._layer_state import layers_of
-from paddle_recompute.recompute._reach import LONGEST_SEARCHED
+from paddle_recompute import recompute
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.replay.layer_state import layers_of
+from paddle_recompute.replay.reach import LONGEST_SEARCHED
 from tests.recompute.contract import Run, Seen, case, leaf
 
 Tensor = paddle.Tensor

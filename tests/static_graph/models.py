@@ -12,7 +12,7 @@ import paddle
 import pytest
 from paddle.distributed import fleet
 
-from paddle_recompute._paddle_static.training import static_mode
+from paddle_recompute._paddle.static.training import static_mode
 from paddle_recompute.static_graph import SegmentReport, explain, mark_checkpoint, minimize
 
 HIDDEN = 8

@@ -7,7 +7,8 @@ import sys
 
 SCRIPT = """
 import gc, json, paddle
-from paddle_recompute import _memory, load_config
+from paddle_recompute import (load_config)
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.static_graph import StaticTrainStep
 config = load_config("fleet_configs/contrastive_ernie-tiny_2cpu.yaml", ["recompute.enable=false"])
 held, freed = [], []

@@ -1,0 +1,282 @@
+"""What a forward pass reads and changes besides its arguments: flags, buffers, parameters.
+
+A second forward must see the train/eval flags and buffers that the first one saw, and must leave
+none of its own marks: BatchNorm's running statistics move once per step, a spectral norm iterates
+once.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute.errors import RecomputeError
+from paddle_recompute.replay import writes as _writes
+from paddle_recompute.replay.reach import layers_of
+
+__all__ = ["LayerState", "layers_of", "same_values"]
+
+SMALL_BYTES = 64 * 1024
+"""A copy of a buffer up to this size is kept until the backward, changed or not."""
+
+
+class _Buffer:
+    """A tensor that a Layer holds and does not train, as one forward saw it.
+
+    It is copied before the forward. The copy is kept if it is small or if the forward changed the
+    buffer. Of a large buffer that the forward left alone only the object is kept, with a stamp that
+    tells of later writes.
+
+    Whether a forward has changed a large buffer is told by its value the first time, because
+    kernels may write without anybody counting it: that reads one number on the host. A buffer that
+    was left alone then is taken to be left alone as long as no write is counted (`_writes`).
+    """
+
+    def __init__(self, tensor: paddle.Tensor, mode: bool) -> None:
+        self._tensor = tensor
+        self._mode = mode
+        self._stamp = _writes.stamp(tensor)
+        self._copy: paddle.Tensor | None = _copy(tensor)
+
+    def after_forward(self, now: paddle.Tensor | None) -> None:
+        """Drop the copy if it is large and the Layer still holds (`now`) what it held."""
+        copy, tensor = self._copy, self._tensor
+        assert copy is not None
+        if copy.size * copy.element_size() <= SMALL_BYTES or now is not tensor:
+            return
+        if _writes.is_written_since(tensor, self._stamp):
+            return
+        if (id(tensor), self._mode) not in _left_alone:
+            if not same_values(tensor, copy):
+                return
+            _note_left_alone(tensor, self._mode)
+        self._copy = None
+
+    def as_it_was(self, name: str) -> paddle.Tensor:
+        """A copy of what the forward saw, which may be written to."""
+        if self._copy is not None:
+            return _copy(self._copy)
+        if _writes.is_written_since(self._tensor, self._stamp):
+            raise RecomputeError(
+                f"the buffer '{name}' ({list(self._tensor.shape)}) was changed between the "
+                "forward and the backward, so the forward cannot be repeated; put a new tensor in "
+                "its place instead of writing into it"
+            )
+        return _copy(self._tensor)
+
+
+_left_alone: dict[tuple[int, bool], weakref.ref[paddle.Tensor]] = {}
+"""The large buffers, with the mode of their Layer, that a forward was seen to leave alone."""
+
+
+def _note_left_alone(tensor: paddle.Tensor, mode: bool) -> None:
+    key = (id(tensor), mode)
+
+    def forget(_: object) -> None:
+        _left_alone.pop(key, None)
+
+    _left_alone[key] = weakref.ref(tensor, forget)
+
+
+@paddle.no_grad()
+def same_values(one: paddle.Tensor, other: paddle.Tensor) -> bool:
+    """Whether two tensors of a dtype have the same shape and values; reads one bool on the host."""
+    if one.shape != other.shape:
+        return False
+    one, other = _comparable(one), _comparable(other)
+    return bool(paddle.equal_all(one, other))
+
+
+def _comparable(tensor: paddle.Tensor) -> paddle.Tensor:
+    """The same values in a dtype that every device can compare."""
+    if tensor.dtype in (paddle.complex64, paddle.complex128):
+        return paddle.as_real(tensor)
+    if tensor.dtype in _COMPARED_AS_THEY_ARE:
+        return tensor
+    return tensor.astype("float32")  # of 16 bits or fewer: exact
+
+
+_COMPARED_AS_THEY_ARE = (
+    paddle.bool, paddle.int32, paddle.int64, paddle.float32, paddle.float64,
+)  # fmt: skip
+
+
+@dataclass
+class _Holder:
+    """One dict of a Layer that holds such tensors, and what was in it; None: nothing to copy."""
+
+    layer: paddle.nn.Layer
+    tensors: dict[str, Any]
+    before: dict[str, _Buffer | None]
+
+
+class LayerState:
+    """Flags, buffers and parameter versions of some Layers and all their sublayers."""
+
+    def __init__(self, layers: list[paddle.nn.Layer], *, with_statistics: bool = False) -> None:
+        """The state before a forward; call `after_forward` next.
+
+        What a training BatchNorm returns does not depend on its statistics, so they are copied
+        only `with_statistics`: its kernel saves them all the same, with the value they have.
+        """
+        members = list(_members(layers))
+        self._flags = [(layer, layer.training) for layer in members]
+        self._parameters = [(layer, _stamps(layer)) for layer in members]
+        self._holders = []
+        for layer in members:
+            is_training_norm = isinstance(layer, _paddle.BATCH_NORMS) and layer.training
+            copied = with_statistics or not is_training_norm
+            for tensors, names in _paddle.non_trained_state(layer):
+                before = {
+                    name: _Buffer(tensors[name], layer.training)
+                    if copied and _paddle.is_initialized(tensors[name])
+                    else None
+                    for name in names
+                }
+                self._holders.append(_Holder(layer, tensors, before))
+
+    def after_forward(self) -> None:
+        """Drop the copies that are not needed."""
+        for holder in self._holders:
+            for name, buffer in holder.before.items():
+                if buffer is not None:
+                    buffer.after_forward(holder.tensors.get(name))
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, flags and buffers are as at the first forward, and every buffer is a copy that
+        may be written to; afterwards everything is as it was.
+
+        Raises:
+            RecomputeError: A large buffer, or a parameter that is asked for, was written to since.
+        """
+        flags_now = [(layer, layer.training) for layer, _ in self._flags]
+        tensors_now = [(holder.tensors, dict(holder.tensors)) for holder in self._holders]
+        try:
+            _set_flags(self._flags)
+            for holder in self._holders:
+                _put_back(holder)
+            with contextlib.ExitStack() as guards:
+                for layer, stamps in self._parameters:
+                    _guard(layer, stamps, guards)
+                yield
+        finally:
+            _set_flags(flags_now)
+            for tensors, before in tensors_now:
+                tensors.clear()
+                tensors.update(before)
+
+
+def _set_flags(flags: list[tuple[paddle.nn.Layer, bool]]) -> None:
+    for layer, training in flags:
+        if layer.training is not training:  # setting an attribute of a Layer takes a microsecond
+            layer.training = training
+
+
+def _put_back(holder: _Holder) -> None:
+    """Make the holder's dict what it was before the first forward, in copies."""
+    for name, buffer in holder.before.items():
+        now = holder.tensors.get(name)
+        if buffer is not None:
+            full_name = f"{holder.layer.full_name()}.{name}"
+            holder.tensors[name] = buffer.as_it_was(full_name)
+        elif _paddle.is_initialized(now):
+            holder.tensors[name] = _copy(now)
+    if holder.tensors is holder.layer.__dict__.get("_buffers"):
+        for name in set(holder.tensors) - set(holder.before):
+            del holder.tensors[name]  # registered by the first forward, or since
+
+
+def _members(layers: list[paddle.nn.Layer]) -> Iterator[paddle.nn.Layer]:
+    seen: set[int] = set()
+    waiting = list(reversed(layers))
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            yield layer
+            sublayers = _paddle.own_sublayers(layer).values()
+            waiting += [sublayer for sublayer in sublayers if sublayer is not None]
+
+
+# ------------------------------------------------------------------------- changed parameters
+
+
+def _stamps(layer: paddle.nn.Layer) -> list[tuple[str, paddle.Tensor, _writes.Stamp]]:
+    """The own parameters of `layer`, without the statistics that are kept among them."""
+    parameters = _paddle.own_parameters(layer)
+    not_trained = _paddle.statistics_among_parameters(layer)
+    return [
+        (name, parameter, _writes.stamp(parameter))
+        for name, parameter in dict.items(parameters)
+        if parameter is not None and name not in not_trained
+    ]
+
+
+def _guard(
+    layer: paddle.nn.Layer,
+    stamps: list[tuple[str, paddle.Tensor, _writes.Stamp]],
+    guards: contextlib.ExitStack,
+) -> None:
+    """Have the parameters of `layer` that were written to raise when somebody asks for them.
+
+    Only then: a step of one optimizer may come between, as in the training of a GAN, and what it
+    has changed need not be what the function uses.
+    """
+    changed = {
+        name: _ChangedParameter(parameter)
+        for name, parameter, stamp in stamps
+        if _writes.is_written_since(parameter, stamp)
+    }
+    if changed:
+        parameters = _paddle.own_parameters(layer)
+        _paddle.set_own_parameters(layer, _Guarded(parameters, changed))
+        guards.callback(_paddle.set_own_parameters, layer, parameters)
+
+
+class _ChangedParameter:
+    def __init__(self, parameter: paddle.Tensor) -> None:
+        self._parameter = parameter
+
+    def refuse(self) -> None:
+        raise RecomputeError(
+            f"the parameter '{self._parameter.name}' ({list(self._parameter.shape)}) was changed "
+            "between the forward and the backward (by an optimizer, set_value, set_state_dict or "
+            "in place), so the forward cannot be repeated. Do the backward before the change."
+        )
+
+
+class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
+    """Parameters of which some raise when they are looked up."""
+
+    def __init__(self, parameters: dict[str, Any], changed: dict[str, _ChangedParameter]) -> None:
+        super().__init__(parameters)
+        self._changed = changed
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._changed:
+            self._changed[name].refuse()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if super().__contains__(name) else default
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+
+def _copy(tensor: paddle.Tensor) -> paddle.Tensor:
+    with paddle.no_grad():
+        copy = tensor.clone()
+    copy.stop_gradient = tensor.stop_gradient
+    return copy

@@ -1,0 +1,297 @@
+"""What a function reaches besides its arguments: found before its forward, put back for the second.
+
+A second forward must reach the objects that the first one reached. Between the two, a loop may have
+given a variable of the closure another value, somebody may have replaced a sublayer, a parameter,
+an attribute or a global. `Reach` remembers each such *place* and what was in it; during the second
+forward the places that hold something else have their first content back, afterwards the new one.
+
+**What is searched.** The function, what it is bound to, its closure, defaults and the globals that
+it names; from there functions, partials, methods, lists, tuples, sets, dicts, hooks and, of plain
+objects at any depth, the attributes that the code which is found looks up by name (all of them if
+it uses ``getattr``); Layers, their sublayers, parameters and attributes. The search ends after
+`MOST_SEARCHED` objects and leaves out containers of more than `LONGEST_SEARCHED` items: they
+hold data.
+
+**What the forward itself changes** is its own state. A number that it rebinds and a list or dict
+that it changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other
+object that it rebinds is put back, so a cache that it filled is filled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _nested, _paddle
+from paddle_recompute.errors import RecomputeError
+from paddle_recompute.replay import writes as _writes
+from paddle_recompute.replay.names import (
+    UNNAMED,
+    forward_names,
+    is_library,
+    methods,
+    names_in,
+)
+from paddle_recompute.replay.places import (
+    Cell,
+    Defaults,
+    Entries,
+    Globals,
+    Items,
+    Members,
+    Place,
+)
+
+LONGEST_SEARCHED = 1000
+"""Containers with more items hold data, not Layers: searching them at each call would take time."""
+
+MOST_SEARCHED = 10_000
+"""Objects that one search looks at."""
+
+_LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None), types.BuiltinFunctionType})
+_OURS = "paddle_recompute"
+
+
+def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
+    """The Layers that a call of `function` with `arguments` can reach.
+
+    A sublayer may be left out: it is found through the Layer that it belongs to.
+    """
+    return list(_Search.of(function, arguments).layers.values())
+
+
+class Reach:
+    """What one call of `function` reaches; to be made before its first forward.
+
+    Attributes:
+        layers: The Layers; sublayers may be left out.
+    """
+
+    def __init__(self, function: Any, arguments: Any) -> None:
+        search = _Search.of(function, arguments)
+        self.layers = list(search.layers.values())
+        self._places = search.places
+        self._tensors = search.tensors
+
+    def after_forward(self) -> None:
+        """Leave alone what the first forward changed itself: see the module."""
+        for place in self._places:
+            place.after_forward()
+        self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, every place holds what it held before the first forward.
+
+        Raises:
+            RecomputeError: A tensor that the function reaches was written to since.
+        """
+        with contextlib.ExitStack() as stack:
+            for tensor in self._tensors:
+                if tensor.is_written():
+                    tensor.refuse(stack)
+            for place in self._places:
+                undo = place.put_back()
+                if undo is not None:
+                    stack.callback(undo)
+            yield
+
+
+class _Captured:
+    """A tensor that the function does not get as an argument.
+
+    Attributes:
+        name: The variable or attribute that holds it, or that holds the list that does.
+        owner: The Layer to which it belongs without being a parameter or buffer.
+    """
+
+    __slots__ = ("_stamp", "_tensor", "name", "owner")
+
+    def __init__(self, tensor: paddle.Tensor, name: str, owner: paddle.nn.Layer | None) -> None:
+        # Without its graph, but with its memory and its version counter.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._stamp = _writes.stamp(tensor)
+        self.name = name
+        self.owner = owner
+
+    def is_written(self) -> bool:
+        return _writes.is_written_since(self._tensor, self._stamp)
+
+    def refuse(self, stack: contextlib.ExitStack) -> None:
+        """Raise, if need be when the Layer that owns the tensor is called."""
+        what = f"the tensor '{self.name}' ({_nested.describe(self._tensor)})"
+        if _paddle.is_parameter(self._tensor):
+            what = f"'{self.name}', the parameter '{self._tensor.name}'"
+        error = RecomputeError(
+            f"{what}, which a recomputed function reaches, was changed in place between its "
+            "forward and its backward, so the forward cannot be repeated. Do the backward before "
+            "the change, or change a copy."
+        )
+        if self.owner is None:
+            raise error
+
+        def refuse(*_: object) -> None:
+            raise error
+
+        stack.callback(self.owner.register_forward_pre_hook(refuse).remove)
+
+
+class _Search:
+    """Walks from a function to what it reaches. A class, because functions that call each other
+    through a closure would be a reference cycle that keeps the Layers.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, paddle.nn.Layer] = {}
+        self.places: list[Place] = []
+        self.tensors: list[_Captured] = []
+        # By identity, and kept: the address of a tuple made here on the way would be used again.
+        self._seen: dict[int, Any] = {}
+        self._objects: list[tuple[Any, set[str]]] = []  # with the names that were looked up in it
+        self._names: set[str] = set(UNNAMED)
+        self._any_name = False
+        self._owner: paddle.nn.Layer | None = None
+
+    @classmethod
+    def of(cls, function: Any, arguments: Any) -> _Search:
+        """All that is reached by a call."""
+        search = cls()
+        search._visit(function, "")
+        for path, leaf in _nested.named_leaves(arguments):
+            if not isinstance(leaf, paddle.Tensor):
+                search._visit(leaf, path)
+        search._look_up_names()
+        return search
+
+    def _visit(self, value: Any, name: str) -> None:
+        """Look at `value`, which `name` holds, and into it."""
+        if type(value) in _LEAVES or id(value) in self._seen:
+            return
+        if len(self._seen) >= MOST_SEARCHED:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, paddle.nn.Layer):
+            self.layers[id(value)] = value
+            self._visit_layer(value)
+        elif isinstance(value, paddle.Tensor):
+            self.tensors.append(_Captured(value, name, self._owner))
+        elif isinstance(value, (list, tuple, set, frozenset, dict)):
+            if len(value) <= LONGEST_SEARCHED:
+                self._visit_container(value, name)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, types.MethodType):
+            self._visit(value.__self__, name)
+            self._visit(value.__func__, name)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self._visit(part, name)
+        elif isinstance(value, types.ModuleType):
+            if not is_library(value.__name__) and value.__name__ not in sys.stdlib_module_names:
+                self._objects.append((value, set()))
+        elif not isinstance(value, type) and not is_library(type(value).__module__):
+            self._objects.append((value, set()))
+
+    def _visit_container(self, value: Any, name: str) -> None:
+        if isinstance(value, (list, dict)):
+            self.places.append(Items(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            self._visit(item, name)
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        module = function.__globals__.get("__name__")
+        if is_library(module):
+            return
+        code = function.__code__
+        names = names_in(code)
+        self._names |= names.attributes
+        self._any_name |= names.is_dynamic and self._owner is None
+        if function.__defaults__ or function.__kwdefaults__:
+            self.places.append(Defaults(function))
+            self._visit(function.__defaults__, code.co_name)
+            self._visit(function.__kwdefaults__, code.co_name)
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                content = cell.cell_contents
+                self.places.append(Cell(cell, content))
+                self._visit(content, variable)
+        if str(module).partition(".")[0] != _OURS:
+            self._visit_globals(function.__globals__, names.globals)
+
+    def _visit_layer(self, layer: paddle.nn.Layer) -> None:
+        sublayers = _paddle.own_sublayers(layer)
+        if sublayers:
+            self.places.append(Members(layer, _paddle.own_sublayers))
+        if _paddle.own_parameters(layer):
+            self.places.append(Members(layer, _paddle.own_parameters))
+        outer, self._owner = self._owner, layer
+        names = forward_names(type(layer))
+        self._visit_attributes(layer, names.attributes)
+        for method in names.methods:
+            for function in methods(type(layer), method):
+                self._visit(function, method)
+        for hooks in _paddle.forward_hooks(layer):
+            for hook in hooks.values():
+                self._visit(hook, "a hook")
+        self._owner = outer
+        for sublayer in sublayers.values():
+            if sublayer is not None and id(sublayer) not in self._seen:
+                self._seen[id(sublayer)] = sublayer
+                self._visit_layer(sublayer)
+
+    def _visit_attributes(self, layer: paddle.nn.Layer, names: frozenset[str] | None) -> None:
+        """Look at what a Layer has besides parameters, buffers and sublayers."""
+        entries = layer.__dict__
+        if names is None:
+            names = frozenset(entries) - _paddle.attributes_of_every_layer()
+        found = names & entries.keys()
+        if names:
+            self.places.append(Entries(entries, names))
+        for name in found:
+            self._visit(entries[name], name)
+
+    def _look_up_names(self) -> None:
+        """Look into the plain objects, until no new name and no new object is found."""
+        is_done = False
+        while not is_done:
+            is_done = True
+            for value, known in list(self._objects):
+                new = self._names - known
+                if self._any_name and not isinstance(value, types.ModuleType):
+                    new |= getattr(value, "__dict__", {}).keys() - known
+                if new:
+                    known |= new
+                    is_done = False
+                    self._visit_object(value, frozenset(new))
+
+    def _visit_object(self, value: Any, names: frozenset[str]) -> None:
+        entries = getattr(value, "__dict__", None)
+        if isinstance(value, types.ModuleType):
+            self._visit_globals(value.__dict__, names)
+            return
+        if isinstance(entries, dict):
+            self.places.append(Entries(entries, names))
+            for name in names & entries.keys():
+                self._visit(entries[name], name)
+        for name in names.intersection(_slots(type(value))):
+            self._visit(getattr(value, name, None), name)
+        for name in names:
+            for function in methods(type(value), name):
+                self._visit(function, name)
+
+    def _visit_globals(self, entries: dict[str, Any], names: frozenset[str]) -> None:
+        found = [name for name in names if name in entries]
+        if found:
+            self.places.append(Globals(entries, found))
+            for name in found:
+                self._visit(entries[name], name)
+
+
+def _slots(kind: type) -> list[str]:
+    return [name for base in kind.__mro__ for name in base.__dict__.get("__slots__", ())]

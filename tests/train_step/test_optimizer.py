@@ -1,0 +1,179 @@
+"""The learning rate of every step, and which parameters are decayed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute.config import Config
+from paddle_recompute.static_graph import StaticTrainStep
+from paddle_recompute.train_step import TrainStep
+from paddle_recompute.train_step.optimizer import (
+    build_optimizer,
+    build_schedule,
+    decayed_parameters,
+)
+
+
+def config(**train: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"preset": "tiny"},
+            "contrastive": {"global_batch": 4},
+            "train": {"max_steps": 10, "learning_rate": 1.0, **train},
+        }
+    )
+
+
+def rates(total: int, **train: Any) -> list[float]:
+    schedule = build_schedule(config(**train), total)
+    found = []
+    for _ in range(total):
+        found.append(schedule())
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({"decay": "linear"}, [1.0, 0.75, 0.5, 0.25]),
+        ({"decay": "cosine"}, [1.0, 0.85355339, 0.5, 0.14644661]),
+        ({"decay": "constant"}, [1.0, 1.0, 1.0, 1.0]),
+        ({"decay": "linear", "warmup_steps": 1}, [1.0, 0.75, 0.5, 0.25]),
+        ({"decay": "cosine", "warmup_steps": 1}, [1.0, 0.85355339, 0.5, 0.14644661]),
+        ({"decay": "linear", "warmup_steps": 2}, [0.5, 1.0, 2 / 3, 1 / 3]),
+        ({"decay": "cosine", "warmup_steps": 2}, [0.5, 1.0, 0.75, 0.25]),
+        ({"decay": "constant", "warmup_steps": 2}, [0.5, 1.0, 1.0, 1.0]),
+        ({"decay": "linear", "warmup_steps": 3}, [1 / 3, 2 / 3, 1.0, 0.5]),
+        ({"decay": "linear", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0]),
+        ({"decay": "cosine", "warmup_steps": 8}, [0.125, 0.25, 0.375, 0.5]),
+    ],
+)
+def test_schedule(train: dict[str, Any], expected: list[float]) -> None:
+    assert rates(4, **train) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("total", [1, 2, 3, 4, 9])
+def test_one_formula_for_every_step(decay: str, warmup: int, total: int) -> None:
+    """That of the docstring, and what is said of it in words."""
+
+    def formula(step: int) -> float:
+        peak_step = max(1, warmup)
+        if step <= peak_step:
+            return step / peak_step
+        left = (total + 1 - step) / (total + 1 - peak_step)
+        if decay == "cosine":
+            return (1 - math.cos(math.pi * left)) / 2
+        return left if decay == "linear" else 1.0
+
+    found = rates(total, decay=decay, warmup_steps=warmup)
+    assert found == [pytest.approx(formula(step), rel=1e-12) for step in range(1, total + 1)]
+    assert min(found) > 0
+    if max(1, warmup) <= total:
+        assert found[max(1, warmup) - 1] == max(found) == 1.0
+        assert decay == "constant" or found.count(1.0) == 1
+
+
+def mean_of_weights(model: paddle.nn.Layer, batch: Any) -> Any:
+    """A loss whose gradient is the same in every step: AdamW then moves by the learning rate."""
+    return model(batch).mean()
+
+
+@pytest.mark.parametrize("resumed_after", [None, 2])
+@pytest.mark.parametrize("mode", ["dygraph", "static"])
+@pytest.mark.parametrize(
+    ("decay", "warmup", "total"), [("linear", 3, 6), ("cosine", 0, 3), ("linear", 1, 4)]
+)
+def test_the_rate_is_what_a_step_moves_by(
+    decay: str, warmup: int, total: int, mode: str, resumed_after: int | None
+) -> None:
+    settings = config(decay=decay, warmup_steps=warmup, weight_decay=0.0)
+    settings = settings.model_copy(
+        update={"recompute": settings.recompute.model_copy(update={"enable": False})}
+    )
+    schedule = build_schedule(settings, total)
+    batch = paddle.ones([4, 1])
+    paddle.seed(0)
+    model = paddle.nn.Linear(1, 1, bias_attr=False)
+    step: Any
+    if mode == "static":
+        step = StaticTrainStep(
+            settings,
+            lambda: paddle.nn.Linear(1, 1, bias_attr=False),
+            mean_of_weights,
+            schedule=schedule,
+        )
+        step.build(batch)
+    else:
+        optimizer = build_optimizer(settings, model, schedule)
+        step = TrainStep(model, optimizer, loss_fn=mean_of_weights)
+
+    def weight() -> float:
+        state = step.state_dict()["model"] if mode == "static" else model.state_dict()
+        return float(np.asarray(state["weight"]).sum())
+
+    moved = []
+    for number in range(total):
+        if number == resumed_after:  # as Trainer does: made again, not restored
+            again = build_schedule(settings, total)
+            for _ in range(number):
+                again.step()
+            assert again.state_dict() == schedule.state_dict()
+        before = weight()
+        step([batch])
+        schedule.step()
+        moved.append(before - weight())
+    # The moments of AdamW and the difference of two weights are in float32, the weights near 1.
+    assert moved == pytest.approx(rates(total, decay=decay, warmup_steps=warmup), abs=1e-5)
+
+
+def test_peak_is_scaled_by_the_global_batch() -> None:
+    assert rates(2, scale_learning_rate_from=2)[0] == 2.0
+
+
+class Block(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = paddle.nn.Embedding(5, 4)
+        self.norm = paddle.nn.LayerNorm(4)
+        self.attention = paddle.nn.MultiHeadAttention(4, 2)
+
+
+def test_biases_and_norms_are_not_decayed() -> None:
+    model = Block()
+    decayed = decayed_parameters(model)
+    names = {name for name, parameter in model.named_parameters() if parameter.name in decayed}
+    assert names == {
+        "embedding.weight",
+        *(f"attention.{side}_proj.weight" for side in ("q", "k", "v", "out")),
+    }
+
+
+def test_decay_reaches_only_those_parameters() -> None:
+    paddle.seed(0)  # sums of weights that nearly cancel would tell their ratio badly
+    model = Block()
+    before = {name: parameter.numpy() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(config(weight_decay=0.5), model, 0.5)
+    sum(parameter.sum() * 0.0 for parameter in model.parameters()).backward()
+    optimizer.step()
+    factors = {
+        name: parameter.numpy().sum() / before[name].sum()
+        for name, parameter in model.named_parameters()
+        if before[name].any()
+    }
+    assert factors["norm.weight"] == 1.0
+    assert factors["embedding.weight"] == pytest.approx(0.75)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Block()
+    model.embedding.weight.stop_gradient = True
+    optimizer = build_optimizer(config(), model, 0.5)
+    assert len(optimizer._parameter_list) == len(model.parameters()) - 1
