@@ -30,9 +30,9 @@ from paddle_recompute.data import (
 )
 from paddle_recompute.data._cache import write_whole
 from paddle_recompute.data.tokenizer import TokenRows, vocabulary_key
-from paddle_recompute.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.models.ernie import ErnieEncoder
-from paddle_recompute.optimizer import decayed_parameters
+from paddle_recompute.retrieval.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.train_step.optimizer import decayed_parameters
 
 CORPORA = {"libreoffice": "LibreOffice zh-en", "cedict": "CC-CEDICT"}
 # Part of a run's key: to be raised with every change to what a run computes.

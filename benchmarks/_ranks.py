@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._network import Host
-from paddle_recompute._rank_process import die_with_parent
-from paddle_recompute._rank_settings import quiet_settings, speed_settings
+from paddle_recompute.launch._rank_process import die_with_parent
+from paddle_recompute.launch._rank_settings import quiet_settings, speed_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_PORT = 23456
@@ -202,7 +202,8 @@ def _main(folder: str, rank: str) -> None:
     import paddle
     import paddle.distributed as dist
 
-    from paddle_recompute.grad_sync import GradientSync, barrier
+    from paddle_recompute.distributed import barrier
+    from paddle_recompute.grad_sync import GradientSync
 
     module, name, arguments = pickle.loads((Path(folder) / "job.pkl").read_bytes())
     function = getattr(importlib.import_module(module), name)

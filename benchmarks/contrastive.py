@@ -30,11 +30,12 @@ from benchmarks._record import (
     table,
     write_record,
 )
-from paddle_recompute import ContrastiveLoss, GradCache, _memory, load_config
+from paddle_recompute import ContrastiveLoss, GradCache, load_config
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
 from paddle_recompute.data import build_loader, prepare_data
 from paddle_recompute.models import build_model
-from paddle_recompute.optimizer import build_optimizer
+from paddle_recompute.train_step.optimizer import build_optimizer
 
 CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
 LENGTH, CHUNK, TILE = 32, 64, 512

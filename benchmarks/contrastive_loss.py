@@ -21,7 +21,7 @@ import paddle
 from numpy.typing import NDArray
 
 from benchmarks._record import in_own_process, paired_seconds, ratios, table, write_record
-from paddle_recompute import _memory
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.contrastive import ContrastiveLoss
 
 DIM, TEMPERATURE = 256, 0.05

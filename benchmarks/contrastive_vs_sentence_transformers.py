@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paddle_recompute._rank_settings import quiet_settings, speed_settings
+from paddle_recompute.launch._rank_settings import quiet_settings, speed_settings
 
 # Those of `paddle-recompute train`, for both sides; Paddle's import sets what is not set before.
 os.environ.update(speed_settings(1, os.environ))
@@ -37,11 +37,12 @@ import paddle
 
 from benchmarks._record import ratios, table, write_record
 from benchmarks._side_by_side import WARM_UP_PAIRS, Array, Side, serve
-from paddle_recompute import ContrastiveLoss, GradCache, _memory, load_config
+from paddle_recompute import ContrastiveLoss, GradCache, load_config
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
 from paddle_recompute.data import build_loader, prepare_data
 from paddle_recompute.models import build_model
-from paddle_recompute.optimizer import build_optimizer
+from paddle_recompute.train_step.optimizer import build_optimizer
 
 CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
 CHUNK_SIZE, CHUNK_TOKENS, TILE, LEARNING_RATE = 64, 1024, 512, 1e-4

@@ -19,7 +19,7 @@ from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_
 
 from benchmarks._record import table, write_record
 from paddle_recompute.grad_sync import GradientSync
-from tests.grad_sync.mortal_ranks import MortalRanks
+from tests.distributed.mortal_ranks import MortalRanks
 
 LATE_SECONDS = 45.0
 """More than the 30 s after which gloo gives up."""

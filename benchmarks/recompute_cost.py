@@ -25,7 +25,7 @@ from benchmarks._record import (
     table,
     write_record,
 )
-from paddle_recompute import _memory
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute
 

@@ -25,7 +25,8 @@ from paddle.distributed import fleet
 from benchmarks import recompute_cost
 from benchmarks._record import in_own_process, paired_seconds, ratios, table, write_record
 from benchmarks.recompute_cost import BATCH, BLOCKS, CHEAP, HIDDEN, LENGTH, make_encoder
-from paddle_recompute import _memory, static_graph
+from paddle_recompute import static_graph
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute
 

@@ -19,7 +19,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_recompute import ContrastiveLoss, GradCache, GradientSync
-from paddle_recompute.grad_sync import broadcast_from_rank0
+from paddle_recompute.distributed import broadcast_from_rank0
 
 NUM_LETTERS, LONGEST, WIDTH = 30, 24, 64
 

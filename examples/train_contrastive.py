@@ -20,9 +20,9 @@ from paddle_recompute import (
     load_config,
 )
 from paddle_recompute.data import build_loader, prepare_data
-from paddle_recompute.evaluation import encode_texts, retrieval_metrics
-from paddle_recompute.grad_sync import barrier, broadcast_from_rank0
-from paddle_recompute.optimizer import build_optimizer, build_schedule
+from paddle_recompute.distributed import barrier, broadcast_from_rank0
+from paddle_recompute.retrieval.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.train_step.optimizer import build_optimizer, build_schedule
 
 dist.init_parallel_env()
 rank, num_ranks = dist.get_rank(), dist.get_world_size()

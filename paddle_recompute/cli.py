@@ -13,17 +13,19 @@ from contextlib import contextmanager, redirect_stderr
 import click
 from tqdm import tqdm
 
-from paddle_recompute import __version__, _rank_process
+from paddle_recompute import __version__
 from paddle_recompute._installed import require_paddle
-from paddle_recompute._rank_settings import speed_settings
 from paddle_recompute.config import Config, load_config
 from paddle_recompute.errors import LaunchError, PaddleRecomputeError
 from paddle_recompute.launch import (
     RankFailedError,
     RankRefusedError,
+    is_launched,
     is_rank,
     launch,
+    prepare_rank,
     require_paddle_and_devices,
+    speed_settings,
     start_line,
 )
 
@@ -55,8 +57,8 @@ def train(
     paddle.distributed.launch) the process is one of the ranks and starts none. The last line on
     standard output is the final record, one JSON object.
     """
-    if _rank_process.is_launched():
-        _rank_process.prepare_rank()
+    if is_launched():
+        prepare_rank()
         _train_here(load_config(config_file, overrides))
         return
     with _errors_in_one_paragraph(debug):
@@ -101,8 +103,7 @@ def encode(
     """
     with _errors_in_one_paragraph(debug, "interrupted; the same command goes on from here"):
         _prepare_one_process()
-        from paddle_recompute.encode import encode_file
-        from paddle_recompute.trained import load_encoder
+        from paddle_recompute.retrieval import encode_file, load_encoder
 
         with tqdm(unit="text", desc="encode", disable=None) as bar:
 
@@ -148,9 +149,8 @@ def search(
     """
     with _errors_in_one_paragraph(debug, "interrupted"):
         _prepare_one_process()
-        from paddle_recompute.search import Index
-        from paddle_recompute.search import search as find
-        from paddle_recompute.trained import load_encoder
+        from paddle_recompute.retrieval import Index, load_encoder
+        from paddle_recompute.retrieval import search as find
 
         index = Index(place)
         found = find(

@@ -137,7 +137,7 @@ def _main(folder: str, rank: str) -> None:
 
     import paddle.distributed as dist
 
-    from paddle_recompute.grad_sync import barrier
+    from paddle_recompute.distributed import barrier
 
     module, name, arguments = pickle.loads((Path(folder) / "job.pkl").read_bytes())
     worker = getattr(importlib.import_module(module), name)

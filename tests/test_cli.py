@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paddle_recompute import _installed, cli
-from paddle_recompute._rank_process import RankError
 from paddle_recompute.config import Config
 from paddle_recompute.errors import DataError, LaunchError
 from paddle_recompute.launch import RankFailedError, RankRefusedError
+from paddle_recompute.launch._rank_process import RankError
 from tests.ranks import ROOT
-from tests.trained_run import make_run, texts
+from tests.trainer.trained_run import make_run, texts
 
 CONFIGS = ROOT / "fleet_configs"
 TINY = CONFIGS / "contrastive_ernie-tiny_2cpu.yaml"
@@ -306,7 +306,7 @@ def test_interrupted_encode_says_how_to_go_on(
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paddle_recompute.encode.encode_texts", interrupt)
+    monkeypatch.setattr("paddle_recompute.retrieval.encode.encode_texts", interrupt)
     result = encoded(trained, tmp_path / "pool.npy")
     assert result.exit_code == 130
     assert "interrupted; the same command goes on from here" in result.stderr

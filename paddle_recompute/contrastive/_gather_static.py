@@ -7,7 +7,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle_static import ranks
+from paddle_recompute._paddle.static import ranks
 
 Variable = Any
 _PART = 2**22

@@ -13,9 +13,9 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute.contrastive._once import Once
+from paddle_recompute.contrastive._single_backward import Once
+from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import DataError, StaticGraphError, SyncError
-from paddle_recompute.grad_sync.ranks import is_distributed, run_collective
 
 
 def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> paddle.Tensor:

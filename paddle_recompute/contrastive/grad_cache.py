@@ -10,12 +10,12 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
+from paddle_recompute.contrastive._chunked_encoder import Tower
 from paddle_recompute.contrastive._chunks import Chunk, LengthOf, by_length, by_rows, num_rows_of
-from paddle_recompute.contrastive._tower import Tower
+from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.grad_sync.ranks import is_distributed
-from paddle_recompute.recompute._layer_state import layers_of
+from paddle_recompute.replay import layers_of
 
 Encoder = Callable[..., Any]
 _NAMES = ("query", "positive")

@@ -14,11 +14,11 @@ import paddle.nn.functional as F
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute._paddle_static import training
+from paddle_recompute._paddle.static import training
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
+from paddle_recompute.contrastive._dense_loss import whole_loss
 from paddle_recompute.contrastive._gather_static import gather_in_program
-from paddle_recompute.contrastive._streaming import streamed_loss
-from paddle_recompute.contrastive._whole import whole_loss
+from paddle_recompute.contrastive._tiled_loss import streamed_loss
 from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows, has_other_ranks
 from paddle_recompute.errors import ConfigError, DataError, StaticGraphError
 

@@ -1,6 +1,5 @@
-"""Gradient synchronization between data-parallel ranks, and what the ranks must agree on first."""
+"""Gradient synchronization between data-parallel ranks that recompute does not slow down."""
 
-from paddle_recompute.grad_sync.gradient_sync import GradientSync
-from paddle_recompute.grad_sync.ranks import barrier, broadcast_from_rank0, mean_over_ranks
+from paddle_recompute.grad_sync.gradient_sync import GradientSync, SyncMode
 
-__all__ = ["GradientSync", "barrier", "broadcast_from_rank0", "mean_over_ranks"]
+__all__ = ["GradientSync", "SyncMode"]

@@ -29,12 +29,10 @@ import paddle
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute.grad_sync._agreement import exchange_long
+from paddle_recompute.distributed import Scope, exchange_long, peers
+from paddle_recompute.grad_sync._all_reduce import Courier, Delivery, courier_of
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._compression import Wire
-from paddle_recompute.grad_sync._couriers import Courier, Delivery, courier_of
-from paddle_recompute.grad_sync._liveness import peers
-from paddle_recompute.grad_sync._notes import Scope
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
 _logger = logging.getLogger("paddle_recompute")

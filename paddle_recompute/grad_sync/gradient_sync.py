@@ -11,18 +11,20 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
 from paddle_recompute.config import Config
-from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
-from paddle_recompute.grad_sync._agreement import (
+from paddle_recompute.distributed import (
+    Limits,
+    Scope,
     agree_on_options,
     agree_on_parameters,
     first_that_differs,
+    is_distributed,
+    peers,
+    scope_of,
 )
+from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
-from paddle_recompute.grad_sync._liveness import peers
-from paddle_recompute.grad_sync._notes import Limits, Scope
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._timeline import Timeline
-from paddle_recompute.grad_sync.ranks import is_distributed, scope_of
 
 SyncMode = Literal["auto", "fused", "overlap"]
 MODES = ("auto", "fused", "overlap")

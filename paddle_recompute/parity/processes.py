@@ -10,10 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paddle_recompute._rank_process import LOG_DIR, RankError, read_errors
-from paddle_recompute._rank_settings import quiet_settings, speed_settings
 from paddle_recompute.config import Config
-from paddle_recompute.launch import RankFailedError, RankRefusedError, launch
+from paddle_recompute.launch import (
+    LOG_DIR,
+    RankError,
+    RankFailedError,
+    RankRefusedError,
+    launch,
+    quiet_settings,
+    read_errors,
+    speed_settings,
+)
 from paddle_recompute.parity.variants import Variant
 
 _TAIL_LINES = 30

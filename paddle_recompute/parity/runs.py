@@ -11,13 +11,12 @@ from paddle.optimizer import AdamW, lr
 
 from paddle_recompute.config import Config
 from paddle_recompute.models import build_model
-from paddle_recompute.objective import Chunks, Objective
-from paddle_recompute.optimizer import build_optimizer
 from paddle_recompute.parity.records import Arrays
 from paddle_recompute.parity.variants import Mode
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.static_graph import StaticTrainStep
-from paddle_recompute.train_step import StepResult
+from paddle_recompute.train_step import StepResult, build_optimizer
+from paddle_recompute.trainer import Chunks, Objective
 
 SIDES = ("query", "positive")
 _MOMENT = "moment1"

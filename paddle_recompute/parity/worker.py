@@ -20,13 +20,14 @@ import paddle
 import paddle.distributed as dist
 from numpy.typing import NDArray
 
-from paddle_recompute import _memory, _paddle, _rank_process
+from paddle_recompute import _paddle
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
 from paddle_recompute.data import build_loader, prepare_data
+from paddle_recompute.distributed import barrier
 from paddle_recompute.errors import DataError
-from paddle_recompute.grad_sync import barrier
+from paddle_recompute.launch import prepare_rank
 from paddle_recompute.models import build_model
-from paddle_recompute.optimizer import build_schedule
 from paddle_recompute.parity.records import (
     WEIGHTS,
     Arrays,
@@ -39,7 +40,8 @@ from paddle_recompute.parity.records import (
 )
 from paddle_recompute.parity.runs import RUNS, SIDES, Run, gradients_of_first_step
 from paddle_recompute.parity.variants import Variant, config_for, plan
-from paddle_recompute.static_graph.strategy import check_static
+from paddle_recompute.static_graph import check_static
+from paddle_recompute.train_step import build_schedule
 from paddle_recompute.trainer import step_seed, total_steps
 
 _BATCHES, _FACTS = "batches.npz", "inputs.json"
@@ -175,5 +177,5 @@ def main(job_file: str) -> None:
 
 
 if __name__ == "__main__":
-    _rank_process.prepare_rank()
+    prepare_rank()
     main(*sys.argv[1:])

@@ -5,14 +5,20 @@
 a configuration names.
 """
 
-from paddle_recompute.recompute._calls import is_recomputing
 from paddle_recompute.recompute.function import recompute
-from paddle_recompute.recompute.layer import RecomputeLayer, forward_count, recompute_wrapper
+from paddle_recompute.recompute.layer import (
+    RecomputedFunction,
+    RecomputeLayer,
+    forward_count,
+    recompute_wrapper,
+)
 from paddle_recompute.recompute.selection import RecomputeReport, apply_recompute
+from paddle_recompute.replay import is_recomputing
 
 __all__ = [
     "RecomputeLayer",
     "RecomputeReport",
+    "RecomputedFunction",
     "apply_recompute",
     "forward_count",
     "is_recomputing",

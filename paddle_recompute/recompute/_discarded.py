@@ -18,8 +18,8 @@ import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute._calls import describe
 from paddle_recompute.recompute._hooks import Ticket
+from paddle_recompute.replay import describe
 
 
 class _Maker(Protocol):

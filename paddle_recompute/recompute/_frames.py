@@ -29,9 +29,9 @@ import paddle
 from paddle_recompute import _nested, _paddle
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
-from paddle_recompute.recompute._calls import Call, describe, dtype_name
 from paddle_recompute.recompute._hooks import Recorder, innermost, recording
-from paddle_recompute.recompute._storage import Storage
+from paddle_recompute.recompute._offload import Storage
+from paddle_recompute.replay import Call, describe, dtype_name
 
 REPETITION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, a global "

@@ -18,7 +18,7 @@ import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute.errors import RecomputeError
-from paddle_recompute.recompute._calls import Call
+from paddle_recompute.replay import Call
 
 
 class _Result:

@@ -13,9 +13,9 @@ import weakref
 from typing import Any
 
 from paddle_recompute._nested import tensors_in
-from paddle_recompute.recompute._calls import Call
 from paddle_recompute.recompute._frames import Frame, is_inside_a_frame
-from paddle_recompute.recompute._storage import Storage
+from paddle_recompute.recompute._offload import Storage
+from paddle_recompute.replay import Call
 
 _logger = logging.getLogger("paddle_recompute")
 

@@ -13,15 +13,15 @@ from paddle_recompute import _paddle
 from paddle_recompute._nested import tensors_in
 from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import _discarded, _hooks, _reentrant
-from paddle_recompute.recompute._calls import Call, name_of
 from paddle_recompute.recompute._frames import (
     Frame,
     is_inside_a_repetition,
     run_inside_a_repetition,
 )
+from paddle_recompute.recompute._offload import STORAGES, OnDevice, SomeOnHost, Storage
 from paddle_recompute.recompute._segments import Segment
-from paddle_recompute.recompute._static import run_marked
-from paddle_recompute.recompute._storage import STORAGES, OnDevice, SomeOnHost, Storage
+from paddle_recompute.recompute.program.marked_call import run_marked
+from paddle_recompute.replay import Call, name_of
 
 DeterminismCheck = Literal["default", "values", "none"]
 Offload = Literal["none", "host", "disk"]

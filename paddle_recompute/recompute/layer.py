@@ -10,7 +10,6 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute.errors import SelectionError
-from paddle_recompute.recompute._calls import is_recomputing, name_of
 from paddle_recompute.recompute._discarded import Keeper
 from paddle_recompute.recompute._hooks import innermost, recording
 from paddle_recompute.recompute._segments import Segment
@@ -20,6 +19,7 @@ from paddle_recompute.recompute.function import (
     RecomputeOptions,
     run_recomputed,
 )
+from paddle_recompute.replay import is_recomputing, name_of
 
 _paddle.never_translate_files_below(os.path.dirname(__file__))
 _wrapped_classes: dict[tuple[type, type], type[paddle.nn.Layer]] = {}

@@ -11,7 +11,7 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_recompute import _nested
-from paddle_recompute._paddle_static import training
+from paddle_recompute._paddle.static import training
 from paddle_recompute.errors import ConfigError, DataError
 
 

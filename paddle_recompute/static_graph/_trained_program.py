@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
-from paddle_recompute._paddle_static import training
+from paddle_recompute._paddle.static import training
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.static_graph._feeds import Feeds
 

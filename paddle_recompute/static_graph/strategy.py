@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import paddle
 
-from paddle_recompute import _paddle_static
+from paddle_recompute._paddle import static as _paddle_static
 from paddle_recompute.config import Config, ContrastiveConfig, RecomputeConfig, SyncConfig
 from paddle_recompute.errors import ConfigError, StaticGraphError
-from paddle_recompute.recompute import RecomputeLayer
-from paddle_recompute.recompute.layer import RecomputedFunction
+from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer
 
 if TYPE_CHECKING:
     from paddle.distributed import fleet

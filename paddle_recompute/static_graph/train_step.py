@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 from paddle.optimizer import AdamW, lr
 
 from paddle_recompute import _nested
-from paddle_recompute._paddle_static import ranks, training
+from paddle_recompute._paddle.static import ranks, training
 from paddle_recompute.config import Config
+from paddle_recompute.distributed import is_distributed, mean_over_ranks
 from paddle_recompute.errors import (
     ConfigError,
     DataError,
     DivergenceError,
     StaticGraphError,
 )
-from paddle_recompute.grad_sync import mean_over_ranks
-from paddle_recompute.grad_sync.ranks import is_distributed
-from paddle_recompute.optimizer import decayed_parameters
 from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.recompute.program import SegmentReport
 from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
 from paddle_recompute.static_graph._trained_program import (
     WEIGHT,
@@ -33,9 +32,8 @@ from paddle_recompute.static_graph._trained_program import (
     as_array,
 )
 from paddle_recompute.static_graph.minimize import minimize
-from paddle_recompute.static_graph.report import SegmentReport
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
-from paddle_recompute.train_step import StepResult
+from paddle_recompute.train_step import StepResult, decayed_parameters
 
 
 class StaticTrainStep:

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_recompute import GradCache, _memory
+from paddle_recompute import GradCache
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.contrastive._chunked_encoder import arguments_for
 from paddle_recompute.contrastive._chunks import by_length, by_rows, joined, lengths_of
-from paddle_recompute.contrastive._tower import arguments_for
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.encoders import (
     BATCH,

@@ -12,7 +12,8 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import GradCache, _memory
+from paddle_recompute import GradCache
+from paddle_recompute._paddle import memory as _memory
 from tests.contrastive.encoders import WIDTH, Encoder, gradients, one_shot, texts
 from tests.ranks import run_ranks
 

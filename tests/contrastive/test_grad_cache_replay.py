@@ -12,9 +12,9 @@ import pytest
 from paddle.base import core
 
 from paddle_recompute import GradCache, _paddle
-from paddle_recompute.contrastive._moments import StateWatch
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
+from paddle_recompute.replay.replay_state import StateWatch
 from tests.contrastive.encoders import (
     BATCH,
     WIDTH,

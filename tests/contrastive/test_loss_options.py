@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import _memory
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.contrastive import ContrastiveLoss, text_ids
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.loss_reference import Array, reference, tolerance, unit_rows

@@ -239,7 +239,7 @@ def prepare_on_this_rank(folder: str, late: float) -> dict[str, Any]:
 
     import paddle.distributed as dist
 
-    from paddle_recompute.grad_sync import barrier
+    from paddle_recompute.distributed import barrier
 
     is_main_rank = dist.get_rank() == 0
     trained = []

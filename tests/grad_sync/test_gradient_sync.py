@@ -11,8 +11,9 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
+from paddle_recompute.distributed import broadcast_from_rank0
 from paddle_recompute.errors import ConfigError, SyncError
-from paddle_recompute.grad_sync import GradientSync, broadcast_from_rank0
+from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.recompute import recompute
 from tests.ranks import run_ranks
 

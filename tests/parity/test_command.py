@@ -23,7 +23,7 @@ from paddle_recompute.parity.records import (
 )
 from paddle_recompute.parity.variants import Variant
 from paddle_recompute.parity.worker import micro_batches
-from tests.test_trainer import tiny, write_pairs
+from tests.trainer.test_trainer import tiny, write_pairs
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import RecomputeConfig, _memory, apply_recompute, recompute
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute._paddle import memory as _memory
 
 BLOCKS, WIDTH, BATCH = 8, 64, 512
 

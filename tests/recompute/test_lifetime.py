@@ -11,7 +11,8 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import RecomputeConfig, _memory, apply_recompute, recompute
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import recompute_wrapper
 from tests.recompute.contract import Run, Seen, case, leaf, plain
 

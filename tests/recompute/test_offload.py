@@ -13,9 +13,10 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import RecomputeConfig, _memory, apply_recompute, recompute
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.recompute._storage import STORAGES
+from paddle_recompute.recompute._offload import STORAGES
 from tests.recompute.contract import leaf, plain
 
 WIDTH, BATCH = 64, 256

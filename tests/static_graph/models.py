@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 from paddle.distributed import fleet
 
-from paddle_recompute._paddle_static.training import static_mode
+from paddle_recompute._paddle.static.training import static_mode
 from paddle_recompute.static_graph import SegmentReport, explain, mark_checkpoint, minimize
 
 HIDDEN = 8

@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 from paddle_recompute import static_graph
-from paddle_recompute._paddle_static import training
+from paddle_recompute._paddle.static import training
 
 needs_old_ir = pytest.mark.skipif(
     not paddle.__version__.startswith("2.6"), reason="the old representation is that of Paddle 2.6"

@@ -12,8 +12,8 @@ from paddle.static import InputSpec
 
 from paddle_recompute import ContrastiveLoss, TrainStep, apply_recompute
 from paddle_recompute.errors import DataError
-from paddle_recompute.optimizer import build_optimizer
 from paddle_recompute.static_graph import StaticTrainStep
+from paddle_recompute.train_step.optimizer import build_optimizer
 from tests.ranks import run_ranks
 from tests.static_graph.models import HIDDEN, Stack
 from tests.static_graph.test_train_step import (

@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute, static_graph
-from paddle_recompute._paddle_static import training
+from paddle_recompute._paddle.static import training
 from paddle_recompute.errors import StaticGraphError
 from tests.ranks import run_ranks
 from tests.static_graph.old_ir_programs import (
@@ -319,7 +319,7 @@ def test_offload_and_level_o2_are_refused() -> None:
 
 
 def test_marks_survive_a_clone() -> None:
-    from paddle_recompute._paddle_static import old_ir
+    from paddle_recompute._paddle.static import old_ir
 
     with training.static_mode():
         main = paddle.static.Program()

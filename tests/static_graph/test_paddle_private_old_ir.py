@@ -16,8 +16,8 @@ import pytest
 from paddle.base import backward, core, framework
 from paddle.base.layer_helper import LayerHelper
 
-from paddle_recompute import _paddle_static
-from paddle_recompute._paddle_static import old_ir, ranks, training
+from paddle_recompute._paddle import static as _paddle_static
+from paddle_recompute._paddle.static import old_ir, ranks, training
 from paddle_recompute.errors import StaticGraphError
 from tests.ranks import run_ranks
 from tests.static_graph.models import static_mode

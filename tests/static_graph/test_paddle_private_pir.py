@@ -14,10 +14,10 @@ import paddle
 import pytest
 from paddle.base import core
 
-from paddle_recompute import _paddle_static
-from paddle_recompute._paddle_static import pir, pir_exchange
+from paddle_recompute._paddle import static as _paddle_static
+from paddle_recompute._paddle.static import pir, pir_exchange
 from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.static_graph.pir.operators import only_shares_memory
+from paddle_recompute.recompute.program.pir.operators import only_shares_memory
 from tests.static_graph.models import static_mode
 
 IS_26 = paddle.__version__.startswith("2.")

@@ -12,16 +12,16 @@ import paddle
 import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute_wrapper
-from paddle_recompute._paddle_static.training import in_program_order
+from paddle_recompute._paddle.static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.recompute.program.pir.recompute import COPY_OF
 from paddle_recompute.static_graph import (
     RecomputeOptimizer,
     explain,
     mark_checkpoint,
     minimize,
 )
-from paddle_recompute.static_graph.pir.data_parallel import mean_over_ranks
-from paddle_recompute.static_graph.pir.recompute import COPY_OF
+from paddle_recompute.static_graph._pir_data_parallel import mean_over_ranks
 from tests.static_graph.models import (
     BATCH,
     HIDDEN,

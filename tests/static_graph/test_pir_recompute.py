@@ -9,11 +9,11 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import _memory
-from paddle_recompute._paddle_static.training import in_program_order
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute._paddle.static.training import in_program_order
+from paddle_recompute.recompute.program.pir.aliasing import Memory
+from paddle_recompute.recompute.program.pir.recompute import COPY_OF
 from paddle_recompute.static_graph import mark_checkpoint, minimize
-from paddle_recompute.static_graph.pir.memory import Memory
-from paddle_recompute.static_graph.pir.recompute import COPY_OF
 from tests.static_graph.models import (
     BATCH,
     HIDDEN,

@@ -11,7 +11,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import RecomputeConfig, _memory, apply_recompute, recompute
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph import explain
 from tests.static_graph.models import HIDDEN, Block, static_mode

@@ -24,8 +24,8 @@ from paddle_recompute.errors import (
     PaddleRecomputeError,
     StaticGraphError,
 )
-from paddle_recompute.optimizer import build_optimizer
 from paddle_recompute.static_graph import StaticTrainStep
+from paddle_recompute.train_step.optimizer import build_optimizer
 from tests.ranks import run_ranks
 from tests.static_graph.models import HIDDEN, Stack, static_mode
 

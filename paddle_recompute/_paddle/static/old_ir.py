@@ -1,0 +1,410 @@
+"""The old representation of a Program (Paddle 2.6): what reading and changing one needs.
+
+Nothing here decides anything about recompute; `recompute.program.old_ir` does. What is used, and
+why no public API serves: ``Block.ops`` and ``Operator`` (names of inputs and outputs, attributes)
+are half documented, and inserting or renaming in the middle (``Block._insert_op_without_sync``,
+``Operator._rename_input``, the ``OpDesc`` behind them) is not at all. Everything here can go
+with Paddle 2.6. ``tests/static_graph/test_paddle_private_old_ir.py`` names each symbol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.base import core, framework
+
+from paddle_recompute._paddle.static.calls import name_of_call
+from paddle_recompute.errors import StaticGraphError
+
+Operator = Any
+"""A ``paddle.base.framework.Operator``."""
+Block = Any
+Variable = Any
+
+EMPTY = "@EMPTY@"
+"""Stands for an output that nobody wants (``core.empty_var_name``)."""
+
+_FORWARD = (0, 256)  # OpRole.Forward, and OpRole.Forward | OpRole.Loss
+_BACKWARD = 1  # a bit of OpRole
+_CHECKPOINT = "recompute_checkpoint:"  # and the name; the value is that of the variable
+SCOPE = "recompute_scope"
+GIVES_UP = "recompute_gives_up"
+CLAIMED = "recompute_claimed"
+SEGMENT = "recompute_segment"
+COPY_OF = "recompute_copy_of"
+FLOAT32 = "stays_in_float32"
+
+
+# -------------------------------------------------------------------------------- reading
+
+
+def main_block(program: paddle.static.Program) -> Block:
+    """The block of `program` that is run; the bodies of cond and while are others."""
+    return program.global_block()
+
+
+def program_of(variable: Variable) -> paddle.static.Program:
+    """The Program that `variable` belongs to."""
+    return variable.block.program
+
+
+def is_forward(operator: Operator) -> bool:
+    """Whether `operator` computes the loss."""
+    return operator.attr("op_role") in _FORWARD
+
+
+def is_backward(operator: Operator) -> bool:
+    """Whether `operator` computes gradients."""
+    return bool(operator.attr("op_role") & _BACKWARD)
+
+
+def has_body(operator: Operator) -> bool:
+    """Whether `operator` is control flow."""
+    return bool(operator.has_attr("sub_block"))
+
+
+def inputs_of(operator: Operator) -> list[str]:
+    """Names of what `operator` reads."""
+    return [name for name in operator.input_arg_names if name != EMPTY]
+
+
+def outputs_of(operator: Operator) -> list[str]:
+    """Names of what `operator` writes."""
+    return [name for name in operator.output_arg_names if name != EMPTY]
+
+
+def named_in_bodies(operator: Operator) -> tuple[set[str], set[str]]:
+    """What the operators in the bodies of `operator`, at any depth, read and write."""
+    read: set[str] = set()
+    written: set[str] = set()
+    if has_body(operator):
+        body = operator.block.program.block(operator._block_attr_id("sub_block"))
+        for inner in body.ops:
+            inner_read, inner_written = named_in_bodies(inner)
+            read |= inner_read.union(inputs_of(inner))
+            written |= inner_written.union(outputs_of(inner))
+    return read, written
+
+
+def shape_only_outputs(operator: Operator) -> set[str]:
+    """Outputs of `operator` that have a shape but no memory (``XShape`` of reshape2 and others)."""
+    if "XShape" not in operator.output_names:
+        return set()
+    return set(operator.output("XShape"))
+
+
+def reads_values_of(operator: Operator, name: str) -> bool:
+    """Whether `operator` reads the numbers in the variable `name`, not only its shape.
+
+    The executor frees a tensor before an operator that declares "no need of the buffer" runs.
+    """
+    inputs = {slot: operator.input(slot) for slot in operator.input_names}
+    slots = [slot for slot, names in inputs.items() if name in names]
+    outputs = {slot: operator.output(slot) for slot in operator.output_names}
+    try:
+        shape_only = core.infer_no_need_buffer_slots(
+            operator.type, inputs, outputs, operator.all_attrs()
+        )
+    except (RuntimeError, ValueError, TypeError):  # some operators have attributes it cannot take
+        return True
+    return any(slot not in shape_only for slot in slots)
+
+
+def is_persistable(block: Block, name: str) -> bool:
+    """Whether the variable lives from run to run, such as a parameter."""
+    variable = _variable(block, name)
+    return variable is not None and bool(variable.persistable)
+
+
+def num_bytes(block: Block, name: str) -> int:
+    """Size of the variable in bytes; a dimension that is not known yet counts as 1."""
+    variable = _variable(block, name)
+    if variable is None or not _is_dense(variable):
+        return 0
+    return int(math.prod(max(1, size) for size in variable.shape) * _item_size(variable.dtype))
+
+
+def has_unknown_size(block: Block, name: str) -> bool:
+    """Whether a dimension of the variable is not known until a batch is fed."""
+    variable = _variable(block, name)
+    return variable is not None and _is_dense(variable) and any(n < 0 for n in variable.shape)
+
+
+def shape_of(block: Block, name: str) -> tuple[int, ...]:
+    """The shape of a variable as far as it is known."""
+    variable = _variable(block, name)
+    return tuple(variable.shape) if variable is not None and _is_dense(variable) else ()
+
+
+def text_attribute(operator: Operator, name: str) -> str | None:
+    """The string that we wrote on `operator` under `name`, if any."""
+    return str(operator.attr(name)) if operator.has_attr(name) else None
+
+
+def _variable(block: Block, name: str) -> Variable | None:
+    return block.vars.get(name)
+
+
+def _is_dense(variable: Variable) -> bool:
+    return bool(variable.type == core.VarDesc.VarType.LOD_TENSOR)
+
+
+def _item_size(dtype: Any) -> int:
+    name = str(paddle.base.data_feeder.convert_dtype(dtype))
+    return 2 if name in ("uint16", "bfloat16") else np.dtype(name).itemsize
+
+
+# ---------------------------------------------------------------------------------- marks
+
+
+def mark_checkpoint(variable: Variable, name: str) -> None:
+    """Write the checkpoint name `name` on the operator that computes `variable`.
+
+    An attribute survives ``Program.clone()`` and serialization; renaming the variable would leave
+    the caller with a Variable that has another name than its own.
+    """
+    definer = _definer(variable) if isinstance(variable, framework.Variable) else None
+    if definer is None:
+        kind = "a parameter or what is fed" if isinstance(variable, framework.Variable) else "none"
+        raise StaticGraphError(
+            f"mark_checkpoint(..., {name!r}): only an intermediate variable of a Program can be a "
+            f"checkpoint, not a {type(variable).__name__} ({kind})"
+        )
+    if variable.block.idx != 0:
+        raise StaticGraphError(
+            f"mark_checkpoint(..., {name!r}) was called inside a branch or loop body (cond, while);"
+            " mark what the cond or while returns"
+        )
+    if checkpoints(program_of(variable)).get(name, variable.name) != variable.name:
+        raise StaticGraphError(
+            f"the checkpoint name {name!r} is taken by another variable of this Program; "
+            "give each its own"
+        )
+    definer._set_attr(f"{_CHECKPOINT}{name}", variable.name)
+
+
+def checkpoints(program: paddle.static.Program) -> dict[str, str]:
+    """What `mark_checkpoint` marked: ``{checkpoint name: variable name}``, in Program order."""
+    found = {}
+    for operator in main_block(program).ops:
+        if is_forward(operator):
+            for attribute in operator.attr_names:
+                if attribute.startswith(_CHECKPOINT):
+                    found[attribute.removeprefix(_CHECKPOINT)] = str(operator.attr(attribute))
+    return found
+
+
+def write_text(operator: Operator, name: str, value: str) -> None:
+    """Write an attribute of our own on `operator`; the executor does not look at it."""
+    operator._set_attr(name, value)
+
+
+def _definer(variable: Variable) -> Operator | None:
+    if variable.persistable:
+        return None
+    for operator in reversed(variable.block.ops):
+        if variable.name in operator.output_arg_names and is_forward(operator):
+            return operator
+    return None
+
+
+# ------------------------------------------------------------------------ recomputed calls
+
+
+_inside_a_call = False
+
+
+@contextlib.contextmanager
+def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> Iterator[None]:
+    """What is added to the Program inside is one call of the recomputed `layer`.
+
+    A call inside another is part of that one. Nothing happens to what is added but an attribute
+    with the call's name: that of the layer, ``layer#2`` for its second call, and so on.
+
+    Args:
+        layer: Its name.
+        continues: Whether it is the next part of the last call with that name.
+        gives_up_outputs: Whether what later operators take from it is computed again too.
+
+    Raises:
+        StaticGraphError: It is called inside a branch or loop body, or by ``jit.to_static``.
+    """
+    global _inside_a_call
+    if _inside_a_call:
+        yield
+        return
+    if paddle.base.dygraph.base.in_to_static_mode():
+        raise StaticGraphError(
+            f"paddle.jit.to_static met recompute('{layer}'), which it would drop without a word on "
+            "Paddle 2.6; train the model as it is in dygraph, or build a Program and use "
+            "static_graph.minimize; only Paddle 3.3 can do both"
+        )
+    program = paddle.static.default_main_program()
+    if program.current_block().idx != 0:
+        raise StaticGraphError(
+            f"recompute('{layer}') was called inside a branch or loop body (cond, while), whose "
+            "operators Paddle runs once; put recompute around the cond or while, or take it away"
+        )
+    refuse_other_backwards()
+    block = main_block(program)
+    known = {id(operator) for operator in block.ops}
+    _inside_a_call = True
+    try:
+        yield
+    finally:
+        _inside_a_call = False
+    calls = {text_attribute(operator, SCOPE) for operator in block.ops}
+    name = name_of_call(layer, calls, continues=continues)
+    for operator in block.ops:
+        if id(operator) not in known:
+            operator._set_attr(SCOPE, name)
+            if gives_up_outputs:
+                operator._set_attr(GIVES_UP, "yes")
+
+
+def claim_recomputed_calls(program: paddle.static.Program) -> None:
+    """Tell `refuse_other_backwards` that somebody will recompute the calls in `program`."""
+    for operator in main_block(program).ops:
+        if operator.has_attr(SCOPE):
+            operator._set_attr(CLAIMED, "yes")
+
+
+@functools.cache
+def refuse_other_backwards() -> None:
+    """From now on, a backward over recomputed calls that nobody claims raises.
+
+    ``optimizer.minimize``, ``append_backward`` and ``paddle.static.gradients`` would keep every
+    activation without a word. All of them find the operators between parameters and loss with
+    ``backward._find_op_path_`` (2.6), which they look up at each call, so it is wrapped, once.
+    """
+    from paddle.base import backward
+
+    original = backward._find_op_path_
+
+    @functools.wraps(original)
+    def checked(block: Block, *args: Any, **kwargs: Any) -> Any:
+        for operator in block.ops:
+            if operator.has_attr(SCOPE) and not operator.has_attr(CLAIMED):
+                raise StaticGraphError(
+                    f"this Program has recomputed Layers ('{operator.attr(SCOPE)}', ...), which "
+                    "Paddle's own backward would not recompute; use "
+                    "paddle_recompute.static_graph.minimize(optimizer, loss, strategy) with "
+                    "strategy.recompute = True"
+                )
+        return original(block, *args, **kwargs)
+
+    backward._find_op_path_ = checked
+
+
+# ------------------------------------------------------------------------------- changing
+
+
+def copy_before(
+    block: Block, position: int, operator: Operator, renamed: dict[str, str], **attributes: str
+) -> Operator:
+    """Insert a copy of `operator` at `position`, as part of the backward.
+
+    Args:
+        block: Where.
+        position: The copy's index among ``block.ops``.
+        operator: What to copy; without a body.
+        renamed: Other names for what it reads and writes.
+        **attributes: Strings to write on the copy.
+    """
+    description = block.desc._insert_op(position)
+    description.copy_from(operator.desc)
+    for name in {*inputs_of(operator)} & renamed.keys():
+        description._rename_input(name, renamed[name])
+    for name in {*outputs_of(operator)} & renamed.keys():
+        description._rename_output(name, renamed[name])
+    _forget_marks(operator, description)
+    return _own(block, position, description, attributes)
+
+
+def _forget_marks(operator: Operator, description: Any) -> None:
+    for attribute in operator.attr_names:
+        if attribute.startswith(_CHECKPOINT) or attribute in (SCOPE, GIVES_UP, CLAIMED, SEGMENT):
+            description.remove_attr(attribute)
+
+
+def _own(block: Block, position: int, description: Any, attributes: dict[str, str]) -> Operator:
+    """The Python side of an operator that was described at `position`."""
+    for name, value in {**attributes, "op_role": _BACKWARD}.items():
+        description._set_attr(name, value)
+    operator = framework.Operator(block, description)
+    block.ops.insert(position, operator)
+    return operator
+
+
+def dropout_again_before(
+    block: Block, position: int, operator: Operator, renamed: dict[str, str], **attributes: str
+) -> Operator:
+    """Insert at `position` what computes the output of the dropout `operator` from its mask.
+
+    The backward of dropout is the same arithmetic as its forward, applied to another tensor, so
+    no random number is drawn.
+    """
+    (x,), (out,) = operator.input("X"), operator.output("Out")
+    description = block.desc._insert_op(position)
+    # Copied for its attributes, whose C++ types `_set_attr` would change.
+    description.copy_from(operator.desc)
+    description.set_type("dropout_grad")
+    for slot in operator.input_names:
+        description.remove_input(slot)
+    for slot in operator.output_names:
+        description.remove_output(slot)
+    description.set_input("Mask", operator.output("Mask"))
+    description.set_input(framework.grad_var_name("Out"), [renamed.get(x, x)])
+    description.set_output(framework.grad_var_name("X"), [renamed.get(out, out)])
+    _forget_marks(operator, description)
+    return _own(block, position, description, attributes)
+
+
+def hold_back_before(block: Block, position: int, name: str, gradients: list[str]) -> None:
+    """From `position` on, the variable `name` cannot be read before `gradients` exist.
+
+    ``depend`` (2.6) computes nothing: it tells the executor that it writes the variable and reads
+    the gradients. Without it the multi-threaded executor runs every copy as soon as a thread is
+    idle, in the middle of the forward, and the memory is full again. The flag
+    ``FLAGS_new_executor_sequential_run`` would serve too, but for all Programs of the process.
+    """
+    block._insert_op_without_sync(
+        position,
+        type="depend",
+        inputs={"X": [name], "Dep": gradients},
+        outputs={"Out": [name]},
+        attrs={"op_role": _BACKWARD},
+    )
+
+
+def new_variable_like(block: Block, name: str, suffix: str) -> str:
+    """Make a variable like `name` for a copy of it; returns the copy's name."""
+    original = block.var(name)
+    copy = paddle.utils.unique_name.generate(f"{name}@{suffix}")
+    block.create_var(
+        name=copy,
+        shape=original.shape,
+        dtype=original.dtype,
+        type=original.type,
+        persistable=False,
+        stop_gradient=original.stop_gradient,
+    )
+    return str(copy)
+
+
+def rename_inputs(operators: Iterable[Operator], renamed: dict[str, str]) -> None:
+    """Let `operators` read other variables."""
+    for operator in operators:
+        for name in {*inputs_of(operator)} & renamed.keys():
+            operator._rename_input(name, renamed[name])
+
+
+def finish_changes(program: paddle.static.Program) -> None:
+    """To be called after the last change, before the Program is run."""
+    program._sync_with_cpp()

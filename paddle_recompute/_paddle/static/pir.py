@@ -1,0 +1,477 @@
+"""PIR, the representation of Paddle 3.3: every private call that reading and changing one needs.
+
+Nothing here decides anything about recompute; `recompute.program.pir` does. What is used, and
+why no public API serves: ``paddle.pir`` (operations, values, insertion points, ``IrMapping``) is
+the only way to look at or change a PIR Program, and Paddle documents none of it;
+``paddle._C_ops`` appends single operators without the layers of Python above them. Can go, name by
+name, when Paddle documents a way to edit a Program.
+``tests/static_graph/test_paddle_private_pir.py`` holds each.
+
+Two traps, both of 3.3: ``==`` between Values appends an ``equal`` operator (so they are compared
+by `key`), and a Value that is still in a Python variable when its Program dies aborts the process
+if an operator made that way uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import paddle
+from paddle.base import core
+from paddle.base.libpaddle import pir as libpir
+
+from paddle_recompute._paddle.static.calls import name_of_call
+from paddle_recompute.errors import StaticGraphError
+
+Operation = Any
+"""A ``paddle.pir.Operation``."""
+Value = Any
+"""A ``paddle.pir.Value``."""
+
+SOURCES = ("builtin.parameter", "builtin.constant", "pd_op.data", "pd_op.feed")
+"""Operators that compute nothing: what they return was there before the Program ran."""
+
+_CHECKPOINT = "recompute_checkpoint_"  # and the number of the result
+OWN_ATTRIBUTES = ("recompute_scope", "recompute_gives_up", "recompute_claimed", "recompute_segment")
+"""What we write on forward operators; a copy must not carry them."""
+
+
+# -------------------------------------------------------------------------------- reading
+
+
+def operations(program: paddle.static.Program) -> list[Operation]:
+    """The top-level operators of `program`, in its order."""
+    return list(program.global_block().ops)
+
+
+def program_of(value: Value) -> paddle.static.Program:
+    """The Program that `value` belongs to."""
+    return value.block.program
+
+
+def key(value: Value) -> str:
+    """What tells `value` from others; ``==`` would append an operator."""
+    return str(value.id)
+
+
+def results_of(operation: Operation) -> list[Value]:
+    """The results of `operation` that it really has (optional ones may be missing)."""
+    return [value for value in operation.results() if value.initialized()]
+
+
+def operands_of(operation: Operation) -> list[Value]:
+    """The operands of `operation` that it really has."""
+    return [value for value in operation.operands_source() if value.initialized()]
+
+
+def defining_operation(value: Value) -> Operation | None:
+    """The operator that returns `value`; None for an argument of the block."""
+    return value.get_defining_op()
+
+
+def users_of(value: Value) -> list[Operation]:
+    """The top-level operators that use `value`, themselves or in a body (cond, while)."""
+    return list(value.all_used_ops_in_same_block())
+
+
+def is_used_in_a_body(value: Value) -> bool:
+    """Whether an operator inside the body of a control-flow operator uses `value`."""
+    block = value.block
+    return any(user.get_parent_block() != block for user in value.all_used_ops())
+
+
+def reads_values_of(operation: Operation, value: Value) -> bool:
+    """Whether `operation` reads the numbers in `value`, not only its shape.
+
+    The executor frees a tensor before an operator that declares "no need of the buffer" runs.
+    """
+    places = [key(operand) for operand in operands_of(operation)]
+    if places.count(key(value)) != 1:
+        return True
+    return not bool(operation.is_no_need_buffer(value))
+
+
+def with_bodies(operation: Operation) -> Iterator[Operation]:
+    """`operation`, and the operators in its bodies (cond, while) at any depth."""
+    yield operation
+    for block in operation.blocks():
+        for inner in block.ops:
+            yield from with_bodies(inner)
+
+
+def in_place(operation: Operation) -> list[tuple[Value, Value]]:
+    """The operands of `operation` whose memory it returns, each with the result that has it."""
+    operands, results = operation.operands_source(), operation.results()
+    pairs = [
+        (operands[operand], results[result])
+        for result, operand in libpir.get_op_inplace_info(operation).items()
+    ]
+    return [(a, b) for a, b in pairs if a.initialized() and b.initialized()]
+
+
+def is_dense(value: Value) -> bool:
+    """Whether `value` is one ordinary tensor, not a list, a sparse tensor or a stack."""
+    return bool(value.is_dense_tensor_type())
+
+
+def dtype_name(value: Value) -> str:
+    """``float32``, ``bfloat16``, ...; empty for what is not one tensor."""
+    return str(value.dtype).rpartition(".")[2] if is_dense(value) else ""
+
+
+def num_bytes(value: Value) -> int:
+    """Size of `value` in bytes; a dimension that is not known yet counts as 1."""
+    if not is_dense(value):
+        return 0
+    count: int = math.prod(max(1, size) for size in value.shape)
+    return count * int(value.element_size())
+
+
+def has_unknown_size(value: Value) -> bool:
+    """Whether a dimension of `value` is not known until a batch is fed."""
+    return is_dense(value) and any(size < 0 for size in value.shape)
+
+
+def text_attribute(operation: Operation, name: str) -> str | None:
+    """The string that we wrote on `operation` under `name`, if any."""
+    return operation.str_attr(name) if operation.has_attr(name) else None
+
+
+def attribute(operation: Operation, name: str) -> Any:
+    """A built-in attribute of `operation`."""
+    return operation.attrs()[name]
+
+
+# ---------------------------------------------------------------------------------- marks
+
+
+def mark_checkpoint(value: Value, name: str) -> None:
+    """Write the checkpoint name `name` on the operator that returns `value`.
+
+    Attributes survive ``Program.clone()``; names of intermediate Values do not exist in PIR.
+    """
+    operation = defining_operation(value) if isinstance(value, paddle.pir.Value) else None
+    if operation is None or operation.name() in SOURCES:
+        raise StaticGraphError(
+            f"mark_checkpoint(..., {name!r}): only an intermediate variable of a Program can be a "
+            f"checkpoint, not {_described(value)}"
+        )
+    program = program_of(value)
+    if operation.get_parent_block() != program.global_block():
+        raise StaticGraphError(
+            f"mark_checkpoint(..., {name!r}) was called inside a branch or loop body (cond, while);"
+            " mark what the cond or while returns"
+        )
+    if key(checkpoints(program).get(name, value)) != key(value):
+        raise StaticGraphError(
+            f"the checkpoint name {name!r} is taken by another variable of this Program; "
+            "give each its own"
+        )
+    index = [key(result) for result in results_of(operation)].index(key(value))
+    names = _names(operation, index)
+    if name not in names:
+        operation.set_str_attr(f"{_CHECKPOINT}{index}", "\n".join([*names, name]))
+
+
+def _names(operation: Operation, index: int) -> list[str]:
+    """The checkpoint names of a result; it may have several."""
+    return (text_attribute(operation, f"{_CHECKPOINT}{index}") or "").splitlines()
+
+
+def checkpoints(program: paddle.static.Program) -> dict[str, Value]:
+    """What `mark_checkpoint` marked in `program`, in the order of its operators."""
+    found = {}
+    for operation in operations(program):
+        for index, value in enumerate(results_of(operation)):
+            found.update(dict.fromkeys(_names(operation, index), value))
+    return found
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, paddle.pir.Value):
+        return f"a {type(value).__name__}"
+    operation = defining_operation(value)
+    kind = "an argument of a block" if operation is None else f"what {operation.name()} returns"
+    return f"{kind} (a parameter or what is fed)"
+
+
+# ------------------------------------------------------------------------------- changing
+
+
+@contextlib.contextmanager
+def editing(program: paddle.static.Program) -> Iterator[None]:
+    """Inside, operators are added to `program` as they are, without automatic mixed precision.
+
+    Afterwards new operators go to its end again: `insert_before` leaves Paddle elsewhere.
+    """
+    with paddle.static.program_guard(program), paddle.amp.auto_cast(enable=False):
+        try:
+            yield
+        finally:
+            paddle.pir.reset_insertion_point_to_end()
+
+
+def insert_before(operation: Operation) -> None:
+    """From now on, inside `editing`, new operators go before `operation`."""
+    paddle.pir.set_insertion_point(operation)
+
+
+def clone(operation: Operation, operands: Mapping[str, Value]) -> Operation:
+    """A copy of `operation` at the insertion point, with other operands.
+
+    Args:
+        operation: What to copy; without a body.
+        operands: The copy's operand by the `key` of the original's; the same if left out.
+    """
+    mapping = paddle.pir.IrMapping()
+    for operand in operands_of(operation):
+        mapping.add(operand, operands.get(key(operand), operand))
+    regions, operand_list, successors = False, True, True
+    copy = operation.clone(mapping, paddle.pir.CloneOptions(regions, operand_list, successors))
+    for name in (*OWN_ATTRIBUTES, *(f"{_CHECKPOINT}{i}" for i in range(copy.num_results()))):
+        if copy.has_attr(name):
+            copy.erase_attr(name)
+    return copy
+
+
+def replace_uses(value: Value, other: Value, users: Iterable[Operation]) -> None:
+    """Let `users` take `other` where they took `value`."""
+    value.replace_grad_users_with(other, set(users))
+
+
+def zero_after(value: Value) -> Value:
+    """A zero, ``[]`` int64, that cannot be computed before `value` is.
+
+    It is made of the count of elements alone, so no NaN or inf of `value` comes through. Paddle
+    has an operator for the purpose, ``depend``, but its CPU kernel fails in PIR (3.3.1: "Input(X)
+    and Output(Out) variable should be the same").
+    """
+    return paddle._C_ops.scale(paddle._C_ops.numel(value), 0.0, 0.0, True)
+
+
+def can_wait(value: Value) -> bool:
+    """Whether `after` has an operator for `value`."""
+    return is_dense(value) and value.dtype in (*_FLOATS, *_INTEGERS)
+
+
+def after(value: Value, zero: Value) -> Value:
+    """A copy of `value`, to the last bit, that cannot be made before `zero` is.
+
+    Subtracting +0.0 changes no float (adding it would turn -0.0 into +0.0); or-ing 0 changes no
+    integer. Costs one copy of `value`.
+    """
+    zero = paddle._C_ops.cast(zero, value.dtype)
+    if value.dtype in _FLOATS:
+        return paddle._C_ops.subtract(value, zero)
+    return paddle._C_ops.bitwise_or(value, zero)
+
+
+_FLOATS = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
+_INTEGERS = (paddle.bool, paddle.int32, paddle.int64, paddle.uint8, paddle.int8, paddle.int16)
+
+
+def dropout_again(operation: Operation, operands: Mapping[str, Value]) -> Value:
+    """What the ``pd_op.dropout`` `operation` returned, from its mask: no random number is drawn.
+
+    The backward of dropout is the same arithmetic as its forward, applied to another tensor.
+    """
+    x, probability = (operation.operand_source(index) for index in (0, 2))
+    attributes = operation.attrs()
+    return paddle._C_ops.dropout_grad(
+        operation.result(1),
+        operands.get(key(x), x),
+        operands.get(key(probability), probability),
+        attributes["is_test"],
+        attributes["mode"],
+    )
+
+
+# ------------------------------------------------------------------------------- training
+
+
+def append_backward(
+    optimizer: paddle.optimizer.Optimizer, loss: Value, startup: paddle.static.Program
+) -> list[tuple[Value, Value]]:
+    """The first half of ``optimizer.minimize(loss)``: pairs of parameter and gradient.
+
+    The parameters that the optimizer was made with are handed on, as its ``minimize`` does.
+    """
+    pairs = optimizer.backward(loss, startup_program=startup, parameters=optimizer._parameter_list)
+    return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+
+def create_learning_rate(optimizer: paddle.optimizer.Optimizer) -> None:
+    """Add the learning rate of `optimizer` at the insertion point, after `append_backward`.
+
+    An optimizer adds it with its first operator; in the body of a condition, the executor does
+    not find the one that a scheduler writes to before every run (3.3.1: "The type of value is
+    nullptr").
+    """
+    optimizer._create_global_learning_rate()
+
+
+def append_update(
+    optimizer: paddle.optimizer.Optimizer,
+    loss: Value,
+    startup: paddle.static.Program,
+    params_grads: list[tuple[Value, Value]],
+) -> list[Operation]:
+    """The second half of ``optimizer.minimize(loss)``: clip, decay and update.
+
+    ``apply_gradients`` (public) sorts the parameters by name, which sums the norm of a gradient
+    clip in another order than ``minimize`` does.
+    """
+    operations: list[Operation] = optimizer._apply_optimize(loss, startup, params_grads)
+    return operations
+
+
+def persistable(
+    name: str, like: Value | None, startup: paddle.static.Program, program: paddle.static.Program
+) -> Value:
+    """A variable that lives from run to run: zeros of the shape of `like`; int32 [1] if None."""
+    dtype, shape = ("int32", [1]) if like is None else (like.dtype, list(like.shape))
+    zeros = paddle.nn.initializer.Constant(0.0)
+    with paddle.static.program_guard(program, startup):
+        value = paddle.pir.core.create_persistable_value(dtype, shape, name, initializer=zeros)
+    paddle.pir.reset_insertion_point_to_end()
+    return value
+
+
+def add_in_place(total: Value, value: Value) -> None:
+    """``total += value``, in the memory of `total`."""
+    paddle._C_ops.add_(total, value)
+
+
+def count_up_in_place(counter: Value) -> None:
+    """``counter += 1``, in its own memory."""
+    paddle._C_ops.increment_(counter, 1.0)
+
+
+def fill_in_place(value: Value, number: float) -> None:
+    """Write `number` to every element, in the memory of `value`."""
+    paddle._C_ops.full_(value, list(value.shape), number, value.dtype, core.Place())
+
+
+# --------------------------------------------------------------------------------- ranks
+
+
+@functools.cache
+def _joined(rank: int, num_ranks: int) -> None:
+    """Make ring 0, once per process: gloo between CPUs, what Paddle uses between devices.
+
+    ``paddle.distributed.init_parallel_env`` has made it, where it was called. What makes it there
+    is ``collective._init_parallel_env``, which fails on CPUs (3.3.1), for want of a device number;
+    ``CommContextManager.create_gloo_comm_context`` is what it would call.
+    """
+    if paddle.distributed.is_initialized():
+        return
+    if paddle.get_device() == "cpu":
+        store = core.create_or_get_global_tcp_store()
+        core.CommContextManager.create_gloo_comm_context(store, "0", rank, num_ranks)
+    else:
+        from paddle.distributed import collective
+
+        collective._init_parallel_env("nccl")
+
+
+def join_ranks() -> int:
+    """Connect this process with the other ranks of the launch; returns how many there are."""
+    num_ranks = paddle.distributed.get_world_size()
+    if num_ranks > 1:
+        _joined(paddle.distributed.get_rank(), num_ranks)
+    return int(num_ranks)
+
+
+# ------------------------------------------------------------------------ recomputed calls
+
+
+_inside_a_call = False
+
+
+@contextlib.contextmanager
+def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> Iterator[None]:
+    """What is added to the Program inside is one call of the recomputed `layer`.
+
+    A call inside another is part of that one. Nothing happens to what is added but an attribute
+    with the call's name: that of the layer, ``layer#2`` for its second call, and so on.
+
+    Args:
+        layer: Its name.
+        continues: Whether it is the next part of the last call with that name.
+        gives_up_outputs: Whether what later operators take from it is computed again too.
+
+    Raises:
+        StaticGraphError: It is called inside a branch or loop body.
+    """
+    global _inside_a_call
+    if _inside_a_call:
+        yield
+        return
+    program = paddle.static.default_main_program()
+    block = paddle.pir.get_current_insertion_point().block()
+    if block != program.global_block():
+        raise StaticGraphError(
+            f"recompute('{layer}') was called inside a branch or loop body (cond, while), whose "
+            "operators Paddle runs once; put recompute around the cond or while, or take it away"
+        )
+    refuse_other_backwards()
+    before = operations(program)
+    _inside_a_call = True
+    try:
+        yield
+    finally:
+        _inside_a_call = False
+    calls = {text_attribute(one, "recompute_scope") for one in before} - {None}
+    name = name_of_call(layer, calls, continues=continues)
+    known = {one.id() for one in before}
+    for operation in operations(program):
+        if operation.id() not in known and operation.name() not in SOURCES:
+            operation.set_str_attr("recompute_scope", name)
+            if gives_up_outputs:
+                operation.set_bool_attr("recompute_gives_up", True)
+
+
+def has_recomputed_calls(program: paddle.static.Program) -> bool:
+    """Whether `program` holds calls of recomputed Layers."""
+    return any(one.has_attr("recompute_scope") for one in operations(program))
+
+
+def claim_recomputed_calls(program: paddle.static.Program) -> None:
+    """Tell `refuse_other_backwards` that somebody will recompute the calls in `program`."""
+    for operation in operations(program):
+        if operation.has_attr("recompute_scope"):
+            operation.set_bool_attr("recompute_claimed", True)
+
+
+@functools.cache
+def refuse_other_backwards() -> None:
+    """From now on, a backward over recomputed calls that nobody claims raises.
+
+    ``optimizer.minimize``, ``append_backward`` and ``paddle.static.gradients`` would keep every
+    activation without a word. All go through ``ir_backward.calc_gradient_helper`` (3.3), which
+    they look up at each call, so it is wrapped, once.
+    """
+    from paddle.autograd import ir_backward
+
+    original = ir_backward.calc_gradient_helper
+
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        block = paddle.pir.get_current_insertion_point().block()
+        for operation in block.ops:
+            if operation.has_attr("recompute_scope") and not operation.has_attr(
+                "recompute_claimed"
+            ):
+                raise StaticGraphError(
+                    f"this Program has recomputed Layers "
+                    f"('{operation.str_attr('recompute_scope')}', ...), which Paddle's own "
+                    "backward would not recompute; use paddle_recompute.static_graph.minimize("
+                    "optimizer, loss, strategy) with strategy.recompute = True"
+                )
+        return original(*args, **kwargs)
+
+    ir_backward.calc_gradient_helper = checked

@@ -1,0 +1,55 @@
+"""Sums over the ranks as operators of a Program's forward, in either representation.
+
+``tests/static_graph/test_paddle_private_old_ir.py`` names each private symbol.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle.static import representation
+
+Variable = Any
+
+_OPERATORS = ("c_allreduce_sum", "pd_op.all_reduce")
+
+
+def sum_over_ranks(variable: Variable) -> Variable:
+    """The sum of `variable` over all ranks, of the same shape on each; it has no gradient.
+
+    The public ``paddle.distributed.all_reduce`` changes its argument in place, which a backward
+    may need. No version has a sum or a gather with a gradient here: ``c_identity``, whose gradient
+    is a sum, has no CPU kernel in 2.6 and none comes out of it in PIR (3.3.1); ``PyLayer`` is for
+    dygraph.
+    """
+    ring, a_sum = 0, 0
+    if representation() == "pir":
+        from paddle_recompute._paddle.static import pir
+
+        pir.join_ranks()
+        total = paddle._C_ops.all_reduce(variable, ring, a_sum)
+    else:
+        from paddle.base.layer_helper import LayerHelper
+
+        from paddle_recompute._paddle.static import old_ir_fleet
+
+        old_ir_fleet.join_ranks()
+        helper = LayerHelper("c_allreduce_sum")
+        total = helper.create_variable_for_type_inference(variable.dtype)
+        helper.append_op(
+            type="c_allreduce_sum",
+            inputs={"X": [variable]},
+            outputs={"Out": [total]},
+            attrs={"ring_id": ring, "use_calc_stream": True},
+        )
+    total.stop_gradient = True
+    return total
+
+
+def has_sums(program: paddle.static.Program) -> bool:
+    """Whether the ranks exchange something in `program`; in its forward, before `minimize`."""
+    of_pir = representation() == "pir"
+    operators = program.global_block().ops
+    return any((one.name() if of_pir else one.type) in _OPERATORS for one in operators)

@@ -1,0 +1,57 @@
+"""Where `paddle.jit.to_static` (3.3) lets somebody change the Program after its backward is there.
+
+``jit.dy2static.pir_partial_program`` has hooks for the purpose, ``PartialProgramLayerHook``, and
+``PartialProgramLayer.add_hooker`` to give it one; but the layers are made, by the function
+``partial_program_from``, in the middle of the first call of what `to_static` returned. So that
+function is wrapped. Can go when `to_static` takes hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle.jit.dy2static import pir_partial_program
+
+from paddle_recompute._paddle.static import pir
+
+Change = Callable[[paddle.static.Program, int], None]
+"""Called with a Program and its number of forward operators, if it holds recomputed calls."""
+
+
+@functools.cache
+def after_append_backward(change: Change) -> None:
+    """From now on, `change` gets every Program of `to_static` that holds recomputed calls."""
+    original = pir_partial_program.partial_program_from
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        layer = original(*args, **kwargs)
+        layer.add_hooker(_Hook(change))
+        return layer
+
+    pir_partial_program.partial_program_from = hooked
+
+
+class _Hook(pir_partial_program.PartialProgramLayerHook):
+    def __init__(self, change: Change) -> None:
+        self._change = change
+
+    def before_append_backward(self, forward_program: Any, src_vars: Any) -> Any:
+        pir.claim_recomputed_calls(forward_program)
+        return forward_program, src_vars
+
+    def after_append_backward(
+        self,
+        whole_program: Any,
+        inputs: Any,
+        src_vars: Any,
+        grad_outputs: Any,
+        forward_end_idx: int,
+        backward_start_idx: int,
+    ) -> Any:
+        if pir.has_recomputed_calls(whole_program):
+            self._change(whole_program, backward_start_idx)
+        return whole_program, forward_end_idx, src_vars

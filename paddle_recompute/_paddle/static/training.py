@@ -1,0 +1,153 @@
+"""What a train step needs of Paddle in a Program, in either representation.
+
+``tests/static_graph/test_paddle_private_old_ir.py`` names each private symbol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle.static import representation
+
+Variable = Any
+ParamsGrads = list[tuple[Variable, Variable]]
+
+
+@contextlib.contextmanager
+def static_mode() -> Iterator[None]:
+    """Inside, Programs are built and run; afterwards what was before."""
+    if not paddle.in_dynamic_mode():
+        yield
+        return
+    paddle.enable_static()
+    try:
+        yield
+    finally:
+        paddle.disable_static()
+
+
+@contextlib.contextmanager
+def in_program_order() -> Iterator[None]:
+    """Inside, the executor runs operators in the Program's order, one after the other.
+
+    By default it starts those first that are ready first (2.6, 3.x), so two branches that draw
+    random numbers, as two towers with dropout do, get other ones at every start, and no run could
+    be repeated or resumed to the bit.
+    """
+    flag = "FLAGS_new_executor_sequential_run"
+    before = paddle.get_flags(flag)
+    paddle.set_flags({flag: True})
+    try:
+        yield
+    finally:
+        paddle.set_flags(before)
+
+
+def dtype_name(dtype: Any) -> str:
+    """``float32``, ``int64``, ... of whatever this Paddle uses for a dtype in a Program.
+
+    ``data_feeder.convert_dtype`` (2.6, 3.x) is how Paddle itself reads an ``InputSpec``.
+    """
+    return str(paddle.base.data_feeder.convert_dtype(dtype))
+
+
+def building_in(dtype: str | None, **lists: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Mixed precision at level O1 for what is built inside; None is float32.
+
+    In PIR operators are cast while they are added; in the old representation `minimize` does it.
+    """
+    if dtype is None or representation() == "old_ir":
+        return contextlib.nullcontext()
+    return paddle.amp.auto_cast(  # type: ignore[no-any-return]
+        True, level="O1", dtype=dtype, **{name: value for name, value in lists.items() if value}
+    )
+
+
+@contextlib.contextmanager
+def in_float32() -> Iterator[None]:
+    """What is added to the Program inside is not cast by mixed precision.
+
+    In PIR nothing is while it is added; in the old representation it is marked for the casts that
+    come later (`old_ir_fleet.cast_to_bfloat16`).
+    """
+    if representation() == "pir":
+        with paddle.amp.auto_cast(enable=False):
+            yield
+        return
+    from paddle_recompute._paddle.static import old_ir
+
+    block = paddle.static.default_main_program().current_block()
+    first = len(block.ops)
+    yield
+    for operator in block.ops[first:]:
+        old_ir.write_text(operator, old_ir.FLOAT32, "yes")
+
+
+def needs_gradient_to_input(dtype: str | None) -> bool:
+    """Whether what is fed must ask for a gradient, which nobody reads.
+
+    In PIR (3.3.1) oneDNN's gradient of a matrix product in bfloat16 crashes (SIGSEGV) where one
+    factor needs none. Can go when it does not.
+    """
+    return dtype == "bfloat16" and representation() == "pir" and paddle.get_device() == "cpu"
+
+
+class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
+    """Clips as ``ClipGradByGlobalNorm`` and writes the norm before it to a variable.
+
+    Args:
+        clip_norm: Gradients are scaled down to it; infinity: never.
+        like: A float32 scalar of the Program.
+        startup: Where the variable is made.
+
+    Attributes:
+        norm: The variable, ``[]``, float32, persistable: with gradient merge it is written in the
+            last run of a step only, inside a branch, from where nothing can be fetched.
+    """
+
+    def __init__(self, clip_norm: float, like: Variable, startup: paddle.static.Program) -> None:
+        super().__init__(clip_norm)
+        name = "gradient_norm"
+        if representation() == "pir":
+            from paddle_recompute._paddle.static import pir
+
+            program = pir.program_of(like)
+            # ``paddle.static.create_global_var`` fails in PIR (3.3.1) with a TypeError.
+            self.norm = pir.persistable(name, like, startup, program)
+        else:
+            self.norm = paddle.static.create_global_var([], 0.0, "float32", True, name=name)
+
+    def __call__(self, params_grads: ParamsGrads) -> ParamsGrads:
+        """Append the clipping, as part of the update; returns parameters and clipped gradients."""
+        with _update_of(paddle.static.default_main_program()):
+            squares = [g.astype("float32").square().sum() for _, g in params_grads if g is not None]
+            norm = paddle.add_n(squares).sqrt()
+            paddle.assign(norm, self.norm)
+            if self.clip_norm == float("inf"):
+                return params_grads
+            bound = paddle.full([], self.clip_norm, "float32")
+            factor = bound / paddle.maximum(norm, bound)
+            return [(p, g * factor.astype(g.dtype)) for p, g in params_grads if g is not None]
+
+
+def _update_of(program: paddle.static.Program) -> contextlib.AbstractContextManager[None]:
+    """Inside, operators belong to the update (old representation: fleet goes by their roles)."""
+    if representation() == "pir":
+        return contextlib.nullcontext()
+    return program._optimized_guard([])  # type: ignore[no-any-return]
+
+
+def accumulators(optimizer: paddle.optimizer.Optimizer) -> dict[tuple[str, str], str]:
+    """Names of the variables that hold the moments: ``{(parameter, "moment1"): variable}``.
+
+    ``Optimizer.state_dict`` (public) works in dygraph only.
+    """
+    return {
+        (parameter, kind): str(variable.name)
+        for kind, by_parameter in optimizer._accumulators.items()
+        for parameter, variable in by_parameter.items()
+    }

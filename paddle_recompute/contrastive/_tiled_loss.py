@@ -1,0 +1,291 @@
+r"""The contrastive loss in tiles: no matrix of all scores, in the forward or in the backward.
+
+Two passes over the tiles of the score matrix. The forward keeps, for each row i, what the
+log-sum-exp needs of the scores seen so far (Milakov and Gimelshein, "Online normalizer calculation
+for softmax", arXiv:1805.02867), relative to the row's own score: with :math:`d_j = s_{ij} - s_{ii}`
+
+.. math:: m = \max(0, \max_j d_j), \quad r = \sum_{j \ne i} e^{d_j - m}, \quad
+    \ell = m + \log(1 + (e^{-m} - 1) + r)
+
+The backward computes each tile again and turns it into the softmax :math:`w_j = e^{d_j - \ell}`.
+The derivative by the own score is :math:`-\sum_{j \ne i} w_j`, summed and not taken as softmax - 1,
+so a small gradient keeps its digits as a small loss does.
+
+A tile of this rank's queries and this rank's positives serves both directions of a symmetric loss.
+
+The derivatives are our own, in a PyLayer, of which Programs know nothing and which Paddle runs but
+once. That is why there is `_whole` as well, which is used unless a tile is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
+from paddle_recompute.contrastive._sides import Block, Side
+from paddle_recompute.contrastive._single_backward import Once
+from paddle_recompute.errors import ConfigError
+
+QUERIES, POSITIVES, NEGATIVES = 0, 1, 2
+ROWS, COLUMNS = 1, 0
+"""The axis of a tile to sum over, where its rows or its columns search."""
+
+
+def streamed_loss(
+    batch: ContrastiveBatch, scale: Scale, options: LossOptions, tile: int
+) -> paddle.Tensor:
+    """As `whole_loss`, in tiles of at most [tile, tile] scores."""
+    vectors = [batch.queries, batch.positives]
+    if batch.negatives is not None:
+        vectors.append(batch.negatives)
+    plan = _Plan(batch, options, tile)
+    learned = isinstance(scale, paddle.Tensor)
+    loss = _Streamed.apply(plan, None if learned else scale, *vectors, *[scale][: int(learned)])
+    Once(
+        ConfigError,
+        f"tile={tile}: the backward of the loss in tiles can run once only (received "
+        "retain_graph=True or create_graph=True); set tile=None",
+    ).guard(loss)
+    return loss
+
+
+@dataclass
+class _Tile:
+    """Scores of a block of one side with a block of another.
+
+    Attributes:
+        sides: Of rows and columns: `QUERIES`, `POSITIVES` or `NEGATIVES`.
+        blocks: Where rows and columns stand in the tensors of their sides.
+        searches: For whom the tile holds candidates: (side that searches, number of its own block,
+            axis to sum over).
+        excluded: [rows, columns], bool: these are no candidates; None: all of them are.
+    """
+
+    sides: tuple[int, int]
+    blocks: tuple[Block, Block]
+    searches: list[tuple[int, int, int]]
+    excluded: paddle.Tensor | None = None
+    left: paddle.Tensor = None
+    right: paddle.Tensor = None
+    scores: paddle.Tensor = None
+
+
+class _Plan:
+    """Which tiles there are; holds no vectors, so that what was saved can be taken away."""
+
+    def __init__(self, batch: ContrastiveBatch, options: LossOptions, tile: int) -> None:
+        self.options, self.tile = options, tile
+        self._ids = (batch.positive_ids, batch.negative_ids)
+        self._own_queries = batch.own_queries or slice(0, batch.queries.shape[0])
+        self._own_positives = batch.own_positives or slice(0, batch.positives.shape[0])
+        self.own = list(
+            zip(_blocks(self._own_queries, tile), _blocks(self._own_positives, tile), strict=True)
+        )
+        """This rank's pairs: a block of queries and the block of their positives."""
+        self._others = {
+            side: [
+                *_blocks(slice(0, own.start), tile),
+                *_blocks(slice(own.stop, vectors.shape[0]), tile),
+            ]
+            for side, own, vectors in (
+                (QUERIES, self._own_queries, batch.queries),
+                (POSITIVES, self._own_positives, batch.positives),
+            )
+        }
+        num_negatives = 0 if batch.negatives is None else batch.negatives.shape[0]
+        self._negatives = list(_blocks(slice(0, num_negatives), tile))
+        self.searching = (QUERIES, POSITIVES) if options.symmetric else (QUERIES,)
+        self.share = options.weight / (
+            (self._own_queries.stop - self._own_queries.start) * len(self.searching)
+        )
+        """The weight of one search of one pair in the loss."""
+
+    def tiles(self) -> Iterator[_Tile]:
+        """All tiles, without their scores."""
+        for (k, (rows, _)), (n, (_, columns)) in itertools.product(enumerate(self.own), repeat=2):
+            both = [(QUERIES, k, ROWS), (POSITIVES, n, COLUMNS)]
+            yield self._tile((QUERIES, POSITIVES), (rows, columns), both[: len(self.searching)])
+        for k, (queries, positives) in enumerate(self.own):
+            for columns in self._others[POSITIVES]:
+                yield self._tile((QUERIES, POSITIVES), (queries, columns), [(QUERIES, k, ROWS)])
+            for columns in self._negatives:
+                yield self._tile((QUERIES, NEGATIVES), (queries, columns), [(QUERIES, k, ROWS)])
+            for columns in self._others[QUERIES] if self.options.symmetric else ():
+                yield self._tile((POSITIVES, QUERIES), (positives, columns), [(POSITIVES, k, ROWS)])
+
+    def _tile(
+        self,
+        sides: tuple[int, int],
+        blocks: tuple[Block, Block],
+        searches: list[tuple[int, int, int]],
+    ) -> _Tile:
+        rows, columns = (self._ids_of(*one) for one in zip(sides, blocks, strict=True))
+        excluded = None
+        if rows is not None and columns is not None:
+            excluded = paddle.equal(rows.unsqueeze(1), columns.unsqueeze(0))
+        elif blocks in self.own and sides == (QUERIES, POSITIVES):
+            excluded = paddle.eye(blocks[0][1] - blocks[0][0]).astype("bool")
+        return _Tile(sides, blocks, searches, excluded)
+
+    def _ids_of(self, side: int, block: Block) -> paddle.Tensor | None:
+        positive_ids, negative_ids = self._ids
+        if side == NEGATIVES:
+            return None if negative_ids is None else negative_ids[slice(*block)]
+        if positive_ids is None:
+            return None
+        # Where the queries are this rank's alone, they are counted from its first one.
+        shift = self._own_positives.start - self._own_queries.start if side == QUERIES else 0
+        return positive_ids[block[0] + shift : block[1] + shift]
+
+
+class _Search:
+    """What is known about the candidates of each own row; one vector per block of rows."""
+
+    def __init__(self, own: list[paddle.Tensor], label_smoothing: float) -> None:
+        self._own = own
+        self._smoothing = label_smoothing
+        self._m = [paddle.zeros_like(scores) for scores in own]
+        self._rest = [paddle.zeros_like(scores) for scores in own]
+        self._gap = [paddle.zeros_like(scores) for scores in own]
+        self._candidates = [paddle.ones_like(scores) for scores in own]
+        self._surprise: list[paddle.Tensor] = []
+
+    def take(self, tile: _Tile, k: int, axis: int) -> None:
+        """Look at the candidates that `tile` holds for block `k`."""
+        relative = self._relative(tile, k, axis)
+        if self._smoothing:
+            self._gap[k] -= _without(tile.excluded, relative, 0.0).sum(axis=axis)
+            self._candidates[k] += _without(tile.excluded, paddle.ones_like(relative), 0.0).sum(
+                axis=axis
+            )
+        relative = _without(tile.excluded, relative, -math.inf)
+        m = paddle.maximum(self._m[k], relative.max(axis=axis))
+        seen = self._rest[k] * paddle.exp(self._m[k] - m)
+        self._rest[k] = seen + paddle.exp(relative - m.unsqueeze(axis)).sum(axis=axis)
+        self._m[k] = m
+
+    def finish(self) -> paddle.Tensor:
+        """All candidates were seen; returns the sum of the rows' losses."""
+        self._surprise = [
+            m + paddle.log1p(paddle.expm1(-m) + rest)
+            for m, rest in zip(self._m, self._rest, strict=True)
+        ]
+        losses = [surprise.sum() for surprise in self._surprise]
+        if self._smoothing:
+            losses += [
+                (gap / candidates).sum() * self._smoothing
+                for gap, candidates in zip(self._gap, self._candidates, strict=True)
+            ]
+        self._m, self._rest, self._gap = [], [], []
+        return paddle.add_n(losses)
+
+    def weights(self, tile: _Tile, k: int, axis: int) -> paddle.Tensor:
+        """The derivative of the rows' losses by the scores of `tile`, after `finish`."""
+        relative = _without(tile.excluded, self._relative(tile, k, axis), -math.inf)
+        weights = paddle.exp(relative - self._surprise[k].unsqueeze(axis))
+        if self._smoothing:
+            uniform = (self._smoothing / self._candidates[k]).unsqueeze(axis)
+            weights = _without(tile.excluded, weights - uniform, 0.0)
+        return weights
+
+    def _relative(self, tile: _Tile, k: int, axis: int) -> paddle.Tensor:
+        return tile.scores - self._own[k].unsqueeze(axis)
+
+
+class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
+    @staticmethod
+    def forward(
+        ctx: Any, plan: _Plan, scale: float | None, *tensors: paddle.Tensor
+    ) -> paddle.Tensor:
+        ctx.plan, ctx.scale = plan, scale
+        ctx.needed = [not tensor.stop_gradient for tensor in tensors]
+        ctx.save_for_backward(*tensors)
+        with paddle.amp.auto_cast(enable=False):
+            sides, factor = _sides_and_scale(plan, tensors, scale, [False] * len(tensors))
+            own = [
+                (sides[QUERIES].rows(rows) * factor * sides[POSITIVES].rows(columns)).sum(1)
+                for rows, columns in plan.own
+            ]
+            ctx.searches = {
+                side: _Search(own, plan.options.label_smoothing) for side in plan.searching
+            }
+            for tile in _scored(plan, sides, factor):
+                for side, k, axis in tile.searches:
+                    ctx.searches[side].take(tile, k, axis)
+            losses = [search.finish() for search in ctx.searches.values()]
+            return paddle.add_n(losses) * plan.share
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
+        plan: _Plan = ctx.plan
+        with paddle.amp.auto_cast(enable=False):
+            sides, scale = _sides_and_scale(plan, ctx.saved_tensor(), ctx.scale, ctx.needed)
+            by_scale = paddle.zeros_like(upstream)
+            totals = [paddle.zeros([rows[1] - rows[0]], upstream.dtype) for rows, _ in plan.own]
+            for tile in _scored(plan, sides, scale):
+                weights = None
+                for side, k, axis in tile.searches:
+                    added = ctx.searches[side].weights(tile, k, axis)
+                    totals[k] += added.sum(axis=axis)
+                    weights = added if weights is None else weights + added
+                by_scale += _add_product(sides, tile, weights)
+            for (rows, columns), total in zip(plan.own, totals, strict=True):
+                query, positive = sides[QUERIES].rows(rows), sides[POSITIVES].rows(columns)
+                weights = -total.unsqueeze(1)
+                sides[QUERIES].add(rows, weights * positive)
+                sides[POSITIVES].add(columns, weights * query)
+                by_scale += (weights * query * positive).sum()
+            upstream = upstream * plan.share
+            results = [side.gradient(upstream * scale, plan.tile) for side in sides]
+            if ctx.scale is None:
+                results.append((by_scale * upstream).reshape(scale.shape))
+            return tuple(results)
+
+
+def _add_product(sides: list[Side], tile: _Tile, weights: paddle.Tensor) -> paddle.Tensor:
+    """Add what `tile` gives to both of its sides; returns its derivative by the scale."""
+    left_side, right_side = (sides[side] for side in tile.sides)
+    left = paddle.matmul(weights, tile.right)
+    by_scale = (left * tile.left).sum()
+    left_side.add(tile.blocks[0], left)
+    if right_side.needs_gradient:
+        right_side.add(tile.blocks[1], paddle.matmul(weights, tile.left, transpose_x=True))
+    return by_scale
+
+
+def _scored(plan: _Plan, sides: list[Side], scale: Scale) -> Iterator[_Tile]:
+    for tile in plan.tiles():
+        tile.left, tile.right = (
+            sides[side].rows(block) for side, block in zip(tile.sides, tile.blocks, strict=True)
+        )
+        tile.scores = paddle.matmul(tile.left * scale, tile.right, transpose_y=True)
+        yield tile
+
+
+def _sides_and_scale(
+    plan: _Plan, tensors: tuple[paddle.Tensor, ...], scale: float | None, needed: list[bool]
+) -> tuple[list[Side], Scale]:
+    """A scale that is learned comes last among the tensors."""
+    vectors = tensors[:-1] if scale is None else tensors
+    sides = [
+        Side(one, normalize=plan.options.normalize, with_gradient=wanted)
+        for one, wanted in zip(vectors, needed, strict=False)
+    ]
+    return sides, tensors[-1] if scale is None else scale
+
+
+def _blocks(rows: slice, tile: int) -> Iterator[Block]:
+    for first in range(rows.start, rows.stop, tile):
+        yield first, min(first + tile, rows.stop)
+
+
+def _without(
+    excluded: paddle.Tensor | None, values: paddle.Tensor, instead: float
+) -> paddle.Tensor:
+    return values if excluded is None else paddle.masked_fill(values, excluded, instead)

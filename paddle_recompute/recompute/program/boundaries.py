@@ -1,0 +1,96 @@
+"""Names for the intermediate variables of a Program at which recompute segments end."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute._paddle import static as _paddle_static
+from paddle_recompute.errors import StaticGraphError
+
+
+def mark_checkpoint(variable: Any, name: str) -> Any:
+    """Give `variable`, an intermediate of the Program being built, the checkpoint name `name`.
+
+    A checkpoint is kept from the forward to the backward; what lies between two of them is
+    computed again. ``strategy.recompute_configs["checkpoints"]`` selects by these names. A Layer
+    under `apply_recompute` marks its output by itself, with its name in the model.
+
+    Costs nothing: no operator is added.
+
+    Args:
+        variable: Any shape and dtype; an output of an operator (no feed, no parameter).
+        name: Not empty, and not that of another variable of the Program.
+
+    Returns:
+        `variable` itself.
+
+    Raises:
+        StaticGraphError: No Program is being built, `variable` is not the output of an operator,
+            or the name is taken.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute.static_graph import mark_checkpoint
+        >>> paddle.enable_static()
+        >>> program = paddle.static.Program()
+        >>> with paddle.static.program_guard(program):
+        ...     x = paddle.static.data("x", [8, 4])
+        ...     hidden = mark_checkpoint(paddle.nn.Linear(4, 4)(x), "hidden")
+        >>> paddle.disable_static()
+    """
+    if _paddle.is_dygraph():
+        raise StaticGraphError(
+            f"mark_checkpoint(..., {name!r}) was called in dygraph, where variables have no "
+            "checkpoint names; wrap the Layer with recompute_wrapper or apply_recompute there, "
+            "which also marks its output while a Program is being built"
+        )
+    if not name:
+        raise StaticGraphError("a checkpoint needs a name that is not empty")
+    if _paddle_static.representation() == "pir":
+        from paddle_recompute._paddle.static import pir
+
+        pir.mark_checkpoint(variable, name)
+    else:
+        from paddle_recompute._paddle.static import old_ir
+
+        old_ir.mark_checkpoint(variable, name)
+    return variable
+
+
+def named(variable: Any) -> str:
+    """A checkpoint name of `variable`: one that it has, or the next of ``checkpoint_0``, ...
+
+    Raises:
+        StaticGraphError: As `mark_checkpoint`.
+    """
+    taken = _keys(variable.block.program) if hasattr(variable, "block") else {}
+    for name, key in taken.items():
+        if key == _key(variable):
+            return name
+    name = next(name for i in itertools.count() if (name := f"checkpoint_{i}") not in taken)
+    mark_checkpoint(variable, name)
+    return name
+
+
+def _key(variable: Any) -> str:
+    """What tells `variable` from the others of its Program."""
+    if _paddle_static.representation() == "pir":
+        from paddle_recompute._paddle.static import pir
+
+        return pir.key(variable)
+    return str(variable.name)
+
+
+def _keys(program: paddle.static.Program) -> dict[str, str]:
+    """The `_key` of every checkpoint of `program`, by its name."""
+    if _paddle_static.representation() == "pir":
+        from paddle_recompute._paddle.static import pir
+
+        return {name: pir.key(value) for name, value in pir.checkpoints(program).items()}
+    from paddle_recompute._paddle.static import old_ir
+
+    return old_ir.checkpoints(program)

@@ -1,0 +1,85 @@
+"""`recompute` while a Program is being built: the call is marked, and a pass does the rest.
+
+There is no second forward in Python then: `paddle_recompute.static_graph.minimize` copies the
+operators of the call into the backward. `paddle.jit.to_static` appends its backward by itself, so
+the pass is hooked in there (Paddle 3.3).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle import static as _paddle_static
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.recompute._segments import Segment
+
+
+def run_marked(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    is_offloaded: bool,
+    gives_up_outputs: bool,
+    segment: tuple[Segment, int] | None,
+) -> Any:
+    """Call `function` and mark what it adds to the Program as one recomputed call.
+
+    Args:
+        function: What to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        name: What the call is named in the Program, if not by the function.
+        is_offloaded: Whether its inputs were to wait somewhere else.
+        gives_up_outputs: As in `run_recomputed`.
+        segment: As in `run_recomputed`; the calls of one segment have the name of its last Layer.
+
+    Raises:
+        ConfigError: `is_offloaded`.
+        StaticGraphError: It is called inside a branch or loop body.
+    """
+    name = name or _plain_name(function)
+    if is_offloaded:
+        raise ConfigError(
+            f"recompute({name}): offload works in dygraph only; in a static graph the executor "
+            "holds the variables. Leave out offload (recompute.offload: none)"
+        )
+    continues = False
+    if segment is not None:
+        chain, position = segment
+        name, continues = chain.names[-1], position > 0
+    with _recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs):
+        return function(*args, **kwargs)
+
+
+def _recomputed_call(name: str, *, continues: bool, gives_up_outputs: bool) -> Any:
+    if _paddle_static.representation() == "pir":
+        from paddle_recompute._paddle.static import pir, to_static
+
+        to_static.after_append_backward(_recompute_all)
+        return pir.recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs)
+    from paddle_recompute._paddle.static import old_ir
+
+    return old_ir.recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs)
+
+
+def _recompute_all(program: paddle.static.Program, num_forward: int) -> None:
+    """Recompute every marked call of a Program that `paddle.jit.to_static` made."""
+    # to_static runs when neither minimize nor anything else of ours does.
+    from paddle_recompute.recompute.program.pir import recompute_calls
+
+    recompute_calls(program, num_forward)
+
+
+def _plain_name(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return _plain_name(function.func)
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, paddle.nn.Layer):
+        return getattr(owner, "_recompute_name", "") or str(owner.full_name())
+    return str(getattr(function, "__qualname__", type(function).__name__))

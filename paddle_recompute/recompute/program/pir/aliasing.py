@@ -1,0 +1,62 @@
+"""Which variables of a Program share memory, and which of it is written to a second time.
+
+PIR says both of an operator, but nobody draws conclusions: later operators, and their backward,
+go on to use the variable from before (``x[:, 0] = 1`` appends ``set_value_(x)``, and what follows
+takes ``x``, not the result), and the executor lets an operator write over an operand that nobody
+uses any more without asking who shares its memory. So the pass leaves such variables alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paddle_recompute._paddle.static import pir
+from paddle_recompute._paddle.static.pir import Operation, Value
+from paddle_recompute.recompute.program.pir.operators import may_share_memory, only_shares_memory
+
+
+class Memory:
+    """The memory of the variables of some operators.
+
+    Args:
+        operations: All that may change or share something, top-level ones; bodies are looked into.
+    """
+
+    def __init__(self, operations: Iterable[Operation]) -> None:
+        self._leader: dict[str, str] = {}
+        self._written: set[str] = set()  # leaders
+        for operation in operations:
+            for inner in pir.with_bodies(operation):
+                self._add(inner)
+
+    def is_shared(self, value: Value) -> bool:
+        """Whether an operator may have made the memory of `value` that of another variable."""
+        return pir.key(value) in self._leader
+
+    def is_overwritten(self, value: Value) -> bool:
+        """Whether an operator writes to the memory of `value` after it was computed."""
+        return self.is_shared(value) and self._lead(pir.key(value)) in self._written
+
+    def _add(self, operation: Operation) -> None:
+        for operand, result in pir.in_place(operation):
+            group = self._joined(operand, result)
+            if not only_shares_memory(operation):
+                self._written.add(group)
+        if may_share_memory(operation):
+            for operand in pir.operands_of(operation):
+                self._joined(operand, *pir.results_of(operation))
+
+    def _joined(self, *values: Value) -> str:
+        leaders = {self._lead(pir.key(value)) for value in values}
+        first = min(leaders)
+        for leader in leaders:
+            self._leader[leader] = first
+        if leaders & self._written:
+            self._written.add(first)
+        return first
+
+    def _lead(self, key: str) -> str:
+        leader = self._leader.setdefault(key, key)
+        while leader != self._leader[leader]:
+            leader = self._leader[leader]
+        return leader

@@ -1,0 +1,177 @@
+"""One call of a user's function, and its exact repetition.
+
+Both forms of recompute (`_frames`, `_reentrant`) run a function twice. `Call` holds what the
+second run needs to be a repetition of the first: the random streams, AMP state, train/eval flags
+and buffers that the first one saw, and what it returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _nested, _paddle
+from paddle_recompute.errors import RecomputeError
+from paddle_recompute.replay.layer_state import LayerState, layers_of
+from paddle_recompute.replay.random_streams import RngState
+
+_depth = 0
+
+
+def is_recomputing() -> bool:
+    """True while a function runs for the second time, to get its activations back.
+
+    For authors of Layers with state of their own: count, log or update only when it is False.
+    Buffers need no such care, they are put back.
+    """
+    return _depth > 0
+
+
+@dataclass
+class Call:
+    """``function(*args, **kwargs)``, run once by `first` and again by `repeat`.
+
+    Attributes:
+        function: The user's function or Layer.
+        name: How errors call it.
+        preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
+        check: Whether `repeat` must return what `first` returned (count, shape, dtype).
+        compare_values: Whether the values that both runs save will be compared.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    preserve_rng_state: bool
+    check: bool
+    compare_values: bool = False
+    _rng: RngState | None = None
+    _amp: _paddle.AmpState | None = None
+    _layers: LayerState | None = None
+    _returned: list[str] = field(default_factory=list)
+
+    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function and remember what it saw."""
+        self._rng = RngState.capture() if self.preserve_rng_state else None
+        self._amp = _paddle.amp_state()
+        layers = layers_of(self.function, (args, kwargs))
+        self._layers = LayerState(layers, with_statistics=self.compare_values)
+        versions = [(t, t.inplace_version) for t in _nested.tensors_in((args, kwargs))]
+        outputs = self.function(*args, **kwargs)
+        self._layers.after_forward()
+        if any(tensor.inplace_version != version for tensor, version in versions):
+            raise RecomputeError(
+                f"{self.name} changes {self._changed_argument(args, kwargs, versions)} in place, "
+                "so a second forward would not see the value that the first one saw. Let it "
+                "change a copy (x = x.clone() before the in-place operation)."
+            )
+        if self.check:
+            self._returned = _description(outputs)
+        return outputs
+
+    def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function again, with gradients enabled, as `first` ran it.
+
+        Raises:
+            RecomputeError: The second result has another structure, shape or dtype.
+            BaseException: Whatever the function itself raises, with a note that names it.
+        """
+        assert self._amp is not None and self._layers is not None
+        rng = self._rng.replayed() if self._rng is not None else contextlib.nullcontext()
+        with (
+            rng,
+            _paddle.amp_state_of(self._amp),
+            self._layers.replayed(),
+            paddle.set_grad_enabled(True),  # here too: the PyLayer form comes without
+            _recomputing(),
+        ):
+            try:
+                outputs = self.function(*args, **kwargs)
+            except BaseException as error:
+                _add_note(error, f"This happened in the second forward of {self.name}.")
+                raise
+        if self.check:
+            self._compare(_description(outputs))
+        return outputs
+
+    def _compare(self, again: list[str]) -> None:
+        if again == self._returned:
+            return
+        was, now = next(
+            ((a, b) for a, b in zip(self._returned, again, strict=False) if a != b),
+            (f"{len(self._returned)} values", f"{len(again)} values"),
+        )
+        raise RecomputeError(
+            f"{self.name} returned something else in its second forward: {was} became {now}. "
+            "A recomputed function must do the same thing twice: look for state that it changes, "
+            "a global that it reads, or randomness outside Paddle, NumPy and Python's random. "
+            'determinism_check="none" switches this check off.'
+        )
+
+    def _changed_argument(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        versions: list[tuple[paddle.Tensor, int]],
+    ) -> str:
+        changed = next(tensor for tensor, version in versions if tensor.inplace_version != version)
+        for value, what in ((args, "positional argument"), (kwargs, "keyword argument")):
+            for path, leaf in _nested.named_leaves(value):
+                if leaf is changed:
+                    return f"its {what} {path}"
+        raise AssertionError("a tensor of the arguments is not among the arguments")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """How errors call `function`: a Layer's class and its path, or the function's own name."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, paddle.nn.Layer):
+        function = owner
+    if isinstance(function, paddle.nn.Layer):
+        path = getattr(function, "_recompute_name", "") or function.full_name()
+        kind = type(function)
+        bare = kind._bare_class() if hasattr(kind, "_bare_class") else kind
+        return f"{bare.__name__} '{path}'"
+    return f"function '{getattr(function, '__qualname__', type(function).__name__)}'"
+
+
+def describe(tensor: paddle.Tensor) -> str:
+    """``float32[8, 16]``."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def dtype_name(dtype: object) -> str:
+    """``float32`` for ``paddle.float32``, whatever this Paddle prints."""
+    return str(dtype).rpartition(".")[2]
+
+
+def _description(value: Any) -> list[str]:
+    return [
+        f"output{path} {describe(leaf) if _nested.is_tensor(leaf) else type(leaf).__name__}"
+        for path, leaf in _nested.named_leaves(value)
+    ]
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    # PEP 678 notes exist from Python 3.11; on 3.10 the cause carries the words.
+    if hasattr(error, "add_note"):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    elif error.__cause__ is None:
+        error.__cause__ = RecomputeError(note)
+
+
+@contextlib.contextmanager
+def _recomputing() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1

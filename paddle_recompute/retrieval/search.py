@@ -1,0 +1,250 @@
+"""The texts of an encoded pool that are nearest to a query; exact, tile by tile.
+
+The pool is what `encode_file` has written. It is read from the disk tile by tile and every vector
+is compared, so memory does not grow with it; a million vectors of 128 numbers take about a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paddle_recompute.errors import DataError
+from paddle_recompute.retrieval.evaluation import encode_texts
+from paddle_recompute.retrieval.trained import TrainedEncoder, load_encoder
+
+_TILE = 8192
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A text that was found.
+
+    Attributes:
+        rank: 1 is nearest.
+        score: The cosine of the query's vector and the text's.
+        row: Its place in the pool, from 0.
+        text: As it was encoded.
+    """
+
+    rank: int
+    score: float
+    row: int
+    text: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class Index:
+    """An encoded pool on disk.
+
+    Args:
+        path: The ``.npy`` or ``.jsonl`` file that `encode_file` has written, or a folder that holds
+            one such file.
+
+    Attributes:
+        file: The file.
+        about: What stands in its ``.json``.
+        model: The folder of the checkpoint that has made it.
+        fingerprint: Of that model.
+
+    Raises:
+        DataError: There is none, or more than one, or it is incomplete or damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.file = _find(Path(path))
+        described = self.file.with_name(f"{self.file.name}.json")
+        try:
+            self.about: dict[str, Any] = json.loads(described.read_text(encoding="utf-8"))
+            self._shape = int(self.about["texts"]), int(self.about["dim"])
+            self.model = Path(self.about["model"])
+            self.fingerprint = str(self.about["fingerprint"])
+        except OSError as error:
+            raise DataError(
+                f"{described}: cannot be read ({error.strerror}); it tells which model has made "
+                f"{self.file.name}, and `paddle-recompute encode` writes it"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{described}: is damaged ({error!r})") from error
+
+    def tiles(self) -> Iterator[NDArray[np.float32]]:
+        """The vectors, ``[rows, dim]`` at a time."""
+        tiles = self._tiles_of_npy() if self.file.suffix == ".npy" else self._tiles_of_jsonl()
+        count = 0
+        for tile in tiles:
+            count += len(tile)
+            yield tile
+        if count != self._shape[0]:
+            raise DataError(
+                f"{self.file}: has {count} vectors, and there should be {self._shape[0]}"
+            )
+
+    def texts(self, rows: Iterable[int]) -> dict[int, str]:
+        """The texts of these rows."""
+        wanted = set(rows)
+        as_lines = self.file.suffix == ".npy"
+        file = self.file.with_name(f"{self.file.name}.txt") if as_lines else self.file
+        found: dict[int, str] = {}
+        for row, line in enumerate(_lines(file)):
+            if row in wanted:
+                found[row] = line.rstrip("\n") if as_lines else _parsed(file, row, line)["text"]
+        if missing := wanted.difference(found):
+            raise DataError(f"{file}: has no text number {min(missing) + 1}; it is cut off")
+        return found
+
+    def _tiles_of_npy(self) -> Iterator[NDArray[np.float32]]:
+        try:
+            vectors = np.load(self.file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.file}: cannot be read as vectors ({error})") from error
+        if vectors.shape != self._shape:
+            raise DataError(
+                f"{self.file}: has the shape {vectors.shape}, and should have {self._shape}"
+            )
+        for first in range(0, len(vectors), _TILE):
+            yield np.asarray(vectors[first : first + _TILE])
+
+    def _tiles_of_jsonl(self) -> Iterator[NDArray[np.float32]]:
+        lines = enumerate(_lines(self.file))
+        while some := list(itertools.islice(lines, _TILE)):
+            rows = [_parsed(self.file, row, line)["vector"] for row, line in some]
+            try:
+                yield np.array(rows, dtype=np.float32).reshape(len(rows), self._shape[1])
+            except (TypeError, ValueError) as error:
+                raise DataError(
+                    f"{self.file}: among lines {some[0][0] + 1} to {some[-1][0] + 1} is one whose "
+                    f"vector is not {self._shape[1]} numbers"
+                ) from error
+
+
+def search(
+    index: Index,
+    queries: Sequence[str],
+    *,
+    top_k: int = 10,
+    encoder: TrainedEncoder | None = None,
+    tell: Callable[[str], object] | None = None,
+) -> list[list[Hit]]:
+    """The nearest texts of the pool for each query.
+
+    Args:
+        index: The pool.
+        queries: At least one, none of them blank.
+        top_k: Texts per query, or as many as there are.
+        encoder: The model that has made the pool; None: the one that `index` names.
+        tell: Called with a sentence for every query of which the model does not see all.
+
+    Returns:
+        For each query the hits, nearest first; of equal scores the earlier text comes first.
+
+    Raises:
+        DataError: There is nothing to search for, or the pool was made by another model.
+        CheckpointError: The model that `index` names is not there any more.
+    """
+    if not queries or not all(query.strip() for query in queries) or top_k < 1:
+        raise DataError(
+            f"received {len(queries)} queries and top_k={top_k}; allowed are queries that are not "
+            "blank, at least one, and at least 1"
+        )
+    if encoder is None:
+        encoder = load_encoder(index.model.parent)
+    if encoder.fingerprint != index.fingerprint:
+        raise DataError(
+            f"{index.file}: was made by another model than that of {encoder.folder}; their vectors "
+            "cannot be compared. Encode the texts again, or name the folder of the other model"
+        )
+    queries = [query.strip() for query in queries]
+    longest = min(encoder.max_query_tokens, encoder.reads_at_most)
+    if tell is not None:
+        for query in queries:
+            tokens = encoder.tokenizer.tokenize([query], longest)
+            if tokens.num_cut:
+                tell(f"{query!r} is cut after {longest} tokens, as queries were in training")
+            if tokens.num_unknown:
+                tell(f"{query!r} has words beyond the vocabulary, which all count as the same one")
+    vectors = encode_texts(
+        encoder.model, encoder.tokenizer, queries, max_tokens=longest, batch_size=256
+    )
+    scores, rows = top_of_tiles(vectors, index.tiles(), top_k)
+    texts = index.texts(rows.ravel().tolist())
+    return [
+        [
+            Hit(rank, score, row, texts[row])
+            for rank, (score, row) in enumerate(zip(*found, strict=True), start=1)
+        ]
+        for found in zip(scores.tolist(), rows.tolist(), strict=True)
+    ]
+
+
+def top_of_tiles(
+    query: NDArray[np.floating[Any]], tiles: Iterable[NDArray[np.floating[Any]]], top_k: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The largest inner products, and the rows that have them.
+
+    Args:
+        query: ``[n, dim]``.
+        tiles: Blocks ``[rows, dim]`` of the pool, in order.
+        top_k: How many; fewer where the pool has fewer rows.
+
+    Returns:
+        Scores, float32, and rows, int64: ``[n, top_k]``, the largest first; of equal scores the
+        smaller row first.
+    """
+    query = query.astype(np.float64)
+    scores = np.empty((len(query), 0), np.float32)
+    rows = np.empty((len(query), 0), np.int64)
+    first = 0
+    for tile in tiles:
+        # Summed in float64 and rounded: equal rows have equal scores wherever they stand.
+        found = (query @ tile.astype(np.float64).T).astype(np.float32)
+        places = np.broadcast_to(np.arange(first, first + len(tile)), found.shape)
+        first += len(tile)
+        scores = np.concatenate([scores, found], axis=1)
+        rows = np.concatenate([rows, places], axis=1)
+        # Stable, and the rows are in order: of equal scores the smaller row stays first.
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+        scores, rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
+    return scores, rows
+
+
+def _find(path: Path) -> Path:
+    if not path.is_dir():
+        if not path.exists():
+            raise DataError(f"{path}: there is no such file; `paddle-recompute encode` makes one")
+        return path
+    found = sorted(
+        described.with_suffix("")
+        for suffix in (".npy", ".jsonl")
+        for described in path.glob(f"*{suffix}.json")
+        if described.with_suffix("").exists()
+    )
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise DataError(f"{path}: holds {names} of encoded texts; name one file")
+    return found[0]
+
+
+def _lines(file: Path) -> Iterator[str]:
+    try:
+        with file.open(encoding="utf-8", newline="\n") as lines:
+            yield from lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: cannot be read ({error})") from error
+
+
+def _parsed(file: Path, row: int, line: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(line)
+        return {"text": str(tree["text"]), "vector": tree["vector"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file}:{row + 1}: is damaged ({error!r})") from error

@@ -1,0 +1,71 @@
+"""`minimize` for the old representation: fleet does everything but recompute and bfloat16."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import paddle
+
+from paddle_recompute._paddle.static import old_ir, old_ir_fleet
+from paddle_recompute._paddle.static.old_ir import Operator, Variable
+from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.recompute.program.old_ir import Graph, find_segments, recompute_segments
+from paddle_recompute.static_graph.strategy import amp_dtype
+
+if TYPE_CHECKING:
+    from paddle.distributed import fleet
+
+
+def minimize(
+    optimizer: paddle.optimizer.Optimizer,
+    loss: Variable,
+    strategy: fleet.DistributedStrategy,
+    *,
+    startup_program: paddle.static.Program | None = None,
+) -> tuple[list[Operator], list[tuple[Variable, Variable]]]:
+    """As `static_graph.minimize`."""
+    strategy = copy.deepcopy(strategy)
+    program = old_ir.program_of(loss)
+    startup = startup_program or paddle.static.default_startup_program()
+    checkpoints = tuple(strategy.recompute_configs["checkpoints"])
+    recomputes, strategy.recompute = bool(strategy.recompute), False
+    if recomputes:
+        _refuse_offload(strategy)
+        # Before anything is appended: a wrong name leaves the Program as it was.
+        find_segments(Graph(program), checkpoints)
+    elif Graph(program).has_recomputed_calls:
+        raise StaticGraphError(
+            "the model has Layers under recompute (apply_recompute, recompute_wrapper), but the "
+            "strategy does not set recompute; set strategy.recompute = True, or build the model "
+            "without wrapping it"
+        )
+    is_bfloat16 = amp_dtype(strategy) == "bfloat16"
+    earlier = {id(operator): operator for operator in old_ir.main_block(program).ops}
+    with paddle.static.program_guard(program, startup):
+        if is_bfloat16:
+            lists = strategy.amp_configs
+            strategy.amp = False
+            old_ir_fleet.cast_to_bfloat16(
+                program,
+                white_list=lists["custom_white_list"],
+                black_list=lists["custom_black_list"],
+                black_variables=lists["custom_black_varnames"],
+            )
+            if loss.dtype != paddle.float32:
+                loss = loss.astype("float32")
+        old_ir.claim_recomputed_calls(program)
+        operators, params_grads = old_ir_fleet.fleet_minimize(optimizer, loss, strategy, startup)
+        if recomputes:
+            recompute_segments(program, earlier, checkpoints)
+        if is_bfloat16:
+            old_ir_fleet.complete_bfloat16_gradients(program)
+    return operators, params_grads
+
+
+def _refuse_offload(strategy: Any) -> None:
+    if strategy.recompute_configs["enable_offload"]:
+        raise StaticGraphError(
+            "the strategy sets recompute_configs.enable_offload, which static_graph.minimize does "
+            "not do; leave it at False, or train in dygraph with recompute.offload: host"
+        )

@@ -1,0 +1,71 @@
+"""`minimize` for PIR: backward, recompute, exchange, merge, clip and update, in this order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle.static import pir
+from paddle_recompute._paddle.static.pir import Operation
+from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.recompute.program.pir import Graph, find_segments, recompute_segments
+from paddle_recompute.static_graph._parse_strategy import Requested, check_amp
+from paddle_recompute.static_graph._pir_data_parallel import (
+    ParamsGrads,
+    mean_over_ranks,
+    start_as_rank_0,
+)
+from paddle_recompute.static_graph._pir_gradient_merge import merge_gradients
+
+
+def minimize(
+    optimizer: paddle.optimizer.Optimizer,
+    loss: Any,
+    strategy: Any,
+    *,
+    startup_program: paddle.static.Program | None = None,
+) -> tuple[list[Operation], ParamsGrads]:
+    """As `static_graph.minimize`."""
+    requested = Requested.of(strategy)
+    program = pir.program_of(loss)
+    startup = startup_program or paddle.static.default_startup_program()
+    with paddle.static.program_guard(program, startup):
+        forward = pir.operations(program)
+        check_amp(requested, forward)
+        if requested.recompute:
+            # Before anything is appended: a wrong name leaves the Program as it was.
+            find_segments(Graph(program, None), requested.checkpoints)
+        elif pir.has_recomputed_calls(program):
+            raise StaticGraphError(
+                "the model has Layers under recompute (apply_recompute, recompute_wrapper), but "
+                "the strategy does not set recompute; set strategy.recompute = True, or build the "
+                "model without wrapping it"
+            )
+        num_ranks = pir.join_ranks()
+        if num_ranks > 1:
+            start_as_rank_0(program, startup, bucket_bytes=requested.bucket_bytes)
+        pir.claim_recomputed_calls(program)
+        params_grads = pir.append_backward(optimizer, loss, startup)
+        if requested.recompute:
+            recompute_segments(program, forward[-1], requested.checkpoints)
+
+        def update(gradients: ParamsGrads) -> list[Operation]:
+            means = mean_over_ranks(
+                gradients, num_ranks=num_ranks, bucket_bytes=requested.bucket_bytes
+            )
+            return pir.append_update(optimizer, loss, startup, means)
+
+        with pir.editing(program):
+            if requested.merge_steps == 1:
+                return update(params_grads), params_grads
+            pir.create_learning_rate(optimizer)
+            operations = merge_gradients(
+                params_grads,
+                update,
+                program=program,
+                startup=startup,
+                steps=requested.merge_steps,
+                average=requested.average,
+            )
+            return operations, params_grads

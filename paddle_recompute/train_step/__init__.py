@@ -1,0 +1,18 @@
+"""One optimizer step: micro-batches, mixed precision, synchronization, clipping, update."""
+
+from paddle_recompute.train_step.mixed_precision import check_device
+from paddle_recompute.train_step.optimizer import (
+    build_optimizer,
+    build_schedule,
+    decayed_parameters,
+)
+from paddle_recompute.train_step.train_step import StepResult, TrainStep
+
+__all__ = [
+    "StepResult",
+    "TrainStep",
+    "build_optimizer",
+    "build_schedule",
+    "check_device",
+    "decayed_parameters",
+]

@@ -1,0 +1,278 @@
+"""How much memory one training step takes, measured before training, and which chunks that allows.
+
+The steps are made on a model of their own, which is thrown away: the model that is to be trained
+is not built yet, so nothing about it (weights, moments, hooks) can be changed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.config import AmpConfigs, Config
+from paddle_recompute.distributed import is_distributed, run_collective
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.models import build_model
+from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.trainer.build import build_training
+from paddle_recompute.trainer.objective import Batch, Chunks, Objective
+
+SHORTEST_TEXT = 2
+"""Tokens of a text without a word: those that stand around every text."""
+BATCHES_AHEAD = 6
+"""Batches that lie ready while a step runs: Paddle's reader has a queue of two and a buffer of two,
+one is on its way between them, and one has been cut into the step's micro-batches."""
+CLOSE_ENOUGH = 8
+"""The search for a chunk ends where the next one would be larger by less than this part of it."""
+
+
+class MemoryProbe:
+    """Measures the steps of one run and says in words what was found. All ranks do so together.
+
+    Args:
+        config: Of the run.
+        vocab_size: Rows of the word embedding.
+        say: Tells the user something; does so on rank 0 alone.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, *, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._say = say
+        self._peaks: dict[tuple[Chunks, bool], int | None] = {}
+
+    def choose_chunks(self, earlier: Chunks | None = None) -> Chunks:
+        """What a rank encodes at once: as configured, or as the configured budget allows.
+
+        Args:
+            earlier: What was measured before the run was interrupted: it is to repeat its bits.
+
+        Raises:
+            ConfigError: Not even one text at a time stays within the budget.
+        """
+        section = self._config.contrastive
+        if section.memory_budget is None:
+            return Chunks(section.chunk_size, section.chunk_tokens)
+        budget = f"contrastive.memory_budget: {_memory.format_bytes(section.memory_budget)}"
+        if earlier is not None:
+            self._say(f"{budget}: each rank encodes {earlier}, as before")
+            return earlier
+        recompute = self._config.recompute.enable
+        chunks, peak = chunks_within_budget(
+            self._config, lambda chunks: self._peak_of_a_step(chunks, recompute=recompute)
+        )
+        setting = f" (contrastive.chunk_tokens: {chunks.tokens})" if chunks else ""
+        self._say(
+            f"{budget}: each rank encodes {chunks}{setting}; a step takes "
+            f"{_memory.format_bytes(peak)}"
+        )
+        return chunks
+
+    def measure(self, chunks: Chunks) -> tuple[int | None, int]:
+        """Bytes of the dearest step on the largest rank: (plain, as configured).
+
+        The first is None where a step without recompute does not fit or is not to be measured.
+
+        Raises:
+            ConfigError: A step as configured does not fit.
+        """
+        enable, measure_plain = self._config.recompute.enable, self._config.train.measure_plain
+        configured = self._peak_of_a_step(chunks, recompute=enable)
+        if configured is None:
+            raise ConfigError(_does_not_fit(self._config, chunks))
+        plain: int | None = configured
+        if enable:
+            plain = self._peak_of_a_step(chunks, recompute=False) if measure_plain else None
+        unknown = "more than there is" if measure_plain else "(not measured)"
+        self._say(
+            f"A step takes {_memory.format_bytes(configured)} as configured, "
+            f"{unknown if plain is None else _memory.format_bytes(plain)} without recompute"
+        )
+        return plain, configured
+
+    def _peak_of_a_step(self, chunks: Chunks, *, recompute: bool) -> int | None:
+        """The largest of the ranks' peaks, on all of them; None where it does not fit on one."""
+        if (chunks, recompute) not in self._peaks:
+            try:
+                peak = measure_step(
+                    self._config, vocab_size=self._vocab_size, recompute=recompute, chunks=chunks
+                )
+            except MemoryError:
+                peak = 0
+            fits_everywhere = largest_of_ranks(-peak) < 0
+            found = largest_of_ranks(peak) if fits_everywhere else None
+            self._peaks[chunks, recompute] = found
+        return self._peaks[chunks, recompute]
+
+
+def largest_of_ranks(count: int) -> int:
+    """The largest of the ranks' counts, on all of them."""
+    if not is_distributed():
+        return count
+    largest = paddle.to_tensor([count], dtype="int64")
+    run_collective(
+        lambda: dist.all_reduce(largest, op=dist.ReduceOp.MAX), "the comparison of memory"
+    )
+    return int(largest.item())
+
+
+def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Chunks) -> int:
+    """Peak bytes of one optimizer step on texts of full length.
+
+    The second of two steps is measured, because AdamW makes its moments in the first, which is on
+    eight pairs. The texts have ``max_query_tokens`` and ``max_positive_tokens`` tokens, the most
+    that a batch can have, so that the figures with and without recompute are those of the same,
+    the dearest, step.
+
+    With chunks of so many tokens, one chunk of each side has the longest texts and the next one the
+    most texts that there can be, short ones. In between a chunk of as many tokens takes no more
+    than the dearer of the two: of its bytes some grow with the tokens, some with tokens times
+    length (attention), some with the number of texts (vectors). This makes the step short, too.
+
+    On CPU, Paddle 2.6 knows only the peak since the process began: measure the smaller one first.
+
+    Args:
+        config: Of the run. Every rank must call, as a step sends gradients to all of them.
+        vocab_size: Rows of the word embedding.
+        recompute: Whether `config.recompute` is applied to the model.
+        chunks: What is encoded at once.
+
+    Returns:
+        The peak on this rank, in bytes, with parameters, gradients and moments in it.
+    """
+    gc.collect()  # layers and their hooks hold each other: without this a dead model takes memory
+    paddle.seed(config.train.seed)
+    model = build_model(config.model, vocab_size)
+    model.train()
+    if recompute:
+        apply_recompute(model, config.recompute)
+    objective = Objective(config, chunks)
+    # A Program is recomputed by what its configuration says, not by the wrapping of this model.
+    section = config.recompute.model_copy(update={"enable": recompute})
+    as_measured = config.model_copy(update={"recompute": section})
+    amp = _unscaled(config.strategy.amp_configs) if config.strategy.amp else None
+    training = build_training(
+        as_measured, objective, model, config.learning_rate, vocab_size=vocab_size, amp=amp
+    )
+    step = training.step
+    steps = [
+        [
+            _dearest_batch(config, vocab_size, chunks)
+            for _ in range(config.strategy.gradient_merge_configs.k_steps)
+        ]
+        for _ in range(1 + BATCHES_AHEAD)
+    ]
+    step([{name: rows[:8] for name, rows in batch.items()} for batch in steps[0]])
+    if _memory.can_reset_peak():
+        _memory.reset_peak()
+    step(steps[0])
+    peak = _memory.peak_bytes()
+    del step, training, objective, model, steps
+    gc.collect()
+    return peak
+
+
+def chunks_within_budget(
+    config: Config, peak_of: Callable[[Chunks], int | None]
+) -> tuple[Chunks, int]:
+    """Chunks as large as ``contrastive.memory_budget`` allows, by measuring steps.
+
+    From one text on, chunks are made larger: twice as large at most, and not beyond where a
+    straight line through the last two peaks meets the budget. So little more than the budget is
+    taken while this is found out, which matters where the system kills what takes too much.
+
+    Args:
+        config: Of the run, with a ``memory_budget``.
+        peak_of: The peak of a step with such chunks on the largest rank, in bytes, the same on all
+            ranks; None where it does not fit into the memory.
+
+    Returns:
+        The chunks, and the peak of a step with them; no chunks where the whole batch fits at once.
+
+    Raises:
+        ConfigError: Not even one text at a time stays within the budget.
+    """
+    budget, pairs = config.contrastive.memory_budget, config.local_batch
+    assert budget is not None
+    longest = max(config.data.max_query_tokens, config.data.max_positive_tokens)
+    texts, peak = 1, peak_of(Chunks(tokens=longest))
+    if peak is None or peak > budget:
+        raise _too_small(config, budget, peak)
+    before = 0, 0
+    while texts < pairs:
+        more = _next_size(before, (texts, peak), budget, pairs)
+        if more - texts < max(1, texts // CLOSE_ENOUGH):
+            break
+        found = peak_of(Chunks(tokens=more * longest))
+        if found is None or found > budget:
+            break
+        before, texts, peak = (texts, peak), more, found
+    if texts == pairs:
+        at_once = peak_of(Chunks())
+        if at_once is not None and at_once <= budget:
+            return Chunks(), at_once
+    return Chunks(tokens=texts * longest), peak
+
+
+def _next_size(before: tuple[int, int], now: tuple[int, int], budget: int, largest: int) -> int:
+    """Texts of the chunk to measure next: twice as many, or fewer near the budget."""
+    (fewer, less), (texts, peak) = before, now
+    bound = min(2 * texts, largest)
+    if fewer and peak > less:
+        bound = min(bound, texts + (budget - peak) * (texts - fewer) // (peak - less))
+    return bound
+
+
+def _too_small(config: Config, budget: int, peak: int | None) -> ConfigError:
+    takes = "more than there is" if peak is None else _memory.format_bytes(peak)
+    tile = "" if config.contrastive.tile else ", or set contrastive.tile"
+    return ConfigError(
+        f"contrastive.memory_budget: {_memory.format_bytes(budget)} is too little; a step that "
+        f"encodes one text at a time takes {takes}: parameters, gradients and moments, and the "
+        f"vectors and scores of {config.local_batch} pairs per rank. Raise it, lower "
+        f"contrastive.global_batch{tile}, or train a smaller model"
+    )
+
+
+def _does_not_fit(config: Config, chunks: Chunks) -> str:
+    tile = "set contrastive.tile, " if config.contrastive.tile is None else ""
+    if chunks:
+        name = "chunk_tokens" if chunks.size is None else "chunk_size"
+        return (
+            f"a step that encodes {chunks} does not fit into the memory; lower contrastive.{name}, "
+            f"{tile}or lower contrastive.global_batch"
+        )
+    return (
+        f"a step with {config.micro_batch} pairs per rank and micro-batch does not fit into the "
+        "memory; set contrastive.chunk_size or chunk_tokens to encode fewer at a time (or "
+        f"memory_budget, which measures how many), {tile}or lower contrastive.global_batch"
+    )
+
+
+def _unscaled(amp: AmpConfigs) -> AmpConfigs:
+    """A step that overflows would be skipped, and AdamW would not make its moments in it."""
+    return amp.model_copy(update={"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False})
+
+
+def _dearest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
+    random = np.random.default_rng(config.train.seed)
+    lengths = {
+        "query": config.data.max_query_tokens,
+        "positive": config.data.max_positive_tokens,
+    }
+    batch = {}
+    for side, length in lengths.items():
+        ids = random.integers(1, vocab_size, (config.micro_batch, length), dtype=np.int64)
+        if chunks.tokens is not None:
+            long = max(1, chunks.tokens // length)
+            short = max(SHORTEST_TEXT, chunks.tokens // max(1, config.micro_batch - long))
+            ids[long:, short:] = 0  # padding
+        batch[side] = paddle.to_tensor(ids)
+    if config.contrastive.mask_false_negatives:
+        batch["positive_ids"] = paddle.arange(config.micro_batch, dtype="int64")
+    return batch

@@ -1,0 +1,156 @@
+"""What a run writes into its checkpoints, and with what another one goes on from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
+from paddle_recompute.config import Config
+from paddle_recompute.distributed import barrier
+from paddle_recompute.errors import CheckpointError
+from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.train_step import TrainStep
+from paddle_recompute.trainer.objective import Chunks
+
+
+class RunCheckpoints:
+    """The checkpoints of one run. Every rank has one, and calls its methods when the others do.
+
+    Args:
+        config: Of the run. It is saved, and compared with the one of before.
+        rank: Number of this rank.
+        world_size: How many ranks there are.
+        say: Tells the user something; does so on rank 0 alone.
+    """
+
+    def __init__(
+        self, config: Config, *, rank: int, world_size: int, say: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._say = say
+
+    @property
+    def _folder(self) -> Path:
+        return self._config.train.output_dir / "checkpoint"
+
+    def find(self) -> Checkpoint | None:
+        """The newest checkpoint if the run is to be resumed; says what changed since.
+
+        Raises:
+            CheckpointError: There is none, or it is of another model, or has a temperature that was
+                learned where none is now, or the other way around.
+        """
+        if not self._config.train.resume:
+            return None
+        checkpoint = find_checkpoint(self._folder)
+        self._say(f"Resuming after step {checkpoint.step} from {checkpoint.folder}")
+        changes = list(_changes(checkpoint.state["config"], self._config.to_dict()))
+        if any(path.startswith("model.") for path, _, _ in changes):
+            raise CheckpointError(
+                f"{checkpoint.folder} is of another model: "
+                + "; ".join(f"{path} was {old!r}, is {new!r}" for path, old, new in changes)
+            )
+        for path, old, new in changes:
+            if path == "contrastive.learnable_temperature":
+                raise CheckpointError(
+                    f"{checkpoint.folder} is of a run with {path}: {str(old).lower()}, and its "
+                    "optimizer knows no other; resume with that, or start anew from its weights "
+                    "with model.init_from"
+                )
+            self._say(f"  changed since: {path} was {old!r}, is {new!r}")
+        return checkpoint
+
+    def chunks_of(self, checkpoint: Checkpoint | None) -> Chunks | None:
+        """The chunks that the run of `checkpoint` has measured; None where they are to be measured:
+        there was none, or its loss, its batch or the number of ranks was another one.
+        """
+        if checkpoint is None or checkpoint.state.get("world_size") != self._world_size:
+            return None
+        before = checkpoint.state["config"].get("contrastive")
+        if "chunks" not in checkpoint.state or before != self._config.to_dict()["contrastive"]:
+            return None
+        return Chunks(**checkpoint.state["chunks"])
+
+    def restore(
+        self,
+        checkpoint: Checkpoint,
+        model: paddle.nn.Layer,
+        loss: paddle.nn.Layer,
+        optimizer: paddle.optimizer.Optimizer,
+        train_step: TrainStep,
+        sync: GradientSync,
+    ) -> None:
+        """Put everything back. `train_step` has been made: level O2 has cast the parameters and
+        given the optimizer its master weights. `loss` may have a temperature of its own.
+
+        Raises:
+            CheckpointError: The files are damaged or belong to another model.
+        """
+        checkpoint.load_into(model, optimizer, loss)
+        train_step.set_state_dict(checkpoint.state.get("train_step", {}))
+        sync.set_state_dict(self._sync_state(checkpoint))
+
+    def save(
+        self,
+        step: int,
+        model: paddle.nn.Layer,
+        loss: paddle.nn.Layer,
+        optimizer: paddle.optimizer.Optimizer,
+        train_step: TrainStep,
+        sync: GradientSync,
+        *,
+        save_tokenizer: Callable[[Path], None],
+        about: dict[str, Any],
+    ) -> None:
+        """Write a checkpoint; returns when it is complete. `about` are JSON values, by name, that
+        another run is to know of this one.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        own = sync.state_dict()
+        save_checkpoint(
+            self._folder,
+            model=model,
+            loss=loss,
+            optimizer=optimizer,
+            save_tokenizer=save_tokenizer,
+            state={
+                "step": step,
+                "world_size": self._world_size,
+                **about,
+                "train_step": train_step.state_dict(),
+                "config": self._config.to_dict(),
+            },
+            rank=self._rank,
+            sync_state=own if own["residuals"] else None,
+            barrier=barrier,
+        )
+        barrier()
+
+    def _sync_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """What this rank's `GradientSync` goes on with, said where something of it is lost."""
+        sync, saved_by = self._config.sync, checkpoint.state.get("world_size", 0)
+        if checkpoint.has_sync_states and saved_by != self._world_size:
+            self._say(
+                f"  {saved_by} ranks saved what the bfloat16 rounding of their gradients still "
+                f"owed, and now there are {self._world_size}: it is dropped, and starts at zero"
+            )
+        elif checkpoint.has_sync_states and sync.compression == "bf16" and sync.error_feedback:
+            return checkpoint.sync_state(self._rank)
+        return {"num_synchronized": checkpoint.step, "residuals": {}}
+
+
+def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, old, new) of every value that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from _changes(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield path, old, new

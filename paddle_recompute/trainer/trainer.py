@@ -1,0 +1,427 @@
+"""From a configuration to a trained encoder, its checkpoint, its metrics and its report.
+
+Every rank runs the same `Trainer`; rank 0 alone writes files and speaks. While it does so the
+others wait at the store (`grad_sync.barrier`), never in a collective, which gloo ends after 30 s.
+
+A step is a function of (seed, step, rank) and of the parameters and moments before it: the data
+order follows from seed and epoch, the dropout masks are drawn after ``paddle.seed`` of the three,
+the learning rate from the step. That is why a checkpoint needs no random state, and a run that is
+resumed repeats the bits of one that was not interrupted. (The masks depend on how the pairs are cut
+into chunks, too; chunks that were measured are therefore noted in the checkpoint.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from numpy.typing import NDArray
+
+from paddle_recompute import _paddle
+from paddle_recompute.checkpoint import Checkpoint
+from paddle_recompute.config import Config
+from paddle_recompute.contrastive import text_ids
+from paddle_recompute.data import (
+    PairLoader,
+    PreparedData,
+    build_loader,
+    load_tokenizer,
+    prepare_data,
+)
+from paddle_recompute.distributed import barrier, broadcast_from_rank0, mean_over_ranks
+from paddle_recompute.errors import ConfigError, DataError, DivergenceError
+from paddle_recompute.models import build_model
+from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.retrieval import encode_texts, retrieval_metrics
+from paddle_recompute.train_step import StepResult, build_schedule
+from paddle_recompute.trainer.build import build_training, check_mode
+from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
+from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
+from paddle_recompute.trainer.objective import Batch, Objective
+from paddle_recompute.trainer.report import retrieval_table, write_report
+from paddle_recompute.trainer.resume import RunCheckpoints
+
+
+class Trainer:
+    """One training run, on as many ranks as the environment says.
+
+    Args:
+        config: The validated configuration. ``config.launch`` must match the ranks that run.
+
+    Examples:
+        >>> record = Trainer(load_config("run.yaml")).run()  # doctest: +SKIP
+        >>> record["recall@1"]  # doctest: +SKIP
+        0.41
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._folder = config.train.output_dir
+        self._k_steps = config.strategy.gradient_merge_configs.k_steps
+        self._amp = config.strategy.amp_configs if config.strategy.amp else None
+        self._autocast: Callable[[], contextlib.AbstractContextManager[None]]
+        self._autocast = contextlib.nullcontext
+
+    def run(self) -> dict[str, Any]:
+        """Train, evaluate, and write checkpoint, metrics and report to ``train.output_dir``.
+
+        Returns:
+            The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` and the
+            same before training with the prefix ``untrained_`` (None with
+            ``train.eval_before: false``); ``pool_size``, ``queries``; ``peak_bytes`` (the largest
+            of all steps and ranks), ``plain_peak_bytes`` (the dearest step without recompute; None
+            where it does not fit or ``train.measure_plain`` is false);
+            ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (those among
+            them that overflowed in float16), ``loss`` (of the last step; None where that was
+            skipped), ``temperature`` (the learned one, if it is learned), ``chunk_size`` and
+            ``chunk_tokens`` (what a rank encodes at once; both None: all its pairs),
+            ``world_size``, ``output_dir``.
+
+        Raises:
+            ConfigError: The ranks that run are not those of ``config.launch``,
+                ``train.output_dir`` cannot be made, a step does not fit into the memory or into
+                ``contrastive.memory_budget``, the device has no mixed precision, or a static graph
+                cannot honour a setting.
+            DataError: The pairs cannot be read, or are too few for one step.
+            CheckpointError: There is nothing to resume from, or it is of another model.
+            DivergenceError: The loss or the gradient is no finite number, in float16 after the
+                loss scale was lowered in vain; the message names the step.
+        """
+        self._rank, self._world_size = _join_ranks(self.config)
+        check_mode(self.config)
+        self._make_folder()
+        self._checkpoints = RunCheckpoints(
+            self.config, rank=self._rank, world_size=self._world_size, say=self._say
+        )
+        checkpoint = self._checkpoints.find()
+        data = self._prepare_data(checkpoint)
+        vocab_size = data.tokenizer.vocab_size
+        memory = MemoryProbe(self.config, vocab_size, say=self._say)
+        chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
+        plain_peak, configured_peak = memory.measure(chunks)
+        model = self._build_model(vocab_size)
+        if checkpoint is not None:
+            untrained = checkpoint.state["untrained"]
+        else:
+            untrained = self._evaluate(model, data) if self.config.train.eval_before else {}
+        objective = Objective(self.config, chunks)
+        trained = self._train(model, objective, data, checkpoint, untrained)
+        metrics = self._evaluate(model, data)
+        record: dict[str, Any] = {
+            **metrics,
+            **{f"untrained_{key}": untrained.get(key) for key in ("recall@1", "recall@10", "mrr")},
+            **trained,
+            "peak_bytes": max(trained["peak_bytes"] or 0, configured_peak),
+            "plain_peak_bytes": plain_peak,
+            "chunk_size": chunks.size,
+            "chunk_tokens": chunks.tokens,
+            "world_size": self._world_size,
+            "output_dir": str(self._folder),
+        }
+        self._conclude(record)
+        return record
+
+    def _make_folder(self) -> None:
+        """At the start: a run should not find out at its end that it cannot write."""
+        try:
+            if self._is_main:
+                self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"train.output_dir: {self._folder} cannot be made ({error.strerror}); name a "
+                "folder that can be written to"
+            ) from error
+        barrier()
+        saves_residuals = self.config.sync.compression == "bf16" and self.config.sync.error_feedback
+        if saves_residuals and not self._folder.is_dir():
+            raise ConfigError(
+                f"train.output_dir: rank {self._rank} does not see {self._folder}, which rank 0 "
+                "has made, and with sync.compression: bf16 every rank has something to save there; "
+                "name a folder that all machines share, or set sync.error_feedback: false"
+            )
+
+    def _prepare_data(self, checkpoint: Checkpoint | None) -> PreparedData:
+        data = prepare_data(
+            self.config.data,
+            seed=self.config.train.seed,
+            is_main_rank=self._is_main,
+            barrier=barrier,
+        )
+        if checkpoint is not None:
+            # The cache may have been emptied since, and a new vocabulary would be another one.
+            tokenizer = load_tokenizer(checkpoint.tokenizer_file)
+            data = dataclasses.replace(data, tokenizer=tokenizer)
+        self._say(
+            f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
+            f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
+        )
+        self._note(data.notes)
+        return data
+
+    def _build_model(self, vocab_size: int) -> paddle.nn.Layer:
+        paddle.seed(self.config.train.seed)
+        model = build_model(self.config.model, vocab_size)
+        broadcast_from_rank0(model)
+        if self.config.recompute.enable:
+            self._say(str(apply_recompute(model, self.config.recompute)))
+        return model
+
+    def _train(
+        self,
+        model: paddle.nn.Layer,
+        objective: Objective,
+        data: PreparedData,
+        checkpoint: Checkpoint | None,
+        untrained: dict[str, float],
+    ) -> dict[str, Any]:
+        """Make the steps that are left; returns what the final record says about them."""
+        settings, global_batch = self.config.train, self.config.contrastive.global_batch
+        loader = self._loader(data)
+        done, total = checkpoint.step if checkpoint else 0, total_steps(self.config, len(loader))
+        schedule = build_schedule(self.config, total)
+        training = build_training(
+            self.config,
+            objective,
+            model,
+            schedule,
+            vocab_size=data.tokenizer.vocab_size,
+            amp=self._amp,
+        )
+        optimizer, sync, train_step = training.optimizer, training.sync, training.step
+        self._say(f"Gradient synchronization: {sync.mode}, {sync.reason}")
+        if objective.chunks:
+            self._say(f"Gradient cache: each rank encodes {objective.chunks}")
+        self._autocast = train_step.autocast
+        if self._amp is not None:
+            self._say(f"Mixed precision: {self._amp.dtype}, level {self._amp.level}")
+        if checkpoint is not None:
+            self._checkpoints.restore(
+                checkpoint, model, objective.loss, optimizer, train_step, sync
+            )
+            for _ in range(done):  # a function of the step alone: made again, not restored
+                schedule.step()
+        log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done) if self._is_main else None
+        ids = self._positive_ids(data)
+        loss, whole_run, window = None, Meter(), Meter()
+        model.train()
+        barrier()
+        with Progress(total, done=done, enabled=self._is_main) as progress:
+            window.start()
+            for step, epoch, micro_batches in self._steps(loader, done, total, ids):
+                paddle.seed(step_seed(settings.seed, step, self._rank))
+                try:
+                    result = train_step(micro_batches)
+                except DivergenceError as error:
+                    raise DivergenceError(
+                        f"step {step}: {error}. The last checkpoint is as it was"
+                    ) from error
+                self._say_if_skipped(step, result)
+                rate = optimizer.get_lr()
+                schedule.step()
+                window.stop()
+                progress.advance()
+                if step % settings.log_every == 0 or step == total:
+                    loss = _finite(result.loss)
+                    record = {
+                        "step": step,
+                        "epoch": epoch,
+                        "loss": loss,
+                        "lr": rate,
+                        "grad_norm": _finite(result.grad_norm),
+                        "examples_per_second": window.rate(global_batch),
+                        "peak_bytes": self._largest_peak(window),
+                    }
+                    if result.loss_scale is not None:
+                        record["loss_scale"] = result.loss_scale
+                        record["skipped_steps"] = train_step.num_skipped
+                    record.update(self._learned_temperature(objective))
+                    whole_run.add(window)
+                    window = Meter()
+                    progress.show({**record, "loss": result.loss})
+                    if log is not None:
+                        log.write(record)
+                if step == total or step % (settings.save_every or total) == 0:
+                    training.write_back()
+                    self._checkpoints.save(
+                        step,
+                        model,
+                        objective.loss,
+                        optimizer,
+                        train_step,
+                        sync,
+                        save_tokenizer=data.tokenizer.save,
+                        about={"untrained": untrained, "chunks": objective.chunks.to_dict()},
+                    )
+                window.start()
+        return {
+            "steps": max(done, total),
+            "skipped_steps": train_step.num_skipped,
+            "loss": loss,
+            **self._learned_temperature(objective),
+            "peak_bytes": self._largest_peak(whole_run),
+            "examples_per_second": mean_over_ranks(whole_run.rate(global_batch)),
+        }
+
+    def _loader(self, data: PreparedData) -> PairLoader:
+        loader = build_loader(
+            data.train,
+            data.tokenizer,
+            local_batch=self.config.local_batch,
+            rank=self._rank,
+            num_ranks=self._world_size,
+            seed=self.config.train.seed,
+            max_query_tokens=self.config.data.max_query_tokens,
+            max_positive_tokens=self.config.data.max_positive_tokens,
+            num_workers=self.config.data.num_workers,
+        )
+        if len(loader) == 0:
+            raise DataError(
+                f"{len(data.train)} training pairs make not one batch of contrastive.global_batch "
+                f"= {self.config.contrastive.global_batch}; give more pairs or lower it"
+            )
+        self._note(loader.notes())
+        return loader
+
+    def _positive_ids(self, data: PreparedData) -> NDArray[np.int64] | None:
+        """Numbers by which the loss tells equal positives: ``[training pairs]``."""
+        if not self.config.contrastive.mask_false_negatives:
+            return None
+        ids: NDArray[np.int64] = text_ids(pair.positive for pair in data.train).numpy()
+        return ids
+
+    def _learned_temperature(self, objective: Objective) -> dict[str, float]:
+        section = self.config.contrastive
+        return {"temperature": objective.loss.temperature} if section.learnable_temperature else {}
+
+    def _steps(
+        self, loader: PairLoader, done: int, total: int, positive_ids: NDArray[np.int64] | None
+    ) -> Iterator[tuple[int, int, list[Batch]]]:
+        """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
+
+        A step's pairs are the same whatever the number of micro-batches they are cut into.
+        """
+        rows = self.config.micro_batch
+        while done < total:
+            epoch, skipped = divmod(done, len(loader))
+            loader.set_epoch(epoch)
+            for batch in itertools.islice(loader, skipped, None):
+                done += 1
+                parts = {side: batch[side] for side in ("query", "positive")}
+                if positive_ids is not None:
+                    parts["positive_ids"] = paddle.to_tensor(positive_ids[batch["index"].numpy()])
+                yield (
+                    done,
+                    epoch,
+                    [
+                        {name: part[first : first + rows] for name, part in parts.items()}
+                        for first in range(0, self.config.local_batch, rows)
+                    ],
+                )
+                if done == total:
+                    return
+
+    def _evaluate(self, model: paddle.nn.Layer, data: PreparedData) -> dict[str, float]:
+        """Retrieval metrics on the held-out pairs, of whose work every rank does its share."""
+        encode = partial(
+            encode_texts,
+            model,
+            data.tokenizer,
+            batch_size=self.config.train.eval_batch,
+            over_ranks=True,
+        )
+        with self._autocast():
+            query = encode(
+                [pair.query for pair in data.valid], max_tokens=self.config.data.max_query_tokens
+            )
+            pool = encode(data.pool, max_tokens=self.config.data.max_positive_tokens)
+        place = {text: index for index, text in enumerate(data.pool)}
+        target = np.array([place[pair.positive] for pair in data.valid], dtype=np.int64)
+        return retrieval_metrics(query, pool, target, ks=(1, 10), over_ranks=True)
+
+    def _conclude(self, record: dict[str, Any]) -> None:
+        """Rank 0 shows the table and writes the report; the others wait."""
+        if self._is_main:
+            (self._folder / "result.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+            metrics = self._folder / "metrics.jsonl"
+            report = write_report(
+                self._folder,
+                record=record,
+                metrics=read_metrics(metrics),
+                config=self.config.to_dict(),
+            )
+            print(retrieval_table(record))
+            for name, path in (
+                ("checkpoint", self._folder / "checkpoint" / f"step-{record['steps']}"),
+                ("metrics", metrics),
+                ("report", report),
+            ):
+                print(f"{name:<12}{path}")
+        barrier()
+
+    @property
+    def _is_main(self) -> bool:
+        return self._rank == 0
+
+    def _say_if_skipped(self, step: int, result: StepResult) -> None:
+        if result.skipped:
+            self._say(
+                f"Step {step} is skipped: not finite in float16 with a loss scale of "
+                f"{result.loss_scale:g} (loss {result.loss:g}, gradient norm {result.grad_norm:g})"
+            )
+
+    def _note(self, sentences: list[str]) -> None:
+        for sentence in sentences:
+            self._say(f"  {sentence}")
+
+    def _say(self, text: str) -> None:
+        if self._is_main:
+            print(text, flush=True)
+
+    def _largest_peak(self, meter: Meter) -> int | None:
+        return None if meter.peak_bytes is None else largest_of_ranks(meter.peak_bytes)
+
+
+def total_steps(config: Config, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run: ``max_steps`` or ``num_epochs``, whichever ends first."""
+    by_epochs = config.train.num_epochs and config.train.num_epochs * steps_per_epoch
+    return min(limit for limit in (config.train.max_steps, by_epochs) if limit is not None)
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of the dropout masks of one step on one rank, in [0, 2**32)."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
+
+
+def _join_ranks(config: Config) -> tuple[int, int]:
+    """Choose the device, join the process group if there is one; returns (rank, world size)."""
+    if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
+        raise ConfigError(
+            "launch.device is gpu, and the installed Paddle is built without CUDA; install "
+            "paddlepaddle-gpu or set launch.device=cpu"
+        )
+    paddle.set_device(config.launch.device)
+    running = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    if running != config.world_size:
+        raise ConfigError(
+            f"launch.num_ranks * launch.num_nodes is {config.world_size}, and {running} "
+            f"{'rank is' if running == 1 else 'ranks are'} running; start with `paddle-recompute "
+            f"train` or fleetrun, or set launch.num_ranks={running}"
+        )
+    if running > 1 and not dist.is_initialized():
+        _paddle.init_parallel_env()
+    return dist.get_rank(), running
+
+
+def _finite(value: float) -> float | None:
+    """The number, or None, which JSON can hold, in its place."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,397 @@
+"""TrainStep: K micro-batches are one batch, two ranks are one process, clipping is Paddle's."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute.config import AmpConfigs, RecomputeConfig
+from paddle_recompute.distributed import broadcast_from_rank0
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.train_step import TrainStep
+from tests.ranks import run_ranks
+from tests.train_step.half_precision import pretended_gpu, rounded
+
+# Sums over a batch are taken in another order when it is cut into parts. Momentum, unlike Adam,
+# passes that rounding on without magnifying the gradients that are nearly zero.
+SAME_SUM_IN_ANOTHER_ORDER = 1e-6
+STEPS, BATCH, LENGTH, WIDTH = 5, 8, 6, 16
+
+
+def encoder(dropout: float = 0.0, recompute: bool = True) -> paddle.nn.Layer:
+    paddle.seed(7)
+    block = paddle.nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=dropout)
+    model = paddle.nn.TransformerEncoder(block, 3)
+    apply_recompute(model, RecomputeConfig(enable=recompute, checkpoints=["layers.*"]))
+    return model
+
+
+def batches() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((BATCH, LENGTH, WIDTH), "float32") for _ in range(STEPS)]
+
+
+def loss_fn(model: paddle.nn.Layer, micro_batch: paddle.Tensor) -> paddle.Tensor:
+    return (model(micro_batch) - micro_batch.roll(1, 1)).square().mean()
+
+
+def train(
+    model: paddle.nn.Layer, data: list[np.ndarray], cuts: int | Sequence[int], **options: Any
+) -> tuple[dict[str, np.ndarray], list[float]]:
+    """Parameters after one step on each batch, and the losses.
+
+    A batch is cut into `cuts` equal micro-batches, or before the rows that `cuts` names.
+    """
+    optimizer = paddle.optimizer.Momentum(0.1, parameters=model.parameters())
+    number = cuts if isinstance(cuts, int) else len(cuts) + 1
+    step = TrainStep(model, optimizer, loss_fn=loss_fn, accumulate_steps=number, **options)
+    losses = []
+    for batch in data:
+        parts = [paddle.to_tensor(part) for part in np.split(batch, cuts)]
+        losses.append(step(parts).loss)
+    return {name: p.numpy() for name, p in model.named_parameters()}, losses
+
+
+def assert_close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys() and len(one) > 10
+    for name, value in one.items():
+        np.testing.assert_allclose(value, other[name], atol=SAME_SUM_IN_ANOTHER_ORDER, err_msg=name)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_recompute_changes_no_bit_of_five_steps_with_dropout(clip: float | None) -> None:
+    results = []
+    for recompute in (False, True):
+        model = encoder(dropout=0.1, recompute=recompute)
+        paddle.seed(11)
+        results.append(train(model, batches(), 2, clip_grad_norm=clip))
+    (plain, plain_losses), (recomputed, losses) = results
+    assert losses == plain_losses
+    for name, value in plain.items():
+        assert np.array_equal(value, recomputed[name]), name
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+def test_micro_batches_are_one_batch(micro_batches: int) -> None:
+    whole, losses = train(encoder(), batches(), 1)
+    parts, losses_of_parts = train(encoder(), batches(), micro_batches)
+    assert_close(whole, parts)
+    np.testing.assert_allclose(losses, losses_of_parts, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [[5, 7], [1, 2, 3, 4], [7]])
+def test_micro_batches_of_any_sizes_are_one_batch(cuts: list[int]) -> None:
+    whole, losses = train(encoder(), batches(), 1)
+    parts, losses_of_parts = train(encoder(), batches(), cuts)
+    assert_close(whole, parts)
+    np.testing.assert_allclose(losses, losses_of_parts, rtol=1e-5)
+
+
+def test_three_equal_micro_batches_are_their_plain_mean_to_the_bit() -> None:
+    model, twin = encoder(), encoder()
+    parameters, _ = train(model, [batches()[0][:6]], 3)
+    for part in np.split(batches()[0][:6], 3):
+        (loss_fn(twin, paddle.to_tensor(part)) / 3).backward()
+    paddle.optimizer.Momentum(0.1, parameters=twin.parameters()).step()
+    for name, parameter in twin.named_parameters():
+        assert np.array_equal(parameters[name], parameter.numpy()), name
+
+
+def test_examples_may_be_tokens() -> None:
+    """The loss is a mean over tokens, so micro-batches of other lengths weigh as their tokens."""
+    texts = [batches()[0][:4, :2], batches()[0][4:6], batches()[0][6:, :3]]
+    model, twin = paddle.nn.Linear(WIDTH, 2), paddle.nn.Linear(WIDTH, 2)
+    twin.set_state_dict(model.state_dict())
+    step = TrainStep(
+        model,
+        paddle.optimizer.SGD(0.1, parameters=model.parameters()),
+        loss_fn=lambda model, batch: model(batch["x"]).square().mean(),
+        accumulate_steps=3,
+        num_examples=lambda batch: batch["x"].shape[0] * batch["x"].shape[1],
+    )
+    result = step([{"x": paddle.to_tensor(text)} for text in texts])
+    tokens = np.concatenate([text.reshape(-1, WIDTH) for text in texts])
+    loss = twin(paddle.to_tensor(tokens)).square().mean()
+    loss.backward()
+    paddle.optimizer.SGD(0.1, parameters=twin.parameters()).step()
+    assert len(tokens) == 8 + 12 + 6
+    assert result.loss == pytest.approx(float(loss), rel=1e-6)
+    np.testing.assert_allclose(model.weight.numpy(), twin.weight.numpy(), atol=1e-7)
+
+
+def test_the_update_is_that_of_a_hand_written_loop() -> None:
+    model, twin = encoder(), encoder()
+    parameters, _ = train(model, batches()[:1], 1)
+    loss_fn(twin, paddle.to_tensor(batches()[0])).backward()
+    optimizer = paddle.optimizer.Momentum(0.1, parameters=twin.parameters())
+    optimizer.step()
+    for name, parameter in twin.named_parameters():
+        assert np.array_equal(parameters[name], parameter.numpy()), name
+
+
+def test_clipping_is_that_of_paddle() -> None:
+    clip = 0.01
+    model, twin = encoder(), encoder()
+    optimizer = paddle.optimizer.SGD(1.0, parameters=model.parameters())
+    data = paddle.to_tensor(batches()[0])
+    result = TrainStep(model, optimizer, loss_fn=loss_fn, clip_grad_norm=clip)([data])
+    loss_fn(twin, data).backward()
+    own = paddle.nn.ClipGradByGlobalNorm(clip)
+    paddle.optimizer.SGD(1.0, parameters=twin.parameters(), grad_clip=own).step()
+    assert result.grad_norm > clip
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        np.testing.assert_allclose(p.numpy(), q.numpy(), atol=1e-7)
+
+
+def test_gradients_are_cleared_after_the_step() -> None:
+    model = encoder()
+    train(model, batches()[:1], 1)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_parameter_without_gradient_in_a_later_step_is_left_alone() -> None:
+    """A gradient of zeros in its place would let AdamW decay it."""
+    model = paddle.nn.LayerList([paddle.nn.Linear(2, 2), paddle.nn.Linear(2, 2)])
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters(), weight_decay=0.5)
+    step = TrainStep(
+        model, optimizer, loss_fn=lambda model, b: sum(model[i](b[0]).mean() for i in b[1])
+    )
+    step([(paddle.ones([1, 2]), [0, 1])])
+    before = [layer.weight.numpy() for layer in model]
+    step([(paddle.ones([1, 2]), [0])])
+    assert not np.array_equal(model[0].weight.numpy(), before[0])
+    assert np.array_equal(model[1].weight.numpy(), before[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate_steps": 0}, "accumulate_steps is 0; it must be at least 1"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm is 0.0; it must be positive"),
+        ({"sync": "magic"}, "sync mode 'magic' does not exist"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(parameters=model.parameters())
+    with pytest.raises(ConfigError, match=message):
+        TrainStep(model, optimizer, loss_fn=loss_fn, **options)
+
+
+def test_another_number_of_micro_batches_is_refused() -> None:
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(parameters=model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=loss_fn, accumulate_steps=2)
+    with pytest.raises(ConfigError, match="got 1 micro-batches; accumulate_steps is 2"):
+        step([paddle.ones([1, 2])])
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "options", "message"),
+    [
+        ({"rows": 3}, {}, "cannot be told from a micro-batch with no Tensor in it; give TrainStep"),
+        (paddle.to_tensor(1.0), {}, "a Tensor without axes first in it"),
+        (paddle.ones([0, 2]), {}, "has 0 examples; allowed is a number greater than 0"),
+        (paddle.ones([1, 2]), {"num_examples": lambda batch: math.nan}, "has nan examples"),
+    ],
+)
+def test_examples_that_cannot_be_counted_are_refused(
+    micro_batch: Any, options: dict[str, Any], message: str
+) -> None:
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(parameters=model.parameters())
+    with pytest.raises(ConfigError, match=message):
+        TrainStep(model, optimizer, loss_fn=loss_fn, **options)([micro_batch])
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(parameters=model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x))
+    with pytest.raises(ConfigError, match=r"loss_fn must return a scalar Tensor; its shape is"):
+        step([paddle.ones([3, 2])])
+
+
+# ------------------------------------------------------------------------------- several ranks
+
+
+def train_one_rank() -> list[tuple[dict[str, np.ndarray], list[float]]]:
+    """With one micro-batch a step, and with two."""
+    import paddle.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    data = [np.split(batch, ranks)[rank] for batch in batches()]
+    results = []
+    for micro_batches in (1, 2):
+        model = encoder()
+        if rank != 0:  # what the broadcast must undo
+            for parameter in model.parameters():
+                parameter.set_value(parameter + 1)
+        broadcast_from_rank0(model)
+        results.append(train(model, data, micro_batches))
+    return results
+
+
+def test_two_ranks_with_half_a_batch_each_are_one_process() -> None:
+    for one_rank, other_rank in zip(*run_ranks(train_one_rank, 2), strict=True):
+        assert_one_process(one_rank, other_rank)
+
+
+def assert_one_process(
+    one_rank: tuple[dict[str, np.ndarray], list[float]],
+    other_rank: tuple[dict[str, np.ndarray], list[float]],
+    **options: Any,
+) -> None:
+    """Equal parameters on both ranks, and those that one process has after the whole batches."""
+    (one, losses_one), (other, losses_other) = one_rank, other_rank
+    alone, losses = train(encoder(), batches(), 1, **options)
+    assert losses_one == losses_other
+    np.testing.assert_allclose(losses, losses_one, rtol=1e-5)
+    for name, value in one.items():
+        assert np.array_equal(value, other[name]), f"the ranks differ in {name}"
+    assert_close(alone, one)
+
+
+CLIPS = (None, 0.1)
+
+
+def train_uneven_rank() -> list[tuple[dict[str, np.ndarray], list[float]]]:
+    """5 of 8 examples on rank 0, cut into 4 and 1; 3 on rank 1, cut into 1 and 2."""
+    import paddle.distributed as dist
+
+    rows, cut = [(slice(0, 5), [4]), (slice(5, 8), [1])][dist.get_rank()]
+    data = [batch[rows] for batch in batches()]
+    return [train(encoder(), data, cut, clip_grad_norm=clip) for clip in CLIPS]
+
+
+def test_ranks_with_more_and_fewer_examples_are_one_process() -> None:
+    """Clipped: by the norm of all ranks' gradient together, which the ranks' own norms exceed."""
+    for clip, one_rank, other_rank in zip(CLIPS, *run_ranks(train_uneven_rank, 2), strict=True):
+        assert_one_process(one_rank, other_rank, clip_grad_norm=clip)
+
+
+class Spoiling(GradientSync):
+    """After the third synchronization, rank 1 alone finds an infinite gradient."""
+
+    @contextlib.contextmanager
+    def last_backward(self) -> Iterator[None]:
+        import paddle.distributed as dist
+
+        with super().last_backward():
+            yield
+        if self.num_synchronized == 3 and dist.get_rank() == 1:
+            with paddle.no_grad():
+                next(iter(self._parameters.values())).grad.scale_(math.inf)
+
+
+def train_with_overflow() -> list[dict[str, Any]]:
+    """With gradients sent as they are, and in bfloat16."""
+    return [train_over_an_overflow(compression) for compression in ("none", "bf16")]
+
+
+def train_over_an_overflow(compression: str) -> dict[str, Any]:
+    """Six steps in float16. In the second one, the data of rank 1 alone makes it overflow."""
+    import paddle.distributed as dist
+
+    paddle.seed(0)
+    model = paddle.nn.Linear(WIDTH, WIDTH)
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+    seen: dict[str, list[Any]] = {"skipped": [], "scale": [], "weight": [], "norm": []}
+    amp = AmpConfigs(
+        init_loss_scaling=2.0**10, decr_every_n_nan_or_inf=1, decr_ratio=0.5, incr_every_n_steps=2
+    )
+    with pretended_gpu():
+        step = TrainStep(
+            model,
+            optimizer,
+            loss_fn=lambda model, x: rounded(model(x)).square().mean(),
+            sync=Spoiling(model, compression=compression),
+            clip_grad_norm=1.0,
+            amp=amp,
+        )
+        for number in range(6):
+            random = np.random.default_rng([number, dist.get_rank()])
+            x = random.standard_normal((8, WIDTH)).astype("float32")
+            if number == 1 and dist.get_rank() == 1:
+                x *= 4e3
+            result = step([paddle.to_tensor(x)])
+            seen["skipped"].append(result.skipped)
+            seen["scale"].append(result.loss_scale)
+            seen["norm"].append(result.grad_norm)
+            seen["weight"].append(model.weight.numpy())
+    return {**seen, "num_skipped": step.num_skipped}
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    for one, other in zip(*run_ranks(train_with_overflow, 2), strict=True):
+        assert_skipped_together(one, other)
+
+
+def assert_skipped_together(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for seen in (one, other):
+        assert seen["skipped"] == [False, True, True, False, False, False]
+        assert seen["scale"] == [1024.0, 1024.0, 512.0, 256.0, 256.0, 512.0]
+        assert seen["num_skipped"] == 2
+        weights = seen["weight"]
+        assert np.array_equal(weights[0], weights[1]) and np.array_equal(weights[0], weights[2])
+        assert not np.array_equal(weights[2], weights[3])
+        assert np.isfinite(weights[5]).all()
+    for step in range(6):
+        assert np.array_equal(one["weight"][step], other["weight"][step]), step
+    # Only rank 1 could see the second one.
+    assert math.isfinite(one["norm"][2]) and not math.isfinite(other["norm"][2])
+
+
+def train_in_data_parallel() -> bool:
+    """Whether DataParallel, wrapped around the same model, gives the very same parameters."""
+    import paddle.distributed as dist
+
+    rank = dist.get_rank()
+    data = [np.split(batch, 2)[rank] for batch in batches()]
+    bare, _ = train(encoder(), data, 2)
+    wrapped, _ = train(paddle.DataParallel(encoder()), data, 2)
+    return all(np.array_equal(v, wrapped[f"_layers.{k}"]) for k, v in bare.items())
+
+
+def test_a_model_in_data_parallel_is_synchronized_once() -> None:
+    assert run_ranks(train_in_data_parallel, 2) == [True, True]
+
+
+def data_parallel_alone(recompute_form: bool) -> str:
+    from paddle.distributed.fleet.utils import recompute
+
+    model = encoder(recompute=False)
+    blocks = model.layers
+
+    class Encoder(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            for block in self.blocks:
+                x = recompute(block, x, use_reentrant=recompute_form)
+            return x
+
+    parallel = paddle.DataParallel(Encoder())
+    x = paddle.to_tensor(batches()[0])
+    x.stop_gradient = False
+    try:
+        parallel(x).mean().backward()
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_fleets_reentrant_recompute_still_breaks_data_parallel() -> None:
+    """The failure this project started from; when it goes away, `no_sync` can go too."""
+    for message in run_ranks(data_parallel_alone, 2, recompute_form=True):
+        assert "has been ready before" in message
