@@ -298,14 +298,7 @@ def test_register_backward_hook_fires_after_the_addition() -> None:
     assert seen == [4, 8]
 
 
-# ----------------------------------------------------------------------- fleet, store and memory
-
-
-def test_fleets_recompute_takes_the_keywords_that_we_give() -> None:
-    x, layer = needs_grad(1, 2), paddle.nn.Linear(2, 2)
-    (y,) = _paddle.reentrant_recompute(lambda x: (layer(x),), [x])
-    y.sum().backward()
-    assert layer.weight.grad is not None
+# ------------------------------------------------------------------------------ store and memory
 
 
 def modified_flags() -> list[tuple[Any, ...]]:

@@ -125,7 +125,14 @@ class RecomputeConfig(Section):
                     f"has no effect with policy: {v['policy']}; set policy: {name} or remove it",
                 )
 
-    rules = (_settings_need_their_policy,)
+    @staticmethod
+    def _fleet_has_no_more(v: Values) -> Iterator[Broken]:
+        if v["engine"] == "fleet" and v["policy"] == "segments":
+            yield Broken("policy", "segments", "is not what engine: fleet can do; use all, every_n")
+        if v["engine"] == "fleet" and v["offload"] != "none":
+            yield Broken("offload", v["offload"], "is not what engine: fleet can do; remove it")
+
+    rules = (_settings_need_their_policy, _fleet_has_no_more)
     refused_values: ClassVar[Any] = {
         "policy": {"budget": "policy budget is not available yet; use all, every_n or segments"}
     }
@@ -134,6 +141,11 @@ class RecomputeConfig(Section):
     }
 
     enable: bool = Field(True, description="false: the model is left as it is")
+    engine: Literal["paddle_recompute", "fleet"] = Field(
+        "paddle_recompute",
+        description="fleet: Paddle's own recompute around each sublayer, to compare with; what it "
+        "would get wrong is refused",
+    )
     checkpoints: list[str] = Field(
         default_factory=lambda: ["encoder.layers.*"],
         min_length=1,

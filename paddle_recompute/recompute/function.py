@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute._nested import tensors_in
-from paddle_recompute.errors import ConfigError, RecomputeError
-from paddle_recompute.recompute import _discarded, _hooks, _reentrant
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.recompute import _discarded, _hooks
 from paddle_recompute.recompute._frames import (
     Frame,
     is_inside_a_repetition,
     run_inside_a_repetition,
 )
-from paddle_recompute.recompute._offload import STORAGES, OnDevice, SomeOnHost, Storage
+from paddle_recompute.recompute._offload import STORAGES, SomeOnHost, Storage
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.program.marked_call import run_marked
 from paddle_recompute.replay import Call, name_of
@@ -35,7 +36,6 @@ class RecomputeOptions:
     """The options of `recompute`, checked; they mean what they mean there."""
 
     preserve_rng_state: bool = True
-    use_reentrant: bool | None = None
     determinism_check: DeterminismCheck = "default"
     offload: Offload | None = None
 
@@ -81,14 +81,9 @@ def recompute(
             dataclasses, and anything else. They must not be changed in place until the backward.
         preserve_rng_state: Replay the random streams of Paddle, NumPy and Python (dropout!). False
             saves some microseconds for a function that draws no random numbers.
-        use_reentrant: None and False use saved-tensor hooks, which are right in every case. True
-            uses Paddle's PyLayer form, with its limits: outputs always need a gradient, and one
-            that is unused leaves zeros instead of None; ``paddle.grad`` and ``retain_graph=True``
-            are refused; hooks registered inside do not see the first forward, and what a hook on
-            an output returns is ignored; only what is returned is compared, not what is saved; an
-            argument that needs a gradient must get one.
-            Where saved-tensor hooks of somebody else are in force, None and False call `function`
-            plainly, with a warning; True is refused.
+        use_reentrant: Accepted for Paddle's sake. There is one form here, which uses saved-tensor
+            hooks and is right in every case; True is noted once in the log. Where saved-tensor
+            hooks of other code are in force, `function` is called plainly, with a warning.
         determinism_check: ``"default"`` compares count, shape and dtype of what both forwards save
             and return; ``"values"`` also compares the values bit by bit (slow: every saved tensor
             is copied to the host); ``"none"`` compares only what is needed to go on.
@@ -120,11 +115,26 @@ def recompute(
     References:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
     """
-    options = RecomputeOptions(preserve_rng_state, use_reentrant, determinism_check, offload)
+    note_reentrant(use_reentrant)
+    options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     storage = None
     if offload_indices:
         storage = SomeOnHost(t for index in offload_indices for t in tensors_in(args[index]))
     return run_recomputed(function, args, kwargs, options, storage=storage)
+
+
+def note_reentrant(use_reentrant: bool | None) -> None:
+    """Say once that ``use_reentrant=True`` changes nothing."""
+    if use_reentrant:
+        _note_reentrant_once()
+
+
+@functools.cache
+def _note_reentrant_once() -> None:
+    _logger.info(
+        "use_reentrant=True changes nothing here: recompute has one form, which is right in every "
+        "case. Paddle's own is recompute.engine: fleet"
+    )
 
 
 @paddle.jit.not_to_static
@@ -194,14 +204,7 @@ def _run_in_dygraph(
         compare_values=check == "values",
     )
     if not _hooks.are_free():
-        return _call_plainly(function, args, kwargs, name, options)
-    if options.use_reentrant:
-        if check == "values" or not isinstance(storage, OnDevice):
-            raise ConfigError(
-                "determinism_check='values' and offload need the saved-tensor hooks of the "
-                "default form; leave out use_reentrant=True"
-            )
-        return _reentrant.run(call, args, kwargs)
+        return _call_plainly(function, args, kwargs, name)
     if is_inside_a_repetition():
         return run_inside_a_repetition(call, storage, args, kwargs)
     if segment is not None:
@@ -223,17 +226,11 @@ def _call_plainly(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     name: str,
-    options: RecomputeOptions,
 ) -> Any:
     """Under saved-tensor hooks of somebody else, which decide what is kept.
 
     Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
     """
-    if options.use_reentrant:
-        raise RecomputeError(
-            f"recompute({name}, use_reentrant=True) cannot run under saved_tensors_hooks; "
-            "leave one of them out"
-        )
     _logger.warning(
         "recompute(%s): other saved_tensors_hooks are in force here and decide what is kept, so "
         "it is called plainly",

@@ -17,6 +17,7 @@ from paddle_recompute.recompute.function import (
     DeterminismCheck,
     Offload,
     RecomputeOptions,
+    note_reentrant,
     run_recomputed,
 )
 from paddle_recompute.replay import is_recomputing, name_of
@@ -167,7 +168,8 @@ def recompute_wrapper(
         >>> type(block.unwrap()).__name__
         'Linear'
     """
-    options = RecomputeOptions(preserve_rng_state, use_reentrant, determinism_check, offload)
+    note_reentrant(use_reentrant)
+    options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     return wrap(layer, options, name)
 
 
@@ -204,15 +206,20 @@ def wrap(
     layer._recompute_segment = segment
     layer._recompute_gives_up_outputs = gives_up_outputs
     layer._recompute_forward_count = 0
-    layer.__class__ = _wrapped_class(RecomputeLayer, type(layer))
+    replace_class(layer, RecomputeLayer)
     return layer
 
 
 def wrap_scope(layer: AnyLayer) -> AnyLayer:
     """Make `layer` a `SelectiveLayer`, unless it is one already."""
     if not isinstance(layer, SelectiveLayer):
-        layer.__class__ = _wrapped_class(SelectiveLayer, type(layer))
+        replace_class(layer, SelectiveLayer)
     return layer
+
+
+def replace_class(layer: paddle.nn.Layer, wrapping: type[WrappedLayer]) -> None:
+    """Make `layer` an instance of `wrapping`, and still of its own class."""
+    layer.__class__ = _wrapped_class(wrapping, type(layer))
 
 
 def _wrapped_class(

@@ -17,6 +17,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import SelectionError
+from paddle_recompute.recompute._fleet import FleetRecomputeLayer, wrap_with_fleet
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.layer import (
@@ -89,7 +90,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     left_out = _inside_another(matches)
     candidates = [name for name in matches if name not in left_out]
     for name in candidates:
-        if isinstance(parts[name], (RecomputeLayer, RecomputedFunction)):
+        if isinstance(parts[name], (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)):
             raise SelectionError(
                 f"recompute.checkpoints selects '{name}', which is wrapped already; call its "
                 "unwrap() first, or apply_recompute only once"
@@ -97,16 +98,29 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     segments = _POLICIES[config.policy](candidates, config)
     chosen = {name for segment in segments for name in segment}
     left_out.update({name: f"policy {config.policy}" for name in candidates if name not in chosen})
-    cheap = tuple(name for name in candidates if name in chosen and _is_cheap(parts[name]))
+    wrapped = tuple(name for name in candidates if name in chosen)
+    if config.engine == "fleet":
+        _wrap_with_fleet({name: parts[name] for name in candidates if name in chosen}, config)
+        return RecomputeReport(wrapped, segments, left_out)
+    cheap = tuple(name for name in wrapped if _is_cheap(parts[name]))
     options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
     for names in segments:
         segment = Segment(names) if len(names) > 1 else None
         for position, name in enumerate(names):
             joined = (segment, position) if segment is not None else None
             _wrap_part(model, name, parts[name], options, joined, name in cheap)
-    return RecomputeReport(
-        tuple(name for name in candidates if name in chosen), segments, left_out, cheap
-    )
+    return RecomputeReport(wrapped, segments, left_out, cheap)
+
+
+def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
+    for name, part in parts.items():
+        if not isinstance(part, paddle.nn.Layer):
+            raise SelectionError(
+                f"recompute.engine: fleet wraps Layers, and '{name}' is a function; name its Layer "
+                "in recompute.checkpoints, or use recompute.engine: paddle_recompute"
+            )
+    for name, part in parts.items():
+        wrap_with_fleet(part, name, preserve_rng_state=config.preserve_rng_state)
 
 
 # ------------------------------------------------------------------------------------ policies
