@@ -73,7 +73,7 @@ def assert_one_paragraph(result: Result, *words: str) -> None:
 
 
 def test_a_missing_file_is_told_with_those_that_are_there() -> None:
-    assert_one_paragraph(run("--config", CONFIGS / "no.yaml"), "no.yaml", "there is", str(TINY))
+    assert_one_paragraph(run("--config", CONFIGS / "no.yaml"), "no.yaml", "folder has", str(TINY))
 
 
 def test_a_wrong_configuration_is_told_with_all_of_its_faults() -> None:
