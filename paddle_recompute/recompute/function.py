@@ -33,7 +33,7 @@ _logger = logging.getLogger("paddle_recompute")
 
 @dataclass(frozen=True)
 class RecomputeOptions:
-    """The options of `recompute`, checked; they mean what they mean there."""
+    """The checked options of `recompute`."""
 
     preserve_rng_state: bool = True
     determinism_check: DeterminismCheck = "default"
@@ -65,43 +65,47 @@ def recompute(
 ) -> Any:
     """Call ``function(*args, **kwargs)``; keep its inputs for the backward, not its activations.
 
-    The result, every gradient and every side effect are those of the plain call; the backward
-    costs one extra forward of `function`, and the memory of what its operators would have saved
-    is free in between. Drop-in for ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
+    The backward runs `function` a second time and uses the activations of that second forward. This
+    costs one extra forward. Outputs, gradients, random streams and buffers are those of the plain
+    call. Replaces ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
 
     Under ``paddle.no_grad`` the function is called once and nothing is kept. While a Program is
-    being built (``paddle.enable_static``, ``paddle.jit.to_static``) the call is marked, and
-    recomputed by `static_graph.minimize`, or by what `to_static` returns (Paddle 3.3).
+    being built (``paddle.enable_static``, ``paddle.jit.to_static``) the call is only marked.
+    `static_graph.minimize`, or the function that `to_static` returns (Paddle 3.3), recomputes it.
+
+    Not detected by default: a second forward that computes other values of the same shapes. Effects
+    in Python (counters, logging) happen in both forwards; `is_recomputing` is true in the second.
 
     Args:
         function: A Layer or any callable. It must do the same thing when it is called again with
-            the same arguments. Layers that it is, is bound to or closes over have their buffers
-            (BatchNorm statistics, power iterations, ...) updated once, as in a plain call.
-        *args: Its arguments: tensors of any dtype, also nested in tuples, lists, dicts and
-            dataclasses, and anything else. They must not be changed in place until the backward.
-        preserve_rng_state: Replay the random streams of Paddle, NumPy and Python (dropout!). False
-            saves some microseconds for a function that draws no random numbers.
-        use_reentrant: Accepted for Paddle's sake. There is one form here, which uses saved-tensor
-            hooks and is right in every case; True is noted once in the log. Where saved-tensor
-            hooks of other code are in force, `function` is called plainly, with a warning.
-        determinism_check: ``"default"`` compares count, shape and dtype of what both forwards save
-            and return; ``"values"`` also compares the values bit by bit (slow: every saved tensor
-            is copied to the host); ``"none"`` compares only what is needed to go on.
-        offload: Where the tensors among the arguments wait for the backward: ``"host"`` memory
-            (pinned; nothing to do on a CPU), ``"disk"`` (a temporary file per step, freed by the
-            system in every case), or None, the device.
-        offload_indices: Positions in `args` of tensors to offload to the host, as Paddle 3.x
-            spells it.
+            the same arguments. If it is a Layer, is bound to one or closes over one, the buffers of
+            that Layer (such as BatchNorm statistics) are updated once, as in a plain call.
+        *args: Arguments of `function`: tensors of any dtype, also nested in tuples, lists, dicts
+            and dataclasses, and other values. Tensors must not be changed in place before the
+            backward.
+        preserve_rng_state: Draw the same random numbers of Paddle, NumPy and Python in both
+            forwards (needed for dropout). False saves some microseconds for a function that draws
+            none.
+        use_reentrant: Accepted because Paddle has it; it changes nothing. True is noted once in the
+            log. If other code has saved-tensor hooks in force, `function` is called plainly, with a
+            warning.
+        determinism_check: ``"default"`` compares number, shape and dtype of the tensors that both
+            forwards save and return. ``"values"`` also compares the values bit by bit (slow: every
+            saved tensor is copied to the host). ``"none"`` compares only what the backward needs.
+        offload: Where the tensors among the arguments are kept until the backward: ``"host"``
+            (pinned memory; no effect on a CPU), ``"disk"`` (a temporary file, which the system
+            removes even after a crash), or None (the device).
+        offload_indices: Positions in `args` of tensors to keep on the host, as in Paddle 3.x.
         **kwargs: Keyword arguments of `function`.
 
     Returns:
         What ``function(*args, **kwargs)`` returns.
 
     Raises:
-        ConfigError: An option has a value that does not exist.
-        RecomputeError: The function changes an argument in place, or (from the backward) its
-            second forward is not a repetition of the first.
-        StaticGraphError: In a Program, it is called inside a branch or loop body.
+        ConfigError: An option has a value that is not allowed.
+        RecomputeError: `function` changes an argument in place; or, raised by the backward, its
+            second forward differs from the first.
+        StaticGraphError: The call is inside a branch or loop body of a Program.
 
     Examples:
         >>> import paddle
@@ -132,8 +136,8 @@ def note_reentrant(use_reentrant: bool | None) -> None:
 @functools.cache
 def _note_reentrant_once() -> None:
     _logger.info(
-        "use_reentrant=True changes nothing here: recompute has one form, which is right in every "
-        "case. Paddle's own is recompute.engine: fleet"
+        "use_reentrant=True has no effect: paddle_recompute has one form of recompute. To use "
+        "Paddle's own recompute, set recompute.engine: fleet"
     )
 
 
@@ -232,8 +236,8 @@ def _call_plainly(
     Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
     """
     _logger.warning(
-        "recompute(%s): other saved_tensors_hooks are in force here and decide what is kept, so "
-        "it is called plainly",
+        "recompute(%s): other saved_tensors_hooks are in force; the function is called without "
+        "recompute",
         name,
     )
     return function(*args, **kwargs)

@@ -33,14 +33,14 @@ class WrappedLayer(paddle.nn.Layer):
 
     A wrapped Layer stays the same object with the same attributes. So its state_dict keys, sublayer
     names, ``isinstance`` checks, hooks, ``train()``/``eval()``, pickles and deep copies are the
-    bare Layer's. A direct ``layer.forward(x)`` goes past the wrapping, as it goes past hooks.
+    bare Layer's. A direct ``layer.forward(x)`` bypasses the wrapping, as it bypasses hooks.
     """
 
     _added: ClassVar[tuple[str, ...]] = ()
     """Names of the attributes that wrapping adds to the Layer."""
 
     def unwrap(self) -> paddle.nn.Layer:
-        """Make this Layer what it was before it was wrapped; returns it."""
+        """Undo the wrapping; returns this Layer."""
         added = self._added
         self.__class__ = type(self)._bare_class()
         for name in added:
@@ -65,9 +65,9 @@ class WrappedLayer(paddle.nn.Layer):
 
 
 class RecomputeLayer(WrappedLayer):
-    """What `recompute_wrapper` makes of a Layer: each of its calls is a `recompute`.
+    """A Layer whose every call is a `recompute`; `recompute_wrapper` makes one from a Layer.
 
-    Forward hooks of the Layer belong to what is recomputed and run in both forwards.
+    Forward hooks of the Layer are recomputed with it: they run in both forwards.
     """
 
     _added: ClassVar[tuple[str, ...]] = (
@@ -142,7 +142,7 @@ def recompute_wrapper(
     offload: Offload | None = None,
     name: str = "",
 ) -> AnyLayer:
-    """Wrap `layer`, so that each of its calls is a `recompute`; costs one extra forward each.
+    """Wrap `layer` so that each of its calls is a `recompute`, at the cost of one extra forward.
 
     Args:
         layer: The Layer to wrap. It is changed in place.
@@ -150,14 +150,14 @@ def recompute_wrapper(
         use_reentrant: As in `recompute`.
         determinism_check: As in `recompute`.
         offload: As in `recompute`.
-        name: What errors call the layer, for example its path in the model.
+        name: The name of the layer in errors, for example its path in the model.
 
     Returns:
         `layer` itself, now a `RecomputeLayer` too.
 
     Raises:
-        SelectionError: `layer` is wrapped already.
-        ConfigError: An option has a value that does not exist.
+        SelectionError: `layer` is already wrapped.
+        ConfigError: An option has a value that is not allowed.
 
     Examples:
         >>> import paddle

@@ -136,7 +136,7 @@ def test_use_reentrant_is_accepted_and_noted_once(caplog: pytest.LogCaptureFixtu
         for _ in range(2):  # no input needs a gradient: Paddle's reentrant form would give none
             recompute(layer, x, use_reentrant=True).sum().backward()
     assert [record.message for record in caplog.records if "use_reentrant" in record.message] == [
-        "use_reentrant=True changes nothing here: recompute has one form, which is right in every "
-        "case. Paddle's own is recompute.engine: fleet"
+        "use_reentrant=True has no effect: paddle_recompute has one form of recompute. To use "
+        "Paddle's own recompute, set recompute.engine: fleet"
     ]
     assert np.all(layer.weight.grad.numpy() == 4)
