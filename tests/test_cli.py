@@ -306,7 +306,7 @@ def test_interrupted_encode_says_how_to_go_on(
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paddle_recompute.retrieval.encode.encode_texts", interrupt)
+    monkeypatch.setattr("paddle_recompute.retrieval.encoding.encode_texts", interrupt)
     result = encoded(trained, tmp_path / "pool.npy")
     assert result.exit_code == 130
     assert "interrupted; run the same command again to continue" in result.stderr

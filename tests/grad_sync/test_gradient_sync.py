@@ -42,7 +42,7 @@ class Towers(paddle.nn.Layer):
         for block in self.blocks:
             if self._form == "none":
                 x = block(x)
-            elif self._form == "fleet":
+            elif self._form == "fleet" and not x.stop_gradient:  # else it loses gradients
                 x = fleet_recompute(block, x)
             else:
                 x = recompute(block, x)

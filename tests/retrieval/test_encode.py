@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from paddle_recompute.errors import CheckpointError, DataError
-from paddle_recompute.retrieval import encode as encode_module
-from paddle_recompute.retrieval.encode import encode_file
+from paddle_recompute.retrieval import encoding as encode_module
+from paddle_recompute.retrieval.encoding import encode_file
 from paddle_recompute.retrieval.evaluation import encode_texts
 from paddle_recompute.retrieval.trained import TrainedEncoder, load_encoder
 from tests.trainer.trained_run import make_run, texts

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from paddle_recompute.errors import CheckpointError, DataError
-from paddle_recompute.retrieval import search as search_module
-from paddle_recompute.retrieval.encode import encode_file
+from paddle_recompute.retrieval import index as search_module
+from paddle_recompute.retrieval.encoding import encode_file
 from paddle_recompute.retrieval.evaluation import encode_texts
-from paddle_recompute.retrieval.search import Index, search, top_of_tiles
+from paddle_recompute.retrieval.index import Index, search, top_of_tiles
 from paddle_recompute.retrieval.trained import load_encoder
 from tests.trainer.trained_run import make_run, texts
 
