@@ -53,7 +53,6 @@ SUBJECTS: dict[str, Run] = {
     "Paddle": paddles_recompute,
     "Paddle, hooks": with_option(paddles_recompute, False),
     "paddle_recompute": recompute,
-    "ours, reentrant": with_option(recompute, True),
 }
 SYMBOLS = {"ok": "ok", "rounding": "rounding", "refused": "refused", "error": "error",
            "wrong": "**wrong**", "crash": "**crash**"}  # fmt: skip
@@ -202,8 +201,7 @@ def write_table(files: list[Path]) -> None:
         (
             '"Paddle" is `paddle.distributed.fleet.utils.recompute` as it comes '
             '(`use_reentrant=True`), "Paddle, hooks" is its `use_reentrant=False`; '
-            '"paddle_recompute" is ours as it comes, "ours, reentrant" is its '
-            "`use_reentrant=True`."
+            '"paddle_recompute" is ours.'
         ),
         "",
         MEANING,

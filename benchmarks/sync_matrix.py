@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle.distributed.fleet.utils import recompute as fleet_recompute
 from tqdm import tqdm
 
 from benchmarks._network import loopback
@@ -59,7 +60,7 @@ class Combination:
 
 COMBINATIONS = [
     Combination(*chosen)
-    for chosen in itertools.product(("none", "hooks", "reentrant"), (1, 2), (False, True), (1, 3))
+    for chosen in itertools.product(("none", "hooks", "fleet"), (1, 2), (False, True), (1, 3))
 ]
 
 
@@ -90,9 +91,10 @@ class Towers(paddle.nn.Layer):
         for block in self.blocks:
             if self._combination.form == "none":
                 hidden = block(hidden)
+            elif self._combination.form == "fleet":
+                hidden = fleet_recompute(block, hidden)
             else:
-                reentrant = self._combination.form == "reentrant"
-                hidden = recompute(block, hidden, use_reentrant=reentrant)
+                hidden = recompute(block, hidden)
         if self._combination.tied:
             return paddle.matmul(hidden, self.embedding.weight, transpose_y=True)
         return self.scores(hidden)

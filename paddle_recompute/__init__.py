@@ -1,7 +1,7 @@
-"""Recompute for PaddlePaddle: the same model and card, a batch many times larger.
+"""Recompute, gradient synchronization and gradient cache for large batches in PaddlePaddle.
 
-Everything that a user needs is a name of this package. Importing it is free: no device is
-touched, nothing is printed, and Paddle itself is imported with the first name that needs it.
+All public names are imported from this package. The import touches no device and prints nothing.
+Paddle is imported when the first name that needs it is used.
 
 Examples:
     >>> import paddle_recompute

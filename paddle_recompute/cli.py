@@ -20,9 +20,10 @@ from paddle_recompute.errors import LaunchError, PaddleRecomputeError
 from paddle_recompute.launch import (
     RankFailedError,
     RankRefusedError,
-    _rank_process,
+    is_launched,
     is_rank,
     launch,
+    prepare_rank,
     require_paddle_and_devices,
     speed_settings,
     start_line,
@@ -38,26 +39,25 @@ def main() -> None:
 @main.command()
 @click.option("--config", "config_file", required=True, metavar="FILE", help="A YAML file.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--master", metavar="HOST:PORT", help="Several machines: address of the first one.")
 @click.option(
-    "--master", metavar="HOST:PORT", help="Several machines: the first one's address, on each."
-)
-@click.option(
-    "--rank", "node_rank", type=int, default=0, help="Several machines: this one's number, from 0."
+    "--rank", "node_rank", type=int, default=0, help="Several machines: number of this one, from 0."
 )
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def train(
     config_file: str, debug: bool, master: str | None, node_rank: int, overrides: tuple[str, ...]
 ) -> None:
-    """Train, evaluate and report as FILE says; KEY=VALUE changes a setting of it.
+    """Train, evaluate and write a report, as FILE configures; KEY=VALUE overrides a setting.
 
     For example: paddle-recompute train --config run.yaml train.max_steps=50
 
-    The ranks are started here, as many as the file says. Under fleetrun (python -m
-    paddle.distributed.launch) the process is one of the ranks and starts none. The last line on
-    standard output is the final record, one JSON object.
+    The command starts launch.num_ranks ranks. Under fleetrun (python -m paddle.distributed.launch)
+    the process is one of the ranks and starts none. On several machines, run the command on every
+    machine with --master HOST:PORT and --rank N. The last line on standard output is the final
+    record, one JSON object.
     """
-    if _rank_process.is_launched():
-        _rank_process.prepare_rank()
+    if is_launched():
+        prepare_rank()
         _train_here(load_config(config_file, overrides))
         return
     with _errors_in_one_paragraph(debug):
@@ -81,26 +81,26 @@ def train(
     type=click.IntRange(min=1),
     default=256,
     show_default=True,
-    help="Texts at once.",
+    help="Texts encoded at once.",
 )
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=2),
-    help="Longer texts are cut; without it, where the positives were cut in training.",
+    help="Longer texts are cut; by default, at the limit of the positives in training.",
 )
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.argument("text_file")
 def encode(
     folder: str, output: str, batch_size: int, max_tokens: int | None, debug: bool, text_file: str
 ) -> None:
-    """Write the vectors of TEXT_FILE, which has one text per line, also as .gz.
+    """Encode TEXT_FILE, one text per line, and write the vectors. It may be a .gz file.
 
     For example: paddle-recompute encode --model outputs/run --output pool.npy texts.txt
 
-    A command that was interrupted goes on where it stopped when it is given again. The last line on
-    standard output is a record, one JSON object.
+    After an interruption, run the same command again: it continues where it stopped. The last line
+    on standard output is a record, one JSON object.
     """
-    with _errors_in_one_paragraph(debug, "interrupted; the same command goes on from here"):
+    with _errors_in_one_paragraph(debug, "interrupted; run the same command again to continue"):
         _prepare_one_process()
         from paddle_recompute.retrieval import encode_file, load_encoder
 
@@ -121,7 +121,7 @@ def encode(
         click.echo(f"{record['texts']} texts, vectors of {record['dim']} numbers: {output}")
         for key, what in (
             ("cut", "texts cut at --max-tokens"),
-            ("unknown", "texts with words beyond the vocabulary"),
+            ("unknown", "texts with words that are not in the vocabulary"),
         ):
             if record[key]:
                 click.echo(f"  {what}: {record[key]}")
@@ -130,19 +130,19 @@ def encode(
 
 @main.command()
 @click.option(
-    "--index", "place", required=True, metavar="FILE|FOLDER", help="What `encode` has written."
+    "--index", "place", required=True, metavar="FILE|FOLDER", help="The output of `encode`."
 )
-@click.option("--model", "folder", metavar="FOLDER", help="The run, where it has been moved.")
+@click.option("--model", "folder", metavar="FOLDER", help="The run, if it was moved.")
 @click.option(
     "--top-k", type=click.IntRange(min=1), default=10, show_default=True, help="Texts per query."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per query, on a line.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per query and line.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.argument("queries", nargs=-1, required=True, metavar="QUERY...")
 def search(
     place: str, folder: str | None, top_k: int, as_json: bool, debug: bool, queries: tuple[str, ...]
 ) -> None:
-    """Show the texts that are nearest to each QUERY: rank, score (cosine), text.
+    """Show the texts nearest to each QUERY: rank, score (cosine), text.
 
     For example: paddle-recompute search --index pool.npy "a big cat"
     """
@@ -185,13 +185,13 @@ def search(
 def parity(
     config_file: str, steps: int, as_json: bool, debug: bool, overrides: tuple[str, ...]
 ) -> None:
-    """Show that dygraph and the static graph train the same as FILE says.
+    """Check that dygraph and the static graph train the same from FILE.
 
     For example: paddle-recompute parity --config run.yaml --steps 10
 
     Trains the first steps in both modes, with and without recompute, on one process and on
-    launch.num_ranks, from the same weights on the same pairs, and compares losses, gradients and
-    parameters. Ends with code 1 where they are not as close as they must be, and names the first
+    launch.num_ranks ranks, from the same weights on the same pairs. Compares losses, gradients and
+    parameters. Exits with code 1 if they differ by more than the tolerance, and names the first
     parameter that differs.
     """
     with _errors_in_one_paragraph(debug, "interrupted; all processes have ended"):
@@ -206,16 +206,16 @@ def parity(
 
 
 def _prepare_one_process() -> None:
-    """For a command that starts no ranks; before the first import of Paddle."""
+    """Prepare a command that starts no ranks, before the first import of Paddle."""
     require_paddle()
     os.environ.update(speed_settings(1, os.environ))
-    # Its remarks at import (on ccache, on OMP_NUM_THREADS) are not about what was asked for.
+    # Paddle's remarks at import (ccache, OMP_NUM_THREADS) have nothing to do with the command.
     with redirect_stderr(io.StringIO()):
         import paddle  # noqa: F401
 
 
 def _train_here(config: Config) -> str | None:
-    """Train in this process; on the first rank of all, returns the record as one line of JSON."""
+    """Train in this process; on rank 0, returns the record as one line of JSON."""
     chosen = speed_settings(config.launch.num_ranks, os.environ)
     os.environ.update(chosen)
     if is_rank():
@@ -241,14 +241,14 @@ def _train_on_ranks(
     try:
         return json.dumps(json.loads(result.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise LaunchError(f"{result}: rank 0 left no record there ({error})") from error
+        raise LaunchError(f"{result}: cannot read the record of rank 0 ({error})") from error
 
 
 @contextmanager
 def _errors_in_one_paragraph(
     debug: bool, interrupted: str = "interrupted; all ranks have ended"
 ) -> Iterator[None]:
-    """Errors of the library's own: a paragraph and code 2. A rank's others: code 1."""
+    """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed)."""
     try:
         yield
     except PaddleRecomputeError as error:

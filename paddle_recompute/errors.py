@@ -1,8 +1,8 @@
-"""The exceptions that a user of the library can meet.
+"""The exceptions of this library.
 
-Every one derives from `PaddleRecomputeError`; the command line prints it as one paragraph and
-exits with code 2. Each also derives from the built-in exception that a reader would expect, so
-`except ValueError` around a bad argument keeps working.
+All derive from `PaddleRecomputeError`. The command line prints such an error as one paragraph and
+exits with code 2. Each also derives from a built-in exception, so `except ValueError` around a bad
+argument works.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ class PaddleRecomputeError(Exception):
 
 
 class ConfigError(PaddleRecomputeError, ValueError):
-    """A configuration that cannot be honoured; lists every fault at once."""
+    """The configuration is wrong or cannot be honoured; the message lists all faults."""
 
 
 class DataError(PaddleRecomputeError, ValueError):
-    """Input data that cannot be used; starts with ``file:line:`` where a line is to blame."""
+    """Input data cannot be used; the message starts with ``file:line:`` if a line is wrong."""
 
 
 class CheckpointError(PaddleRecomputeError, ValueError):
-    """A weights or checkpoint file that is missing, damaged or for another model."""
+    """A weights or checkpoint file is missing, damaged or of another model."""
 
 
 class DependencyError(PaddleRecomputeError, ImportError):
-    """A package that is missing or too old; the message says what to install."""
+    """A package is missing or too old; the message says what to install."""
 
 
 class LaunchError(PaddleRecomputeError, RuntimeError):
@@ -33,24 +33,24 @@ class LaunchError(PaddleRecomputeError, RuntimeError):
 
 
 class SelectionError(PaddleRecomputeError, ValueError):
-    """A sublayer pattern or policy that selects nothing, or cannot be applied."""
+    """A sublayer pattern or policy selects nothing, or cannot be applied."""
 
 
 class RecomputeError(PaddleRecomputeError, RuntimeError):
-    """The second forward of a recomputed function is not a repetition of the first."""
+    """A recomputed function cannot be repeated, or its second forward differs from the first."""
 
 
 class SyncError(PaddleRecomputeError, RuntimeError):
-    """The ranks disagree about what is to be synchronized, or one of them is gone."""
+    """The ranks differ in what they synchronize, or synchronization failed."""
 
 
 class PeerError(SyncError):
-    """A rank died, stopped or came too late; the message names it and the step."""
+    """A rank died, stopped or is too late; the message names the rank and the step."""
 
 
 class DivergenceError(PaddleRecomputeError, ArithmeticError):
-    """The loss or the gradient is no finite number any more."""
+    """The loss or the gradient is not finite."""
 
 
 class StaticGraphError(PaddleRecomputeError, RuntimeError):
-    """A Program that cannot be trained as asked: its checkpoints, its operators or its Paddle."""
+    """A Program cannot be trained as asked: its checkpoints, operators or Paddle version."""

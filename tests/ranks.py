@@ -10,10 +10,16 @@ group and calls it::
         results = run_ranks(worker, num_ranks=2, scale=3.0)
 
 A rank that fails, or does not end in time, fails the test with that rank's own output.
+
+The processes serve one test after the other: to start two ranks takes four seconds, most tests need
+one. A test whose worker leaves its process unusable, or measures what a process holds, says
+``fresh=True`` and has processes of its own.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import pickle
 import socket
@@ -22,9 +28,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -70,7 +75,12 @@ def rank_environment(rank: int, ports: list[int]) -> dict[str, str]:
 
 
 def run_ranks(
-    worker: Callable[..., Any], num_ranks: int, *, timeout: float = 90.0, **arguments: Any
+    worker: Callable[..., Any],
+    num_ranks: int,
+    *,
+    timeout: float = 90.0,
+    fresh: bool = False,
+    **arguments: Any,
 ) -> list[Any]:
     """Call ``worker(**arguments)`` on `num_ranks` ranks; returns their results in rank order.
 
@@ -78,115 +88,161 @@ def run_ranks(
         worker: A module-level function of a test module. Its result must be picklable.
         num_ranks: How many processes; each is one gloo rank on this machine.
         timeout: Seconds for all ranks together.
+        fresh: Whether the ranks are processes of this call alone.
         **arguments: Picklable keyword arguments, the same for every rank.
     """
-    deadline = time.monotonic() + timeout
-    for attempts_left in reversed(range(CONNECTION_ATTEMPTS if num_ranks > 2 else 1)):
-        results = _run_once(worker, num_ranks, deadline, arguments, try_again=attempts_left > 0)
-        if results is not None:
-            return results
-    raise AssertionError("the last attempt returns or fails")
-
-
-def _run_once(
-    worker: Callable[..., Any],
-    num_ranks: int,
-    deadline: float,
-    arguments: dict[str, Any],
-    *,
-    try_again: bool,
-) -> list[Any] | None:
-    """The results; None if the ranks did not connect and it is to be tried again."""
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        job = Path(folder) / "job.pkl"
-        job.write_bytes(pickle.dumps((worker.__module__, worker.__qualname__, arguments)))
-        ports = free_ports(num_ranks + 1)
-        processes, logs = [], []
-        for rank in range(num_ranks):
-            logs.append(Path(folder) / f"rank{rank}.log")
-            with logs[-1].open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.ranks", folder, str(rank)],
-                        env=rank_environment(rank, ports),
-                        cwd=ROOT,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        connected = partial(_have_connected, Path(folder), num_ranks) if try_again else None
-        failed = _wait_for_all(processes, deadline, connected)
-        if failed is not None:
-            if connected is not None and not connected():
-                return None
-            rank, reason = failed
-            output = logs[rank].read_text(errors="replace")[-6000:]
-            pytest.fail(
-                f"rank {rank} of {num_ranks} {reason}; its output:\n{output}", pytrace=False
-            )
-        return [
-            pickle.loads((Path(folder) / f"result{rank}.pkl").read_bytes())
-            for rank in range(num_ranks)
-        ]
-
-
-def _have_connected(folder: Path, num_ranks: int) -> bool | None:
-    """None as long as it is too early to tell."""
-    if len([*folder.glob("connected*")]) == num_ranks:
-        return True
-    started = [path.stat().st_mtime for path in folder.glob("started*")]
-    is_late = len(started) == num_ranks and time.time() - max(started) > CONNECTING
-    return False if is_late else None
-
-
-def _wait_for_all(
-    processes: list[subprocess.Popen[bytes]],
-    deadline: float,
-    connected: Callable[[], bool | None] | None = None,
-) -> tuple[int, str] | None:
-    """The first rank that failed and how, after every process has ended; None if none did.
-
-    When a rank has failed the others have a few seconds to fail in their turn, then they are ended.
-    """
-    failed = None
+    fresh = fresh or num_ranks != POOLED
+    ranks = _connected_ranks(num_ranks) if fresh else _pool()
+    job = pickle.dumps((worker.__module__, worker.__qualname__, arguments))
     try:
-        while any(process.poll() is None for process in processes):
-            codes = [process.poll() for process in processes]
-            wrong = [rank for rank, code in enumerate(codes) if code not in (0, None)]
+        return ranks.run(job, timeout)
+    finally:
+        if fresh or ranks.are_broken:
+            ranks.end()
+        if ranks.are_broken:
+            _pool.cache_clear()
+
+
+POOLED = 2
+"""The number of ranks that are kept from one test to the next."""
+
+
+def _connected_ranks(num_ranks: int) -> _Ranks:
+    for _ in range(CONNECTION_ATTEMPTS - 1):
+        ranks = _Ranks(num_ranks)
+        if num_ranks == POOLED or ranks.connect():
+            return ranks
+        ranks.are_broken = True
+        ranks.end()
+    return _Ranks(num_ranks)
+
+
+class _Ranks:
+    """Processes that wait for jobs, each of them a rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.are_broken = False
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        ports = free_ports(num_ranks + 1)
+        self._logs = [Path(self._folder.name) / f"rank{rank}.log" for rank in range(num_ranks)]
+        self._processes = [
+            self._start(rank, rank_environment(rank, ports)) for rank in range(num_ranks)
+        ]
+        self._num_jobs = 0
+
+    def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with self._logs[rank].open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.ranks", self._folder.name, str(rank)],
+                env=environment,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def connect(self) -> bool:
+        """Whether all ranks have connected; False when one ended or hangs."""
+        folder, started = Path(self._folder.name), None
+        while len([*folder.glob("connected*")]) < len(self._processes):
+            if started is None and len([*folder.glob("started*")]) == len(self._processes):
+                started = time.monotonic()
+            is_late = started is not None and time.monotonic() - started > CONNECTING
+            if is_late or any(process.poll() is not None for process in self._processes):
+                return False
+            time.sleep(0.01)
+        return True
+
+    def run(self, job: bytes, timeout: float) -> list[Any]:
+        """The results of `job` on every rank."""
+        self._num_jobs += 1
+        began = [log.stat().st_size for log in self._logs]
+        (Path(self._folder.name) / f"job{self._num_jobs}.pkl").write_bytes(job)
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{self._num_jobs}\n".encode())
+            process.stdin.flush()
+        results = [
+            Path(self._folder.name) / f"result{self._num_jobs}of{rank}.pkl"
+            for rank in range(len(self._processes))
+        ]
+        failed = self._wait(results, time.monotonic() + timeout)
+        if failed is not None:
+            self.are_broken = True
+            rank, reason = failed
+            output = self._logs[rank].read_bytes()[began[rank] :].decode(errors="replace")
+            pytest.fail(
+                f"rank {rank} of {len(results)} {reason}; its output:\n{output[-6000:]}",
+                pytrace=False,
+            )
+        return [pickle.loads(result.read_bytes()) for result in results]
+
+    def _wait(self, results: list[Path], deadline: float) -> tuple[int, str] | None:
+        """The first rank that failed and how, when every rank is done; None if none did.
+
+        When a rank has failed the others have a few seconds to fail in their turn.
+        """
+        failed = None
+        while not all(result.exists() for result in results):
+            codes = [process.poll() for process in self._processes]
+            wrong = [rank for rank, code in enumerate(codes) if code is not None]
             if wrong and failed is None:
                 failed = (wrong[0], f"ended with code {codes[wrong[0]]}")
                 deadline = min(deadline, time.monotonic() + PATIENCE)
-            hangs = connected is not None and connected() is False
-            if hangs or time.monotonic() > deadline:
-                late = next(rank for rank, code in enumerate(codes) if code is None)
+            if failed is not None and None not in codes:
+                return failed
+            if time.monotonic() > deadline:
+                late = next(rank for rank, result in enumerate(results) if not result.exists())
                 return failed or (late, "did not end in time")
-            time.sleep(0.05)
-        codes = [process.poll() for process in processes]
-        wrong = [rank for rank, code in enumerate(codes) if code != 0]
-        return failed or ((wrong[0], f"ended with code {codes[wrong[0]]}") if wrong else None)
-    finally:
-        for process in processes:
-            if process.poll() is None:
+            time.sleep(0.01)
+        return None
+
+    def end(self) -> None:
+        """Let the ranks end in good order; kill those that do not."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        deadline = time.monotonic() + (0.0 if self.are_broken else PATIENCE)
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._folder.cleanup()
 
 
-def _main(folder: str, rank: str) -> None:
+@functools.cache
+def _pool() -> _Ranks:
+    ranks = _Ranks(POOLED)
+    atexit.register(ranks.end)
+    return ranks
+
+
+def _serve(folder: Path, rank: int, jobs: IO[str]) -> None:
+    """Do job after job, until there are no more."""
+    import gc
     import importlib
 
+    import paddle
     import paddle.distributed as dist
 
     from paddle_recompute.distributed import barrier
 
-    module, name, arguments = pickle.loads((Path(folder) / "job.pkl").read_bytes())
-    worker = getattr(importlib.import_module(module), name)
-    (Path(folder) / f"started{rank}").touch()
+    (folder / f"started{rank}").touch()
     dist.init_parallel_env()
-    (Path(folder) / f"connected{rank}").touch()
-    result = worker(**arguments)
-    (Path(folder) / f"result{rank}.pkl").write_bytes(pickle.dumps(result))
-    barrier()  # rank 0 hosts the store: if it left first, the others would lose it
+    (folder / f"connected{rank}").touch()
+    for number in map(str.strip, jobs):
+        module, name, arguments = pickle.loads((folder / f"job{number}.pkl").read_bytes())
+        paddle.seed(0)
+        result = getattr(importlib.import_module(module), name)(**arguments)
+        unfinished = folder / f"result{number}of{rank}.unfinished"
+        unfinished.write_bytes(pickle.dumps(result))
+        del result
+        gc.collect()
+        barrier()  # rank 0 hosts the store: if it left first, the others would lose it
+        unfinished.rename(folder / f"result{number}of{rank}.pkl")
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve(Path(sys.argv[1]), int(sys.argv[2]), sys.stdin)

@@ -73,7 +73,7 @@ def assert_one_paragraph(result: Result, *words: str) -> None:
 
 
 def test_a_missing_file_is_told_with_those_that_are_there() -> None:
-    assert_one_paragraph(run("--config", CONFIGS / "no.yaml"), "no.yaml", "there is", str(TINY))
+    assert_one_paragraph(run("--config", CONFIGS / "no.yaml"), "no.yaml", "folder has", str(TINY))
 
 
 def test_a_wrong_configuration_is_told_with_all_of_its_faults() -> None:
@@ -263,7 +263,7 @@ def test_texts_are_encoded_and_found(trained: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         first, *notes, last = result.stdout.splitlines()
         assert first == f"31 texts, vectors of 16 numbers: {output}"
-        assert notes == ["  texts with words beyond the vocabulary: 1"]
+        assert notes == ["  texts with words that are not in the vocabulary: 1"]
         assert json.loads(last)["output"] == str(output)
 
         result = command("search", "--index", output, "--top-k", "3", "big cat")
@@ -309,7 +309,7 @@ def test_interrupted_encode_says_how_to_go_on(
     monkeypatch.setattr("paddle_recompute.retrieval.encoding.encode_texts", interrupt)
     result = encoded(trained, tmp_path / "pool.npy")
     assert result.exit_code == 130
-    assert "interrupted; the same command goes on from here" in result.stderr
+    assert "interrupted; run the same command again to continue" in result.stderr
 
 
 def test_search_prints_its_hits_and_nothing_else(trained: Path, tmp_path: Path) -> None:

@@ -571,19 +571,6 @@ def muted_leaf_hooks(tensors: list[paddle.Tensor]) -> Iterator[None]:
         _muted.keys = before
 
 
-def reentrant_recompute(
-    function: Callable[..., tuple[paddle.Tensor, ...]], tensors: list[paddle.Tensor]
-) -> tuple[paddle.Tensor, ...]:
-    """Fleet's ``recompute(use_reentrant=True)`` of a function from tensors to a tuple of tensors.
-
-    Random streams are left to the caller: 2.6 replays Paddle's streams only.
-    """
-    from paddle.distributed.fleet.utils import recompute
-
-    results = recompute(function, *tensors, preserve_rng_state=False, use_reentrant=True)
-    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
-
-
 # ------------------------------------------------------------------------------- distributed
 
 

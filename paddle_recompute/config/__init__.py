@@ -1,4 +1,4 @@
-"""The typed configuration: one YAML file, one frozen tree. Importable without Paddle."""
+"""The typed configuration: a YAML file becomes a frozen tree. Works without Paddle."""
 
 from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._strategy import AmpConfigs, GradientMergeConfigs, StrategyConfig

@@ -1,4 +1,4 @@
-"""The section ``contrastive``: the batch, its loss, and how it is cut to fit into the memory."""
+"""The section ``contrastive``: the batch, its loss, and the chunks that bound the memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ SMALLEST_LEARNED_TEMPERATURE = 0.01
 class ContrastiveConfig(Section):
     """The contrastive loss (InfoNCE) over the global batch, and the gradient cache.
 
-    `chunk_size`, `chunk_tokens` or `memory_budget` turns the cache on: a rank's pairs are encoded
-    chunk by chunk, twice, and the loss is still one over all of them, so the batch is as large as
-    one likes in the memory of a chunk. Without any of them all pairs are encoded at once.
+    Each of `chunk_size`, `chunk_tokens` and `memory_budget` turns the gradient cache on: a rank
+    encodes its pairs chunk by chunk, twice, and computes one loss over all of them. The activations
+    in memory are those of one chunk, whatever the batch size is. Without these fields, all pairs
+    are encoded at once.
     """
 
     @staticmethod
@@ -28,8 +29,8 @@ class ContrastiveConfig(Section):
             yield Broken(
                 "chunk_size",
                 v["chunk_size"],
-                f"does not go with chunk_tokens = {v['chunk_tokens']}: a chunk is so many pairs or "
-                "so many tokens; remove one of them",
+                f"cannot be combined with chunk_tokens = {v['chunk_tokens']}: a chunk is measured "
+                "in pairs or in tokens; remove one of the two",
             )
 
     @staticmethod
@@ -38,9 +39,8 @@ class ContrastiveConfig(Section):
             return
         for name in ("chunk_size", "chunk_tokens"):
             if v[name] is not None:
-                yield Broken(
-                    name, v[name], "follows from memory_budget where that is given; remove either"
-                )
+                words = "cannot be combined with memory_budget, which measures it; remove either"
+                yield Broken(name, v[name], words)
 
     @staticmethod
     def _learned_temperature_starts_in_its_range(v: Values) -> Iterator[Broken]:
@@ -49,7 +49,7 @@ class ContrastiveConfig(Section):
                 "temperature",
                 v["temperature"],
                 f"must be at least {SMALLEST_LEARNED_TEMPERATURE} with learnable_temperature, "
-                "which is kept from going below",
+                "which never goes below that",
             )
 
     rules = (
@@ -61,29 +61,33 @@ class ContrastiveConfig(Section):
     global_batch: Count = Field(
         description="pairs per optimizer step, over all ranks and micro-batches"
     )
-    temperature: float = Field(0.05, gt=0, description="divides the cosine similarities")
+    temperature: float = Field(0.05, gt=0, description="the cosine similarities are divided by it")
     learnable_temperature: bool = Field(
-        False, description="true: it is trained, from `temperature` on and never below 0.01 (CLIP)"
+        False,
+        description="true: the temperature is trained; it starts at `temperature` and stays at "
+        "0.01 or above (as in CLIP)",
     )
     symmetric: bool = Field(
         True, description="true: mean of query-to-positive and positive-to-query losses"
     )
     negatives: Literal["global", "local"] = Field(
         "global",
-        description="global: a pair's negatives are the other pairs of all ranks (of the same "
-        "micro-batch, if there are several); local: those of its own rank alone",
+        description="global: the negatives of a pair are the other pairs of all ranks (of the "
+        "same micro-batch, if there are several); local: the other pairs of its own rank",
     )
     label_smoothing: Probability = Field(
-        0.0, description="share of the label that is spread over all candidates; 0: none"
+        0.0, description="share of the label that is spread evenly over all candidates; 0: none"
     )
     mask_false_negatives: bool = Field(
         False,
-        description="true: a pair with the same positive text is no negative; false: it is one",
+        description="true: a pair with the same positive text does not count as a negative; "
+        "false: it does",
     )
     tile: Count | None = Field(
         None,
-        description="scores are computed in tiles of so many pairs a side, and no matrix of all "
-        "of them is kept; none: one matrix per rank, [pairs of the rank, pairs of all ranks]",
+        description="pairs per side of a tile; the scores are computed tile by tile, and no "
+        "matrix of all scores is kept; none: one matrix per rank, [pairs of the rank, pairs of "
+        "all ranks]",
     )
     chunk_size: Count | None = Field(
         None, description="pairs that a rank encodes at once; none: see chunk_tokens"
@@ -91,15 +95,15 @@ class ContrastiveConfig(Section):
     chunk_tokens: Count | None = Field(
         None,
         description="tokens that a rank encodes at once, padding included; texts are sorted by "
-        "length, so there is little; none: see memory_budget",
+        "length, which keeps the padding small; none: see memory_budget",
     )
     memory_budget: ByteCount | None = Field(
         None,
-        description="bytes that a step may take on a rank, as in 2GiB: the largest chunk that "
-        "stays within them is measured before training; none: all pairs are encoded at once",
+        description="bytes that a training step may need on a rank, as in 2GiB; the largest "
+        "chunk that fits is measured before training; none: all pairs are encoded at once",
     )
 
     @property
     def is_chunked(self) -> bool:
-        """Whether the gradient cache is asked for; with `memory_budget` only as far as needed."""
+        """Whether the gradient cache is on. With `memory_budget` it is used only if needed."""
         return any((self.chunk_size, self.chunk_tokens, self.memory_budget))

@@ -1,4 +1,4 @@
-"""The fields of `fleet.DistributedStrategy` that are not honoured, each with its reason.
+"""The fields of `fleet.DistributedStrategy` that are refused, each with its reason.
 
 Together with `StrategyConfig` this covers every field of Paddle 2.6 and 3.3; a test compares both
 with the installed Paddle, so a field that a new release adds is noticed.
@@ -6,17 +6,19 @@ with the installed Paddle, so a field that a new release adds is noticed.
 
 from __future__ import annotations
 
-_PARAMETER_SERVER = "parameter-server training is not part of this library, which trains dense data"
-_STATIC_ONLY = "it tunes Paddle's static-graph executor, which dygraph training does not use"
-_SPLIT_MODEL = "the model is replicated on every rank; use Paddle's own fleet for split models"
-_LOCAL_STEPS = "ranks are kept equal after every step, so steps without synchronization are refused"
-_LOSSY = "gradients are sent whole and in float32, so that ranks match a single process"
+_PARAMETER_SERVER = "parameter-server training is not supported"
+_STATIC_ONLY = "settings of Paddle's executor are not supported"
+_SPLIT_MODEL = (
+    "the model is replicated on every rank; to split a model over ranks, use Paddle's fleet"
+)
+_LOCAL_STEPS = "every step synchronizes all ranks; local steps are not supported"
+_LOSSY = "the only compression of gradients is sync.compression: bf16"
 _OPTIMIZER = "the optimizer is AdamW; set train.learning_rate and train.weight_decay"
 _QUANTIZED = "quantized and sparse training are not supported"
-_AUTO = "Paddle's automatic choice of strategies is not supported; name what you want"
+_AUTO = "Paddle's automatic choice of strategies is not supported; set each one yourself"
 _RECOMPUTE = "set the section recompute instead (recompute.enable, recompute.checkpoints)"
-_FUSION = "how gradients are sent together is the section sync's"
-_COLLECTIVES = "one process group with Paddle's default communicator is used"
+_FUSION = "gradient buckets are set by strategy.fuse_grad_size_in_MB and the section sync"
+_COLLECTIVES = "Paddle's default communicator is used; its settings are not supported"
 
 _FIELDS_BY_REASON: dict[str, tuple[str, ...]] = {
     _PARAMETER_SERVER: (

@@ -1,8 +1,8 @@
 """The base of every section of the configuration: it finds all faults, not only the first.
 
 Pydantic checks each field alone and runs a check of *several* fields only once every one of them
-is sound. `Section` runs such checks (`rules`) on whatever values are sound, so that a reader is
-told of a wrong type in one line and of an impossible batch in another in the same message.
+is sound. `Section` runs such checks (`rules`) on the values that are sound. So one message can
+report both a wrong type and an impossible batch.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Section(BaseModel):
         if name not in cls.model_fields:
             return cls.refused_keys.get(name) or unknown_key(name, cls.model_fields)
         if kind == MISSING:
-            return f"required, and not given: {cls.model_fields[name].description}"
+            return f"required, but not given: {cls.model_fields[name].description}"
         words = cls.refused_values.get(name, {})
         if isinstance(value, str | bool) and value in words:
             return words[value]

@@ -1,4 +1,4 @@
-"""The section ``strategy``: the names of ``fleet.DistributedStrategy``, and what they mean here."""
+"""The section ``strategy``: the supported fields of ``fleet.DistributedStrategy``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STATIC_AMP = ("custom_black_varnames", "use_fp16_guard", "use_optimizer_fp16")
 class AmpConfigs(Section):
     """`DistributedStrategy.amp_configs`, with Paddle's defaults.
 
-    That has no field for bfloat16 at level O1, so ``dtype`` and ``level`` stand before its own;
-    they are the arguments of ``paddle.amp.auto_cast``.
+    Paddle's class has no field for bfloat16 at level O1. The fields ``dtype`` and ``level``, named
+    as the arguments of ``paddle.amp.auto_cast``, are added for it.
     """
 
     @staticmethod
@@ -33,8 +33,8 @@ class AmpConfigs(Section):
                 yield Broken(
                     name,
                     True,
-                    f"means dtype: {dtype} and level: O2, and here is dtype: {v['dtype']} with "
-                    f"level: {v['level']}; remove one or the other",
+                    f"means dtype: {dtype} and level: O2, which contradicts dtype: {v['dtype']} "
+                    f"and level: {v['level']}; remove one of the two",
                 )
 
     @staticmethod
@@ -64,7 +64,7 @@ class AmpConfigs(Section):
             yield Broken(
                 "custom_black_list",
                 v["custom_black_list"],
-                f"names {', '.join(both)}, and so does custom_white_list; remove one of them",
+                f"contains {', '.join(both)}, as does custom_white_list; remove it from either",
             )
 
     rules = (
@@ -75,21 +75,31 @@ class AmpConfigs(Section):
     )
 
     dtype: Literal["float16", "bfloat16"] = Field(
-        "float16", description="bfloat16: the range of float32, no loss scale; float16: with one"
+        "float16",
+        description="bfloat16 has the range of float32 and needs no loss scale; float16 uses a "
+        "loss scale",
     )
     level: Literal["O1", "O2"] = Field(
         "O1",
-        description="O1: operators of Paddle's white list in half precision; O2: parameters too, "
-        "with float32 master weights in the optimizer",
+        description="O1: operators on Paddle's white list compute in half precision; O2: the "
+        "parameters are in half precision too, with float32 master weights in the optimizer",
     )
-    init_loss_scaling: float = Field(32768.0, gt=0, description="first loss scale, a factor")
-    incr_every_n_steps: Count = Field(1000, description="steps without overflow before it grows")
-    decr_every_n_nan_or_inf: Count = Field(2, description="steps with overflow before it shrinks")
+    init_loss_scaling: float = Field(32768.0, gt=0, description="initial loss scale, a factor")
+    incr_every_n_steps: Count = Field(
+        1000, description="steps without overflow before the loss scale grows"
+    )
+    decr_every_n_nan_or_inf: Count = Field(
+        2, description="steps with overflow before the loss scale shrinks"
+    )
     incr_ratio: float = Field(2.0, gt=1, description="factor by which the loss scale grows")
-    decr_ratio: float = Field(0.8, gt=0, lt=1, description="factor by which it shrinks")
-    use_dynamic_loss_scaling: bool = Field(True, description="false: the scale stays as it is")
-    custom_white_list: list[str] = Field(default_factory=list, description="ops in half precision")
-    custom_black_list: list[str] = Field(default_factory=list, description="ops in float32")
+    decr_ratio: float = Field(0.8, gt=0, lt=1, description="factor by which the loss scale shrinks")
+    use_dynamic_loss_scaling: bool = Field(True, description="false: the loss scale is constant")
+    custom_white_list: list[str] = Field(
+        default_factory=list, description="more operators in half precision"
+    )
+    custom_black_list: list[str] = Field(
+        default_factory=list, description="more operators in float32"
+    )
     custom_black_varnames: list[str] = Field(
         default_factory=list, description="static graph: variables kept in float32"
     )
@@ -113,10 +123,7 @@ class GradientMergeConfigs(Section):
     """`DistributedStrategy.gradient_merge_configs`, with Paddle's defaults."""
 
     refused_values: ClassVar[Any] = {
-        "avg": {
-            False: "summing the micro-batches' gradients is not supported: K micro-batches are to "
-            "equal one batch; set avg: true"
-        }
+        "avg": {False: "summing the micro-batches' gradients is not supported; set avg: true"}
     }
 
     k_steps: Count = Field(1, description="micro-batches per optimizer step; 1: no accumulation")
@@ -124,7 +131,7 @@ class GradientMergeConfigs(Section):
 
 
 class StrategyConfig(Section):
-    """Field for field a `fleet.DistributedStrategy`; fields we do not honour are refused."""
+    """The supported fields of `fleet.DistributedStrategy`; all others are refused."""
 
     @staticmethod
     def _configs_need_their_switch(v: Values) -> Iterator[Broken]:
@@ -151,8 +158,8 @@ class StrategyConfig(Section):
 
     amp: bool = Field(
         False,
-        description="true: mixed precision (in dygraph on a GPU; Paddle has none on a CPU there); "
-        "false: float32 throughout",
+        description="true: mixed precision (in dygraph on a GPU only: on a CPU Paddle has none "
+        "there); false: float32 everywhere",
     )
     amp_configs: AmpConfigs = Field(default_factory=AmpConfigs, description="settings of amp")
     gradient_merge: bool = Field(
@@ -161,11 +168,9 @@ class StrategyConfig(Section):
     gradient_merge_configs: GradientMergeConfigs = Field(
         default_factory=GradientMergeConfigs, description="settings of gradient_merge"
     )
-    fuse_grad_size_in_MB: Count = Field(
-        32, description="gradients travel in buffers of this size, in MiB"
-    )
+    fuse_grad_size_in_MB: Count = Field(32, description="size of the gradient buckets, in MiB")
     find_unused_parameters: bool = Field(
         False,
-        description="true: expect parameters without a gradient in some steps; exact either way, "
-        "but false warns of the first",
+        description="true: some parameters have no gradient in some steps; false: a warning "
+        "reports the first such step. The gradients are exact in both cases",
     )

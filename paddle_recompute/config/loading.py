@@ -21,19 +21,20 @@ _SHOWN = 60  # characters of a received value in a message
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read `path`, apply `overrides`, and return the validated configuration.
 
-    Nothing but the file (and the variable ``PADDLE_RECOMPUTE_CACHE``) is read, no device is
-    touched, and Paddle is not imported.
+    Reads only the file and the environment variable ``PADDLE_RECOMPUTE_CACHE``. Touches no device
+    and does not import Paddle.
 
     Args:
         path: A YAML file, UTF-8.
-        overrides: ``"dotted.key=value"`` each, the value in YAML; a later one wins.
+        overrides: Strings ``"dotted.key=value"``; the value is YAML. The last override of a key
+            counts.
 
     Returns:
-        The frozen tree.
+        The checked configuration, frozen.
 
     Raises:
-        ConfigError: The file cannot be read, is no YAML mapping or repeats a key; or, listing
-            every fault, values are not allowed or do not fit together.
+        ConfigError: The file cannot be read, is not a YAML mapping or repeats a key; or values are
+            not allowed or contradict each other. The message then lists all faults.
 
     Examples:
         >>> config = load_config(
@@ -80,7 +81,7 @@ def _read(path: Path) -> _Source:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = sorted(str(other) for other in path.parent.glob("*.y*ml"))
-        there = f"; there is {', '.join(near)}" if near else ""
+        there = f"; the folder has {', '.join(near)}" if near else ""
         raise ConfigError(f"{path}: no such configuration file{there}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error

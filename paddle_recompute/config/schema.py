@@ -1,7 +1,7 @@
 """The configuration tree: every field with its type, unit and the meaning of its default.
 
 Validation has no side effects and does not import Paddle. A setting that the library cannot
-honour is refused with words that say so; it is never dropped in silence.
+honour is refused with an error; it is never ignored in silence.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def default_cache_dir() -> Path:
 
 
 class ModelConfig(Section):
-    """The encoder. A preset fills every dimension that is not given."""
+    """The encoder. A preset sets every dimension that is not given."""
 
     @staticmethod
     def _heads_divide(v: Values) -> Iterator[Broken]:
@@ -65,7 +65,7 @@ class ModelConfig(Section):
             yield Broken(
                 "num_heads",
                 heads,
-                f"must divide hidden_size = {hidden}; it leaves {hidden % heads}",
+                f"must divide hidden_size = {hidden}; the remainder is {hidden % heads}",
             )
 
     rules = (_heads_divide,)
@@ -73,10 +73,12 @@ class ModelConfig(Section):
 
     name: Literal["ernie"] = Field("ernie", description="the architecture")
     preset: Literal["tiny", "base", "large"] | None = Field(
-        None, description="fills the dimensions not given; none: all of them are required"
+        None,
+        description="published dimensions; dimensions that are given override them; none: all "
+        "dimensions are required",
     )
     vocab_size: Count | None = Field(
-        None, description="rows of the word embedding; none: as many as the tokenizer has words"
+        None, description="rows of the word embedding; none: the size of the tokenizer's vocabulary"
     )
     hidden_size: Count = Field(description="width of the encoder, in features")
     num_layers: Count = Field(description="number of Transformer blocks")
@@ -90,9 +92,12 @@ class ModelConfig(Section):
     attention_dropout: Probability = Field(
         0.1, description="probability of dropping an attention weight (published for ERNIE)"
     )
-    activation: Literal["gelu", "relu"] = Field("gelu", description="of the feed-forward layer")
+    activation: Literal["gelu", "relu"] = Field(
+        "gelu", description="activation function of the feed-forward layer"
+    )
     pooling: Literal["cls", "mean"] = Field(
-        "cls", description="cls: first token, tanh; mean: average over the tokens that are not pads"
+        "cls",
+        description="cls: first token, then tanh; mean: average over all tokens except padding",
     )
     projection_size: Count | None = Field(
         None, description="width of the text vector, in features; none: hidden_size, no projection"
@@ -104,18 +109,19 @@ class ModelConfig(Section):
         0.02, gt=0, description="standard deviation of the initial weights (published for ERNIE)"
     )
     init_from: UserPath | None = Field(
-        None, description=".pdparams or .safetensors to start from; none: random weights"
+        None,
+        description="file with initial weights, .pdparams or .safetensors; none: random weights",
     )
 
     @classmethod
     def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Fill in the dimensions of the preset; what the file gives wins."""
+        """Fill in the dimensions of the preset; dimensions in the file override them."""
         preset = given.get("preset")
         return {**PRESETS.get(preset, {}), **given} if isinstance(preset, str) else given
 
 
 class RecomputeConfig(Section):
-    """Which sublayers forget their activations and compute them again in the backward pass."""
+    """Which sublayers drop their activations and compute them again in the backward."""
 
     @staticmethod
     def _settings_need_their_policy(v: Values) -> Iterator[Broken]:
@@ -128,15 +134,30 @@ class RecomputeConfig(Section):
                     f"has no effect with policy: {v['policy']}; set policy: {name} or remove it",
                 )
 
-    rules = (_settings_need_their_policy,)
+    @staticmethod
+    def _fleet_has_no_more(v: Values) -> Iterator[Broken]:
+        if v["engine"] == "fleet" and v["policy"] == "segments":
+            yield Broken(
+                "policy", "segments", "is not supported by engine: fleet; use all, every_n"
+            )
+        if v["engine"] == "fleet" and v["offload"] != "none":
+            yield Broken("offload", v["offload"], "is not supported by engine: fleet; remove it")
+
+    rules = (_settings_need_their_policy, _fleet_has_no_more)
     refused_values: ClassVar[Any] = {
         "policy": {"budget": "policy budget is not available yet; use all, every_n or segments"}
     }
     refused_keys: ClassVar[Any] = {
-        "memory_budget": "planning for a budget is not available yet; use policy and every_n",
+        "memory_budget": "a memory budget for recompute is not available yet; use policy",
     }
 
     enable: bool = Field(True, description="false: the model is left as it is")
+    engine: Literal["paddle_recompute", "fleet"] = Field(
+        "paddle_recompute",
+        description="paddle_recompute: the recompute of this library; fleet: Paddle's own "
+        "recompute around each sublayer, as a reference. Cases that fleet computes wrong "
+        "without an error are refused",
+    )
     checkpoints: list[str] = Field(
         default_factory=lambda: ["encoder.layers.*"],
         min_length=1,
@@ -144,23 +165,28 @@ class RecomputeConfig(Section):
     )
     policy: Literal["all", "every_n", "segments"] = Field(
         "all",
-        description="all: every sublayer selected; every_n: the 1st, (n+1)th, ... of them; "
-        "segments: all, consecutive ones joined and recomputed together",
+        description="all: each selected sublayer on its own; every_n: the 1st, (n+1)th, ... of "
+        "them; segments: consecutive ones are joined and recomputed together",
     )
-    every_n: Count = Field(2, description="the n of policy every_n, in sublayers")
+    every_n: Count = Field(2, description="the n of policy every_n, in selected sublayers")
     segments: Count | Literal["auto"] = Field(
-        "auto", description="how many joined segments; auto: square root of the sublayers' number"
+        "auto",
+        description="number of segments; auto: square root of the number of selected sublayers",
     )
     offload: Literal["none", "host", "disk"] = Field(
-        "none", description="where the segments' inputs wait for the backward; none: on the device"
+        "none",
+        description="where the inputs of recomputed parts are kept until the backward; none: on "
+        "the device; host: pinned memory; disk: a temporary file",
     )
     preserve_rng_state: bool = Field(
-        True, description="the second forward draws the dropout masks of the first; needed if any"
+        True,
+        description="true: the second forward draws the random numbers of the first; false: "
+        "only correct if the recomputed parts draw none",
     )
 
 
 class SyncConfig(Section):
-    """How the ranks' gradients become one."""
+    """How the gradients of the ranks are synchronized."""
 
     @staticmethod
     def _feedback_needs_compression(v: Values) -> Iterator[Broken]:
@@ -179,8 +205,8 @@ class SyncConfig(Section):
     rules = (_feedback_needs_compression, _peers_before_stalls)
     refused_values: ClassVar[Any] = {
         "compression": {
-            "fp16": "gradients beyond 65504 would overflow, and gloo adds float16 up wrongly; use "
-            "bf16, which has the range of float32"
+            "fp16": "float16 overflows beyond 65504, and gloo's sum of float16 is wrong; use bf16, "
+            "which has the range of float32"
         }
     }
 
@@ -194,15 +220,16 @@ class SyncConfig(Section):
         description="bf16: gradients are sent in bfloat16, half the bytes; none: as they are",
     )
     error_feedback: bool = Field(
-        True, description="with bf16: what rounding took is sent in the next step; false: is lost"
+        True,
+        description="with bf16: the rounding error is added to the next step's gradient; false: "
+        "it is lost",
     )
     check_every: Count | None = Field(
         None,
-        description="optimizer steps from one comparison of all ranks' parameters to the next; "
-        "none: never",
+        description="optimizer steps between comparisons of all ranks' parameters; none: never",
     )
     peer_timeout: float = Field(
-        30.0, gt=0, description="a rank without a sign of life is given up after it, in seconds"
+        30.0, gt=0, description="seconds without a sign of life after which a rank counts as dead"
     )
     stall_timeout: float = Field(
         1800.0, gt=0, description="longest wait for a rank that is alive but late, in seconds"
@@ -210,7 +237,7 @@ class SyncConfig(Section):
 
 
 class DataConfig(Section):
-    """The text pairs, their split and their tokens."""
+    """The text pairs: files, split, tokenizer, evaluation pool."""
 
     @staticmethod
     def _source_names_its_files(v: Values) -> Iterator[Broken]:
@@ -220,7 +247,7 @@ class DataConfig(Section):
         if source == "cedict":
             for name, value in (("train_file", train), ("valid_file", valid)):
                 if value is not None:
-                    yield Broken(name, str(value), "is not read with source: cedict; set files")
+                    yield Broken(name, str(value), "is not used with source: cedict; remove it")
 
     @staticmethod
     def _valid_file_or_held_out(v: Values) -> Iterator[Broken]:
@@ -229,65 +256,71 @@ class DataConfig(Section):
             yield Broken(
                 "valid_pairs",
                 v["valid_pairs"],
-                "has no effect beside valid_file, all of whose pairs are evaluated; remove it",
+                "has no effect with valid_file, whose pairs are all evaluated; remove it",
             )
 
     rules = (_source_names_its_files, _valid_file_or_held_out)
 
     source: Literal["cedict", "files"] = Field(
-        "cedict", description="cedict: CC-CEDICT, mined into cache_dir; files: train_file"
+        "cedict",
+        description="cedict: CC-CEDICT, written into cache_dir; files: the file train_file",
     )
     train_file: UserPath | None = Field(
-        None, description=".tsv or .jsonl, also .gz; none with source: cedict"
+        None, description="training pairs, .tsv or .jsonl, also .gz; none with source: cedict"
     )
     valid_file: UserPath | None = Field(
-        None, description="pairs to evaluate on; none: valid_pairs are held out of the others"
+        None, description="evaluation pairs; none: valid_pairs of the other pairs are held out"
     )
     cache_dir: UserPath = Field(
         default_factory=default_cache_dir,
-        description="mined pairs and tokenizers; default $PADDLE_RECOMPUTE_CACHE or "
+        description="folder for mined pairs and tokenizers; default $PADDLE_RECOMPUTE_CACHE or "
         "~/.cache/paddle_recompute",
     )
     on_bad_line: Literal["raise", "skip"] = Field(
-        "raise", description="raise: stop at a line that is no pair; skip: count it and go on"
+        "raise", description="raise: stop at a line that is not a pair; skip: count it and continue"
     )
     max_query_tokens: Annotated[int, Field(ge=2)] = Field(
-        32, description="longer queries are cut, in tokens with the special ones"
+        32, description="longest query in tokens, special tokens included; longer ones are cut"
     )
     max_positive_tokens: Annotated[int, Field(ge=2)] = Field(
-        64, description="longer positives are cut, in tokens with the special ones"
+        64, description="longest positive in tokens, special tokens included; longer ones are cut"
     )
-    valid_pairs: Count = Field(2000, description="pairs held out for evaluation, by whole groups")
+    valid_pairs: Count = Field(
+        2000,
+        description="pairs held out for evaluation; pairs that share a text are held out together",
+    )
     pool_size: Count = Field(
-        10_000, description="candidates a query is searched in; held-out ones first, then training"
+        10_000,
+        description="candidates among which a query is searched: the held-out positives first, "
+        "then training positives",
     )
     vocab_size: Annotated[int, Field(ge=100)] = Field(
-        20_000, description="largest vocabulary of the tokenizer that is trained on the pairs"
+        20_000, description="largest vocabulary of the tokenizer, which is trained on the pairs"
     )
     num_workers: Annotated[int, Field(ge=0)] = Field(
-        0, description="processes that read batches, per rank; 0: the training process itself"
+        0, description="processes that load batches, per rank; 0: the training process loads them"
     )
 
 
 class TrainConfig(Section):
-    """The loop: length, learning rate, what is written when."""
+    """The training loop: length, learning rate, checkpoints, evaluation."""
 
     @staticmethod
     def _has_an_end(v: Values) -> Iterator[Broken]:
         if v["max_steps"] is None and v["num_epochs"] is None:
-            yield Broken("max_steps", None, "required while num_epochs is not given")
+            yield Broken("max_steps", None, "required if num_epochs is not given")
 
     rules = (_has_an_end,)
 
-    max_steps: Count | None = Field(None, description="optimizer steps; none: by num_epochs alone")
+    max_steps: Count | None = Field(None, description="optimizer steps; none: num_epochs decides")
     num_epochs: Count | None = Field(
         None, description="passes over the training pairs; with max_steps: whichever ends first"
     )
-    learning_rate: float = Field(gt=0, description="highest learning rate of AdamW")
+    learning_rate: float = Field(gt=0, description="peak learning rate of AdamW")
     scale_learning_rate_from: Count | None = Field(
         None,
-        description="global batch that learning_rate was tuned for: it is multiplied by "
-        "global_batch / this; none: not scaled",
+        description="global batch for which learning_rate was tuned; the rate is multiplied by "
+        "global_batch / this value; none: no scaling",
     )
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
         0,
@@ -299,35 +332,40 @@ class TrainConfig(Section):
         description="linear, cosine: down to 0 one step after the last; constant: no decay",
     )
     weight_decay: float = Field(
-        0.01, ge=0, description="of AdamW, on all parameters but biases and LayerNorms"
+        0.01, ge=0, description="weight decay of AdamW; biases and LayerNorm parameters have none"
     )
     clip_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="gradients are scaled down to this global norm; none: never"
+        None,
+        description="largest global norm of the gradient; a larger gradient is scaled down to "
+        "it; none: no clipping",
     )
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
-        0, description="of initial weights, split, order and dropout"
+        0, description="seed of the initial weights, the split, the data order and dropout"
     )
     output_dir: UserPath = Field(
-        Path("outputs"), description="checkpoint, metrics and report are written here"
+        Path("outputs"), description="folder for checkpoints, metrics and report"
     )
-    log_every: Count = Field(10, description="optimizer steps from one metrics record to the next")
+    log_every: Count = Field(10, description="optimizer steps between metrics records")
     save_every: Count | None = Field(
-        None, description="optimizer steps from checkpoint to checkpoint; none: one, at the end"
+        None, description="optimizer steps between checkpoints; none: one checkpoint, at the end"
     )
     resume: bool = Field(
-        False, description="true: continue from output_dir/checkpoint, which every rank reads"
+        False,
+        description="true: continue from the newest checkpoint in output_dir/checkpoint; every "
+        "rank must be able to read it",
     )
     measure_plain: bool = Field(
         True,
-        description="true: measure a step without recompute first, to show the memory saved; false "
-        "where it would not fit and the system kills what does not (CPU)",
+        description="true: before training, measure the memory of a step without recompute, to "
+        "report what is saved; false: do not, for example because that step does not fit and "
+        "the system would kill the process (CPU)",
     )
     eval_batch: Count = Field(256, description="texts encoded at once in evaluation, per rank")
     eval_before: bool = Field(True, description="true: the untrained model is evaluated too")
 
 
 class LaunchConfig(Section):
-    """The processes that the command starts, and where."""
+    """How many ranks run, on how many machines, on which device."""
 
     num_ranks: Count = Field(1, description="training processes per node (one per GPU)")
     num_nodes: Count = Field(1, description="machines")
@@ -347,15 +385,15 @@ class Config(Section):
                 "contrastive.global_batch",
                 batch,
                 f"must be a multiple of launch.num_ranks * launch.num_nodes * k_steps = "
-                f"{ranks} * {nodes} * {k_steps} = {parts}; near are "
+                f"{ranks} * {nodes} * {k_steps} = {parts}; the nearest are "
                 f"{max(2, batch // parts) * parts} and {max(3, batch // parts + 1) * parts}",
             )
         elif batch == parts and not (v["contrastive.negatives"] == "global" and ranks * nodes > 1):
             yield Broken(
                 "contrastive.global_batch",
                 batch,
-                f"leaves 1 pair per rank and micro-batch (of {parts}), and so no negatives; "
-                f"at least {2 * parts}",
+                f"gives each of {parts} micro-batches 1 pair, which has no negatives; must be at "
+                f"least {2 * parts}",
             )
 
     @staticmethod
@@ -366,9 +404,9 @@ class Config(Section):
                 yield Broken(
                     "strategy.gradient_merge_configs.k_steps",
                     k_steps,
-                    f"does not go with contrastive.{name}: {k_steps} micro-batches are {k_steps} "
-                    "losses, each with its own pairs as negatives, while chunks are of one loss "
-                    "over all pairs and bound the memory as well; remove gradient_merge",
+                    f"cannot be combined with contrastive.{name}: {k_steps} micro-batches have "
+                    f"{k_steps} separate losses, while chunks share one loss over all pairs and "
+                    "bound the memory too; remove gradient_merge",
                 )
 
     @staticmethod
@@ -379,7 +417,7 @@ class Config(Section):
             yield Broken(
                 "contrastive.chunk_tokens",
                 tokens,
-                f"must be at least {path} = {v[path]}, the longest text there can be",
+                f"must be at least {path} = {v[path]}, the longest possible text",
             )
 
     @staticmethod
@@ -398,7 +436,9 @@ class Config(Section):
             field = AmpConfigs.model_fields[name]
             default = field.get_default(call_default_factory=True)
             if v["mode"] == "dygraph" and v["strategy.amp"] and v[path] != default:
-                yield Broken(path, v[path], "is for the static graph; remove it in mode: dygraph")
+                yield Broken(
+                    path, v[path], "is a setting of the static graph; remove it in mode: dygraph"
+                )
 
     rules = (
         _batch_divides,
@@ -410,25 +450,31 @@ class Config(Section):
 
     mode: Literal["dygraph", "static"] = Field(
         "dygraph",
-        description="dygraph: eager execution; static: the same training as a Program; checkpoints "
-        "of either are resumed in both",
+        description="dygraph: eager execution; static: the same training as a Program; a "
+        "checkpoint of one mode can be resumed in the other",
     )
-    model: ModelConfig = Field(description="the encoder; at least its preset or its dimensions")
+    model: ModelConfig = Field(description="the encoder; its preset or all dimensions are required")
     recompute: RecomputeConfig = Field(
-        default_factory=RecomputeConfig, description="what is computed twice to save memory"
+        default_factory=RecomputeConfig, description="which sublayers are recomputed"
     )
     strategy: StrategyConfig = Field(
-        default_factory=StrategyConfig, description="field for field a DistributedStrategy"
+        default_factory=StrategyConfig, description="fields of fleet.DistributedStrategy"
     )
-    sync: SyncConfig = Field(default_factory=SyncConfig, description="gradients of the ranks")
-    contrastive: ContrastiveConfig = Field(description="the loss; at least its global_batch")
+    sync: SyncConfig = Field(default_factory=SyncConfig, description="gradient synchronization")
+    contrastive: ContrastiveConfig = Field(
+        description="batch and loss; its global_batch is required"
+    )
     data: DataConfig = Field(default_factory=DataConfig, description="the text pairs")
-    train: TrainConfig = Field(description="the loop; at least a length and a learning_rate")
-    launch: LaunchConfig = Field(default_factory=LaunchConfig, description="the processes")
+    train: TrainConfig = Field(
+        description="the training loop; a length and a learning_rate are required"
+    )
+    launch: LaunchConfig = Field(
+        default_factory=LaunchConfig, description="ranks, machines and device"
+    )
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes together."""
+        """Number of ranks on all machines."""
         return self.launch.num_ranks * self.launch.num_nodes
 
     @property
@@ -438,12 +484,12 @@ class Config(Section):
 
     @property
     def micro_batch(self) -> int:
-        """Pairs per rank and micro-batch: what one forward pass holds."""
+        """Pairs per rank and micro-batch, that is, in one forward."""
         return self.local_batch // self.strategy.gradient_merge_configs.k_steps
 
     @property
     def learning_rate(self) -> float:
-        """Highest learning rate, after the linear scaling by the global batch if it is asked."""
+        """Peak learning rate, scaled by the global batch if `scale_learning_rate_from` is given."""
         tuned_for = self.train.scale_learning_rate_from or self.contrastive.global_batch
         return self.train.learning_rate * (self.contrastive.global_batch / tuned_for)
 

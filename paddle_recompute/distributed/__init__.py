@@ -16,10 +16,11 @@ from paddle_recompute.distributed.ranks import (
     run_collective,
     scope_of,
 )
-from paddle_recompute.distributed.watched_collective import run_watched
+from paddle_recompute.distributed.watched_collective import Run, run_watched
 
 __all__ = [
     "Limits",
+    "Run",
     "Scope",
     "agree_on_options",
     "agree_on_parameters",

@@ -12,7 +12,6 @@ import paddle
 from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync import Roll
 
 
 def exchange_long(content: Any, label: str, scope: Scope) -> list[Any]:
@@ -76,20 +75,6 @@ def agree_on_parameters(
                 f"{index} (from 0) is {_by_rank(shown, scope)}. Build the model in the same way, "
                 "and freeze the same of it, on every rank."
             )
-
-
-def agree_on_trained(roll: Roll, scope: Scope) -> None:
-    """Check that the same parameters take part on all ranks.
-
-    Raises:
-        SyncError: They do not; names the first parameter that differs, and the ranks.
-    """
-    agree_on_parameters(
-        [roll.names[index] for index in roll.trained],
-        [roll.parameters[index] for index in roll.trained],
-        structured=roll.structured,
-        scope=scope,
-    )
 
 
 def first_that_differs(

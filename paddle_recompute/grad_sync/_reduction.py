@@ -34,12 +34,12 @@ import paddle
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute.distributed import Scope, agree_on_trained, exchange_long, peers
+from paddle_recompute.distributed import Scope, exchange_long, peers
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._all_reduce import Courier, Delivery, courier_of
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._compression import Wire
-from paddle_recompute.grad_sync._roll import Roll
+from paddle_recompute.grad_sync._roll import Roll, agree_on_trained
 from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import paddle
 
+from paddle_recompute.distributed import Scope, agree_on_parameters
 from paddle_recompute.errors import SyncError
 
 Source = Callable[[], Iterable[tuple[str, paddle.Tensor]]]
@@ -67,3 +68,17 @@ class Roll:
         self.names.append(name)
         self.gradients.append(None)
         return index
+
+
+def agree_on_trained(roll: Roll, scope: Scope) -> None:
+    """Check that the same parameters take part on all ranks.
+
+    Raises:
+        SyncError: They do not; names the first parameter that differs, and the ranks.
+    """
+    agree_on_parameters(
+        [roll.names[index] for index in roll.trained],
+        [roll.parameters[index] for index in roll.trained],
+        structured=roll.structured,
+        scope=scope,
+    )

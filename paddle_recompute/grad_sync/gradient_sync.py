@@ -16,7 +16,6 @@ from paddle_recompute.distributed import (
     Limits,
     Scope,
     agree_on_options,
-    agree_on_trained,
     first_that_differs,
     is_distributed,
     peers,
@@ -25,7 +24,7 @@ from paddle_recompute.distributed import (
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
 from paddle_recompute.grad_sync._reduction import BucketedReduction
-from paddle_recompute.grad_sync._roll import Roll, Source
+from paddle_recompute.grad_sync._roll import Roll, Source, agree_on_trained
 from paddle_recompute.grad_sync._timeline import Timeline
 
 SyncMode = Literal["auto", "fused", "overlap"]

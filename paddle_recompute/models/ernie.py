@@ -29,8 +29,8 @@ def build_model(config: ModelConfig, vocab_size: int) -> ErnieEncoder:
 
     Args:
         config: The section ``model`` of the configuration.
-        vocab_size: Number of words of the tokenizer. ``config.vocab_size``, if given, is the
-            number of rows of the word embedding and must not be smaller.
+        vocab_size: Size of the tokenizer's vocabulary. ``config.vocab_size``, if given, is the
+            number of rows of the word embedding; it must be at least `vocab_size`.
 
     Raises:
         ConfigError: ``config.vocab_size`` is smaller than `vocab_size`.
@@ -39,8 +39,8 @@ def build_model(config: ModelConfig, vocab_size: int) -> ErnieEncoder:
     rows = config.vocab_size or vocab_size
     if rows < vocab_size:
         raise ConfigError(
-            f"model.vocab_size: received {rows}; the tokenizer has {vocab_size} words, so it must "
-            "be at least that; remove it to have as many rows as words"
+            f"model.vocab_size: received {rows}; must be at least {vocab_size}, the size of the "
+            "tokenizer's vocabulary; remove model.vocab_size to use that size"
         )
     model = ErnieEncoder(config, rows)
     if config.init_from is not None:

@@ -26,7 +26,7 @@ from paddle_recompute.config import Config
 from paddle_recompute.data import build_loader, prepare_data
 from paddle_recompute.distributed import barrier
 from paddle_recompute.errors import DataError
-from paddle_recompute.launch import _rank_process
+from paddle_recompute.launch import prepare_rank
 from paddle_recompute.models import build_model
 from paddle_recompute.parity.records import (
     WEIGHTS,
@@ -189,5 +189,5 @@ def main(job_file: str) -> None:
 
 
 if __name__ == "__main__":
-    _rank_process.prepare_rank()
+    prepare_rank()
     main(*sys.argv[1:])

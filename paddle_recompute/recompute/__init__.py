@@ -1,19 +1,26 @@
-"""Activation recompute that is right in every case: one function, one Layer, one selection.
+"""Activation recompute: of one call, of one Layer, of selected parts of a model.
 
-`recompute` calls a function so that its activations are computed again in the backward;
-`recompute_wrapper` does it to a Layer for good; `apply_recompute` to the sublayers of a model that
-a configuration names.
+`recompute` calls a function and computes its activations again in the backward.
+`recompute_wrapper` makes every call of a Layer a `recompute`. `apply_recompute` wraps the sublayers
+that a configuration selects.
 """
 
 from paddle_recompute.recompute.function import recompute
-from paddle_recompute.recompute.layer import RecomputeLayer, forward_count, recompute_wrapper
-from paddle_recompute.recompute.selection import RecomputeReport, apply_recompute
+from paddle_recompute.recompute.layer import (
+    RecomputedFunction,
+    RecomputeLayer,
+    forward_count,
+    recompute_wrapper,
+)
+from paddle_recompute.recompute.selection import RecomputeReport, apply_recompute, check_patterns
 from paddle_recompute.replay import is_recomputing
 
 __all__ = [
     "RecomputeLayer",
     "RecomputeReport",
+    "RecomputedFunction",
     "apply_recompute",
+    "check_patterns",
     "forward_count",
     "is_recomputing",
     "recompute",

@@ -32,8 +32,8 @@ from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import Recorder, innermost, recording
 from paddle_recompute.recompute._offload import Storage
-from paddle_recompute.replay import Call
-from paddle_recompute.replay import writes as _writes
+from paddle_recompute.replay import Call, Stamp, is_written_since
+from paddle_recompute.replay import stamp as stamp_of
 
 REPETITION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, a global "
@@ -110,7 +110,7 @@ class Frame:
         self._values: weakref.WeakKeyDictionary[FrameTicket, paddle.Tensor | RecomputeError] = (
             weakref.WeakKeyDictionary()
         )
-        self._outputs: dict[int, tuple[weakref.ref[Any], _writes.Stamp, _Link]] = {}
+        self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, _Link]] = {}
         self._recording = False
         self._compare_values = False
 
@@ -131,7 +131,7 @@ class Frame:
         self.parts.append(_Part(call, inputs))
         for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
             link = _Link(part, leaf)
-            self._outputs[id(tensor)] = (weakref.ref(tensor), _writes.stamp(tensor), link)
+            self._outputs[id(tensor)] = (weakref.ref(tensor), stamp_of(tensor), link)
         return outputs
 
     def _forget(self, num_saved: int, name: str) -> None:
@@ -154,7 +154,7 @@ class Frame:
         output = known()  # None, or another: the address of one that is gone was used again
         if output is None or output is not tensor:
             return None
-        return None if _writes.is_written_since(output, stamp) else link
+        return None if is_written_since(output, stamp) else link
 
     def ticket_for_output(self, tensor: paddle.Tensor) -> FrameTicket | None:
         """A ticket for an output, for somebody who would have kept the tensor itself."""
@@ -358,16 +358,14 @@ class _Input:
     Not a dataclass: `map_leaves` would take it for one of the user's and look inside.
     """
 
-    def __init__(
-        self, source: Any, stop_gradient: bool, stamp: _writes.Stamp | None = None
-    ) -> None:
+    def __init__(self, source: Any, stop_gradient: bool, stamp: Stamp | None = None) -> None:
         self.source = source
         self.stop_gradient = stop_gradient
         self.stamp = stamp
 
     def fetch(self, outputs: list[list[paddle.Tensor]]) -> paddle.Tensor:
         source = self.source
-        if self.stamp is not None and _writes.is_written_since(source, self.stamp):
+        if self.stamp is not None and is_written_since(source, self.stamp):
             raise RecomputeError(
                 f"An argument ({_named(source)}) of a recomputed function was changed in place "
                 "between its forward and its backward, so the forward cannot be repeated. Do the "
@@ -410,7 +408,7 @@ def _keep(frame: Frame | None, storage: Storage, outer: Recorder | None, inputs:
     def keep(tensor: paddle.Tensor) -> _Input:
         if id(tensor) not in kept:
             source = source_of(tensor)
-            stamp = _writes.stamp(tensor) if _nested.is_tensor(source) else None
+            stamp = stamp_of(tensor) if _nested.is_tensor(source) else None
             kept[id(tensor)] = _Input(source, tensor.stop_gradient, stamp)
         return kept[id(tensor)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,18 +12,17 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute._nested import tensors_in
-from paddle_recompute.errors import ConfigError, RecomputeError
-from paddle_recompute.recompute import _discarded, _hooks, _reentrant
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.recompute import _discarded, _hooks
 from paddle_recompute.recompute._frames import (
     Frame,
     is_inside_a_repetition,
     run_inside_a_repetition,
 )
-from paddle_recompute.recompute._offload import STORAGES, OnDevice, SomeOnHost, Storage
+from paddle_recompute.recompute._offload import STORAGES, SomeOnHost, Storage
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.program.marked_call import run_marked
-from paddle_recompute.replay import Call, name_of
-from paddle_recompute.replay import writes as _writes
+from paddle_recompute.replay import Call, name_of, watch_writes
 
 DeterminismCheck = Literal["default", "values", "none"]
 Offload = Literal["none", "host", "disk"]
@@ -33,10 +33,9 @@ _logger = logging.getLogger("paddle_recompute")
 
 @dataclass(frozen=True)
 class RecomputeOptions:
-    """The options of `recompute`, checked; they mean what they mean there."""
+    """The checked options of `recompute`."""
 
     preserve_rng_state: bool = True
-    use_reentrant: bool | None = None
     determinism_check: DeterminismCheck = "default"
     offload: Offload | None = None
 
@@ -66,13 +65,13 @@ def recompute(
 ) -> Any:
     """Call ``function(*args, **kwargs)``; keep its inputs for the backward, not its activations.
 
-    The result, every gradient and every side effect are those of the plain call; the backward
-    costs one extra forward of `function`, and the memory of what its operators would have saved
-    is free in between. Drop-in for ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
+    The backward runs `function` a second time and uses the activations of that second forward. This
+    costs one extra forward. Outputs, gradients, random streams and buffers are those of the plain
+    call. Replaces ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x).
 
     Under ``paddle.no_grad`` the function is called once and nothing is kept. While a Program is
-    being built (``paddle.enable_static``, ``paddle.jit.to_static``) the call is marked, and
-    recomputed by `static_graph.minimize`, or by what `to_static` returns (Paddle 3.3).
+    being built (``paddle.enable_static``, ``paddle.jit.to_static``) the call is only marked.
+    `static_graph.minimize`, or the function that `to_static` returns (Paddle 3.3), recomputes it.
 
     The same thing twice:
         *Done for you.* What `function` reaches (variables of its closure, defaults, globals that it
@@ -90,7 +89,8 @@ def recompute(
         on; Python numbers, lists and dicts that it changes itself, such as counters, which change
         twice; opaque arguments whose content is changed between the forwards; captured tensors
         that it changes itself in place; writes that go past Paddle's Python API
-        (``get_tensor()``, DLPack, collectives, custom operators).
+        (``get_tensor()``, DLPack, collectives, custom operators). Effects in Python, such as
+        logging, happen in both forwards; `is_recomputing` is true in the second.
 
     Several threads may call it at the same time. Paddle has one stream of random numbers for all of
     them, so a function that draws while another thread draws is refused in the backward where this
@@ -99,37 +99,32 @@ def recompute(
     Args:
         function: A Layer or any callable. It must do the same thing when it is called again: see
             "The same thing twice".
-        *args: Its arguments: tensors of any dtype, also nested in tuples, lists, dicts and
-            dataclasses, and anything else. They must not be changed in place until the backward.
-        preserve_rng_state: Replay the random streams of Paddle, NumPy and Python (dropout!). False
-            saves some microseconds for a function that draws no random numbers.
-        use_reentrant: None and False use saved-tensor hooks, which are right in every case. True
-            uses Paddle's PyLayer form, with its limits: outputs always need a gradient, and one
-            that is unused leaves zeros instead of None; ``paddle.grad`` and ``retain_graph=True``
-            are refused; hooks registered inside do not see the first forward, and what a hook on
-            an output returns is ignored; only what is returned is compared, not what is saved; an
-            argument that needs a gradient must get one; an intermediate tensor that the function
-            captures instead of taking it as an argument may get a wrong gradient.
-            Where saved-tensor hooks of somebody else are in force, None and False call `function`
-            plainly, with a warning; True is refused.
-        determinism_check: ``"default"`` compares count, shape and dtype of what both forwards save
-            and return; ``"values"`` also compares the values bit by bit (slow: every saved tensor
-            is copied to the host); ``"none"`` compares only what is needed to go on.
-        offload: Where the tensors among the arguments wait for the backward: ``"host"`` memory
-            (pinned; nothing to do on a CPU), ``"disk"`` (a temporary file per step, freed by the
-            system in every case), or None, the device.
-        offload_indices: Positions in `args` of tensors to offload to the host, as Paddle 3.x
-            spells it.
+        *args: Arguments of `function`: tensors of any dtype, also nested in tuples, lists, dicts
+            and dataclasses, and other values. Tensors must not be changed in place before the
+            backward.
+        preserve_rng_state: Draw the same random numbers of Paddle, NumPy and Python in both
+            forwards (needed for dropout). False saves some microseconds for a function that draws
+            none.
+        use_reentrant: Accepted because Paddle has it; it changes nothing. True is noted once in the
+            log. If other code has saved-tensor hooks in force, `function` is called plainly, with a
+            warning.
+        determinism_check: ``"default"`` compares number, shape and dtype of the tensors that both
+            forwards save and return. ``"values"`` also compares the values bit by bit (slow: every
+            saved tensor is copied to the host). ``"none"`` compares only what the backward needs.
+        offload: Where the tensors among the arguments are kept until the backward: ``"host"``
+            (pinned memory; no effect on a CPU), ``"disk"`` (a temporary file, which the system
+            removes even after a crash), or None (the device).
+        offload_indices: Positions in `args` of tensors to keep on the host, as in Paddle 3.x.
         **kwargs: Keyword arguments of `function`.
 
     Returns:
         What ``function(*args, **kwargs)`` returns.
 
     Raises:
-        ConfigError: An option has a value that does not exist.
-        RecomputeError: The function changes an argument in place, or (from the backward) its
-            second forward is not a repetition of the first.
-        StaticGraphError: In a Program, it is called inside a branch or loop body.
+        ConfigError: An option has a value that is not allowed.
+        RecomputeError: `function` changes an argument in place; or, raised by the backward, its
+            second forward differs from the first.
+        StaticGraphError: The call is inside a branch or loop body of a Program.
 
     Examples:
         >>> import paddle
@@ -143,11 +138,26 @@ def recompute(
     References:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
     """
-    options = RecomputeOptions(preserve_rng_state, use_reentrant, determinism_check, offload)
+    note_reentrant(use_reentrant)
+    options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     storage = None
     if offload_indices:
         storage = SomeOnHost(t for index in offload_indices for t in tensors_in(args[index]))
     return run_recomputed(function, args, kwargs, options, storage=storage)
+
+
+def note_reentrant(use_reentrant: bool | None) -> None:
+    """Say once that ``use_reentrant=True`` changes nothing."""
+    if use_reentrant:
+        _note_reentrant_once()
+
+
+@functools.cache
+def _note_reentrant_once() -> None:
+    _logger.info(
+        "use_reentrant=True has no effect: paddle_recompute has one form of recompute. To use "
+        "Paddle's own recompute, set recompute.engine: fleet"
+    )
 
 
 @paddle.jit.not_to_static
@@ -207,7 +217,7 @@ def _run_in_dygraph(
     if not paddle.is_grad_enabled():
         return function(*args, **kwargs)
     _paddle.watch_backward()
-    _writes.watch()
+    watch_writes()
     storage = storage or STORAGES[options.offload]
     check = options.determinism_check
     call = Call(
@@ -218,14 +228,7 @@ def _run_in_dygraph(
         compare_values=check == "values",
     )
     if not _hooks.are_free():
-        return _call_plainly(function, args, kwargs, name, options)
-    if options.use_reentrant:
-        if check == "values" or not isinstance(storage, OnDevice):
-            raise ConfigError(
-                "determinism_check='values' and offload need the saved-tensor hooks of the "
-                "default form; leave out use_reentrant=True"
-            )
-        return _reentrant.run(call, args, kwargs)
+        return _call_plainly(function, args, kwargs, name)
     if is_inside_a_repetition():
         return run_inside_a_repetition(call, storage, args, kwargs)
     if segment is not None:
@@ -247,20 +250,14 @@ def _call_plainly(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     name: str,
-    options: RecomputeOptions,
 ) -> Any:
     """Under saved-tensor hooks of somebody else, which decide what is kept.
 
     Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
     """
-    if options.use_reentrant:
-        raise RecomputeError(
-            f"recompute({name}, use_reentrant=True) cannot run under saved_tensors_hooks; "
-            "leave one of them out"
-        )
     _logger.warning(
-        "recompute(%s): other saved_tensors_hooks are in force here and decide what is kept, so "
-        "it is called plainly",
+        "recompute(%s): other saved_tensors_hooks are in force; the function is called without "
+        "recompute",
         name,
     )
     return function(*args, **kwargs)

@@ -17,6 +17,7 @@ from paddle_recompute.recompute.function import (
     DeterminismCheck,
     Offload,
     RecomputeOptions,
+    note_reentrant,
     run_recomputed,
 )
 from paddle_recompute.replay import is_recomputing, name_of
@@ -32,14 +33,14 @@ class WrappedLayer(paddle.nn.Layer):
 
     A wrapped Layer stays the same object with the same attributes. So its state_dict keys, sublayer
     names, ``isinstance`` checks, hooks, ``train()``/``eval()``, pickles and deep copies are the
-    bare Layer's. A direct ``layer.forward(x)`` goes past the wrapping, as it goes past hooks.
+    bare Layer's. A direct ``layer.forward(x)`` bypasses the wrapping, as it bypasses hooks.
     """
 
     _added: ClassVar[tuple[str, ...]] = ()
     """Names of the attributes that wrapping adds to the Layer."""
 
     def unwrap(self) -> paddle.nn.Layer:
-        """Make this Layer what it was before it was wrapped; returns it."""
+        """Undo the wrapping; returns this Layer."""
         added = self._added
         self.__class__ = type(self)._bare_class()
         for name in added:
@@ -64,9 +65,9 @@ class WrappedLayer(paddle.nn.Layer):
 
 
 class RecomputeLayer(WrappedLayer):
-    """What `recompute_wrapper` makes of a Layer: each of its calls is a `recompute`.
+    """A Layer whose every call is a `recompute`; `recompute_wrapper` makes one from a Layer.
 
-    Forward hooks of the Layer belong to what is recomputed and run in both forwards.
+    Forward hooks of the Layer are recomputed with it: they run in both forwards.
     """
 
     _added: ClassVar[tuple[str, ...]] = (
@@ -141,7 +142,7 @@ def recompute_wrapper(
     offload: Offload | None = None,
     name: str = "",
 ) -> AnyLayer:
-    """Wrap `layer`, so that each of its calls is a `recompute`; costs one extra forward each.
+    """Wrap `layer` so that each of its calls is a `recompute`, at the cost of one extra forward.
 
     Args:
         layer: The Layer to wrap. It is changed in place.
@@ -149,14 +150,14 @@ def recompute_wrapper(
         use_reentrant: As in `recompute`.
         determinism_check: As in `recompute`.
         offload: As in `recompute`.
-        name: What errors call the layer, for example its path in the model.
+        name: The name of the layer in errors, for example its path in the model.
 
     Returns:
         `layer` itself, now a `RecomputeLayer` too.
 
     Raises:
-        SelectionError: `layer` is wrapped already.
-        ConfigError: An option has a value that does not exist.
+        SelectionError: `layer` is already wrapped.
+        ConfigError: An option has a value that is not allowed.
 
     Examples:
         >>> import paddle
@@ -167,7 +168,8 @@ def recompute_wrapper(
         >>> type(block.unwrap()).__name__
         'Linear'
     """
-    options = RecomputeOptions(preserve_rng_state, use_reentrant, determinism_check, offload)
+    note_reentrant(use_reentrant)
+    options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     return wrap(layer, options, name)
 
 
@@ -204,15 +206,20 @@ def wrap(
     layer._recompute_segment = segment
     layer._recompute_gives_up_outputs = gives_up_outputs
     layer._recompute_forward_count = 0
-    layer.__class__ = _wrapped_class(RecomputeLayer, type(layer))
+    replace_class(layer, RecomputeLayer)
     return layer
 
 
 def wrap_scope(layer: AnyLayer) -> AnyLayer:
     """Make `layer` a `SelectiveLayer`, unless it is one already."""
     if not isinstance(layer, SelectiveLayer):
-        layer.__class__ = _wrapped_class(SelectiveLayer, type(layer))
+        replace_class(layer, SelectiveLayer)
     return layer
+
+
+def replace_class(layer: paddle.nn.Layer, wrapping: type[WrappedLayer]) -> None:
+    """Make `layer` an instance of `wrapping`, and still of its own class."""
+    layer.__class__ = _wrapped_class(wrapping, type(layer))
 
 
 def _wrapped_class(

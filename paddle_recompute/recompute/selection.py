@@ -17,6 +17,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import SelectionError
+from paddle_recompute.recompute._fleet import FleetRecomputeLayer, wrap_with_fleet
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.layer import (
@@ -29,13 +30,13 @@ from paddle_recompute.recompute.layer import (
 
 @dataclass(frozen=True)
 class RecomputeReport:
-    """What `apply_recompute` did; printed, it is a readable table.
+    """What `apply_recompute` wrapped and left out; ``str(report)`` is a readable table.
 
     Attributes:
-        wrapped: Names of the parts that are recomputed now, in the model's order.
-        segments: The names again, grouped as they are recomputed together.
-        left_out: Names that the patterns match but that are not wrapped, each with the reason.
-        gives_up_outputs: Names of the cheap parts whose outputs are computed again as well.
+        wrapped: Names of the recomputed parts, in the model's order.
+        segments: The same names, grouped: the parts of a group are recomputed together.
+        left_out: Names that match a pattern but are not wrapped, each with the reason.
+        gives_up_outputs: Names of the cheap parts whose outputs are recomputed too.
     """
 
     wrapped: tuple[str, ...] = ()
@@ -55,25 +56,25 @@ class RecomputeReport:
 def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> RecomputeReport:
     """Recompute the parts of `model` that `config` selects.
 
-    Patterns are globs over the names of ``model.named_sublayers()``, and of attributes of Layers
-    that hold a function (``encoder.layers.*.activation``): ``*`` stays within one name between dots
-    and ``**`` crosses them, so ``blocks.*`` are the blocks and not their insides. Where a pattern
-    matches a Layer and a part inside it, the outer one is recomputed alone.
+    Patterns are globs over the names of ``model.named_sublayers()``, and over the names of
+    attributes of Layers that hold a function (``encoder.layers.*.activation``). ``*`` matches
+    within one name between dots, ``**`` crosses dots: ``blocks.*`` selects the blocks and not their
+    sublayers. If the patterns match a Layer and a part inside it, only the outer Layer is wrapped.
 
-    A part without a weight matrix (a function, Dropout, LayerNorm) is cheap to run and its output
-    is as large as any, so its output is computed again too when a later operator wants to keep it.
-    Naming such parts only is selective recompute: matmuls run once, large cheap tensors twice.
+    A part without a weight matrix (a function, Dropout, LayerNorm) is cheap to compute. Its output
+    is not kept either: it is recomputed for the later operators that need it. To name only such
+    parts is selective recompute: matrix products run once, large cheap tensors are computed twice.
 
     Args:
-        model: Any Layer. Its selected parts are changed in place (`recompute_wrapper`).
-        config: Patterns and policy; with ``enable: false`` the model is left as it is.
+        model: Any Layer. Its selected parts are wrapped in place (`recompute_wrapper`).
+        config: Patterns and policy. With ``enable: false`` the model does not change.
 
     Returns:
-        What was wrapped, and what matched but was not, with the reason.
+        The parts that were wrapped, and those that were left out, with the reason.
 
     Raises:
-        SelectionError: A pattern matches nothing (the message names similar parts), or a
-            part is wrapped already. The model is unchanged then.
+        SelectionError: A pattern matches nothing (the message names similar parts), or a part is
+            already wrapped. The model is then unchanged.
 
     Examples:
         >>> import paddle
@@ -89,24 +90,37 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     left_out = _inside_another(matches)
     candidates = [name for name in matches if name not in left_out]
     for name in candidates:
-        if isinstance(parts[name], (RecomputeLayer, RecomputedFunction)):
+        if isinstance(parts[name], (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)):
             raise SelectionError(
                 f"recompute.checkpoints selects '{name}', which is wrapped already; call its "
-                "unwrap() first, or apply_recompute only once"
+                "unwrap() first, or call apply_recompute only once"
             )
     segments = _POLICIES[config.policy](candidates, config)
     chosen = {name for segment in segments for name in segment}
     left_out.update({name: f"policy {config.policy}" for name in candidates if name not in chosen})
-    cheap = tuple(name for name in candidates if name in chosen and _is_cheap(parts[name]))
+    wrapped = tuple(name for name in candidates if name in chosen)
+    if config.engine == "fleet":
+        _wrap_with_fleet({name: parts[name] for name in candidates if name in chosen}, config)
+        return RecomputeReport(wrapped, segments, left_out)
+    cheap = tuple(name for name in wrapped if _is_cheap(parts[name]))
     options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
     for names in segments:
         segment = Segment(names) if len(names) > 1 else None
         for position, name in enumerate(names):
             joined = (segment, position) if segment is not None else None
             _wrap_part(model, name, parts[name], options, joined, name in cheap)
-    return RecomputeReport(
-        tuple(name for name in candidates if name in chosen), segments, left_out, cheap
-    )
+    return RecomputeReport(wrapped, segments, left_out, cheap)
+
+
+def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
+    for name, part in parts.items():
+        if not isinstance(part, paddle.nn.Layer):
+            raise SelectionError(
+                f"recompute.engine: fleet wraps Layers, and '{name}' is a function; name its Layer "
+                "in recompute.checkpoints, or use recompute.engine: paddle_recompute"
+            )
+    for name, part in parts.items():
+        wrap_with_fleet(part, name, preserve_rng_state=config.preserve_rng_state)
 
 
 def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
@@ -251,8 +265,8 @@ def _no_match(pattern: str, names: list[str]) -> str:
     listed = ", ".join(f"'{name}'" for name in near)
     return (
         f"recompute.checkpoints: the pattern '{pattern}' matches no sublayer of the model. "
-        + (f"Sublayers with near names: {listed}. " if near else "The model has no sublayers. ")
-        + "'*' stays within one name between dots, '**' crosses them; "
+        + (f"Sublayers with similar names: {listed}. " if near else "The model has no sublayers. ")
+        + "'*' matches within one name between dots, '**' crosses dots; "
         "model.named_sublayers() lists all names."
     )
 

@@ -1,18 +1,21 @@
 """One call of a user's function and its exact repetition: random streams, flags, buffers."""
 
-from paddle_recompute.replay.call import Call, describe, dtype_name, is_recomputing, name_of
-from paddle_recompute.replay.layer_state import layers_of
+from paddle_recompute.replay.call import Call, is_recomputing, name_of
 from paddle_recompute.replay.random_streams import RngState
+from paddle_recompute.replay.reach import layers_of
 from paddle_recompute.replay.replay_state import Moment, StateWatch
+from paddle_recompute.replay.writes import Stamp, is_written_since, stamp, watch_writes
 
 __all__ = [
     "Call",
     "Moment",
     "RngState",
+    "Stamp",
     "StateWatch",
-    "describe",
-    "dtype_name",
     "is_recomputing",
+    "is_written_since",
     "layers_of",
     "name_of",
+    "stamp",
+    "watch_writes",
 ]

@@ -1,8 +1,8 @@
 """One call of a user's function, and its exact repetition.
 
-Both forms of recompute (`_frames`, `_reentrant`) run a function twice. `Call` holds what the
-second run needs to be a repetition of the first: the random streams, AMP state, train/eval flags
-and buffers that the first one saw, and what it returned.
+Recompute runs a function twice. `Call` holds what the second run needs to be a repetition of the
+first: the random streams, AMP state, train/eval flags and buffers that the first one saw, and what
+it returned.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Call:
             _paddle.amp_state_of(self._amp),
             self._reach.replayed(),
             self._layers.replayed(),
-            paddle.set_grad_enabled(True),  # here too: the PyLayer form comes without
+            paddle.set_grad_enabled(True),
             _recomputing(),
         ):
             try:

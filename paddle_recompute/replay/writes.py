@@ -38,7 +38,7 @@ def _written(tensor: paddle.Tensor) -> None:
         _last_write[address] = _tick
 
 
-def watch() -> None:
+def watch_writes() -> None:
     """Count writes from now on."""
     _paddle.watch_writes(_written)
 

@@ -2,7 +2,7 @@
 
 from paddle_recompute.recompute.program import SegmentInfo, SegmentReport, mark_checkpoint
 from paddle_recompute.static_graph.minimize import RecomputeOptimizer, explain, minimize
-from paddle_recompute.static_graph.strategy import distributed_strategy
+from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
 from paddle_recompute.static_graph.train_step import StaticTrainStep
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "SegmentInfo",
     "SegmentReport",
     "StaticTrainStep",
+    "check_static",
     "distributed_strategy",
     "explain",
     "mark_checkpoint",

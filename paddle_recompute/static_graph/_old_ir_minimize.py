@@ -14,8 +14,7 @@ from paddle_recompute.recompute.program.old_ir import (
     Graph,
     copy_detached,
     find_segments,
-    recompute,
-    warn_of_crossings,
+    recompute_segments,
 )
 from paddle_recompute.static_graph.strategy import amp_dtype
 
@@ -64,10 +63,7 @@ def minimize(
         old_ir.claim_recomputed_calls(program)
         operators, params_grads = old_ir_fleet.fleet_minimize(optimizer, loss, strategy, startup)
         if recomputes:
-            graph = Graph(program, earlier=earlier)
-            segments = find_segments(graph, checkpoints)
-            warn_of_crossings(segments, graph)
-            recompute(graph, segments)
+            recompute_segments(program, earlier, checkpoints)
         if is_bfloat16:
             old_ir_fleet.complete_bfloat16_gradients(program)
     return operators, params_grads

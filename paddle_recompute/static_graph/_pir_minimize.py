@@ -11,12 +11,9 @@ from paddle_recompute._paddle.static.pir import Operation
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program.pir import (
     Graph,
-    ask_for_both_gradients,
-    copy_detached,
     find_segments,
-    recompute,
-    warn_of_crossings,
-    warn_of_marks_inside,
+    prepare,
+    recompute_segments,
 )
 from paddle_recompute.static_graph._parse_strategy import Requested, check_amp
 from paddle_recompute.static_graph._pir_data_parallel import (
@@ -56,7 +53,7 @@ def minimize(
         prepare(program)
         params_grads = pir.append_backward(optimizer, loss, startup)
         if requested.recompute:
-            _recompute_between(program, forward[-1], requested.checkpoints)
+            recompute_segments(program, forward[-1], requested.checkpoints)
 
         def update(gradients: ParamsGrads) -> list[Operation]:
             means = mean_over_ranks(
@@ -77,30 +74,3 @@ def minimize(
                 average=requested.average,
             )
             return operations, params_grads
-
-
-def prepare(program: paddle.static.Program) -> None:
-    """Make `program` ready for its backward, which is appended afterwards."""
-    copy_detached(program)
-    ask_for_both_gradients(program)
-    pir.claim_recomputed_calls(program)
-
-
-def recompute_calls(program: paddle.static.Program, num_forward: int) -> None:
-    """Recompute every recomputed call in a Program that `paddle.jit.to_static` made.
-
-    Args:
-        program: With its backward.
-        num_forward: How many of its operators are not backward.
-    """
-    _recompute_between(program, pir.operations(program)[num_forward - 1], ())
-
-
-def _recompute_between(
-    program: paddle.static.Program, last_forward: Operation, names: tuple[str, ...]
-) -> None:
-    graph = Graph(program, last_forward)
-    segments = find_segments(graph, names)
-    warn_of_marks_inside(segments, graph, names)
-    warn_of_crossings(segments, graph)
-    recompute(graph, segments)

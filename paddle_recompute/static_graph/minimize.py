@@ -42,12 +42,12 @@ def minimize(
             are not in the Program; the message says which.
     """
     if _paddle_static.representation() == "pir":
-        from paddle_recompute.static_graph import pir
+        from paddle_recompute.static_graph import _pir_minimize
 
-        return pir.minimize(optimizer, loss, strategy, startup_program=startup_program)
-    from paddle_recompute.static_graph import old_ir
+        return _pir_minimize.minimize(optimizer, loss, strategy, startup_program=startup_program)
+    from paddle_recompute.static_graph import _old_ir_minimize
 
-    return old_ir.minimize(optimizer, loss, strategy, startup_program=startup_program)
+    return _old_ir_minimize.minimize(optimizer, loss, strategy, startup_program=startup_program)
 
 
 def explain(program: paddle.static.Program) -> SegmentReport:
@@ -63,10 +63,10 @@ def explain(program: paddle.static.Program) -> SegmentReport:
         StaticGraphError: The Program has no checkpoints.
     """
     if _paddle_static.representation() == "pir":
-        from paddle_recompute.static_graph import pir
+        from paddle_recompute.recompute.program import pir
 
         return pir.explain(program)
-    from paddle_recompute.static_graph import old_ir
+    from paddle_recompute.recompute.program import old_ir
 
     return old_ir.explain(program)
 

@@ -115,6 +115,11 @@ def check_static(config: Config) -> None:
 
 def _recompute_faults(recompute: RecomputeConfig) -> list[str]:
     faults = []
+    if recompute.enable and recompute.engine != "paddle_recompute":
+        faults.append(
+            f"recompute.engine: {recompute.engine}: Paddle's own recompute loses gradients in a "
+            "Program; set engine: paddle_recompute"
+        )
     if recompute.enable and recompute.offload != "none":
         faults.append(
             f"recompute.offload: {recompute.offload}: a Program keeps what it keeps on its device; "

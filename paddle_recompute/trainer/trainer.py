@@ -69,7 +69,7 @@ class Trainer:
         self._autocast = contextlib.nullcontext
 
     def run(self) -> dict[str, Any]:
-        """Train, evaluate, and write checkpoint, metrics and report to ``train.output_dir``.
+        """Train, evaluate, and write checkpoints, metrics and a report to ``train.output_dir``.
 
         With ``train.resume`` and no step left the run has ended: its record is kept as it is, and
         returned. Where there is none (the run was killed in its last evaluation) one is made.
@@ -80,13 +80,12 @@ class Trainer:
             ``train.eval_before: false``); ``pool_size``, ``queries``; ``recall@1_ceiling``,
             ``unknown_queries``, ``equal_queries`` and ``equal_answers`` (what the tokens of the
             held-out texts allow at best, see `data.Ceiling`); ``peak_bytes`` (the largest
-            of all steps and ranks), ``plain_peak_bytes`` (the dearest step without recompute; None
-            where it does not fit or ``train.measure_plain`` is false);
-            ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (those among
-            them that overflowed in float16), ``loss`` (of the last step; None where that was
-            skipped), ``temperature`` (the learned one, if it is learned), ``chunk_size`` and
-            ``chunk_tokens`` (what a rank encodes at once; both None: all its pairs),
-            ``world_size``, ``output_dir``.
+            of all steps and ranks), ``plain_peak_bytes`` (of the step without recompute that needs
+            most; None if it does not fit or ``train.measure_plain`` is false);
+            ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (steps that
+            overflowed in float16), ``loss`` (of the last step; None if that was skipped),
+            ``temperature`` (if it is learned), ``chunk_size`` and ``chunk_tokens`` (what a rank
+            encodes at once; both None: all its pairs), ``world_size``, ``output_dir``.
 
         Raises:
             ConfigError: The ranks that run are not those of ``config.launch``,
@@ -94,9 +93,9 @@ class Trainer:
                 ``contrastive.memory_budget``, the device has no mixed precision, or a static graph
                 cannot honour a setting.
             DataError: The pairs cannot be read, or are too few for one step.
-            CheckpointError: There is nothing to resume from, or it is of another model.
-            DivergenceError: The loss or the gradient is no finite number, in float16 after the
-                loss scale was lowered in vain; the message names the step.
+            CheckpointError: There is no checkpoint to resume from, or it is of another model.
+            DivergenceError: The loss or the gradient is not finite (in float16: also after the loss
+                scale was lowered); the message names the step.
         """
         self._rank, self._world_size = _join_ranks(self.config)
         check_mode(self.config)

@@ -126,7 +126,7 @@ launch: {num_ranks: 2}
         "recompute.checkpoints.1: received 7; must be a valid string",
         "contrastive.temperature (line 5): received 0; must be greater than 0",
         "train.warmup_steps (line 6): received -1; must be greater than or equal to 0",
-        "train.max_steps: required while num_epochs is not given",
+        "train.max_steps: required if num_epochs is not given",
         # Crosses three sections, two of which have faults of their own.
         "contrastive.global_batch (line 5): received 13; must be a multiple of",
     ):

@@ -67,7 +67,7 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
         amp_fault("dtype", "must be 'float16' or 'bfloat16'", dtype="half"),
         amp_fault(
             "use_pure_fp16",
-            "means dtype: float16 and level: O2, and here is dtype: bfloat16 with level: O2",
+            "means dtype: float16 and level: O2, which contradicts dtype: bfloat16 and level: O2",
             use_pure_fp16=True,
             dtype="bfloat16",
         ),
@@ -83,7 +83,7 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
         ),
         amp_fault(
             "custom_black_list",
-            "names exp, and so does custom_white_list",
+            "contains exp, as does custom_white_list",
             custom_black_list=["tanh", "exp"],
             custom_white_list=["exp"],
         ),
@@ -113,7 +113,7 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
         ({"strategy": {"sharding": True}}, "strategy.sharding", "does not honour: the model is"),
         ({"strategy": {"recompute": True}}, "strategy.recompute", "set the section recompute"),
         ({"sync": {"mode": "overlapp"}}, "sync.mode", "did you mean overlap?"),
-        ({"sync": {"compression": "fp16"}}, "sync.compression", "gloo adds float16 up wrongly"),
+        ({"sync": {"compression": "fp16"}}, "sync.compression", "gloo's sum of float16 is wrong"),
         ({"sync": {"compression": "bf61"}}, "sync.compression", "did you mean bf16?"),
         ({"sync": {"error_feedback": False}}, "sync.error_feedback", "with compression: none"),
         ({"sync": {"check_every": 0}}, "sync.check_every", "greater than or equal to 1"),
@@ -128,22 +128,22 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
         (
             {"contrastive": {"chunk_size": 2, "chunk_tokens": 64}},
             "contrastive.chunk_size",
-            "does not go with chunk_tokens = 64: a chunk is so many pairs or so many tokens",
+            "cannot be combined with chunk_tokens = 64: a chunk is measured in pairs or in tokens",
         ),
         (
             {"contrastive": {"chunk_size": 2, "memory_budget": "1GiB"}},
             "contrastive.chunk_size",
-            "follows from memory_budget",
+            "cannot be combined with memory_budget",
         ),
         (
             {"contrastive": {"chunk_tokens": 64, "memory_budget": "1GiB"}},
             "contrastive.chunk_tokens",
-            "follows from memory_budget",
+            "cannot be combined with memory_budget",
         ),
         (
             {"contrastive": {"chunk_tokens": 63}},
             "contrastive.chunk_tokens",
-            "must be at least data.max_positive_tokens = 64, the longest text",
+            "must be at least data.max_positive_tokens = 64, the longest possible text",
         ),
         (
             {"contrastive": {"memory_budget": "2 gigabytes"}},
@@ -164,17 +164,17 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
                     "strategy": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
                 },
                 "strategy.gradient_merge_configs.k_steps",
-                f"does not go with contrastive.{name}: 2 micro-batches are 2 losses",
+                f"cannot be combined with contrastive.{name}: 2 micro-batches have 2",
             )
             for name, value in (("chunk_size", 2), ("chunk_tokens", 64), ("memory_budget", "1GiB"))
         ],
         ({"data": {"source": "files"}}, "data.train_file", "required with source: files"),
-        ({"data": {"train_file": "a.tsv"}}, "data.train_file", "not read with source: cedict"),
-        ({"data": {"valid_file": "a.tsv"}}, "data.valid_file", "not read with source: cedict"),
+        ({"data": {"train_file": "a.tsv"}}, "data.train_file", "not used with source: cedict"),
+        ({"data": {"valid_file": "a.tsv"}}, "data.valid_file", "not used with source: cedict"),
         (
             {"data": {"source": "files", "train_file": "a", "valid_file": "b", "valid_pairs": 9}},
             "data.valid_pairs",
-            "no effect beside valid_file",
+            "no effect with valid_file",
         ),
         ({"data": {"on_bad_line": "skp"}}, "data.on_bad_line", "did you mean skip?"),
         (
@@ -183,7 +183,7 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
             "has no effect while gradient_merge_configs.k_steps is 1",
         ),
         ({"model": {"layer_norm_epsilon": 0.1}}, "model.layer_norm_epsilon", "or equal to 0.001"),
-        ({"train": {"max_steps": None}}, "train.max_steps", "while num_epochs is not given"),
+        ({"train": {"max_steps": None}}, "train.max_steps", "if num_epochs is not given"),
         ({"train": {"decay": "cosin"}}, "train.decay", "did you mean cosine?"),
         (
             {"data": {"max_query_tokens": 3000}},
@@ -194,12 +194,12 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
             {"launch": {"num_ranks": 3}},
             "contrastive.global_batch",
             "must be a multiple of launch.num_ranks * launch.num_nodes * k_steps = 3 * 1 * 1 = 3; "
-            "near are 6 and 9",
+            "the nearest are 6 and 9",
         ),
         (
             {"launch": {"num_ranks": 8}, "contrastive": {"negatives": "local"}},
             "contrastive.global_batch",
-            "no negatives; at least 16",
+            "no negatives; must be at least 16",
         ),
         (
             {
@@ -207,7 +207,7 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
                 "strategy": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 8}},
             },
             "contrastive.global_batch",
-            "no negatives; at least 16",
+            "no negatives; must be at least 16",
         ),
     ],
 )
@@ -287,7 +287,7 @@ def test_both_modes_take_the_same_tree() -> None:
 def test_required_fields_are_described() -> None:
     found = dict(faults(train={"learning_rate": None}))
     assert "must be a valid number" in found["train.learning_rate"]
-    with pytest.raises(ValidationError, match="required, and not given: the loss"):
+    with pytest.raises(ValidationError, match="required, but not given: batch and loss"):
         Config.model_validate({"model": {"preset": "tiny"}, "train": tree()["train"]})
 
 

@@ -9,7 +9,7 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from paddle_recompute import ContrastiveLoss, GradCache, apply_recompute, recompute_wrapper
+from paddle_recompute import ContrastiveLoss, GradCache, apply_recompute
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.contrastive._chunks import by_length, joined
 from tests.contrastive.encoders import (
@@ -104,13 +104,12 @@ def test_with_recompute_inside(checkpoints: list[str]) -> None:
     assert same_bits(gradients(encoder), gradients(plain))
 
 
-def test_with_the_reentrant_form_of_recompute_inside() -> None:
+def test_with_paddles_own_recompute_inside() -> None:
     query, positive = texts(1), texts(2)
     plain, encoder = make(1), make(1)
     paddle.seed(3)
     one_shot(plain, criterion, query, positive, chunk_size=7)
-    for layer in encoder.encoder.layers:
-        recompute_wrapper(layer, use_reentrant=True)
+    apply_recompute(encoder, RecomputeConfig(engine="fleet"))
     paddle.seed(3)
     GradCache(encoder, criterion, chunk_size=7).backward(query, positive)
     assert same_bits(gradients(encoder), gradients(plain))

@@ -33,7 +33,7 @@ class MortalRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="mortal-")
         folder = Path(self._folder.name)
         job = pickle.dumps((worker.__module__, worker.__qualname__, arguments))
-        (folder / "job.pkl").write_bytes(job)
+        (folder / "job1.pkl").write_bytes(job)
         ports = free_ports(num_ranks + 1)
         self._logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
         self._processes = []
@@ -43,9 +43,13 @@ class MortalRanks:
                     [sys.executable, "-u", "-m", "tests.ranks", str(folder), str(rank)],
                     env=rank_environment(rank, ports),
                     cwd=ROOT,
+                    stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
+            assert process.stdin is not None
+            process.stdin.write(b"1\n")
+            process.stdin.close()
             self._processes.append(process)
 
     def __enter__(self) -> MortalRanks:

@@ -364,7 +364,7 @@ def test_word_embedding_has_the_rows_of_tokenizer_or_config() -> None:
 
     assert rows(tiny()) == VOCAB_SIZE
     assert rows(tiny(vocab_size=64)) == 64
-    with pytest.raises(ConfigError, match=r"model\.vocab_size: received 29; the tokenizer has 30"):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: received 29; must be at least 30"):
         rows(tiny(vocab_size=29))
 
 

@@ -82,7 +82,6 @@ STEPS: dict[str, Callable[[paddle.nn.Layer, paddle.Tensor], paddle.Tensor]] = {
     "plain": lambda model, x: model(x),
     "Paddle's own": paddles_own,
     "each block": each_block,
-    "each block, reentrant": lambda model, x: each_block(model, x, use_reentrant=True),
     "each block, host": lambda model, x: each_block(model, x, offload="host"),
     "each block, disk": lambda model, x: each_block(model, x, offload="disk"),
     "each block, values compared": lambda model, x: each_block(

@@ -53,10 +53,6 @@ def wrapped(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
     return recompute_wrapper(layer)(x)
 
 
-def reentrant(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
-    return recompute(layer, x, use_reentrant=True)
-
-
 def on_disk(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
     return recompute(layer, x, offload="disk")
 
@@ -76,7 +72,7 @@ def segments(layer: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
 
 
 WAYS: list[Callable[..., Any]] = [
-    with_recompute, nested, twice, wrapped, reentrant, on_disk, with_values, cheap_parts, segments,
+    with_recompute, nested, twice, wrapped, on_disk, with_values, cheap_parts, segments,
 ]  # fmt: skip
 all_ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
@@ -195,7 +191,6 @@ def test_a_failed_backward_leaves_nothing() -> None:
 
 def test_recompute_lowers_the_peak(peaks: dict[str, int]) -> None:
     assert peaks["each block"] < 0.5 * peaks["plain"]
-    assert peaks["each block, reentrant"] < 0.5 * peaks["plain"]
     assert peaks["wrapped blocks"] == peaks["each block"]
 
 

@@ -15,7 +15,6 @@ import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.errors import ConfigError
 from paddle_recompute.recompute._offload import STORAGES
 from tests.recompute.contract import leaf, plain
 
@@ -226,11 +225,6 @@ def test_offload_indices_are_paddles_own_spelling() -> None:
     recompute(lambda x, y: (x * y).tanh(), x, y, offload_indices=[1]).sum().backward()
     wanted = (1 - np.tanh(x.numpy() * y.numpy()) ** 2) * x.numpy()
     assert np.allclose(y.grad.numpy(), wanted, atol=1e-6)
-
-
-def test_offload_needs_the_hook_form() -> None:
-    with pytest.raises(ConfigError, match="offload need the saved-tensor hooks"):
-        recompute(paddle.tanh, leaf(3), use_reentrant=True, offload="disk")
 
 
 def test_the_tensor_before_is_read_while_one_is_used() -> None:

@@ -85,7 +85,7 @@ def test_a_star_stays_within_one_name_and_two_cross_dots() -> None:
         ("bert.encoder.layers.*", "'encoder.layers."),
         ("encoder.layers.*.self_attention", "self_attn"),
         ("heads", "'head'"),
-        ("", "near names"),
+        ("", "similar names"),
     ],
 )
 def test_no_match_names_what_is_near(pattern: str, near: str) -> None:

@@ -17,7 +17,6 @@ import paddle
 import pytest
 
 from paddle_recompute import _paddle
-from paddle_recompute import trainer as trainer_module
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.config import Config
@@ -31,6 +30,7 @@ from paddle_recompute.errors import (
 from paddle_recompute.retrieval.evaluation import encode_texts
 from paddle_recompute.train_step import mixed_precision
 from paddle_recompute.trainer import Trainer, memory_probe, objective, step_seed, total_steps
+from paddle_recompute.trainer import trainer as trainer_module
 from paddle_recompute.trainer.metrics import read_metrics
 from tests.ranks import run_ranks
 from tests.train_step.half_precision import pretended_gpu, rounded

@@ -1,8 +1,8 @@
 """The old representation of a Program (Paddle 2.6): what reading and changing one needs.
 
-Nothing here decides anything about recompute; `static_graph.old_ir` does. What is used, and why no
-public API serves: ``Block.ops`` and ``Operator`` (names of inputs and outputs, attributes) are
-half documented, and inserting or renaming in the middle (``Block._insert_op_without_sync``,
+Nothing here decides anything about recompute; `recompute.program.old_ir` does. What is used, and
+why no public API serves: ``Block.ops`` and ``Operator`` (names of inputs and outputs, attributes)
+are half documented, and inserting or renaming in the middle (``Block._insert_op_without_sync``,
 ``Operator._rename_input``, the ``OpDesc`` behind them) is not at all. Everything here can go
 with Paddle 2.6. ``tests/static_graph/test_paddle_private_old_ir.py`` names each symbol.
 """

@@ -1,10 +1,11 @@
 """PIR, the representation of Paddle 3.3: every private call that reading and changing one needs.
 
-Nothing here decides anything about recompute; `static_graph.pir` does. What is used, and why no
-public API serves: ``paddle.pir`` (operations, values, insertion points, ``IrMapping``) is the only
-way to look at or change a PIR Program, and Paddle documents none of it; ``paddle._C_ops`` appends
-single operators without the layers of Python above them. Can go, name by name, when Paddle
-documents a way to edit a Program. ``tests/static_graph/test_paddle_private_pir.py`` holds each.
+Nothing here decides anything about recompute; `recompute.program.pir` does. What is used, and
+why no public API serves: ``paddle.pir`` (operations, values, insertion points, ``IrMapping``) is
+the only way to look at or change a PIR Program, and Paddle documents none of it;
+``paddle._C_ops`` appends single operators without the layers of Python above them. Can go, name by
+name, when Paddle documents a way to edit a Program.
+``tests/static_graph/test_paddle_private_pir.py`` holds each.
 
 Two traps, both of 3.3: ``==`` between Values appends an ``equal`` operator (so they are compared
 by `key`), and a Value that is still in a Python variable when its Program dies aborts the process

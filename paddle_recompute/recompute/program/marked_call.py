@@ -60,27 +60,13 @@ def run_marked(
 def _recomputed_call(name: str, *, continues: bool, gives_up_outputs: bool) -> Any:
     if _paddle_static.representation() == "pir":
         from paddle_recompute._paddle.static import pir, to_static
+        from paddle_recompute.recompute.program.pir import prepare, recompute_calls
 
-        to_static.around_append_backward(_prepare, _recompute_all)
+        to_static.around_append_backward(prepare, recompute_calls)
         return pir.recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs)
     from paddle_recompute._paddle.static import old_ir
 
     return old_ir.recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs)
-
-
-def _prepare(program: paddle.static.Program) -> None:
-    """Make a Program of `paddle.jit.to_static` ready for its backward."""
-    from paddle_recompute.static_graph.pir import prepare
-
-    prepare(program)
-
-
-def _recompute_all(program: paddle.static.Program, num_forward: int) -> None:
-    """Recompute every marked call of a Program that `paddle.jit.to_static` made."""
-    # Upwards, and only here: to_static runs when neither minimize nor anything else of ours does.
-    from paddle_recompute.static_graph.pir import recompute_calls
-
-    recompute_calls(program, num_forward)
 
 
 def _plain_name(function: Any) -> str:

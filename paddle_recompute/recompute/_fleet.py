@@ -1,0 +1,85 @@
+"""`recompute.engine: fleet`: Paddle's own recompute around a Layer, as a reference to compare with.
+
+``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x) does the work, in its default form, a
+PyLayer. What that form gets wrong without a word is refused here; what it refuses itself is left to
+it. ``docs/recompute_cases.md`` has the cases.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+import paddle
+
+from paddle_recompute import _nested, _paddle
+from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
+from paddle_recompute.recompute.layer import WrappedLayer, replace_class
+
+_ADVICE = "Use recompute.engine: paddle_recompute, which is right there."
+
+
+class FleetRecomputeLayer(WrappedLayer):
+    """A Layer each of whose calls is a call of fleet's ``recompute``."""
+
+    _added: ClassVar[tuple[str, ...]] = ("_recompute_name", "_recompute_preserves_rng")
+    _recompute_name: str
+    _recompute_preserves_rng: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The Layer's own call, recomputed by Paddle in the backward.
+
+        Raises:
+            RecomputeError: Fleet's recompute would lose gradients of this call.
+            StaticGraphError: A Program is being built.
+        """
+        if not _paddle.is_dygraph():
+            raise StaticGraphError(
+                "recompute.engine: fleet works in dygraph only; in a Program use "
+                "recompute.engine: paddle_recompute"
+            )
+        if not paddle.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        bound = inspect.signature(self.forward).bind(*args, **kwargs)
+        args, kwargs = bound.args, bound.kwargs  # 2.6 takes positional arguments only
+        self._refuse_lost_gradients(args, kwargs)
+        from paddle.distributed.fleet.utils import recompute
+
+        return recompute(
+            super().__call__, *args, preserve_rng_state=self._recompute_preserves_rng, **kwargs
+        )
+
+    def _refuse_lost_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nested = [value for value in args if not _nested.is_tensor(value)]
+        for tensor in _nested.tensors_in((nested, kwargs)):
+            if not tensor.stop_gradient:
+                raise RecomputeError(
+                    f"{self._recompute_name} gets a tensor that needs a gradient inside a "
+                    f"container or as a keyword argument; fleet's recompute would lose it. "
+                    f"{_ADVICE}"
+                )
+        needs_gradient = any(not tensor.stop_gradient for tensor in _nested.tensors_in(args))
+        if not needs_gradient and any(not p.stop_gradient for p in self.parameters()):
+            raise RecomputeError(
+                f"no argument of {self._recompute_name} needs a gradient; fleet's recompute would "
+                f"leave its parameters without one. {_ADVICE}"
+            )
+
+
+def wrap_with_fleet(layer: paddle.nn.Layer, name: str, *, preserve_rng_state: bool) -> None:
+    """Make `layer` a `FleetRecomputeLayer`.
+
+    Raises:
+        SelectionError: It has buffers, which fleet's recompute would update twice per step.
+    """
+    for member_name, member in layer.named_sublayers(include_self=True):
+        for tensors, names in _paddle.non_trained_state(member):
+            if any(_paddle.is_initialized(tensors[one]) for one in names):
+                place = f"'{name}.{member_name}'" if member_name else f"'{name}'"
+                raise SelectionError(
+                    f"recompute.engine: fleet cannot wrap '{name}': {place} has the buffer "
+                    f"{names[0]}, and fleet's recompute updates buffers twice per step. {_ADVICE}"
+                )
+    layer._recompute_name = name
+    layer._recompute_preserves_rng = preserve_rng_state
+    replace_class(layer, FleetRecomputeLayer)

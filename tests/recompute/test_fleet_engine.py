@@ -1,0 +1,142 @@
+"""`recompute.engine: fleet`, Paddle's own recompute: right, or refused. And `use_reentrant`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from pydantic import ValidationError
+
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute.config import ModelConfig
+from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
+from paddle_recompute.models import build_model
+from paddle_recompute.recompute import function
+from tests.recompute.contract import leaf
+
+FLEET = RecomputeConfig(engine="fleet", checkpoints=["*"])
+
+
+def gradients(engine: str | None) -> dict[str, bytes]:
+    paddle.seed(1)
+    config = ModelConfig(
+        hidden_size=16,
+        num_layers=3,
+        num_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        type_vocab_size=2,
+    )
+    model = build_model(config, 50)
+    if engine is not None:
+        apply_recompute(model, RecomputeConfig(engine=engine))
+    paddle.seed(2)
+    model(paddle.to_tensor([[3, 4, 5, 0], [6, 7, 0, 0]])).square().sum().backward()
+    return {name: p.grad.numpy().tobytes() for name, p in model.named_parameters()}
+
+
+def test_the_encoder_with_dropout_has_the_plain_gradients() -> None:
+    wanted = gradients(None)
+    assert gradients("fleet") == wanted
+    assert gradients("paddle_recompute") == wanted
+
+
+def test_fleets_recompute_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paddle.distributed.fleet import utils
+
+    calls = []
+    original = utils.recompute
+    monkeypatch.setattr(
+        utils, "recompute", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    )
+    model = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4))
+    report = apply_recompute(model, FLEET)
+    model(leaf(2, 4)).sum().backward()
+    assert report.wrapped == ("0", "1") and len(calls) == 2
+
+
+def test_without_gradients_the_layer_is_called_plainly() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Linear(4, 4))
+    apply_recompute(model, FLEET)
+    with paddle.no_grad():
+        assert model(paddle.ones([2, 4])).stop_gradient
+
+
+def test_a_block_whose_input_needs_no_gradient_is_refused() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Linear(4, 4))
+    apply_recompute(model, FLEET)
+    with pytest.raises(RecomputeError, match="no argument of 0 needs a gradient"):
+        model(paddle.ones([2, 4]))
+
+
+def test_a_tensor_in_a_container_is_refused() -> None:
+    class Sum(paddle.nn.Layer):
+        def forward(self, x: paddle.Tensor, rest: dict[str, paddle.Tensor]) -> paddle.Tensor:
+            return x + rest["y"]
+
+    model = paddle.nn.Sequential(Sum())
+    apply_recompute(model, FLEET)
+    x = leaf(2, 4)
+    with pytest.raises(RecomputeError, match="inside a container"):
+        model[0](x, {"y": x * 2})
+    assert model[0](x, rest={"y": paddle.ones([2, 4])}).shape == [2, 4]
+
+
+@pytest.mark.parametrize("kind", [paddle.nn.BatchNorm1D, paddle.nn.utils.spectral_norm])
+def test_a_layer_with_buffers_is_refused(kind: Any) -> None:
+    is_norm = kind is paddle.nn.BatchNorm1D
+    with_buffer = kind(4) if is_norm else kind(paddle.nn.Linear(4, 4))
+    model = paddle.nn.Sequential(paddle.nn.Sequential(paddle.nn.Linear(4, 4), with_buffer))
+    with pytest.raises(SelectionError, match=r"'0\.1' has the buffer .*twice per step"):
+        apply_recompute(model, FLEET)
+    assert type(model[0]) is paddle.nn.Sequential
+
+
+def test_a_function_is_refused() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Linear(4, 4))
+    model[0].activation = paddle.nn.functional.gelu
+    with pytest.raises(SelectionError, match=r"'0\.activation' is a function"):
+        apply_recompute(model, RecomputeConfig(engine="fleet", checkpoints=["0.activation"]))
+
+
+@pytest.mark.parametrize("setting", [{"policy": "segments"}, {"offload": "disk"}])
+def test_what_fleet_has_not_is_refused(setting: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="is not supported by engine: fleet"):
+        RecomputeConfig(engine="fleet", **setting)
+
+
+def test_a_program_is_refused() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Linear(4, 4))
+    apply_recompute(model, FLEET)
+    paddle.enable_static()
+    try:
+        with (
+            paddle.static.program_guard(paddle.static.Program()),
+            pytest.raises(StaticGraphError, match="works in dygraph only"),
+        ):
+            model(paddle.static.data("x", [2, 4]))
+    finally:
+        paddle.disable_static()
+
+
+def test_unwrap_gives_the_bare_layer_back() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Linear(4, 4))
+    apply_recompute(model, FLEET)
+    assert type(model[0].unwrap()) is paddle.nn.Linear
+    assert "_recompute_name" not in vars(model[0])
+
+
+def test_use_reentrant_is_accepted_and_noted_once(caplog: pytest.LogCaptureFixture) -> None:
+    function._note_reentrant_once.cache_clear()
+    layer, x = paddle.nn.Linear(4, 4), paddle.ones([2, 4])
+    with caplog.at_level(logging.INFO, logger="paddle_recompute"):
+        for _ in range(2):  # no input needs a gradient: Paddle's reentrant form would give none
+            recompute(layer, x, use_reentrant=True).sum().backward()
+    assert [record.message for record in caplog.records if "use_reentrant" in record.message] == [
+        "use_reentrant=True has no effect: paddle_recompute has one form of recompute. To use "
+        "Paddle's own recompute, set recompute.engine: fleet"
+    ]
+    assert np.all(layer.weight.grad.numpy() == 4)

@@ -1,0 +1,130 @@
+"""Rooms and floors: who may import whom. The table stands in CONTRIBUTING.md, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT
+
+PACKAGE = "paddle_recompute"
+OPEN_ROOMS = {"_paddle"}
+"""Rooms whose modules are imported directly."""
+FOR_ALL = {"errors"}
+"""On the lowest floor too, there are errors to raise."""
+MOST_LOOSE_MODULES = 6
+
+
+def floors() -> dict[str, int]:
+    """The floor of each room, as CONTRIBUTING.md declares it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", text, flags=re.MULTILINE)
+    return {
+        room.rstrip("/"): int(floor)
+        for floor, rooms in rows
+        for room in re.findall(r"`(\w+/?)`", rooms)
+    }
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """The file of every module of the package below `root`, by its dotted name."""
+    found = {}
+    for path in (root / PACKAGE).rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every module of ours that `path` imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == PACKAGE:
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            if node.module and node.module.split(".")[0] == PACKAGE:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    is_name = node.module in known and _binds(known[node.module], alias.name)
+                    yield node.lineno, node.module if is_name or inner not in known else inner
+
+
+def _binds(path: Path, name: str) -> bool:
+    """Whether the module at `path` gives `name` a meaning of its own, besides a submodule."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
+            return True
+        if getattr(node, "name", None) == name:
+            return True
+    return False
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def breaches(root: Path) -> list[str]:
+    """Every import that goes up, sideways, or past the ``__init__`` of another room."""
+    known, floor_of = modules(root), floors()
+    found = []
+    for module, path in known.items():
+        own = room_of(module)
+        if not own:  # the package itself hands out names of every floor, when they are asked for
+            continue
+        for line, target in imported(path, known):
+            room = room_of(target)
+            if room in ("", own):
+                continue
+            where = f"{path.relative_to(root)}:{line} imports {target}"
+            if room not in FOR_ALL and floor_of[room] >= floor_of[own]:
+                found.append(f"{where}: floor {floor_of[room]}, from floor {floor_of[own]}")
+            is_package = known[target].name == "__init__.py"
+            is_loose = target.count(".") == 1
+            if room not in OPEN_ROOMS and not (is_package or is_loose):
+                found.append(f"{where}: past the __init__ of {room}")
+    return found
+
+
+def test_every_import_points_down_and_through_the_door() -> None:
+    assert not breaches(ROOT)
+
+
+def test_the_table_and_the_folders_name_the_same_rooms() -> None:
+    rooms = {room_of(module) for module in modules(ROOT)} - {""}
+    assert rooms == floors().keys() - {"examples"}
+
+
+def test_few_loose_modules() -> None:
+    loose = [path.name for path in (ROOT / PACKAGE).glob("*.py") if path.name != "__init__.py"]
+    assert len(loose) <= MOST_LOOSE_MODULES, loose
+
+
+def test_every_room_says_its_idea() -> None:
+    for module, path in modules(ROOT).items():
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), module
+
+
+@pytest.mark.parametrize(
+    "planted, told",
+    [
+        ("from paddle_recompute.trainer import Trainer", "floor 7, from floor 3"),
+        ("def f():\n    from paddle_recompute.trainer import Trainer", "floor 7, from floor 3"),
+        ("import paddle_recompute.grad_sync", "floor 3, from floor 3"),
+        ("from paddle_recompute.replay.call import Call", "past the __init__ of replay"),
+    ],
+)
+def test_a_planted_import_is_found(tmp_path: Path, planted: str, told: str) -> None:
+    for module, path in modules(ROOT).items():
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text(encoding="utf-8")
+        planted_here = module == f"{PACKAGE}.recompute.function"
+        copy.write_text(f"{text}\n{planted}\n" if planted_here else text, encoding="utf-8")
+    (found,) = breaches(tmp_path)
+    assert "recompute/function.py" in found and told in found
