@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import ConfigError, StaticGraphError
+from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.trainer import Trainer, memory_probe
-from paddle_recompute.trainer.build import ProgramStep
 from paddle_recompute.trainer.metrics import read_metrics
 from tests.ranks import run_ranks
 from tests.trainer.test_trainer import tiny, weights_of, write_pairs
@@ -153,17 +153,17 @@ def test_the_step_that_is_measured_is_a_program_with_recompute_and_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recomputed: list[bool] = []
-    build = ProgramStep._build
+    build = StaticTrainStep.build
 
-    def noting(self: ProgramStep, micro_batch: Any) -> None:
+    def noting(self: StaticTrainStep, micro_batch: Any) -> None:
         build(self, micro_batch)
         try:
-            self._step.explain()
+            self.explain()
             recomputed.append(True)
         except StaticGraphError:  # the Program has no checkpoints
             recomputed.append(False)
 
-    monkeypatch.setattr(ProgramStep, "_build", noting)
+    monkeypatch.setattr(StaticTrainStep, "build", noting)
     train(folder, "static", mode="static", train__measure_plain=True, train__max_steps=1)
     assert recomputed == [True, False, True]  # measured, measured without, trained
 
