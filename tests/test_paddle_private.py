@@ -187,7 +187,7 @@ def test_layer_dicts_and_hooks() -> None:
     assert list(_paddle.own_parameters(linear)) == ["weight", "bias"]
     _paddle.set_own_parameters(linear, {"weight": "another"})
     assert linear.weight == "another"
-    before, behind = _paddle.forward_hooks(model)
+    before, behind = _paddle.forward_pre_hooks(model), _paddle.forward_post_hooks(model)
     assert before is model._forward_pre_hooks and behind is model._forward_post_hooks
     model.register_forward_pre_hook(print)
     model.register_forward_post_hook(repr)

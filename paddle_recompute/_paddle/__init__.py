@@ -84,19 +84,22 @@ Layout = tuple[tuple[int, ...], int]
 """Strides (in elements) of a tensor, and its offset in its memory (in bytes)."""
 
 
-def layout_of(tensor: paddle.Tensor) -> Layout:
-    """How `tensor` lies in its memory (``strides``, ``offset``; 2.6, 3.x)."""
-    return tuple(tensor.strides), tensor.offset
+def layout_of(tensor: paddle.Tensor) -> Layout | None:
+    """How `tensor` lies in its memory (``strides``, ``offset``; 2.6, 3.x); None if it has none.
+
+    ``nn.LSTM`` in eval mode saves a tensor without memory; 3.3 aborts where its strides are asked.
+    """
+    return (tuple(tensor.strides), tensor.offset) if is_initialized(tensor) else None
 
 
-def with_layout(tensor: paddle.Tensor, layout: Layout) -> paddle.Tensor:
+def with_layout(tensor: paddle.Tensor, layout: Layout | None) -> paddle.Tensor:
     """`tensor`, or a copy of it that lies in its memory as `layout` says.
 
     The engine (2.6, 3.x) takes the bare memory from what an unpack hook returns, and reads it with
     the strides and the offset of the tensor that the operator had saved. Can go when the engine
     takes the tensor itself.
     """
-    if layout_of(tensor) == layout:
+    if layout is None or layout_of(tensor) in (None, layout):
         return tensor
     strides, offset = layout
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
@@ -242,9 +245,14 @@ def own_sublayers(layer: paddle.nn.Layer) -> dict[str, Any]:
     return layer.__dict__["_sub_layers"]  # type: ignore[no-any-return]
 
 
-def forward_hooks(layer: paddle.nn.Layer) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """The hooks before and behind the forward of `layer` itself (2.6, 3.x)."""
-    return layer._forward_pre_hooks, layer._forward_post_hooks
+def forward_pre_hooks(layer: paddle.nn.Layer) -> dict[Any, Any]:
+    """The hooks before the forward of `layer` itself (2.6, 3.x)."""
+    return layer._forward_pre_hooks  # type: ignore[no-any-return]
+
+
+def forward_post_hooks(layer: paddle.nn.Layer) -> dict[Any, Any]:
+    """The hooks behind the forward of `layer` itself (2.6, 3.x)."""
+    return layer._forward_post_hooks  # type: ignore[no-any-return]
 
 
 def non_trained_state(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], list[str]]]:

@@ -73,7 +73,7 @@ class _Saved:
 
     ticket: weakref.ref[FrameTicket]
     likeness: Likeness
-    layout: _paddle.Layout
+    layout: _paddle.Layout | None
     checksum: int | None
 
 
@@ -92,7 +92,7 @@ class _Promise:
     ticket: weakref.ref[FrameTicket]
     part: int
     leaf: int
-    layout: _paddle.Layout
+    layout: _paddle.Layout | None
 
 
 class Frame:

@@ -88,7 +88,7 @@ def recompute(
         ``determinism_check="values"`` compares them): iterators and files that the function reads
         on; Python numbers, lists and dicts that it changes itself, such as counters, which change
         twice; opaque arguments whose content is changed between the forwards; captured tensors
-        that it changes itself in place; writes that go past Paddle's Python API
+        that it changes itself in place; attributes of classes; writes past Paddle's Python API
         (``get_tensor()``, DLPack, collectives, custom operators). Effects in Python, such as
         logging, happen in both forwards; `is_recomputing` is true in the second.
 

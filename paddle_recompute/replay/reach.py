@@ -93,13 +93,13 @@ class Reach:
             RecomputeError: A tensor that the function reaches was written to since.
         """
         with contextlib.ExitStack() as stack:
-            for tensor in self._tensors:
-                if tensor.is_written():
-                    tensor.refuse(stack)
             for place in self._places:
                 undo = place.put_back()
                 if undo is not None:
                     stack.callback(undo)
+            for tensor in self._tensors:  # behind the places: it may add a hook
+                if tensor.is_written():
+                    tensor.refuse(stack)
             yield
 
 
@@ -236,8 +236,9 @@ class _Search:
         for method in names.methods:
             for function in methods(type(layer), method):
                 self._visit(function, method)
-        for hooks in _paddle.forward_hooks(layer):
-            for hook in hooks.values():
+        for find in (_paddle.forward_pre_hooks, _paddle.forward_post_hooks):
+            self.places.append(Members(layer, find))
+            for hook in find(layer).values():
                 self._visit(hook, "a hook")
         self._owner = outer
         for sublayer in sublayers.values():

@@ -268,6 +268,20 @@ def test_number(run: Run) -> Seen:
     return {**backward(y, x, net), "scale": net.scale}
 
 
+@case("a forward hook that is {change} before the backward", change=["removed", "registered"])
+def test_hook(run: Run, change: str) -> Seen:
+    net, x = linear(), leaf(3, 4)
+    function: Any = net[0]
+    if change == "registered":
+        y = run(lambda h: net(h).tanh(), x * 2)
+        function.register_forward_post_hook(lambda layer, inputs, output: output * 2)
+    else:
+        hook = function.register_forward_post_hook(lambda layer, inputs, output: output * 2)
+        y = run(lambda h: net(h).tanh(), x * 2)
+        hook.remove()
+    return backward(y, x, net)
+
+
 def test_places_hold_their_new_content_afterwards() -> None:
     global global_block
     net, x = paddle.nn.LayerList([linear()]), leaf(3, 4)
