@@ -289,7 +289,7 @@ def test_without_a_scale_nothing_is_skipped(gpu: None, amp: AmpConfigs | None, o
     with pytest.raises(DivergenceError, match=rf"{words}.*parameters are as they were"):
         step([batch()])
     assert_equal(values_of(model), before)
-    assert step.state_dict() == {}
+    assert "loss_scaler" not in step.state_dict()
 
 
 def test_a_resumed_step_goes_on_with_the_same_scale(gpu: None) -> None:
@@ -302,7 +302,8 @@ def test_a_resumed_step_goes_on_with_the_same_scale(gpu: None) -> None:
     for i in range(9):
         first([batch(i)])
     second = TrainStep(model, optimizer, loss_fn=loss_in_float16, amp=amp)
-    second.set_state_dict(json.loads(json.dumps(first.state_dict())))
+    scaler = first.state_dict()["loss_scaler"]
+    second.set_state_dict({"loss_scaler": json.loads(json.dumps(scaler))})
     resumed = [second([batch(i)]) for i in range(9, 24)]
 
     def told(results: list[StepResult]) -> list[str]:  # as text: a NaN is not equal to itself
