@@ -649,6 +649,32 @@ def test_no_other_module_reaches_into_paddle() -> None:
             assert "paddle.__version__" not in source or path.name == "_installed.py", path
 
 
+def test_core_generator_looks_into_the_state_of_another() -> None:
+    generator, other = paddle.base.core.Generator(), paddle.base.core.default_cpu_generator()
+    state = other.get_state()
+    generator.set_state(state)
+    assert generator.random() == other.random()
+    assert _paddle.mark_of_generator_state(state) != _paddle.mark_of_generator_state(
+        other.get_state()
+    )
+    assert _paddle.mark_of_generator_state(state) == _paddle.mark_of_generator_state(state)
+
+
+def test_core_amp_level() -> None:
+    assert core.AmpLevel.O0 != core.AmpLevel.O1
+
+
+def test_core_eager_register_saved_tensors_hooks() -> None:
+    """It is looked up at each use, so that a pair that waits can give way."""
+    register, calls = core.eager.register_saved_tensors_hooks, []
+    core.eager.register_saved_tensors_hooks = lambda *pair: calls.append(pair) or register(*pair)
+    try:
+        with paddle.autograd.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert len(calls) == 1
+    finally:
+        core.eager.register_saved_tensors_hooks = register
+
+
 def test_streams_are_left_alone_by_a_look() -> None:
     paddle.seed(1), np.random.seed(1), random.seed(1)
     drawn = paddle.rand([2]).tolist()

@@ -237,7 +237,7 @@ def _run_in_dygraph(
     frame = Frame(storage)
     outputs = frame.record(call, args, kwargs)
     if gives_up_outputs:
-        _discarded.offer(outputs, frame)
+        _discarded.offer(outputs, (args, kwargs), frame)
     return outputs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -608,3 +609,21 @@ def test_places_keep_no_graph() -> None:
         assert held[1:] == [held[1]] * 3
     finally:
         gc.enable()
+
+
+def test_locks_and_barriers_are_left_alone() -> None:
+    """A second forward must not give a barrier the state of the first: a thread may wait at it."""
+    event = threading.Event()
+
+    def block(x: paddle.Tensor) -> paddle.Tensor:
+        return x.tanh() if event is not None else x
+
+    x = leaf(3, 4)
+    y = recompute(block, x).sum()
+    flag_of = vars(event)
+    event.set()
+    before = dict(flag_of)
+    seen = []
+    x.register_hook(lambda _: seen.append(dict(flag_of)))
+    y.backward()
+    assert seen == [before] and event.is_set()

@@ -23,6 +23,9 @@ LOSS = 1e-5
 # 1.7e-6 with 2.6.2, where the true gradient is 0 (the bias of an attention's keys) and AdamW makes
 # a step of the noise in it; 2.6e-7 elsewhere. A step is 1e-2.
 WEIGHT = 1e-5
+# On two ranks the sums have another order. AdamW's first step is g / (|g| + 1e-8): where a gradient
+# is about 1e-7, the rounding in it is a percent of the step. Seen: 1e-4 in 3 to 10 of 512 weights.
+WEIGHT_ON_RANKS = 5e-4
 
 SETTINGS: dict[str, Any] = {
     "model__hidden_dropout": 0.0,
@@ -59,7 +62,7 @@ def moments_of(run: Path) -> dict[str, Any]:
     return load_file(find_checkpoint(run / "checkpoint").folder / "optimizer.safetensors")
 
 
-def assert_close(one: Path, other: Path) -> None:
+def assert_close(one: Path, other: Path, *, weight: float = WEIGHT) -> None:
     assert len(losses_of(one)) == SETTINGS["train__max_steps"]
     np.testing.assert_allclose(losses_of(one), losses_of(other), rtol=LOSS)
     for left, right in (
@@ -70,7 +73,7 @@ def assert_close(one: Path, other: Path) -> None:
         assert left.keys() == right.keys()
         for name, value in left.items():
             assert value.shape == right[name].shape
-            np.testing.assert_allclose(value, right[name], rtol=0, atol=WEIGHT, err_msg=name)
+            np.testing.assert_allclose(value, right[name], rtol=0, atol=weight, err_msg=name)
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -203,5 +206,6 @@ def train_in_both_modes(folder: str) -> None:
 
 def test_two_ranks(folder: Path) -> None:
     run_ranks(train_in_both_modes, 2, folder=str(folder))
-    assert_close(folder / "static", folder / "dygraph")
-    assert_close(folder / "static-learned", folder / "dygraph-learned")
+    assert_close(folder / "static", folder / "dygraph", weight=WEIGHT_ON_RANKS)
+    learned = folder / "static-learned", folder / "dygraph-learned"
+    assert_close(*learned, weight=WEIGHT_ON_RANKS)
