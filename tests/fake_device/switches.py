@@ -46,3 +46,8 @@ def set_to(**settings: int) -> Iterator[None]:
     finally:
         for name, value in before.items():
             _number(name, value)
+
+
+def environment() -> dict[str, str]:
+    """For a child process that does not begin with ``tests.ranks``."""
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

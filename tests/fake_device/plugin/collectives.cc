@@ -95,8 +95,8 @@ void reduce_slots(C_CCLComm comm, char* to, size_t size, C_DataType type, C_CCLR
 
 C_Status put_collective(C_Stream stream, std::function<void()> work) {
   collectives.add(1);
-  stream_of(stream).put([work = std::move(work)] {
-    pause_us(collective_us.get());
+  stream_of(stream).put([work = std::move(work), late = collective_us.get()] {
+    pause_us(late);
     work();
   });
   return C_SUCCESS;

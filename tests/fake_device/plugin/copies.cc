@@ -58,8 +58,8 @@ C_Status between_devices(const C_Device, const C_Device, void* to, const void* f
 }
 
 C_Status on_device_later(const C_Device, C_Stream stream, void* to, const void* from, size_t size) {
-  stream_of(stream).put([=] {
-    pause_us(copy_us.get());
+  stream_of(stream).put([=, late = copy_us.get()] {
+    pause_us(late);
     std::memcpy(reach(to), reach(from), size);
   });
   return C_SUCCESS;
@@ -78,8 +78,8 @@ C_Status to_device_later(const C_Device, C_Stream stream, void* to, const void* 
     auto* begin = static_cast<const char*>(from);
     staged = std::make_shared<std::vector<char>>(begin, begin + size);
   }
-  stream_of(stream).put([=] {
-    pause_us(copy_us.get());
+  stream_of(stream).put([=, late = copy_us.get()] {
+    pause_us(late);
     std::memcpy(reach(to), staged ? staged->data() : from, size);
   });
   return C_SUCCESS;
@@ -88,8 +88,8 @@ C_Status to_device_later(const C_Device, C_Stream stream, void* to, const void* 
 // Pageable memory has been written when the call returns; pinned memory is written later.
 C_Status to_host_later(const C_Device, C_Stream stream, void* to, const void* from, size_t size) {
   count_to_host(size);
-  stream_of(stream).put([=] {
-    pause_us(copy_us.get());
+  stream_of(stream).put([=, late = copy_us.get()] {
+    pause_us(late);
     std::memcpy(to, reach(from), size);
   });
   if (!is_pinned(to)) stream_of(stream).wait();
@@ -98,7 +98,7 @@ C_Status to_host_later(const C_Device, C_Stream stream, void* to, const void* fr
 
 C_Status allocate(const C_Device device, void** address, size_t size) {
   *address = memory_of(device->id).take(size);
-  return *address ? C_SUCCESS : C_FAILED;
+  return C_SUCCESS;  // of nullptr Paddle makes its out-of-memory error, of a failure it does not
 }
 
 C_Status deallocate(const C_Device device, void* address, size_t) {

@@ -43,8 +43,8 @@ C_Status add_scaled(const C_Device, C_Stream stream, C_DataType type, size_t cou
   bool is_known = with_type(type, [=](auto one) {
     using T = decltype(one);
     using W = typename Computed<T>::type;
-    stream_of(stream).put([=] {
-      pause_us(kernel_us.get());
+    stream_of(stream).put([=, late = kernel_us.get()] {
+      pause_us(late);
       auto *from = static_cast<T*>(reach(x)), *to = static_cast<T*>(reach(y));
       for (size_t i = 0; i < count; ++i)
         to[i] = static_cast<T>(static_cast<W>(alpha) * static_cast<W>(from[i]) +

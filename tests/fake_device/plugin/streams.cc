@@ -182,8 +182,8 @@ void wait_for_all_streams() {
 }
 
 void launch(void* stream, std::function<void()> work) {
-  stream_of(static_cast<C_Stream>(stream)).put([work = std::move(work)] {
-    pause_us(kernel_us.get());
+  stream_of(static_cast<C_Stream>(stream)).put([work = std::move(work), late = kernel_us.get()] {
+    pause_us(late);
     work();
   });
 }

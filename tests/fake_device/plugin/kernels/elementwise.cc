@@ -18,19 +18,23 @@ void each(const Context& context, const Tensor& x, const Tensor& y, Tensor* out,
   });
 }
 
-// out = f(x, y), where one row of x or y may serve for many.
+// out = f(x, y), where one row of x or y may serve for many. They need not be contiguous: Paddle
+// adds up gradients as they come, and that of a transposed view is one.
 template <typename T, typename F>
 void each_broadcast(const Context& context, const Tensor& x, const Tensor& y, Tensor* out, F f) {
-  Sizes shape = out->dims();
-  Sizes x_strides = broadcast_strides(x.dims(), shape), y_strides = broadcast_strides(y.dims(), shape);
+  Sizes shape = out->dims(), packed = packed_strides(shape);
   const T *a = input<T>(x), *b = input<T>(y);
   int64_t count = out->numel();
+  Sizes x_strides = broadcast_strides(x, shape), y_strides = broadcast_strides(y, shape);
   T* to = output<T>(context, out);
-  if (x.dims() == y.dims()) return each<T>(context, x, y, out, f);
+  Sizes strides = out->strides();
   launch(context.stream(), [=] {
+    auto place = [&](int64_t i, const Sizes& of) {
+      return of == packed ? i : offset_of(i, shape, of);
+    };
     for (int64_t i = 0; i < count; ++i)
-      to[i] = static_cast<T>(f(static_cast<Wide<T>>(a[offset_of(i, shape, x_strides)]),
-                               static_cast<Wide<T>>(b[offset_of(i, shape, y_strides)])));
+      to[place(i, strides)] = static_cast<T>(f(static_cast<Wide<T>>(a[place(i, x_strides)]),
+                                               static_cast<Wide<T>>(b[place(i, y_strides)])));
   });
 }
 
@@ -39,7 +43,9 @@ template <typename T, typename Value>
 void sum_to(const Context& context, const Tensor& of, const Sizes& shape, Tensor* gradient,
             Value value) {
   if (!is_wanted(gradient)) return;
-  Sizes strides = broadcast_strides(of.dims(), shape);
+  // Of the gradient, which is packed, not of the tensor itself.
+  Sizes own = of.dims(), packed = packed_strides(own), strides(shape.size(), 0);
+  for (size_t i = own.size(), j = shape.size(); i-- > 0;) strides[--j] = own[i] == 1 ? 0 : packed[i];
   int64_t count = product_of(shape), size = of.numel();
   T* to = output<T>(context, gradient);
   launch(context.stream(), [=] {
@@ -79,7 +85,7 @@ template <typename T>
 void MultiplyGrad(const Context& context, const Tensor& x, const Tensor& y, const Tensor& gradient,
                   int, Tensor* x_gradient, Tensor* y_gradient) {
   Sizes shape = gradient.dims();
-  Sizes x_strides = broadcast_strides(x.dims(), shape), y_strides = broadcast_strides(y.dims(), shape);
+  Sizes x_strides = broadcast_strides(x, shape), y_strides = broadcast_strides(y, shape);
   const T *a = input<T>(x), *b = input<T>(y), *g = input<T>(gradient);
   auto times = [=](const T* other, const Sizes& strides) {
     return [=](int64_t i) {

@@ -67,11 +67,10 @@ inline Sizes packed_strides(const Sizes& shape) {
   return strides;
 }
 
-// Strides by which a packed tensor of `shape` is read as one of `shape_of_all`: 0 where one row
-// serves for all.
-inline Sizes broadcast_strides(const Sizes& shape, const Sizes& shape_of_all) {
-  Sizes own = packed_strides(shape), strides(shape_of_all.size(), 0);
-  size_t more = shape_of_all.size() - shape.size();
+// Strides by which `tensor` is read as one of shape `of_all`: 0 where one row serves for all.
+inline Sizes broadcast_strides(const Tensor& tensor, const Sizes& of_all) {
+  Sizes shape = tensor.dims(), own = tensor.strides(), strides(of_all.size(), 0);
+  size_t more = of_all.size() - shape.size();
   for (size_t i = 0; i < shape.size(); ++i) strides[more + i] = shape[i] == 1 ? 0 : own[i];
   return strides;
 }
