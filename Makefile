@@ -34,7 +34,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py')
 
-.PHONY: venv venv26 venv-torch train parity parity26 test test26 lint bench wheel-test clean
+.PHONY: venv venv26 venv-torch train parity parity26 test test26 test-device test-device26 lint bench wheel-test clean
 
 venv: .venv/.installed
 venv26: .venv26/.installed
@@ -69,6 +69,25 @@ test: venv wheel-test
 
 test26: venv26
 	.venv26/bin/python -m pytest $(ARGS)
+
+# On a simulated device, which g++ builds (tests/fake_device): the tests whose subject a device
+# changes, with collectives and copies that are late.
+DEVICE_TESTS := tests/fake_device tests/recompute/test_engine.py tests/recompute/test_offload.py \
+    tests/recompute/test_lifetime.py tests/recompute/test_randomness.py tests/recompute/test_amp.py \
+    tests/recompute/test_inputs.py tests/recompute/test_nesting.py tests/recompute/test_reentrant.py \
+    tests/recompute/test_side_effects.py tests/contrastive/test_grad_cache.py \
+    tests/contrastive/test_grad_cache_replay.py tests/contrastive/test_gather.py \
+    tests/contrastive/test_loss.py tests/grad_sync/test_gradient_sync.py \
+    tests/train_step/test_train_step.py tests/train_step/test_train_step_cached.py \
+    tests/train_step/test_mixed_precision.py tests/test_checkpoint.py \
+    tests/distributed/test_mortal_ranks.py
+ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FAKE_COPY_US=200
+
+test-device: venv
+	$(ON_DEVICE) .venv/bin/python -m pytest $(DEVICE_TESTS) $(ARGS)
+
+test-device26: venv26
+	$(ON_DEVICE) .venv26/bin/python -m pytest $(DEVICE_TESTS) $(ARGS)
 
 lint: venv
 	.venv/bin/ruff check .
@@ -109,7 +128,7 @@ bench26-%: venv26
 # The wheel, not the work tree: is every module in it, does it work anywhere else?
 wheel-test: build/.wheel-tested
 build/.wheel-tested: .venv/.installed setup.py pyproject.toml tests/wheel_check.py $(PACKAGE) $(wildcard fleet_configs/*)
-	@rm -rf build dist
+	@rm -rf build/lib build/bdist.* build/site dist
 	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/site dist/*.whl
 	cd / && PYTHONPATH=$(CURDIR)/build/site $(CURDIR)/.venv/bin/python $(CURDIR)/tests/wheel_check.py $(CURDIR)

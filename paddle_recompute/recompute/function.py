@@ -93,8 +93,8 @@ def recompute(
             and return; ``"values"`` also compares the values bit by bit (slow: every saved tensor
             is copied to the host); ``"none"`` compares only what is needed to go on.
         offload: Where the tensors among the arguments wait for the backward: ``"host"`` memory
-            (pinned; nothing to do on a CPU), ``"disk"`` (a temporary file per step, freed by the
-            system in every case), or None, the device.
+            (pinned on GPUs; on a CPU it does nothing and says so once), ``"disk"`` (a temporary
+            file per step, freed by the system in every case), or None, the device.
         offload_indices: Positions in `args` of tensors to offload to the host, as Paddle 3.x
             spells it.
         **kwargs: Keyword arguments of `function`.

@@ -1,6 +1,6 @@
 """Bytes of the simulated device that one step takes, its inputs kept in each of several places.
 
-    python -m tests.fake_device.reserved None host disk
+python -m tests.fake_device.reserved None host disk
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def test_a_host_that_reads_a_device_address_dies() -> None:
 
 
 def test_a_copy_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def come_back() -> float:
-        kept = STORAGES["host"].keep(paddle.full([BATCH], 3.0))
+    def come_back(value: float) -> float:
+        kept = STORAGES["host"].keep(paddle.full([BATCH], value))
         others = [paddle.full([BATCH], 9.0) for _ in range(8)]  # in the memory that is free now
         del others
         with switches.set_to(copy_us=LATE):
@@ -73,9 +73,9 @@ def test_a_copy_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) 
         self._to.take_back(self._done)  # Paddle would wait for an event that it destroys
         return arrived
 
-    assert come_back() == 3.0
+    assert come_back(3.0) == 3.0
     monkeypatch.setattr(device.Arriving, "tensor", without_waiting)
-    assert come_back() != 3.0
+    assert come_back(4.0) != 4.0
 
 
 def synchronized(waits: bool) -> tuple[list[float], list[float]]:
@@ -138,9 +138,7 @@ def step_within(megabytes: int, run: str) -> str:
     )
     command = [sys.executable, "-c", code]
     limit = {**switches.environment(), "FAKE_MEMORY_MB": str(megabytes)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=limit, capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run(command, cwd=ROOT, env=limit, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
