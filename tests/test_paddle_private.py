@@ -24,6 +24,7 @@ from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
 from paddle_recompute import _paddle
 from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.errors import DependencyError
 from tests.ranks import run_ranks
 
 IS_26 = paddle.__version__.startswith("2.6")
@@ -546,6 +547,32 @@ def test_core_host_memory_stat_reset_peak_value() -> None:
 
 def test_the_peak_can_be_reset_where_it_is_said() -> None:
     assert _memory.can_reset_peak() is not IS_26
+
+
+@pytest.mark.parametrize("kind", ["current_value", "peak_value", "reset_peak_value"])
+def test_core_device_memory_stat(kind: str) -> None:
+    """``device_memory_stat_current_value``, ``_peak_value``; 2.6 cannot reset a peak."""
+    is_there = hasattr(core, f"device_memory_stat_{kind}")
+    assert is_there is not (IS_26 and kind == "reset_peak_value")
+
+
+def test_memory_of_a_device_that_is_not_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a GPU's peak cannot be reset on 2.6, which has no function for it."""
+    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
+    assert _memory.can_reset_peak() is not IS_26
+    assert _memory.current_bytes() == 0  # of a GPU that is not there
+    monkeypatch.setattr(paddle, "get_device", lambda: "other_device:0")
+    assert _memory.is_counted() is not IS_26
+    if IS_26:
+        assert not _memory.can_reset_peak()
+        with pytest.raises(DependencyError, match="does not count the memory of 'other_device:0'"):
+            _memory.peak_bytes()
+
+
+def test_tensor_copy_to() -> None:
+    """``Tensor._copy_to(place, blocking)`` takes another tensor's place (`device.Arriving`)."""
+    x = paddle.ones([3])
+    assert x._copy_to(x.place, False).tolist() == [1.0, 1.0, 1.0]
 
 
 # -------------------------------------------------------------------------- translated bytecode

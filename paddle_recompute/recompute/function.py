@@ -112,8 +112,8 @@ def recompute(
             forwards save and return. ``"values"`` also compares the values bit by bit (slow: every
             saved tensor is copied to the host). ``"none"`` compares only what the backward needs.
         offload: Where the tensors among the arguments are kept until the backward: ``"host"``
-            (pinned memory; no effect on a CPU), ``"disk"`` (a temporary file, which the system
-            removes even after a crash), or None (the device).
+            (pinned on GPUs; on a CPU it does nothing and says so once), ``"disk"`` (a temporary
+            file, which the system removes even after a crash), or None (the device).
         offload_indices: Positions in `args` of tensors to keep on the host, as in Paddle 3.x.
         **kwargs: Keyword arguments of `function`.
 
