@@ -23,6 +23,7 @@ from paddle.base import core, framework
 from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
 from paddle_recompute import _paddle
+from paddle_recompute._paddle import gradients
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import DependencyError
 from tests.ranks import run_ranks
@@ -652,17 +653,32 @@ def test_core_get_all_op_names_and_C_ops() -> None:
     assert not {"matmull", "", "None"} & names
 
 
+def test_places_by_kind_and_number() -> None:
+    """``core.CUDAPlace``, ``core.XPUPlace`` and ``core.CustomPlace``, which streams take."""
+    assert core.CUDAPlace is paddle.CUDAPlace and core.XPUPlace is paddle.XPUPlace
+    with pytest.raises(ValueError, match="use wrong place"):  # no such device here
+        core.CustomPlace("nothing", 1)
+
+
+def test_the_peak_of_a_device_can_begin_anew() -> None:
+    """``core.device_memory_stat_reset_peak_value``, from 3.0 on."""
+    assert hasattr(core, "device_memory_stat_reset_peak_value") != IS_26
+
+
 # --------------------------------------------------------------------------------- nothing else
 
 
 def test_every_private_name_has_a_test_here() -> None:
     """Names with an underscore, and everything of ``core``, in the code of `_paddle`."""
-    source = Path(_paddle.__file__).read_text(encoding="utf-8")
+    modules = Path(_paddle.__file__).parent.glob("*.py")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in modules)
     code = re.sub(r'""".*?"""', "", source, flags=re.S)
     code = "\n".join(line.partition("  # ")[0] for line in code.splitlines())
-    own = {name for name in dir(_paddle) if name.startswith("_")}
+    own = set(re.findall(r"^(?:def |class )?(_[a-z]\w+)", code, flags=re.M)) | {"_paddle"}
+    own |= set(re.findall(r"\bself\.(_\w+)", code))
     names = set(re.findall(r"\.(_[a-z]\w+)", code)) | set(re.findall(r"\bcore\.(\w+)", code))
-    here = Path(__file__).read_text(encoding="utf-8")
+    tests = [Path(__file__), *Path(__file__).parent.glob("fake_device/test_*.py")]
+    here = "\n".join(path.read_text(encoding="utf-8") for path in tests)
     untested = {name for name in names - own if name not in here}
     assert not untested
 
@@ -716,7 +732,7 @@ def test_streams_are_left_alone_by_a_look() -> None:
 def test_tensor_register_grad_hook_is_what_register_hook_calls() -> None:
     """Numbered from 0 on for each tensor, also when some are removed."""
     parameter = paddle.create_parameter([2], "float32")
-    assert _paddle._register_grad_hook(parameter, lambda gradient: None) == 0
+    assert gradients._register_grad_hook(parameter, lambda gradient: None) == 0
     assert parameter._remove_grad_hook(0) and not parameter._remove_grad_hook(0)
     assert _paddle.has_unwatched_hooks(parameter)
     other = paddle.create_parameter([2], "float32")
