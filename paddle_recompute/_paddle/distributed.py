@@ -45,8 +45,12 @@ def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
     ``core.ProcessGroupGloo.create`` (2.6, 3.x) is what ``dist.new_group`` calls with a number that
     it counts up on each rank, for which every rank of the run must call it. Waits for the others,
     without the GIL. Can go when a group can be made by its members.
+
+    The connection to the launch's store is its own (``core.TCPStore``): an earlier attempt that
+    hangs still waits on the one that it has, and two threads mix up each other's answers.
     """
-    store = core.create_or_get_global_tcp_store()
+    host, _, port = _master_endpoint().rpartition(":")
+    store = core.TCPStore(host, int(port), False, 0)
     place = ranks.index(dist.get_rank())
     made = core.ProcessGroupGloo.create(store, place, len(ranks), number)
     return Group(place, number, list(ranks), pg=made, name=f"paddle_recompute_{number}")
@@ -62,7 +66,12 @@ def is_from_gloo(error: BaseException) -> bool:
 
 
 def master_host() -> str:
-    """Name or address of the machine of rank 0, where the launch's TCP store listens.
+    """Name or address of the machine of rank 0, where the launch's TCP store listens."""
+    return _master_endpoint().rpartition(":")[0]
+
+
+def _master_endpoint() -> str:
+    """``HOST:PORT`` of the launch's TCP store.
 
     What ``init_parallel_env`` (2.6, 3.x) reads; the store itself does not tell where it is.
     """
@@ -70,7 +79,7 @@ def master_host() -> str:
     endpoint = f"{address}:{port}" if address and port else os.environ.get("PADDLE_MASTER")
     if endpoint is None:
         endpoint = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
-    return endpoint.split(":")[0]
+    return endpoint
 
 
 def store_publish(key: str, value: str) -> None:

@@ -521,7 +521,7 @@ def test_a_state_of_another_model() -> None:
         ({"model": weights}, "missing in model: head.bias; of another shape in model: head.weight"),
         ({"model": {**state["model"], "more": before}}, "unexpected in model: more"),
         ({"model": turned}, "of another shape in model: entry.weight"),
-        ({**state, "loss_scaler": {}}, "unexpected: loss_scaler"),
+        ({**state, "momentum": {"beta": np.zeros(1)}}, "unexpected: momentum"),
     ):
         with pytest.raises(CheckpointError, match=words):
             step.set_state_dict(wrong)
