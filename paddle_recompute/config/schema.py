@@ -202,7 +202,18 @@ class SyncConfig(Section):
                 f"must be at most stall_timeout = {v['stall_timeout']:g}",
             )
 
-    rules = (_feedback_needs_compression, _peers_before_stalls)
+    @staticmethod
+    def _fleet_sends_gradients_as_they_are(v: Values) -> Iterator[Broken]:
+        if v["mode"] == "fleet" and v["compression"] != "none":
+            yield Broken(
+                "compression", v["compression"], "is not supported by mode: fleet; use none"
+            )
+
+    rules = (
+        _feedback_needs_compression,
+        _peers_before_stalls,
+        _fleet_sends_gradients_as_they_are,
+    )
     refused_values: ClassVar[Any] = {
         "compression": {
             "fp16": "float16 overflows beyond 65504, and gloo's sum of float16 is wrong; use bf16, "
@@ -210,10 +221,10 @@ class SyncConfig(Section):
         }
     }
 
-    mode: Literal["auto", "fused", "overlap"] = Field(
+    mode: Literal["auto", "fused", "overlap", "fleet"] = Field(
         "auto",
         description="overlap: gradients are sent while the backward runs; fused: all after it; "
-        "auto: overlap",
+        "auto: overlap; fleet: Paddle's own fused_allreduce_gradients, as a reference",
     )
     compression: Literal["none", "bf16"] = Field(
         "none",
@@ -440,12 +451,24 @@ class Config(Section):
                     path, v[path], "is a setting of the static graph; remove it in mode: dygraph"
                 )
 
+    @staticmethod
+    def _fleet_has_its_own_buckets(v: Values) -> Iterator[Broken]:
+        path = "strategy.fuse_grad_size_in_MB"
+        if (
+            v["sync.mode"] == "fleet"
+            and v[path] != StrategyConfig.model_fields["fuse_grad_size_in_MB"].default
+        ):
+            yield Broken(
+                path, v[path], "is not supported by sync.mode: fleet, which uses 128; remove it"
+            )
+
     rules = (
         _batch_divides,
         _chunks_instead_of_micro_batches,
         _a_chunk_holds_a_text,
         _texts_fit_the_model,
         _dygraph_has_no_static_amp,
+        _fleet_has_its_own_buckets,
     )
 
     mode: Literal["dygraph", "static"] = Field(
