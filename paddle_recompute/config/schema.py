@@ -203,17 +203,12 @@ class SyncConfig(Section):
             )
 
     @staticmethod
-    def _fleet_sends_gradients_as_they_are(v: Values) -> Iterator[Broken]:
-        if v["mode"] == "fleet" and v["compression"] != "none":
-            yield Broken(
-                "compression", v["compression"], "is not supported by mode: fleet; use none"
-            )
+    def _fleet_does_not_compress(v: Values) -> Iterator[Broken]:
+        given = v["compression"]
+        if v["mode"] == "fleet" and given != "none":
+            yield Broken("compression", given, "is not supported by mode: fleet; use none")
 
-    rules = (
-        _feedback_needs_compression,
-        _peers_before_stalls,
-        _fleet_sends_gradients_as_they_are,
-    )
+    rules = (_feedback_needs_compression, _peers_before_stalls, _fleet_does_not_compress)
     refused_values: ClassVar[Any] = {
         "compression": {
             "fp16": "float16 overflows beyond 65504, and gloo's sum of float16 is wrong; use bf16, "
@@ -451,24 +446,12 @@ class Config(Section):
                     path, v[path], "is a setting of the static graph; remove it in mode: dygraph"
                 )
 
-    @staticmethod
-    def _fleet_has_its_own_buckets(v: Values) -> Iterator[Broken]:
-        path = "strategy.fuse_grad_size_in_MB"
-        if (
-            v["sync.mode"] == "fleet"
-            and v[path] != StrategyConfig.model_fields["fuse_grad_size_in_MB"].default
-        ):
-            yield Broken(
-                path, v[path], "is not supported by sync.mode: fleet, which uses 128; remove it"
-            )
-
     rules = (
         _batch_divides,
         _chunks_instead_of_micro_batches,
         _a_chunk_holds_a_text,
         _texts_fit_the_model,
         _dygraph_has_no_static_amp,
-        _fleet_has_its_own_buckets,
     )
 
     mode: Literal["dygraph", "static"] = Field(

@@ -41,7 +41,8 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
     compared with each other with the configuration's dropout and without. Several ranks draw other
     masks than one process, each with a seed of its own, and are compared with it without dropout.
     Dygraph with recompute must also equal the reference, Paddle's own recompute and gradient
-    synchronization, bit by bit on up to two ranks. A note says where these refuse the configuration.
+    synchronization: bit by bit, on up to two ranks. Where Paddle's own cannot train the
+    configuration, a note says why, and there is no reference.
 
     Logs go to ``train.output_dir/parity``; files as large as 4 times the parameters for each
     variant are there meanwhile.

@@ -172,5 +172,4 @@ def config_for(config: Config, variant: Variant, case: Case) -> Config:
     if variant.reference:
         tree["recompute"]["engine"] = "fleet"
         tree["sync"]["mode"] = "fleet"
-        del tree["strategy"]["fuse_grad_size_in_MB"]  # Paddle has a size of its own
     return Config.model_validate(tree)

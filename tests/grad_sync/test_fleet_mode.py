@@ -1,4 +1,4 @@
-"""``GradientSync(mode="fleet")``, Paddle's own synchronization, on two real ranks: right or refused.
+"""``GradientSync(mode="fleet")``, Paddle's own synchronization, on two ranks: right or refused.
 
 Two ranks: a sum of two numbers has one rounding, whatever the buffers, so all modes give the same
 bits.
@@ -15,6 +15,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
+from paddle_recompute.config import Config
 from paddle_recompute.errors import ConfigError, PaddleRecomputeError, PeerError, SyncError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.train_step import TrainStep
@@ -105,9 +106,7 @@ def views() -> dict[str, list[Any]]:
 
 
 def other_shapes_and_dtypes() -> dict[str, Any]:
-    scalar = weight()
-    with paddle.no_grad():
-        scalar = paddle.base.framework.EagerParamBase.from_tensor(paddle.to_tensor(1.0))
+    scalar = paddle.base.framework.EagerParamBase.from_tensor(paddle.to_tensor(1.0))
     scalar.stop_gradient = False
     vector = weight(3)
     half = weight(2, "bfloat16")
@@ -403,6 +402,20 @@ def test_a_rank_that_fails_is_not_waited_for(seen: Seen) -> None:
 def test_options_of_our_own_buckets_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GradientSync(paddle.nn.Linear(2, 2), mode="fleet", **options)
+
+
+def test_a_configuration_asks_for_it() -> None:
+    config = Config.model_validate(
+        {
+            "model": {"preset": "tiny"},
+            "contrastive": {"global_batch": 8},
+            "train": {"max_steps": 1, "learning_rate": 0.1},
+            "sync": {
+                "mode": "fleet"
+            },  # strategy.fuse_grad_size_in_MB has another default than ours
+        }
+    )
+    assert GradientSync.from_config(paddle.nn.Linear(2, 2), config).mode == "none"  # one process
 
 
 def test_one_process_does_not_communicate() -> None:

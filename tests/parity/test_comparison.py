@@ -252,11 +252,11 @@ def test_a_run_is_configured_as_its_variant_says() -> None:
 
 
 def test_the_reference_is_paddles_own_recompute_and_synchronization() -> None:
-    config = configuration(strategy={"fuse_grad_size_in_MB": 8})
+    config = configuration()
     [alone, on_ranks] = [one for one in plan(config).variants if one.reference]
     assert Variant.from_dict(on_ranks.to_dict()) == on_ranks
     assert (alone.folder_name, on_ranks.folder_name) == ("dygraph-fleet-1", "dygraph-fleet-2")
     found = config_for(config, on_ranks, Case(dropout=True))
     assert (found.recompute.enable, found.recompute.engine) == (True, "fleet")
-    assert (found.sync.mode, found.strategy.fuse_grad_size_in_MB) == ("fleet", 32)
+    assert found.sync.mode == "fleet"
     assert config_for(config, plan(config).variants[1], Case(dropout=True)).sync.mode == "auto"
