@@ -44,10 +44,13 @@ def test_what_only_several_ranks_need(section: str, name: str, value: Any) -> No
     assert config(**changes, launch={"num_ranks": 2}).without_effect() == []
 
 
-def test_what_fleets_synchronization_has_not() -> None:
-    sections = {"strategy": {"fuse_grad_size_in_MB": 8}, "launch": {"num_ranks": 2}}
+@pytest.mark.parametrize(
+    ("name", "value"), [("fuse_grad_size_in_MB", 8), ("find_unused_parameters", True)]
+)
+def test_what_fleets_synchronization_does_not_read(name: str, value: Any) -> None:
+    sections = {"strategy": {name: value}, "launch": {"num_ranks": 2}}
     [said] = config(**sections, sync={"mode": "fleet"}).without_effect()
-    assert said.startswith("strategy.fuse_grad_size_in_MB: 8 has no effect here: sync.mode is flee")
+    assert f"strategy.{name}: " in said and "has no effect here: sync.mode is fleet" in said
     assert config(**sections).without_effect() == []
 
 
