@@ -64,6 +64,12 @@ def wrapped_and_grouped() -> dict[str, bool]:
     wrapped = paddle.DataParallel(model)
     sync = GradientSync(wrapped, mode="fleet")
     result = {"DataParallel": same(wanted, train(sync, wrapped, optimizer, 3))}
+    with sync.last_backward():
+        wrapped(paddle.ones([1, 8]) * (dist.get_rank() + 1.0)).sum().backward()
+        before = model.tied.grad.numpy()
+    theirs: list[Any] = []
+    dist.all_gather_object(theirs, before)
+    result["DataParallel is in no_sync"] = not np.array_equal(*theirs)
     group = dist.new_group([0, 1], backend="gloo")
     model, optimizer = make("none", 2)
     sync = GradientSync(model, mode="fleet", group=group)
@@ -329,7 +335,11 @@ def test_it_gives_the_bits_of_fused_in_every_combination(seen: Seen) -> None:
 
 def test_a_wrapped_model_and_a_group_give_the_same_bits(seen: Seen) -> None:
     for one in seen:
-        assert one["wrapped"] == {"DataParallel": True, "group": True}
+        assert one["wrapped"] == {
+            "DataParallel": True,
+            "DataParallel is in no_sync": True,
+            "group": True,
+        }
 
 
 @pytest.mark.parametrize("case", WANTED, ids=lambda case: case.__name__)
