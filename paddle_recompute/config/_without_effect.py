@@ -22,6 +22,7 @@ def without_effect(config: Config) -> list[str]:
         f"{path}: {_shown(value)} has no effect here: {reason}"
         for path, value, reason in (
             *_for_one_rank(config),
+            *_with_fleet(config),
             *_without_recompute(config),
             *_in_a_program(config),
             *_in_one_chunk(config),
@@ -42,6 +43,14 @@ def _for_one_rank(config: Config) -> Found:
     yield from _changed("strategy", config.strategy, names, reason)
     reason = "there is one rank, whose pairs are all there are"
     yield from _changed("contrastive", config.contrastive, ["negatives"], reason)
+
+
+def _with_fleet(config: Config) -> Found:
+    if config.sync.mode == "fleet" and config.world_size > 1:
+        reason = "sync.mode is fleet, which has buckets of 128 MiB"
+        yield from _changed("strategy", config.strategy, ["fuse_grad_size_in_MB"], reason)
+        reason = "sync.mode is fleet: in every step the ranks exchange which gradients there are"
+        yield from _changed("strategy", config.strategy, ["find_unused_parameters"], reason)
 
 
 def _without_recompute(config: Config) -> Found:

@@ -202,7 +202,13 @@ class SyncConfig(Section):
                 f"must be at most stall_timeout = {v['stall_timeout']:g}",
             )
 
-    rules = (_feedback_needs_compression, _peers_before_stalls)
+    @staticmethod
+    def _fleet_does_not_compress(v: Values) -> Iterator[Broken]:
+        given = v["compression"]
+        if v["mode"] == "fleet" and given != "none":
+            yield Broken("compression", given, "is not supported by mode: fleet; use none")
+
+    rules = (_feedback_needs_compression, _peers_before_stalls, _fleet_does_not_compress)
     refused_values: ClassVar[Any] = {
         "compression": {
             "fp16": "float16 overflows beyond 65504, and gloo's sum of float16 is wrong; use bf16, "
@@ -210,10 +216,10 @@ class SyncConfig(Section):
         }
     }
 
-    mode: Literal["auto", "fused", "overlap"] = Field(
+    mode: Literal["auto", "fused", "overlap", "fleet"] = Field(
         "auto",
         description="overlap: gradients are sent while the backward runs; fused: all after it; "
-        "auto: overlap",
+        "auto: overlap; fleet: Paddle's own fused_allreduce_gradients, as a reference",
     )
     compression: Literal["none", "bf16"] = Field(
         "none",

@@ -35,11 +35,10 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
 from paddle_recompute.distributed import Scope, exchange_long, peers
-from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._all_reduce import Courier, Delivery, courier_of
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._compression import Wire
-from paddle_recompute.grad_sync._roll import Roll, agree_on_trained
+from paddle_recompute.grad_sync._roll import Roll, agree_on_trained, refuse_main_grad
 from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
@@ -192,13 +191,7 @@ class BucketedReduction:
 
     def _call_on_additions(self) -> None:
         for index in range(self._num_called, len(self._parameters)):
-            if _paddle.keeps_main_grad(self._parameters[index]):
-                raise SyncError(
-                    f"'{self._roll.names[index]}' keeps its gradient in main_grad (fleet's "
-                    "MixPrecisionLayer), which is not synchronized here. Take the Layer without "
-                    "MixPrecisionLayer, and TrainStep with AmpConfigs(level='O2') in its place; or "
-                    "synchronize with fleet's fused_allreduce_gradients"
-                )
+            refuse_main_grad(self._parameters[index], self._roll.names[index])
             method: weakref.WeakMethod[Callable[[int], None]]
             method = weakref.WeakMethod(self._gradient_added)
             _call_on_addition(self._parameters[index], method, index)

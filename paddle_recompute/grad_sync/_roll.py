@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute.distributed import Scope, agree_on_parameters
 from paddle_recompute.errors import SyncError
 
@@ -82,3 +83,18 @@ def agree_on_trained(roll: Roll, scope: Scope) -> None:
         structured=roll.structured,
         scope=scope,
     )
+
+
+def refuse_main_grad(parameter: paddle.Tensor, name: str) -> None:
+    """Check that the gradient of `parameter` is in its ``.grad``.
+
+    Raises:
+        SyncError: It is in ``main_grad``.
+    """
+    if _paddle.keeps_main_grad(parameter):
+        raise SyncError(
+            f"'{name}' keeps its gradient in main_grad (fleet's "
+            "MixPrecisionLayer), which is not synchronized here. Take the Layer without "
+            "MixPrecisionLayer, and TrainStep with AmpConfigs(level='O2') in its place; or "
+            "synchronize with fleet's fused_allreduce_gradients"
+        )

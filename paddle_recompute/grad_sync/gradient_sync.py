@@ -23,13 +23,15 @@ from paddle_recompute.distributed import (
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
+from paddle_recompute.grad_sync._fleet import FleetReduction
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._roll import Roll, Source, agree_on_trained
 from paddle_recompute.grad_sync._timeline import Timeline
 
-SyncMode = Literal["auto", "fused", "overlap"]
-MODES = ("auto", "fused", "overlap")
+SyncMode = Literal["auto", "fused", "overlap", "fleet"]
+MODES = ("auto", "fused", "overlap", "fleet")
 MIB = 2**20
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * MIB, 1 * MIB
 
 
 class GradientSync:
@@ -39,7 +41,9 @@ class GradientSync:
     Paddle's ``no_sync`` plus ``fused_allreduce_gradients`` does: right under recompute, where
     ``DataParallel`` alone raises "has been ready before", and serial. ``overlap`` sends the same
     buffers while the backward is still running, whichever form of recompute is used, and gives the
-    same bits. In both, the ranks agree on which gradients there are.
+    same bits. In both, the ranks agree on which gradients there are. ``fleet`` is Paddle's own
+    ``no_sync`` plus ``fused_allreduce_gradients``, as a reference to compare with; the ranks agree
+    first here too.
 
     In a loop of one's own:
 
@@ -59,8 +63,8 @@ class GradientSync:
         | Callable[[], Iterable[paddle.Tensor]],
         *,
         mode: SyncMode = "auto",
-        bucket_bytes: int = 25 * MIB,
-        first_bucket_bytes: int = 1 * MIB,
+        bucket_bytes: int = BUCKET_BYTES,
+        first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         compression: Compression = "none",
         error_feedback: bool = True,
         group: Group | None = None,
@@ -76,8 +80,9 @@ class GradientSync:
                 that lists them. They are looked through in each step: what is unfrozen or added to
                 the Layer later takes part from then on, and what has ``stop_gradient`` and no
                 gradient is left alone. All ranks have to do the same in the same step.
-            mode: ``"overlap"``, ``"fused"``, or ``"auto"``, which picks ``"overlap"``, because the
-                backward then hides the communication; see `mode` and `reason` afterwards.
+            mode: ``"overlap"``, ``"fused"``, ``"fleet"``, or ``"auto"``, which picks ``"overlap"``,
+                because the backward then hides the communication; see `mode` and `reason`
+                afterwards. ``"fleet"`` takes no compression and no sizes of buffers.
             bucket_bytes: Size of the buffers.
             first_bucket_bytes: Size of the first of them; small, so that sending starts early.
             compression: ``"bf16"`` sends half the bytes; the mean is rounded to 8 bits of mantissa.
@@ -109,7 +114,7 @@ class GradientSync:
         """How many optimizer steps were synchronized so far."""
         self._broken: BaseException | None = None
         self._is_inside = False
-        self._reduction: BucketedReduction | None = None
+        self._reduction: BucketedReduction | FleetReduction | None = None
         self._check_every = check_every
         self.mode, self.reason = _choose(mode, group)
         if self.mode == "none":
@@ -130,6 +135,9 @@ class GradientSync:
             self._scope,
         )
         agree_on_trained(self._roll, self._scope)
+        if self.mode == "fleet":
+            self._reduction = FleetReduction(self._roll, group, self._scope)
+            return
         self._reduction = BucketedReduction(
             self._roll,
             group,
@@ -148,10 +156,12 @@ class GradientSync:
     @classmethod
     def from_config(cls, model: paddle.nn.Layer, config: Config) -> GradientSync:
         """What the sections ``sync`` and ``strategy`` of a configuration ask for."""
+        own_buckets = config.sync.mode != "fleet"
+        size = config.strategy.fuse_grad_size_in_MB * MIB
         return cls(
             model,
             mode=config.sync.mode,
-            bucket_bytes=config.strategy.fuse_grad_size_in_MB * MIB,
+            bucket_bytes=size if own_buckets else BUCKET_BYTES,
             compression=config.sync.compression,
             error_feedback=config.sync.error_feedback,
             find_unused_parameters=config.strategy.find_unused_parameters,
@@ -176,7 +186,8 @@ class GradientSync:
 
         Raises:
             SyncError: An earlier backward failed half-way, a gradient is sparse, or other
-                parameters are trained here than on other ranks.
+                parameters are trained here than on other ranks. With ``fleet`` also: a gradient
+                that Paddle would leave out or sum up wrong.
         """
         if self._broken is not None:
             raise SyncError(
@@ -283,7 +294,8 @@ class GradientSync:
     @property
     def timeline(self) -> Timeline | None:
         """When the last step's gradients were ready and travelled; None before the first step and
-        in a single process. Recorded always: it costs two clock readings a bucket.
+        in a single process. Recorded always: it costs two clock readings a bucket. ``fleet`` has no
+        buckets in it.
         """
         return self._reduction.timeline if self._reduction is not None else None
 
@@ -387,4 +399,19 @@ def _check_options(mode: str, compression: str, bucket_bytes: int, first_bucket_
         raise ConfigError(
             f"bucket_bytes is {bucket_bytes}, first_bucket_bytes {first_bucket_bytes}; both must "
             "be positive"
+        )
+    if mode == "fleet":
+        _check_fleet(compression, bucket_bytes, first_bucket_bytes)
+
+
+def _check_fleet(compression: str, bucket_bytes: int, first_bucket_bytes: int) -> None:
+    if compression != "none":
+        raise ConfigError(
+            f"compression {compression!r} is not supported by sync mode 'fleet', which sends "
+            "gradients as they are; use 'none', or mode 'overlap'"
+        )
+    if (bucket_bytes, first_bucket_bytes) != (BUCKET_BYTES, FIRST_BUCKET_BYTES):
+        raise ConfigError(
+            f"bucket_bytes is {bucket_bytes}, first_bucket_bytes {first_bucket_bytes}; sync mode "
+            "'fleet' has buffers of Paddle's own size, 128 MiB. Remove both, or use mode 'fused'"
         )

@@ -18,6 +18,7 @@ from paddle_recompute.errors import ConfigError
 from paddle_recompute.parity.comparison import compare, disagreement, pairs
 from paddle_recompute.parity.processes import run_job
 from paddle_recompute.parity.records import (
+    NO_REFERENCE,
     WEIGHTS,
     Figures,
     read_arrays,
@@ -39,6 +40,9 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
     dropout masks, as both are seeded in each step and draw in the order of the model, and are
     compared with each other with the configuration's dropout and without. Several ranks draw other
     masks than one process, each with a seed of its own, and are compared with it without dropout.
+    Dygraph with recompute must also equal the reference, Paddle's own recompute and gradient
+    synchronization: bit by bit, on up to two ranks. Where Paddle's own cannot train the
+    configuration, a note says why, and there is no reference.
 
     Logs go to ``train.output_dir/parity``; files as large as 4 times the parameters for each
     variant are there meanwhile.
@@ -64,14 +68,14 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
             "be written to"
         ) from error
     try:
-        _run_all(folder, config, steps, planned, show_progress)
-        return _judge(folder, planned)
+        return _judge(folder, _run_all(folder, config, steps, planned, show_progress))
     finally:
         for path in folder.rglob("*.npz"):
             path.unlink()
 
 
-def _run_all(folder: Path, config: Config, steps: int, planned: Plan, show_progress: bool) -> None:
+def _run_all(folder: Path, config: Config, steps: int, planned: Plan, show_progress: bool) -> Plan:
+    """Run what is planned; returns what was run: all, or all but the reference."""
     jobs: list[Variant | None] = [None, *planned.variants]
     on_terminal = sys.stderr.isatty()
     with tqdm(total=len(jobs), unit="run", disable=not (show_progress and on_terminal)) as bar:
@@ -82,6 +86,11 @@ def _run_all(folder: Path, config: Config, steps: int, planned: Plan, show_progr
                 print(f"{number}/{len(jobs)}  {what}", file=sys.stderr, flush=True)
             run_job(folder, config, steps, job)
             bar.update()
+            if job is None and (folder / NO_REFERENCE).exists():
+                planned = planned.without_reference((folder / NO_REFERENCE).read_text("utf-8"))
+                jobs[1:] = planned.variants
+                bar.total = len(jobs)
+    return planned
 
 
 def _judge(folder: Path, planned: Plan) -> ParityReport:

@@ -17,6 +17,8 @@ from paddle_recompute.parity.variants import Case, Variant
 
 Arrays = dict[str, NDArray[Any]]
 WEIGHTS = "weights.npz"
+NO_REFERENCE = "no_reference.txt"
+"""Why fleet's recompute refuses the model; there is no such file where it does not."""
 _ARRAYS = ("gradients", "parameters")
 
 

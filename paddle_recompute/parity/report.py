@@ -16,7 +16,7 @@ class TrainingRun:
     """What was trained, and its numbers.
 
     Attributes:
-        variant: Mode, recompute, ranks.
+        variant: Mode, recompute, ranks, and whether it is the reference.
         case: With dropout or without.
         figures: Of rank 0; peak and time are the largest of the ranks'.
         disagreement: Where the ranks differ from each other, in words; None: nowhere.
@@ -66,6 +66,7 @@ class ParityReport:
                 {
                     "mode": run.variant.mode,
                     "recompute": run.variant.recompute,
+                    "reference": run.variant.reference,
                     "ranks": run.variant.ranks,
                     "dropout": run.case.dropout,
                     "losses": run.figures.losses,

@@ -1,4 +1,5 @@
-"""What is run: each mode with and without recompute, on one process and on the ranks of the file.
+"""What is run: each mode with and without recompute, on one process and on the ranks of the file;
+and the reference, which is dygraph with Paddle's own recompute and gradient synchronization.
 
 A variant is a process (or as many as it has ranks) of its own, because Paddle 2.6 cannot forget a
 peak of memory. It trains once per case, from the same weights on the same pairs: first with the
@@ -7,7 +8,7 @@ dropout of the configuration, where memory and time are measured, then without.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from paddle_recompute.config import Config
@@ -44,6 +45,8 @@ class Variant:
         shares: Ranks of the configuration. They decide which pairs meet in a micro-batch, on one
             process too.
         cases: What is trained in them, one after the other.
+        reference: Whether Paddle recomputes and synchronizes (``recompute.engine: fleet`` and
+            ``sync.mode: fleet``).
     """
 
     mode: Mode
@@ -51,17 +54,24 @@ class Variant:
     ranks: int
     shares: int
     cases: tuple[Case, ...]
+    reference: bool = False
 
     @property
     def name(self) -> str:
         """``"static recompute, 2 ranks"``."""
         ranks = "1 process" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.mode} {'recompute' if self.recompute else 'plain'}, {ranks}"
+        return f"{self.mode} {self._kind}, {ranks}"
 
     @property
     def folder_name(self) -> str:
         """``"static-recompute-2"``."""
-        return f"{self.mode}-{'recompute' if self.recompute else 'plain'}-{self.ranks}"
+        return f"{self.mode}-{self._kind}-{self.ranks}"
+
+    @property
+    def _kind(self) -> str:
+        if self.reference:
+            return "fleet"
+        return "recompute" if self.recompute else "plain"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, from which `from_dict` makes an equal variant."""
@@ -86,6 +96,14 @@ class Plan:
     variants: tuple[Variant, ...]
     same_loss: bool
     notes: tuple[str, ...]
+
+    def without_reference(self, reason: str) -> Plan:
+        """This plan less the reference, which `reason` (a sentence) rules out."""
+        variants = tuple(variant for variant in self.variants if not variant.reference)
+        return replace(self, variants=variants, notes=(*self.notes, f"{_NO_REFERENCE}: {reason}"))
+
+
+_NO_REFERENCE = "Not compared with Paddle's own recompute and synchronization (fleet)"
 
 
 def plan(config: Config) -> Plan:
@@ -124,7 +142,22 @@ def plan(config: Config) -> Plan:
     for count in counts:
         for mode in MODES:
             variants += [Variant(mode, on, count, ranks, cases) for on in (False, True)]
-    return Plan(tuple(variants), config.contrastive.negatives == "global", tuple(notes))
+            if mode == "dygraph":
+                variants.append(Variant(mode, True, count, ranks, cases, reference=True))
+    found = Plan(tuple(variants), config.contrastive.negatives == "global", tuple(notes))
+    reason = _what_fleet_has_not(config)
+    return found if reason is None else found.without_reference(reason)
+
+
+def _what_fleet_has_not(config: Config) -> str | None:
+    """The settings that fleet's recompute has not; a sentence."""
+    settings = {
+        "recompute.policy": config.recompute.policy == "segments" and "segments",
+        "recompute.offload": config.recompute.offload != "none" and config.recompute.offload,
+        "sync.compression": config.sync.compression != "none" and config.sync.compression,
+    }
+    given = [f"{path}: {value}" for path, value in settings.items() if value]
+    return f"it has no {', '.join(given)}." if given else None
 
 
 def config_for(config: Config, variant: Variant, case: Case) -> Config:
@@ -136,4 +169,7 @@ def config_for(config: Config, variant: Variant, case: Case) -> Config:
         tree["model"] |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     tree["recompute"]["enable"] = variant.recompute
     tree["launch"]["num_ranks"] = variant.ranks
+    if variant.reference:
+        tree["recompute"]["engine"] = "fleet"
+        tree["sync"]["mode"] = "fleet"
     return Config.model_validate(tree)

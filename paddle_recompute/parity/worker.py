@@ -1,7 +1,8 @@
 """One process of `parity`: ``python -m paddle_recompute.parity.worker JOB.json``.
 
 A job without a variant makes the inputs, once for all, by the configuration's own data path:
-initial weights, and the pairs of every step. One with a variant trains its cases from them.
+initial weights, and the pairs of every step. It also finds out whether fleet's recompute refuses
+the model. A job with a variant trains its cases from the inputs.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from numpy.typing import NDArray
 
 from paddle_recompute import _paddle
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.config import Config
+from paddle_recompute.config import Config, RecomputeConfig
 from paddle_recompute.data import build_loader, prepare_data
 from paddle_recompute.distributed import barrier
-from paddle_recompute.errors import DataError
+from paddle_recompute.errors import DataError, RecomputeError, SelectionError
 from paddle_recompute.launch import prepare_rank
 from paddle_recompute.models import build_model
 from paddle_recompute.parity.records import (
+    NO_REFERENCE,
     WEIGHTS,
     Arrays,
     Figures,
@@ -40,6 +42,7 @@ from paddle_recompute.parity.records import (
 )
 from paddle_recompute.parity.runs import Run, gradients_of_first_step
 from paddle_recompute.parity.variants import Variant, config_for, plan
+from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.train_step import build_schedule
 from paddle_recompute.trainer import (
     Chunks,
@@ -61,7 +64,8 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
         DataError: The pairs cannot be read, or do not last for `steps`.
     """
     paddle.set_device(config.launch.device)
-    for variant in plan(config).variants:
+    variants = plan(config).variants
+    for variant in variants:
         own = config_for(config, variant, variant.cases[0])
         check_mode(own.model_copy(update={"mode": variant.mode}))
     seed, global_batch = config.train.seed, config.contrastive.global_batch
@@ -98,6 +102,27 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
     write_arrays(folder / _BATCHES, batches)
     facts = {"vocab_size": vocab_size, "total_steps": total_steps(config, len(loader))}
     (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    reference = next((variant for variant in variants if variant.reference), None)
+    if reference is not None:
+        own = config_for(config, reference, reference.cases[0])
+        refusal = _refusal(model, own.recompute, batches["1/query"][:1])
+        if refusal is not None:
+            (folder / NO_REFERENCE).write_text(refusal, encoding="utf-8")
+
+
+def _refusal(
+    model: paddle.nn.Layer, recompute: RecomputeConfig, ids: NDArray[np.int64]
+) -> str | None:
+    """Why `recompute` cannot be applied to `model`, or cannot encode `ids`, ``[rows, length]``;
+    None: it can. `model` must not be used afterwards.
+    """
+    model.train()
+    try:
+        apply_recompute(model, recompute)
+        model(paddle.to_tensor(ids))
+    except (SelectionError, RecomputeError) as error:
+        return str(error)
+    return None
 
 
 def run_variant(folder: Path, config: Config, variant: Variant) -> None:

@@ -115,6 +115,11 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
         ({"sync": {"mode": "overlapp"}}, "sync.mode", "did you mean overlap?"),
         ({"sync": {"compression": "fp16"}}, "sync.compression", "gloo's sum of float16 is wrong"),
         ({"sync": {"compression": "bf61"}}, "sync.compression", "did you mean bf16?"),
+        (
+            {"sync": {"mode": "fleet", "compression": "bf16"}},
+            "sync.compression",
+            "is not supported by mode: fleet; use none",
+        ),
         ({"sync": {"error_feedback": False}}, "sync.error_feedback", "with compression: none"),
         ({"sync": {"check_every": 0}}, "sync.check_every", "greater than or equal to 1"),
         ({"sync": {"peer_timeout": 0.0}}, "sync.peer_timeout", "must be greater than 0"),

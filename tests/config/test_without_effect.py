@@ -24,6 +24,7 @@ def config(**sections: Any) -> Config:
 
 ON_ONE_RANK = [
     ("sync", "mode", "overlap"),
+    ("sync", "mode", "fleet"),
     ("sync", "compression", "bf16"),
     ("sync", "check_every", 5),
     ("sync", "peer_timeout", 60.0),
@@ -41,6 +42,16 @@ def test_what_only_several_ranks_need(section: str, name: str, value: Any) -> No
     shown = str(value).lower() if isinstance(value, bool) else value
     assert said.startswith(f"{section}.{name}: {shown} has no effect here: there is one rank")
     assert config(**changes, launch={"num_ranks": 2}).without_effect() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("fuse_grad_size_in_MB", 8), ("find_unused_parameters", True)]
+)
+def test_what_fleets_synchronization_does_not_read(name: str, value: Any) -> None:
+    sections = {"strategy": {name: value}, "launch": {"num_ranks": 2}}
+    [said] = config(**sections, sync={"mode": "fleet"}).without_effect()
+    assert f"strategy.{name}: " in said and "has no effect here: sync.mode is fleet" in said
+    assert config(**sections).without_effect() == []
 
 
 @pytest.mark.parametrize(

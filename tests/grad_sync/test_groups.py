@@ -112,7 +112,7 @@ def test_all_three_ranks_can_be_a_group_besides(on_three: list[dict[str, Any]]) 
 
 
 def test_a_gloo_group_that_fails_or_hangs_is_made_again_and_at_last_refused() -> None:
-    for seen in run_ranks(failing_attempts, 2, timeout=110):
+    for seen in run_ranks(failing_attempts, 2, timeout=110, fresh=True):
         assert seen["gradients"] == [1.5] * 3
         assert len(set(seen["numbers"])) == 3, "each attempt meets under a number of its own"
         assert seen["seconds"] < 20

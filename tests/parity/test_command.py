@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 from click.testing import CliRunner, Result
 
 from paddle_recompute import cli, parity
-from paddle_recompute.config import Config
+from paddle_recompute.config import Config, RecomputeConfig
+from paddle_recompute.parity import worker
 from paddle_recompute.parity.records import (
     WEIGHTS,
     Figures,
@@ -40,7 +42,7 @@ def run(folder: Path, *arguments: str, **changes: Any) -> Result:
     return CliRunner().invoke(cli.main, ["parity", "--config", str(file), *arguments])
 
 
-@pytest.mark.timeout(300)  # five processes, each of which imports Paddle
+@pytest.mark.timeout(300)  # six processes, each of which imports Paddle
 def test_one_process_from_end_to_end(tmp_path: Path) -> None:
     result = run(tmp_path, "--steps", "2", "--json")
     assert result.exit_code == 0, result.output
@@ -50,9 +52,13 @@ def test_one_process_from_end_to_end(tmp_path: Path) -> None:
     runs = {
         (one["mode"], one["recompute"], one["dropout"]): one
         for one in record["runs"]
-        if one["ranks"] == 1
+        if one["ranks"] == 1 and not one["reference"]
     }
-    assert len(runs) == len(record["runs"]) == 8
+    references = [one for one in record["runs"] if one["reference"]]
+    assert len(runs) == len(record["runs"]) - len(references) == 8
+    assert [(one["mode"], one["recompute"]) for one in references] == [("dygraph", True)] * 2
+    for one in references:
+        assert one["losses"] == runs["dygraph", True, one["dropout"]]["losses"]
     for mode in ("dygraph", "static"):
         plain, recomputed = runs[mode, False, True], runs[mode, True, True]
         assert len(plain["losses"]) == 2
@@ -61,11 +67,34 @@ def test_one_process_from_end_to_end(tmp_path: Path) -> None:
         assert 0 < recomputed["peak_bytes"] != plain["peak_bytes"] > 0
         assert plain["seconds_per_step"] > 0
     bits = [one for one in record["comparisons"] if one["tolerance"] == "bit-equal"]
-    assert len(bits) == 4
+    assert len(bits) == 6
+    assert sum(one["right"] == "dygraph fleet, 1 process" for one in bits) == 2
     assert all(one["gradient_difference"] == one["parameter_difference"] == 0 for one in bits)
     left = sorted(path.name for path in (tmp_path / "run" / "parity").rglob("*.npz"))
     assert left == [], "arrays are removed, logs stay"
+    assert "6/6  static recompute, 1 process" in result.stderr
+
+
+@pytest.mark.timeout(300)  # five processes, each of which imports Paddle
+def test_a_model_that_fleets_recompute_refuses_is_compared_without_it(tmp_path: Path) -> None:
+    patterns = ["embeddings", "encoder.layers.*"]  # token ids need no gradient
+    result = run(tmp_path, "--steps", "1", "--json", recompute__checkpoints=patterns)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert len(record["runs"]) == 8 and not any(one["reference"] for one in record["runs"])
+    [note] = [note for note in record["notes"] if "fleet" in note]
+    assert note.startswith("Not compared with Paddle's own recompute and synchronization (fleet): ")
+    assert "no argument of embeddings needs a gradient" in note
     assert "5/5  static recompute, 1 process" in result.stderr
+
+
+def test_a_layer_that_fleet_cannot_wrap_is_a_refusal() -> None:
+    fleet = RecomputeConfig(engine="fleet", checkpoints=["*"])
+    ids = np.ones([1, 4], "float32")
+    with_buffers = paddle.nn.Sequential(paddle.nn.BatchNorm1D(4))
+    assert "has the buffer" in (worker._refusal(with_buffers, fleet, ids) or "")
+    model = paddle.nn.Sequential(paddle.nn.Tanh(), paddle.nn.Dropout(0.5))
+    assert worker._refusal(model, fleet, ids) is None
 
 
 @pytest.mark.timeout(300)  # five processes, each of which imports Paddle
@@ -91,7 +120,8 @@ def fake_runs(spoil: Variant | None) -> Any:
             write_arrays(folder / WEIGHTS, weights)
             return
         gradients = {name: np.full([2, 2], 0.5, "float32") for name in weights}
-        if (variant.mode, variant.recompute, variant.ranks) == spoil:
+        kind = "fleet" if variant.reference else variant.recompute
+        if (variant.mode, kind, variant.ranks) == spoil:
             gradients["pooler.weight"][1, 1] += 1e-3
         parameters = {name: weights[name] - 1e-3 for name in weights}
         figures = Figures([1.0] * steps, [1.0] * steps, [1e-3], digests_of(parameters), 9, 0.1)
@@ -119,7 +149,8 @@ def test_parity_ends_with_0_and_a_table(
 
 
 @pytest.mark.parametrize(
-    "spoiled", [("static", True, 2), ("dygraph", False, 1), ("static", False, 1)]
+    "spoiled",
+    [("static", True, 2), ("dygraph", False, 1), ("static", False, 1), ("dygraph", "fleet", 2)],
 )
 def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
     tmp_path: Path, spoiled: Any, monkeypatch: pytest.MonkeyPatch
@@ -127,11 +158,12 @@ def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
     monkeypatch.setattr(parity, "run_job", fake_runs(spoiled))
     result = run(tmp_path, launch__num_ranks=2, launch__device="cpu")
     assert result.exit_code == 1, result.output
-    mode, recompute, ranks = spoiled
+    mode, kind, ranks = spoiled
+    kind = {False: "plain", True: "recompute"}.get(kind, kind)
     faults = [line for line in result.stdout.splitlines() if line.startswith("NO PARITY: ")]
     assert faults
     for fault in faults:
-        assert f"{mode} {'recompute' if recompute else 'plain'}, {ranks} " in fault
+        assert f"{mode} {kind}, {ranks} " in fault
         assert "gradient of pooler.weight: an element differs by 0.001" in fault
     assert "Parity." not in result.stdout
 

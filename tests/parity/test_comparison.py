@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -165,7 +166,7 @@ def compared(config: Config) -> list[tuple[str, str, str, Tolerance]]:
 
 def test_everything_that_must_agree_is_compared() -> None:
     found = compared(configuration())
-    assert len(set(found)) == len(found) == 8 + 4 + 4 + 4
+    assert len(set(found)) == len(found) == 8 + 4 + 4 + 4 + 4
     for mode in ("dygraph", "static"):
         for ranks in ("1 process", "2 ranks"):
             for case in ("dropout", "no dropout"):
@@ -179,6 +180,36 @@ def test_everything_that_must_agree_is_compared() -> None:
             one, other = (f"{mode} {recompute}, {ranks}" for mode in ("dygraph", "static"))
             for case in ("dropout", "no dropout"):  # they draw the same masks
                 assert (one, other, case, tolerance) in found
+    for ranks, case in itertools.product(("1 process", "2 ranks"), ("dropout", "no dropout")):
+        assert (f"dygraph recompute, {ranks}", f"dygraph fleet, {ranks}", case, EXACT) in found
+
+
+def test_the_order_of_three_ranks_depends_on_the_buffers() -> None:
+    three = configuration(launch={"num_ranks": 3}, contrastive={"global_batch": 24})
+    found = {pair[1]: pair[3] for pair in compared(three) if "fleet" in pair[1]}
+    assert found == {"dygraph fleet, 1 process": EXACT, "dygraph fleet, 3 ranks": RANKS}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"recompute": {"policy": "segments"}}, "it has no recompute.policy: segments."),
+        ({"recompute": {"offload": "host"}}, "it has no recompute.offload: host."),
+        ({"sync": {"compression": "bf16"}}, "it has no sync.compression: bf16."),
+        (
+            {"recompute": {"policy": "segments", "offload": "disk"}},
+            "it has no recompute.policy: segments, recompute.offload: disk.",
+        ),
+    ],
+)
+def test_the_reference_is_left_out_where_fleet_has_not_the_setting(
+    sections: dict[str, Any], words: str
+) -> None:
+    found = plan(configuration(**sections))
+    assert len(found.variants) == 8 and not any(one.reference for one in found.variants)
+    assert found.notes[-1] == (
+        f"Not compared with Paddle's own recompute and synchronization (fleet): {words}"
+    )
 
 
 def test_what_is_not_compared_is_said() -> None:
@@ -218,3 +249,14 @@ def test_a_run_is_configured_as_its_variant_says() -> None:
     assert (found.recompute.enable, found.launch.num_ranks) == (False, 1)
     assert found.model.init_from is None
     assert config_for(config, variant, Case(dropout=True)).model.hidden_dropout == 0.1
+
+
+def test_the_reference_is_paddles_own_recompute_and_synchronization() -> None:
+    config = configuration()
+    [alone, on_ranks] = [one for one in plan(config).variants if one.reference]
+    assert Variant.from_dict(on_ranks.to_dict()) == on_ranks
+    assert (alone.folder_name, on_ranks.folder_name) == ("dygraph-fleet-1", "dygraph-fleet-2")
+    found = config_for(config, on_ranks, Case(dropout=True))
+    assert (found.recompute.enable, found.recompute.engine) == (True, "fleet")
+    assert found.sync.mode == "fleet"
+    assert config_for(config, plan(config).variants[1], Case(dropout=True)).sync.mode == "auto"

@@ -138,6 +138,7 @@ def test_field_is_refused(path: str) -> None:
     ("name", "value"),
     [
         ("mode", "overlap"),
+        ("mode", "fleet"),
         ("compression", "bf16"),
         ("peer_timeout", 9.0),
         ("stall_timeout", 9e3),

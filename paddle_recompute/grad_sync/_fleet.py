@@ -1,0 +1,142 @@
+"""`sync.mode: fleet`: Paddle's own synchronization, as a reference to compare with.
+
+``fused_allreduce_gradients`` (2.6, 3.x) joins the gradients that a rank has, in the order of its
+list, and averages them after the backward. It does not look at what the other ranks have. What it
+would get wrong without an error is mended or refused here:
+
+- the ranks agree first on the parameters, their order, shapes and dtypes, and on which gradients
+  there are; where another rank has a gradient, None becomes zeros;
+- refused are sparse gradients, float16 on gloo, a gradient of a frozen parameter, ``main_grad``,
+  and the flag with which Paddle 3.x sums instead of averaging.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
+
+from paddle_recompute.distributed import Scope, exchange_long, peers, run_watched
+from paddle_recompute.errors import SyncError
+from paddle_recompute.grad_sync._roll import Roll, agree_on_trained, refuse_main_grad
+from paddle_recompute.grad_sync._timeline import Timeline
+
+_ADVICE = "Use sync mode 'fused' or 'overlap', which synchronize it."
+
+
+class FleetReduction:
+    """The mean over the ranks of the gradients of `roll`, one call of `finish` per step."""
+
+    num_early = 0
+    """Nothing is sent before the backward has ended."""
+
+    def __init__(self, roll: Roll, group: Group | None, scope: Scope) -> None:
+        self._roll = roll
+        self._group = group
+        self._scope = scope
+        self._is_gloo = dist.get_backend(group).lower() == "gloo"
+        self.timeline: Timeline | None = None
+        """The last step's times; without buckets, as Paddle does not tell about them."""
+        self._refuse_unsupported()
+
+    def arm(self, step: int) -> None:
+        """The backward that follows is the last one before the optimizer's step number `step`."""
+        self._step = step
+        self._began = time.perf_counter()
+
+    def disarm(self) -> None:
+        """The backward failed."""
+
+    def finish(self) -> None:
+        """Replace every gradient by the mean over the ranks."""
+        backward_ended = time.perf_counter()
+        self._roll.read()
+        agree_on_trained(self._roll, self._scope)
+        self._refuse_unsupported()
+        parameters = self._with_gradient_anywhere()
+        if parameters:
+            self._average(parameters)
+        self.timeline = Timeline(self._began, None, backward_ended, time.perf_counter(), ())
+
+    def residuals(self) -> dict[int, paddle.Tensor]:
+        """None: nothing is rounded."""
+        return {}
+
+    def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
+        """A checkpoint of a run with bf16: they are dropped."""
+
+    def _refuse_unsupported(self) -> None:
+        roll = self._roll
+        for index in roll.trained:
+            parameter, name = roll.parameters[index], roll.names[index]
+            refuse_main_grad(parameter, name)
+            if not hasattr(parameter, "trainable"):
+                raise SyncError(
+                    f"'{name}' is a Tensor and not a Parameter; fused_allreduce_gradients takes "
+                    f"Parameters only. {_ADVICE}"
+                )
+            if self._is_gloo and parameter.dtype == paddle.float16:
+                raise SyncError(
+                    f"'{name}' is float16: gloo's sum of float16 is wrong, and sync mode 'fleet' "
+                    f"sends gradients as they are. {_ADVICE}"
+                )
+            if parameter.stop_gradient:  # it takes part, so it has a gradient
+                raise SyncError(
+                    f"'{name}' has stop_gradient=True and a gradient, which "
+                    f"fused_allreduce_gradients leaves out. {_ADVICE}"
+                )
+
+    def _with_gradient_anywhere(self) -> list[paddle.Tensor]:
+        """The parameters that have a gradient on any rank, now on every rank."""
+        roll = self._roll
+        own = [_dtype_of(roll.gradients[index]) for index in roll.trained]
+        theirs = exchange_long(own, self._label("which gradients there are"), self._scope)
+        found = []
+        for index, dtypes in zip(roll.trained, zip(*theirs, strict=True), strict=True):
+            parameter = roll.parameters[index]
+            known = {dtype for dtype in dtypes if dtype is not None}
+            if len(known) > 1:
+                raise SyncError(
+                    f"the gradient of '{roll.names[index]}' has not the same dtype on all ranks: "
+                    f"{', '.join(sorted(known))}. Run the same backward on every rank."
+                )
+            if not known or not parameter.size:
+                continue
+            if parameter.grad is None:
+                parameter.grad = paddle.zeros(parameter.shape, known.pop())
+            elif not parameter.grad.is_contiguous():
+                parameter.grad = parameter.grad.contiguous()
+            found.append(parameter)
+        return found
+
+    def _average(self, parameters: list[paddle.Tensor]) -> None:
+        is_summing = getattr(dist, "in_auto_parallel_align_mode", None)  # 3.x
+        if is_summing is not None and is_summing():
+            raise SyncError(
+                "FLAGS_enable_auto_parallel_align_mode is set: fused_allreduce_gradients would sum "
+                "the gradients of the ranks instead of averaging them. Unset the flag."
+            )
+        label = self._label("fused_allreduce_gradients")
+        if self._is_gloo:
+            run_watched(lambda: self._call(parameters), label, self._scope)
+        else:
+            peers().exchange(None, label, self._scope)
+            self._call(parameters)
+
+    def _call(self, parameters: list[paddle.Tensor]) -> None:
+        from paddle.distributed.fleet.utils import hybrid_parallel_util as fleet
+
+        if self._group is None:
+            fleet.fused_allreduce_gradients(parameters, None)
+        else:
+            fleet.fused_allreduce_gradients_with_group(parameters, self._group)
+
+    def _label(self, what: str) -> str:
+        return f"gradient sync of step {self._step}: {what}"
+
+
+def _dtype_of(gradient: paddle.Tensor | None) -> str | None:
+    return None if gradient is None else str(gradient.dtype).removeprefix("paddle.")
