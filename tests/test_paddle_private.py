@@ -453,7 +453,7 @@ def group_of_our_own() -> list[float]:
 
 
 def test_a_gloo_group_can_be_made_by_its_members() -> None:
-    """``core.ProcessGroupGloo.create`` over a ``core.TCPStore``, called by `_paddle.make_gloo_group`."""
+    """``core.ProcessGroupGloo.create`` over a ``core.TCPStore``, in `_paddle.make_gloo_group`."""
     assert run_ranks(group_of_our_own, 2) == [[3.0]] * 2
 
 
