@@ -21,7 +21,7 @@ import paddle
 from paddle_recompute._nested import is_tensor, map_leaves, named_leaves, tensors_in
 from paddle_recompute.contrastive._chunks import Chunk, joined, rows_of
 from paddle_recompute.errors import DataError, RecomputeError
-from paddle_recompute.replay import Moment, StateWatch, layers_of
+from paddle_recompute.replay import ReplayState, StateWatch, layers_of
 
 # Both forwards of a chunk are the same operations on the same numbers. Kernels of a GPU may add
 # them up in another order (a percent, in bfloat16); another dropout mask changes much more.
@@ -30,7 +30,7 @@ REPETITION_TOLERANCE = 0.05
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
-class Tower:
+class ChunkedEncoder:
     """An encoder with the rows that it encodes in one step.
 
     Args:
@@ -48,7 +48,7 @@ class Tower:
         self._batch = batch
         self._chunks = chunks
         self._name = name
-        self._moments: list[Moment] = []
+        self._moments: list[ReplayState] = []
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
         self._gradients: dict[int, paddle.Tensor] = {}
@@ -265,7 +265,7 @@ class _Kept:
 
 
 class _Source(paddle.autograd.PyLayer):
-    """Where a graph over an embedding begins, and its backward ends: with a call.
+    """The start of the graph over an embedding; its backward calls a function.
 
     A leaf would do too, but for the order: the engine takes care of leaves before all others, and
     of this node when it would of the concatenation of the chunks in a plain step.
@@ -337,6 +337,6 @@ def _filled(structure: Any, paths: list[str], tensors: list[paddle.Tensor]) -> A
 
 
 def _amp_off() -> contextlib.AbstractContextManager[None]:
-    """As in a plain step, whose backward runs outside of ``paddle.amp.auto_cast``."""
+    """Disable ``paddle.amp.auto_cast``, as for the backward of a plain step."""
     off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
     return off

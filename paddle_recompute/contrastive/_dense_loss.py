@@ -13,7 +13,7 @@ from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, S
 
 
 def whole_loss(batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> paddle.Tensor:
-    """The loss of this rank's pairs, a scalar; `scale` is what the inner products are times."""
+    """The loss of this rank's pairs, a scalar; the inner products are multiplied by `scale`."""
     query, positive = _rows(batch.queries, batch.own_queries), batch.positives
     own_positive = _rows(positive, batch.own_positives)
     query = query * scale

@@ -1,4 +1,4 @@
-"""Refuse what ends the interpreter: to run a PyLayer's backward a second time."""
+"""Refuse a second backward of a PyLayer, which would crash the interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import paddle
 from paddle_recompute import _paddle
 
 
-class Once:
+class SingleBackwardGuard:
     """A hook for the results of a PyLayer, which Paddle calls before the node itself.
 
     The second run of such a node is a segmentation fault, whatever is in its backward, and so is

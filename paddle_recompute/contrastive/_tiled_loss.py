@@ -29,8 +29,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
-from paddle_recompute.contrastive._sides import Block, Side
-from paddle_recompute.contrastive._single_backward import Once
+from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
+from paddle_recompute.contrastive._vector_blocks import Block, VectorBlocks
 from paddle_recompute.errors import ConfigError
 
 QUERIES, POSITIVES, NEGATIVES = 0, 1, 2
@@ -48,7 +48,7 @@ def streamed_loss(
     plan = _Plan(batch, options, tile)
     learned = isinstance(scale, paddle.Tensor)
     loss = _Streamed.apply(plan, None if learned else scale, *vectors, *[scale][: int(learned)])
-    Once(
+    SingleBackwardGuard(
         ConfigError,
         f"tile={tile}: the backward of the loss in tiles can run once only (received "
         "retain_graph=True or create_graph=True); set tile=None",
@@ -249,7 +249,7 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
             return tuple(results)
 
 
-def _add_product(sides: list[Side], tile: _Tile, weights: paddle.Tensor) -> paddle.Tensor:
+def _add_product(sides: list[VectorBlocks], tile: _Tile, weights: paddle.Tensor) -> paddle.Tensor:
     """Add what `tile` gives to both of its sides; returns its derivative by the scale."""
     left_side, right_side = (sides[side] for side in tile.sides)
     left = paddle.matmul(weights, tile.right)
@@ -260,7 +260,7 @@ def _add_product(sides: list[Side], tile: _Tile, weights: paddle.Tensor) -> padd
     return by_scale
 
 
-def _scored(plan: _Plan, sides: list[Side], scale: Scale) -> Iterator[_Tile]:
+def _scored(plan: _Plan, sides: list[VectorBlocks], scale: Scale) -> Iterator[_Tile]:
     for tile in plan.tiles():
         tile.left, tile.right = (
             sides[side].rows(block) for side, block in zip(tile.sides, tile.blocks, strict=True)
@@ -271,11 +271,11 @@ def _scored(plan: _Plan, sides: list[Side], scale: Scale) -> Iterator[_Tile]:
 
 def _sides_and_scale(
     plan: _Plan, tensors: tuple[paddle.Tensor, ...], scale: float | None, needed: list[bool]
-) -> tuple[list[Side], Scale]:
+) -> tuple[list[VectorBlocks], Scale]:
     """A scale that is learned comes last among the tensors."""
     vectors = tensors[:-1] if scale is None else tensors
     sides = [
-        Side(one, normalize=plan.options.normalize, with_gradient=wanted)
+        VectorBlocks(one, normalize=plan.options.normalize, with_gradient=wanted)
         for one, wanted in zip(vectors, needed, strict=False)
     ]
     return sides, tensors[-1] if scale is None else scale

@@ -1,4 +1,4 @@
-"""Rows of all ranks on every rank, through which gradients find their way back."""
+"""A differentiable all-gather of rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute.contrastive._single_backward import Once
+from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
 from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import DataError, StaticGraphError, SyncError
 
 
 def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> paddle.Tensor:
-    """Join the rows of all ranks, in the order of the ranks, without cutting the graph.
+    """Join the rows of all ranks, in the order of the ranks; the result is differentiable.
 
     The gradient is exact: what any rank's loss owes to this rank's rows comes back to them, so the
     gradient of `tensor` is the *sum* over the ranks of their gradients by these rows. After
@@ -69,7 +69,7 @@ def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> p
 
 @dataclass(frozen=True)
 class RowsOfRanks:
-    """Whose rows stand where in a joined tensor.
+    """Which rows of a joined tensor belong to which rank.
 
     Attributes:
         counts: Rows of each rank.
@@ -91,7 +91,7 @@ class RowsOfRanks:
         return slice(first, first + self.counts[self.rank])
 
     def restore(self, padded: paddle.Tensor) -> paddle.Tensor:
-        """Drop what was added to each rank's rows to make their numbers equal."""
+        """Remove the padding that made the ranks' numbers of rows equal."""
         longest = max(self.counts)
         if min(self.counts) == longest:
             return padded
@@ -106,7 +106,7 @@ class RowsOfRanks:
 
 
 def has_other_ranks(group: Group | None) -> bool:
-    """Whether there is somebody to gather from.
+    """Whether there are other ranks to gather from.
 
     Raises:
         SyncError: This process was launched as one of several ranks and has not joined them, or it
@@ -159,7 +159,7 @@ def gather_rows(
         return list(tensors)
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     results = _Gather.apply(rows, group, *floating) if floating else ()
-    Once(
+    SingleBackwardGuard(
         SyncError,
         "the backward of gathered rows can run once only (received retain_graph=True or "
         "create_graph=True)",

@@ -1,4 +1,4 @@
-"""`GradCache`: the gradient of a loss over a large batch, in the memory of a small one."""
+"""`GradCache`: the gradient of a loss over a large batch, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.contrastive._chunked_encoder import Tower
+from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._step import Step
 from paddle_recompute.contrastive._texts import LengthOf
@@ -27,10 +27,10 @@ _NAMES = ("query", "positive")
 
 
 class GradCache:
-    r"""Runs the backward of a loss that relates all rows of a batch to each other, chunk by chunk.
+    r"""Computes the gradient of a loss over all rows of a batch, encoding the batch chunk by chunk.
 
-    A contrastive loss needs the embeddings of the whole batch at once, but an encoder's activations
-    only where a chunk's backward runs. So: (1) every chunk is encoded without a graph; (2) the
+    A contrastive loss needs the embeddings of the whole batch at once, but the activations of one
+    chunk at a time. So: (1) every chunk is encoded without a graph; (2) the
     loss is computed on all embeddings E, and its backward leaves :math:`\partial L / \partial E`,
     the cache; (3) every chunk is encoded again, with a graph, and its rows of the cache are
     propagated into the parameters. By the chain rule the sum is the gradient of the whole batch:
@@ -64,15 +64,15 @@ class GradCache:
     backward, those of such parameters are the last. Hooks on tensors inside the encoder run once
     per chunk.
 
-    What the encoder does besides, in Python (counters, hooks, logging), happens twice per chunk;
-    `paddle_recompute.recompute` has the same rule, and ``is_recomputing()`` tells which time. That
+    Effects of the encoder in Python (counters, hooks, logging) happen twice per chunk;
+    ``is_recomputing()`` is true the second time. That
     the second forward returns the numbers of the first is looked at for every row; what `loss`
     changes in place is not.
 
     Args:
         encoders: One encoder for both sides (tied), or a pair: (of the queries, of the positives).
-            Each is a Layer, or another callable, such as a method of a Layer. One that trains
-            nothing is not run a second time.
+            Each is a Layer, or another callable, such as a method of a Layer. An encoder without
+            trained parameters runs only once.
         loss: ``loss(query_embeddings, positive_embeddings)`` returns a scalar Tensor; a Layer or
             any callable. It is called once per step, with what the encoders return (a Tensor, or
             a structure of them) for all rows in the caller's order. Its own parameters, such as a
@@ -130,7 +130,7 @@ class GradCache:
         _check_sizes(chunk_size, chunk_tokens, length_of)
         self._encoders = _pair(encoders)
         self.loss = loss
-        """What is called with the embeddings of all rows."""
+        """The loss; it is called with the embeddings of all rows."""
         self._chunk_size = chunk_size
         self._chunk_tokens = chunk_tokens
         self._length_of = length_of
@@ -188,9 +188,8 @@ class GradCache:
             sync: Synchronizes this call; None: that of the cache does, if it has one.
 
         Returns:
-            The loss, a scalar without graph, not scaled; this rank's own. It may be no finite
-            number: that is not looked at here, so that ranks do not part ways and a GradScaler can
-            do its work.
+            The loss, a scalar without graph, not scaled; this rank's own. It may be infinite or
+            NaN; the caller or a GradScaler must check it.
 
         Raises:
             DataError: The inputs have no rows, not the same number of rows, or need a gradient; or
@@ -198,7 +197,7 @@ class GradCache:
             ConfigError: The loss is not a scalar, or nothing that is trained has to do with it; it
                 is not clear which input `chunk_tokens` is to cut; or this was called under
                 ``paddle.no_grad`` or while a static graph is built.
-            RecomputeError: The second forward of a chunk returned other numbers than the first.
+            RecomputeError: The second forward of a chunk returned other values than the first.
             SyncError: See `GradientSync.last_backward`.
         """
         _check_mode()
@@ -221,7 +220,7 @@ class GradCache:
                 step.run_hooks()
         return loss
 
-    def _towers(self, inputs: tuple[Any, ...]) -> list[Tower]:
+    def _towers(self, inputs: tuple[Any, ...]) -> list[ChunkedEncoder]:
         names = [*_NAMES, *(f"negatives[{place}]" for place in range(len(inputs) - 2))]
         rows = [num_rows_of(batch, name) for batch, name in zip(inputs, names, strict=True)]
         if rows[0] != rows[1]:
@@ -230,7 +229,9 @@ class GradCache:
                 "row i of the other, so there must be as many"
             )
         return [
-            Tower(self._encoders[min(place, 1)], batch, self._cut(batch, rows[place], name), name)
+            ChunkedEncoder(
+                self._encoders[min(place, 1)], batch, self._cut(batch, rows[place], name), name
+            )
             for place, (batch, name) in enumerate(zip(inputs, names, strict=True))
         ]
 
@@ -242,10 +243,10 @@ class GradCache:
 
     def _backward_of_loss(
         self,
-        towers: list[Tower],
+        towers: list[ChunkedEncoder],
         loss_scale: float | paddle.Tensor,
         loss_arguments: Mapping[str, Any],
-    ) -> tuple[paddle.Tensor, list[Tower]]:
+    ) -> tuple[paddle.Tensor, list[ChunkedEncoder]]:
         """First forwards, loss, and the loss's backward, down to the embeddings.
 
         Returns:
@@ -303,14 +304,18 @@ class GradCache:
             yield
 
 
-def _schedule(towers: list[Tower]) -> tuple[list[tuple[Tower, int]], list[tuple[Tower, int]]]:
+Replays = list[tuple[ChunkedEncoder, int]]
+"""Encoders, each with the number of a chunk."""
+
+
+def _schedule(towers: list[ChunkedEncoder]) -> tuple[Replays, Replays]:
     """The second forwards in order: before the synchronization, and while it runs.
 
     Every encoder's last chunk is in the second part, so that each trained parameter gets its last
     gradient there, and equally often in every step, however many chunks it has.
     """
     tasks = [(tower, chunk) for tower in towers for chunk in tower.replays]
-    final: list[tuple[Tower, int]] = []
+    final: Replays = []
     for tower, chunk in reversed(tasks):
         if all(tower.encoder != other.encoder for other, _ in final):
             final.insert(0, (tower, chunk))

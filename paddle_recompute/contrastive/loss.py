@@ -1,4 +1,4 @@
-"""InfoNCE: every query must find its own positive among the positives of its batch."""
+"""InfoNCE: each query is classified among the positives of its batch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ContrastiveLoss(paddle.nn.Layer):
         group: The ranks of ``"global"``; None is all of them.
 
     Raises:
-        ConfigError: An option has a value that does not exist or does not go with the others.
+        ConfigError: An option has a value that is not allowed or contradicts another option.
 
     References:
         van den Oord et al., "Representation Learning with Contrastive Predictive Coding",
@@ -163,7 +163,7 @@ class ContrastiveLoss(paddle.nn.Layer):
 
     @property
     def temperature(self) -> float:
-        """The temperature in force, the learned one if it is learned."""
+        """The current temperature (the learned one, if it is learned)."""
         if self.logit_scale is None:
             return self._temperature
         return 1 / min(math.exp(float(self.logit_scale.item())), MAX_SCALE)
@@ -311,8 +311,7 @@ class ContrastiveLoss(paddle.nn.Layer):
         if not self.mask_false_negatives:
             if positive_ids is not None or negative_ids is not None:
                 raise DataError(
-                    "received ids, which nothing is done with; set mask_false_negatives=True or "
-                    "leave them out"
+                    "ids are only used with mask_false_negatives=True; set it, or leave them out"
                 )
             return
         for name, ids, of in (
@@ -331,7 +330,7 @@ class ContrastiveLoss(paddle.nn.Layer):
 
 
 def text_ids(texts: Iterable[str]) -> paddle.Tensor:
-    """Numbers by which `ContrastiveLoss` tells equal texts, the same on every rank.
+    """Ids for `ContrastiveLoss`: equal texts have equal ids, on every rank.
 
     64 bits of a hash: among a million texts some two agree by chance once in 37 million times.
 
@@ -346,7 +345,7 @@ def text_ids(texts: Iterable[str]) -> paddle.Tensor:
 
 
 def _amp_off() -> contextlib.AbstractContextManager[None]:
-    """Inside, mixed precision does nothing."""
+    """Disable mixed precision inside."""
     if not _paddle.is_dygraph():
         return training.in_float32()
     amp_off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)

@@ -1,13 +1,13 @@
 """What a rank knows about its peers, and waiting that ends when one of them will never come.
 
-`peers()` connects this process, once, to the hub in rank 0 (`_hub`). A thread sends signs of life
-and notes what the hub says. Whoever waits for other ranks waits on a `threading.Event`, never in
-C++, and looks at those notes every so often: `Peers.wait`. So a rank that waits for a dead, stopped
-or failed peer ends with a `PeerError` that names the peer, instead of hanging or of being aborted
-by a collective.
+`peers()` connects this process, once, to the control server in rank 0 (`control_server`). A thread
+sends signs of life and records what the server says (`peer_state`). Code that waits for other ranks
+waits on a `threading.Event`, never in C++, and checks that record regularly: `ControlClient.wait`.
+So a rank that waits for a dead, stopped or failed peer ends with a `PeerError` that names the peer,
+instead of hanging or of being aborted by a collective.
 
-A rank that fails tells the others why on its way out: through `Peers.tell_failure` where the
-library sees the error, else from `sys.excepthook` and `atexit`.
+A rank that fails tells the others why before it ends: through `ControlClient.tell_failure` where
+the library sees the error, else from `sys.excepthook` and `atexit`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from typing import Any
 import paddle.distributed as dist
 
 from paddle_recompute import _paddle
-from paddle_recompute.distributed.control_server import TICK, Hub, Message, encode
-from paddle_recompute.distributed.peer_state import Limits, Notes, Scope
+from paddle_recompute.distributed.control_server import TICK, ControlServer, Message, encode
+from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
 from paddle_recompute.errors import PeerError, SyncError
 
 _POLL = 0.1
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
-_PARTING = 10.0  # seconds for the hub, on a busy machine, to pass on this rank's last words
-_ADDRESS = "paddle_recompute/hub"
+_PARTING = 10.0  # seconds for the server, on a busy machine, to pass on this rank's last words
+_ADDRESS = "paddle_recompute/control_server"
 
 
-class _Answer:
+class _PendingExchange:
     """What the ranks of a channel said, once all of them have."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Answer:
         self.message: Message = {}
 
 
-class Peers:
+class ControlClient:
     """This rank's line to the others. Made by `peers`."""
 
     def __init__(self, rank: int) -> None:
@@ -57,9 +57,9 @@ class Peers:
         """Where this rank is, for messages."""
         self._process = os.getpid()
         self._sending = threading.Lock()
-        self._answers: dict[str, _Answer] = {}
-        self._notes = Notes(rank)
-        self._heard = threading.Event()  # the hub has repeated our own last words
+        self._answers: dict[str, _PendingExchange] = {}
+        self._peer_state = PeerState(rank)
+        self._heard = threading.Event()  # the control server has repeated our own last words
         self._connected = threading.Event()
         self._socket: socket.socket | None = None
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
@@ -89,7 +89,7 @@ class Peers:
             PeerError: A rank will not come.
         """
         channel = f"{scope.ranks}/{lane}"
-        answer = self._answers[channel] = _Answer()
+        answer = self._answers[channel] = _PendingExchange()
         self._send(
             {
                 "kind": "exchange",
@@ -136,7 +136,7 @@ class Peers:
         """Raise if waiting for `what` from the ranks of `scope`, `waited` seconds so far, is in
         vain as far as is known.
         """
-        trouble = self._notes.trouble(scope, waited)
+        trouble = self._peer_state.trouble(scope, waited)
         if trouble is not None:
             raise PeerError(self._complaint(trouble, what))
 
@@ -148,7 +148,7 @@ class Peers:
         patience = min(_EXPLANATION, scope.limits.peer_timeout)
         deadline = time.monotonic() + patience + 2 * TICK
         while time.monotonic() < deadline:
-            trouble = self._notes.trouble(scope, waited=0.0, patience=patience)
+            trouble = self._peer_state.trouble(scope, waited=0.0, patience=patience)
             if trouble is not None:
                 return PeerError(self._complaint(trouble, what))
             time.sleep(_POLL)
@@ -182,12 +182,12 @@ class Peers:
             return
         self._last_words["said"] = True
         self._send(self._last_words | {"place": self.place})
-        if self.rank == 0:  # the hub lives here: let it pass this on before the process ends
+        if self.rank == 0:  # the server lives here: let it pass this on before the process ends
             self._heard.wait(_PARTING)
 
     def _send(self, message: Message) -> None:
-        # A connection that is closed is noted by the listener, when it has read all that the hub
-        # said before: it may have said why.
+        # The listener notes a closed connection when it has read all that the server said before:
+        # it may have said why.
         with contextlib.suppress(OSError), self._sending:
             assert self._socket is not None
             self._socket.sendall(encode(message))
@@ -197,8 +197,10 @@ class Peers:
     def _await_connection(self) -> None:
         began = time.monotonic()
         while not self._connected.wait(_POLL):
-            if self._notes.lost is not None:
-                raise PeerError(f"rank 0 cannot be reached, it may have died: {self._notes.lost}")
+            if self._peer_state.lost is not None:
+                raise PeerError(
+                    f"rank 0 cannot be reached, it may have died: {self._peer_state.lost}"
+                )
             if time.monotonic() - began > self.limits.stall_timeout:
                 raise PeerError(
                     f"rank 0 did not come within {self.limits.stall_timeout:.0f} s to where rank "
@@ -207,7 +209,7 @@ class Peers:
                 )
 
     def _listen(self) -> None:
-        """Send signs of life and note what the hub says, until the process ends."""
+        """Send signs of life and note what the control server says, until the process ends."""
         try:
             self._socket = line = self._connect()
             self._send({"kind": "alive"})
@@ -220,23 +222,23 @@ class Peers:
                     data = line.recv(1 << 16)
                     if not data:
                         raise ConnectionError("no more data")
-                    self._notes.hub_quiet = 0
+                    self._peer_state.server_quiet = 0
                     *lines, received = (received + data).split(b"\n")
                     for text in lines:
                         self._hear(json.loads(text))
                 else:
-                    self._notes.hub_quiet += 1
+                    self._peer_state.server_quiet += 1
                 if time.monotonic() - last_sign >= TICK:
                     last_sign = time.monotonic()
                     self._send({"kind": "alive"})
         except (OSError, RuntimeError) as error:  # RuntimeError: the store's
-            self._notes.lost = self._notes.lost or str(error)
+            self._peer_state.lost = self._peer_state.lost or str(error)
 
     def _connect(self) -> socket.socket:
         host = _paddle.master_host()
         if self.rank == 0:
-            hub = Hub(host)
-            port, token = hub.port, hub.token
+            server = ControlServer(host)
+            port, token = server.port, server.token
             _paddle.store_publish(_ADDRESS, json.dumps([port, token]))
         else:
             port, token = json.loads(_paddle.store_await(_ADDRESS))
@@ -253,7 +255,7 @@ class Peers:
         elif message["kind"] == "left" and message["rank"] == self.rank:
             self._heard.set()
         else:
-            self._notes.take(message)
+            self._peer_state.take(message)
 
     def _close(self) -> None:
         """In a forked child: a socket that it held open would hide the end of this process."""
@@ -266,8 +268,8 @@ def _one_line(error: BaseException) -> str:
 
 
 @functools.cache
-def peers() -> Peers:
+def peers() -> ControlClient:
     """This process's line to the other ranks; connects at the first call, for which rank 0 must
     call it too.
     """
-    return Peers(dist.get_rank())
+    return ControlClient(dist.get_rank())

@@ -7,14 +7,14 @@ three go through here, as lines of JSON over one TCP connection per rank.
 Why not Paddle's own TCP store? One of its operations takes 43 ms (2.6.2 and 3.3.1, measured between
 two processes of one machine: its client writes a request in several small packets without
 TCP_NODELAY), cannot be bounded in time, and blocks for ever on a store whose process is stopped.
-An exchange here takes about 0.2 ms. The store only tells the ranks where the hub listens.
+An exchange here takes about 0.2 ms. The store only tells the ranks where the server listens.
 
 A connection that closes is a process that has ended, and is seen at once. A process that is
-stopped, or whose machine is cut off, keeps its connection and falls silent: the hub counts its own
-ticks since it last heard of each rank, so that a hub that was itself stopped accuses nobody.
+stopped, or whose machine is cut off, keeps its connection and falls silent: the server counts its
+own ticks since it last heard of each rank, so that a server that was itself stopped accuses nobody.
 
-Trust: the hub listens on the loopback interface where the store's address is there, else on all, as
-gloo's own sockets and the store do. A connection is closed unless it begins with the token that
+Trust: the server listens on the loopback interface where the store's address is there, else on all,
+as gloo's own sockets and the store do. A connection is closed unless it begins with the token that
 rank 0 has put into the store.
 """
 
@@ -43,7 +43,7 @@ def encode(message: Message) -> bytes:
 
 
 @dataclass
-class _Line:
+class _Connection:
     """The connection to one rank."""
 
     writer: asyncio.StreamWriter
@@ -51,7 +51,7 @@ class _Line:
     left: bool = False
 
 
-class Hub:
+class ControlServer:
     """Listens from its creation on, until the process ends.
 
     Args:
@@ -60,14 +60,14 @@ class Hub:
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_hex(16)
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _Connection] = {}
         self._troubles: list[Message] = []  # for ranks that connect later
         self._failed_scopes: set[str] = set()
         self._waiting: dict[str, dict[int, Message]] = {}
         listening = socket.create_server(("127.0.0.1" if _is_loopback(host) else "", 0))
         self.port = int(listening.getsockname()[1])
         thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(listening)), name="hub", daemon=True
+            target=lambda: asyncio.run(self._serve(listening)), name="control server", daemon=True
         )
         thread.start()
 
@@ -88,7 +88,7 @@ class Hub:
         # another waits 40 ms for the peer's delayed acknowledgement.
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         rank = int(hello["rank"])
-        line = self._lines[rank] = _Line(writer)
+        line = self._lines[rank] = _Connection(writer)
         for trouble in self._troubles:
             writer.write(encode(trouble))
         while (message := await _next(reader)) is not None:
@@ -99,7 +99,7 @@ class Hub:
         del self._lines[rank]
         writer.close()
 
-    def _take(self, rank: int, line: _Line, message: Message) -> None:
+    def _take(self, rank: int, line: _Connection, message: Message) -> None:
         kind = message["kind"]
         if kind == "alive":
             line.writer.write(encode(self._news_for(rank)))

@@ -42,25 +42,25 @@ class Scope:
 
 
 @dataclass
-class Notes:
-    """What the hub has said of the other ranks. One thread writes, others read.
+class PeerState:
+    """What the control server has said of the other ranks. One thread writes, others read.
 
     Attributes:
         rank: This rank.
-        lost: Why there is no connection to the hub any more; None while there is one.
-        hub_quiet: Ticks of this process since it last heard of the hub.
+        lost: Why there is no connection to the control server any more; None while there is one.
+        hub_quiet: Ticks of this process since it last heard of the control server.
     """
 
     rank: int
     lost: str | None = None
-    hub_quiet: int = 0
+    server_quiet: int = 0
     _silent: dict[int, float] = field(default_factory=dict)
     _missing: dict[str, list[int]] = field(default_factory=dict)
     _ended: dict[int, Message] = field(default_factory=dict)
     _failures: list[Message] = field(default_factory=list)
 
     def take(self, message: Message) -> None:
-        """Note what the hub says."""
+        """Note what the control server says."""
         if message["kind"] == "alive":
             self._silent = {int(rank): float(s) for rank, s in message["silent"].items()}
             self._missing = message["missing"]
@@ -98,9 +98,9 @@ class Notes:
     def _silence(self, scope: Scope, patience: float | None) -> str | None:
         limit = scope.limits.peer_timeout if patience is None else patience
         setting = f" (peer_timeout is {limit:.0f} s)" if patience is None else ""
-        of_hub = max(self.hub_quiet * TICK, self._silent.get(0, 0.0))
+        of_server = max(self.server_quiet * TICK, self._silent.get(0, 0.0))
         for rank in sorted({0, *scope.ranks} - {self.rank}):
-            silent = self._silent.get(rank, 0.0) if rank else of_hub
+            silent = self._silent.get(rank, 0.0) if rank else of_server
             if silent > limit:
                 return (
                     f"rank {rank} has shown no sign of life for {silent:.0f} s{setting}: it is "
@@ -111,7 +111,7 @@ class Notes:
     def _lateness(self, scope: Scope, waited: float) -> str | None:
         if waited <= scope.limits.stall_timeout:
             return None
-        # As far as the hub knows; it tells once per tick.
+        # As far as the control server knows; it tells once per tick.
         missing = {
             rank
             for channel, ranks in self._missing.items()

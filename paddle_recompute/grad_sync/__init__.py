@@ -1,4 +1,4 @@
-"""Gradient synchronization between data-parallel ranks that recompute does not slow down."""
+"""Gradient synchronization of data-parallel ranks, overlapped with the backward."""
 
 from paddle_recompute.grad_sync.gradient_sync import GradientSync, SyncMode
 

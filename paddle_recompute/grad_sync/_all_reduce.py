@@ -16,7 +16,7 @@ from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._groups import make_gloo_group
 
 
-class Delivery(Protocol):
+class AllReduceTask(Protocol):
     """An all-reduce under way."""
 
     started: float | None
@@ -28,10 +28,10 @@ class Delivery(Protocol):
         """Return when the tensor holds the sum over all ranks; raise what went wrong."""
 
 
-class Courier(Protocol):
+class AllReducer(Protocol):
     """Sums tensors over the ranks, in the order in which it is given them."""
 
-    def send(self, tensor: paddle.Tensor, label: str, scope: Scope) -> Delivery:
+    def send(self, tensor: paddle.Tensor, label: str, scope: Scope) -> AllReduceTask:
         """Begin to sum `tensor` in place over the ranks of `scope`, and return at once.
 
         Args:
@@ -41,7 +41,7 @@ class Courier(Protocol):
         """
 
 
-class _Parcel:
+class _ThreadTask:
     def __init__(self, tensor: paddle.Tensor, label: str, scope: Scope) -> None:
         self.started: float | None = None
         self.ended: float | None = None
@@ -78,7 +78,7 @@ class _Parcel:
         return f"{self._label} ({self._tensor.size} x {self._tensor.dtype})"
 
 
-class ThreadCourier:
+class ThreadAllReducer:
     """For gloo, whose collectives ignore ``sync_op=False`` but let go of the GIL (2.6, 3.3).
 
     One thread, with a group of its own that nobody else uses: two threads in one gloo group give
@@ -88,24 +88,24 @@ class ThreadCourier:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._parcels: queue.SimpleQueue[_Parcel] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_ThreadTask] = queue.SimpleQueue()
         self._thread = threading.Thread(
-            target=_deliver_all, args=(self._parcels, self._group), name="gradients", daemon=True
+            target=_run_all, args=(self._tasks, self._group), name="gradients", daemon=True
         )
         self._thread.start()
 
-    def send(self, tensor: paddle.Tensor, label: str, scope: Scope) -> Delivery:
-        parcel = _Parcel(tensor, label, scope)
-        self._parcels.put(parcel)
-        return parcel
+    def send(self, tensor: paddle.Tensor, label: str, scope: Scope) -> AllReduceTask:
+        task = _ThreadTask(tensor, label, scope)
+        self._tasks.put(task)
+        return task
 
 
-def _deliver_all(parcels: queue.SimpleQueue[_Parcel], group: Group) -> None:
+def _run_all(tasks: queue.SimpleQueue[_ThreadTask], group: Group) -> None:
     while True:
-        parcels.get().deliver(group)
+        tasks.get().deliver(group)
 
 
-class _OnStream:
+class _StreamTask:
     """An asynchronous collective; the host polls it, so that it can notice a peer that is gone."""
 
     started: float | None = None
@@ -124,7 +124,7 @@ class _OnStream:
         self._task.wait()  # and the stream that computes waits too
 
 
-class StreamCourier:
+class StreamAllReducer:
     """For NCCL and other device backends: asynchronous collectives on the communication stream.
 
     The host waits for the last of them, which it need not for the sums to be right: a peer that
@@ -134,20 +134,20 @@ class StreamCourier:
     def __init__(self, group: Group | None) -> None:
         self._group = group
 
-    def send(self, tensor: paddle.Tensor, label: str, scope: Scope) -> Delivery:
-        return _OnStream(dist.all_reduce(tensor, group=self._group, sync_op=False), label, scope)
+    def send(self, tensor: paddle.Tensor, label: str, scope: Scope) -> AllReduceTask:
+        return _StreamTask(dist.all_reduce(tensor, group=self._group, sync_op=False), label, scope)
 
 
-def courier_of(group: Group | None, scope: Scope) -> Courier:
+def all_reducer_of(group: Group | None, scope: Scope) -> AllReducer:
     """The courier for the backend of `group` (None: all ranks); every rank of it must call this."""
     if dist.get_backend(group).lower() != "gloo":
-        return StreamCourier(group)
-    if scope.ranks not in _couriers:
-        _couriers[scope.ranks] = ThreadCourier(make_gloo_group(scope))
-    return _couriers[scope.ranks]
+        return StreamAllReducer(group)
+    if scope.ranks not in _all_reducers:
+        _all_reducers[scope.ranks] = ThreadAllReducer(make_gloo_group(scope))
+    return _all_reducers[scope.ranks]
 
 
-_couriers: dict[tuple[int, ...], ThreadCourier] = {}
+_all_reducers: dict[tuple[int, ...], ThreadAllReducer] = {}
 """One thread and one group serve all synchronizations between the same ranks: a gloo group costs a
 connection between each two of them.
 """

@@ -11,7 +11,9 @@ import paddle
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters (by index) whose gradients travel together, and where each lies in the buffer."""
+    """Parameters (by index) whose gradients are sent together, and the offset of each in the
+    buffer.
+    """
 
     members: tuple[int, ...]
     sizes: tuple[int, ...]

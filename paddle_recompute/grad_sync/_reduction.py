@@ -35,9 +35,9 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
 from paddle_recompute.distributed import Scope, exchange_long, peers
-from paddle_recompute.grad_sync._all_reduce import Courier, Delivery, courier_of
+from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask, all_reducer_of
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
-from paddle_recompute.grad_sync._compression import Wire
+from paddle_recompute.grad_sync._codec import Codec
 from paddle_recompute.grad_sync._roll import Roll, agree_on_trained, refuse_main_grad
 from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
@@ -77,7 +77,7 @@ class BucketedReduction:
         *,
         bucket_bytes: int,
         first_bucket_bytes: int,
-        wire: Wire,
+        wire: Codec,
         early: bool,
         always_exchange_presence: bool,
     ) -> None:
@@ -85,7 +85,7 @@ class BucketedReduction:
         self._parameters = roll.parameters  # grows with it
         self._scope = scope
         self._sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-        self._wire = wire
+        self._codec = wire
         self._early = early
         self._always_exchange_presence = always_exchange_presence
         self._expected: list[int] | None = None
@@ -93,7 +93,7 @@ class BucketedReduction:
         self._usual: dict[int, int] = {}  # the same, of parameters that one learning did not see
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
-        self._courier: Courier = courier_of(group, scope)
+        self._all_reducer: AllReducer = all_reducer_of(group, scope)
         if early:
             _paddle.watch_backward()
             _paddle.make_unscaling_visible()
@@ -110,7 +110,7 @@ class BucketedReduction:
     def arm(self, step: int) -> None:
         """The backward that follows is the last one before the optimizer's step number `step`."""
         self._step = step
-        self._wire.begin()
+        self._codec.begin()
         self._began = time.perf_counter()
         self._first_gradient: float | None = None
         self._queued: list[tuple[float, int]] = []
@@ -119,7 +119,7 @@ class BucketedReduction:
         self._late: list[int] = []
         self._next = 0
         self._flats: list[paddle.Tensor] = []
-        self._deliveries: list[Delivery] = []
+        self._tasks: list[AllReduceTask] = []
         self._num_arrived = 0
         self._sent = SentGradients()
         expected = self._expected or []
@@ -175,17 +175,17 @@ class BucketedReduction:
             self._expected = None
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
             bucket.split_into(self._parameters, flat, nowhere)
-        self._wire.commit(nowhere)
+        self._codec.commit(nowhere)
         self.timeline = self._timeline(backward_ended)
-        self._flats, self._deliveries, self._sent = [], [], SentGradients()
+        self._flats, self._tasks, self._sent = [], [], SentGradients()
 
     def residuals(self) -> dict[int, paddle.Tensor]:
-        """What rounding still owes each parameter, by index; flat tensors."""
-        return self._wire.residuals()
+        """The accumulated rounding error of each parameter, by index; flat tensors."""
+        return self._codec.residuals()
 
     def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
-        """Owe this, and nothing else."""
-        self._wire.set_residuals(residuals)
+        """Replace all accumulated rounding errors."""
+        self._codec.set_residuals(residuals)
 
     # ------------------------------------------------------------------------------ sending
 
@@ -226,11 +226,11 @@ class BucketedReduction:
         if self._armed:  # from here on, it is not to change
             for index in bucket.members:
                 self._sent.add(index, self._parameters[index].grad)
-        wire = self._wire.encode(flat, bucket)
+        wire = self._codec.encode(flat, bucket)
         self._flats.append(wire)
         self._queued.append((time.perf_counter(), int(wire.size) * wire.element_size()))
         label = f"bucket {self._next} of {len(self._buckets)} of step {self._step}"
-        self._deliveries.append(self._courier.send(wire, label, self._scope))
+        self._tasks.append(self._all_reducer.send(wire, label, self._scope))
         self._next += 1
 
     def _send_rest(self) -> None:
@@ -239,22 +239,22 @@ class BucketedReduction:
 
     @paddle.no_grad()
     def _wait(self) -> None:
-        for place in range(self._num_arrived, len(self._deliveries)):
-            self._deliveries[place].wait()
+        for place in range(self._num_arrived, len(self._tasks)):
+            self._tasks[place].wait()
             dtype = self._parameters[self._buckets[place].members[0]].dtype
-            self._flats[place] = self._wire.decode(self._flats[place], dtype)
-        self._num_arrived = len(self._deliveries)
+            self._flats[place] = self._codec.decode(self._flats[place], dtype)
+        self._num_arrived = len(self._tasks)
 
     def _timeline(self, backward_ended: float) -> Timeline:
-        sent = zip(self._queued, self._deliveries, strict=True)
+        sent = zip(self._queued, self._tasks, strict=True)
         return Timeline(
             began=self._began,
             first_gradient=self._first_gradient,
             backward_ended=backward_ended,
             ended=time.perf_counter(),
             buckets=tuple(
-                BucketTimes(number, num_bytes, queued, delivery.started, delivery.ended)
-                for number, ((queued, num_bytes), delivery) in enumerate(sent)
+                BucketTimes(number, num_bytes, queued, task.started, task.ended)
+                for number, ((queued, num_bytes), task) in enumerate(sent)
             ),
         )
 
@@ -289,7 +289,7 @@ class BucketedReduction:
     def _set_buckets(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.members}
-        self._wire.plan(self._buckets)
+        self._codec.plan(self._buckets)
 
     def _got_more_than_expected(self) -> bool:
         """Then a bucket could have left too early, or was kept for no reason."""
@@ -342,8 +342,8 @@ class BucketedReduction:
                 self._roll.names[self._late[0]],
             )
         self._next, self._num_arrived = 0, 0
-        self._flats, self._deliveries, self._queued = [], [], []
-        self._wire.begin()
+        self._flats, self._tasks, self._queued = [], [], []
+        self._codec.begin()
         self._plan([*self._bucket_of, *self._besides(nowhere)])
         self._send_rest()
         self._wait()

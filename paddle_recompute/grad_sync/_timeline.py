@@ -1,4 +1,4 @@
-"""When one step's gradients were ready, and when they travelled."""
+"""When the gradients of one step were ready and when they were sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket's way. Times are seconds of this process's ``time.perf_counter``.
+    """Times of one bucket, in seconds of this process's ``time.perf_counter``.
 
     Attributes:
         number: Place in the order in which buckets are sent, from 0.

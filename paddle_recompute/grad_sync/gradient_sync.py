@@ -22,7 +22,7 @@ from paddle_recompute.distributed import (
     scope_of,
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
-from paddle_recompute.grad_sync._compression import BFloat16, Compression, Exact
+from paddle_recompute.grad_sync._codec import BFloat16Codec, Compression, ExactCodec
 from paddle_recompute.grad_sync._fleet import FleetReduction
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._roll import Roll, Source, agree_on_trained
@@ -35,7 +35,7 @@ BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * MIB, 1 * MIB
 
 
 class GradientSync:
-    """Synchronizes gradients once per optimizer step, whatever was recomputed.
+    """Synchronizes gradients once per optimizer step, with or without recompute.
 
     ``fused`` sends the gradients after the last backward, joined into few large buffers, as
     Paddle's ``no_sync`` plus ``fused_allreduce_gradients`` does: right under recompute, where
@@ -45,7 +45,7 @@ class GradientSync:
     ``no_sync`` plus ``fused_allreduce_gradients``, as a reference to compare with; the ranks agree
     first here too.
 
-    In a loop of one's own:
+    In your own loop:
 
         sync = GradientSync(model)
         with sync.last_backward():
@@ -94,14 +94,14 @@ class GradientSync:
                 in any case, as the ranks know of each other through it.
             find_unused_parameters: Expect that parameters have no gradient in
                 some steps. Exact without it too, but then a warning says so.
-            peer_timeout: Seconds after which a rank that shows no sign of life is given up.
-            stall_timeout: Seconds to wait for a rank that lives but does not come: an evaluation
-                or a checkpoint on rank 0 alone may take this long.
+            peer_timeout: Seconds without a sign of life after which a rank counts as dead.
+            stall_timeout: Seconds to wait for a rank that is alive but late, for example while rank
+                0 evaluates or writes a checkpoint.
             check_every: Compare the parameters of all ranks, bit by bit, after each so many steps;
                 None: never.
 
         Raises:
-            ConfigError: An option has a value that does not exist or does not go with the others.
+            ConfigError: An option has a value that is not allowed or contradicts another option.
             SyncError: The ranks' parameters differ in number, shape or dtype.
         """
         _check_options(mode, compression, bucket_bytes, first_bucket_bytes)
@@ -145,9 +145,9 @@ class GradientSync:
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
             wire=(
-                Exact(widen=dist.get_backend(group).lower() == "gloo")
+                ExactCodec(widen=dist.get_backend(group).lower() == "gloo")
                 if compression == "none"
-                else BFloat16(error_feedback=error_feedback)
+                else BFloat16Codec(error_feedback=error_feedback)
             ),
             early=self.mode == "overlap",
             always_exchange_presence=find_unused_parameters,
@@ -155,7 +155,7 @@ class GradientSync:
 
     @classmethod
     def from_config(cls, model: paddle.nn.Layer, config: Config) -> GradientSync:
-        """What the sections ``sync`` and ``strategy`` of a configuration ask for."""
+        """Make the `GradientSync` that the sections ``sync`` and ``strategy`` configure."""
         own_buckets = config.sync.mode != "fleet"
         size = config.strategy.fuse_grad_size_in_MB * MIB
         return cls(
@@ -231,18 +231,20 @@ class GradientSync:
         peers().place = f"after step {step}"
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Around the other backwards; keeps a ``paddle.DataParallel`` from synchronizing."""
+        """For the earlier backwards of a step; a ``paddle.DataParallel`` does not synchronize
+        inside.
+        """
         if isinstance(self._model, paddle.DataParallel):
             context: contextlib.AbstractContextManager[None] = self._model.no_sync()
             return context
         return contextlib.nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same bits; every rank has its own.
+        """The state that a resumed run needs to continue bit by bit; each rank has its own.
 
         Returns:
             ``num_synchronized``, and ``residuals``: with ``compression="bf16"`` and error feedback
-            what the rounding of this rank still owes, an array of the parameter's shape under the
+            the accumulated rounding error of this rank, an array of the parameter's shape under the
             name of each parameter (its position, where a list of parameters was given). Empty
             otherwise. It does not depend on the buckets, so their size may change in between.
         """
@@ -257,7 +259,7 @@ class GradientSync:
         }
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the `GradientSync` stood that gave `state` on this rank.
+        """Continue from the `state_dict` of this rank.
 
         Residuals are dropped where nothing is sent in bfloat16 now.
 
@@ -293,7 +295,7 @@ class GradientSync:
 
     @property
     def timeline(self) -> Timeline | None:
-        """When the last step's gradients were ready and travelled; None before the first step and
+        """When the last step's gradients were ready and sent; None before the first step and
         in a single process. Recorded always: it costs two clock readings a bucket. ``fleet`` has no
         buckets in it.
         """
@@ -325,7 +327,7 @@ class GradientSync:
             index, ranks = difference
             name = self._roll.names[trained[index]]
             raise SyncError(
-                f"'{name}' is not the same on all ranks any more: before "
+                f"'{name}' differs between the ranks: before "
                 f"the update of step {step} it differs on rank {', '.join(map(str, ranks))} "
                 f"(check_every is {self._check_every}). Something changes it on some ranks only: "
                 "an update outside of the optimizer, an optimizer's state or a learning rate that "

@@ -157,9 +157,9 @@ def _check_machines(config: Config, master: str | None, node_rank: int) -> None:
     nodes = config.launch.num_nodes
     if nodes > 1 and master is None:
         raise LaunchError(
-            f"the configuration asks for {nodes} machines (launch.num_nodes); start the command on "
-            f"each of them, adding --master HOST:PORT, the address of the first and a free port "
-            f"there, the same on all, and --rank 0 to --rank {nodes - 1}"
+            f"the configuration asks for {nodes} machines (launch.num_nodes); run the command on "
+            f"every machine with --master HOST:PORT (address of the first machine and a free port "
+            f"there) and --rank N, 0 to {nodes - 1}"
         )
     if nodes == 1 and master is not None:
         raise LaunchError(

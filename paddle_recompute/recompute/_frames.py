@@ -31,7 +31,7 @@ from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import Recorder, innermost, recording
-from paddle_recompute.recompute._offload import Storage
+from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import Call, Stamp, is_written_since
 from paddle_recompute.replay import stamp as stamp_of
 
@@ -47,18 +47,18 @@ Likeness = tuple[Any, tuple[int, ...]]
 
 
 class FrameTicket:
-    """Stands for a tensor that a frame can compute again."""
+    """A placeholder in the graph for a tensor that a frame can recompute."""
 
     __slots__ = ("__weakref__", "frame", "is_spent", "why_gone")
 
     def __init__(self, frame: Frame) -> None:
         self.frame: Frame | None = frame
         self.why_gone = (
-            "The inputs of a recomputed function are gone: its backward was done, or failed, "
+            "The inputs of a recomputed function were released: its backward ran, or failed, "
             "without retain_graph=True."
         )
         self.is_spent = False
-        """Whether the operator has had its backward and cannot have another."""
+        """Whether the operator's backward is done and cannot run again."""
 
     def value(self) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
@@ -69,7 +69,7 @@ class FrameTicket:
 
 @dataclass
 class _Saved:
-    """What the first run saved at one place: the ticket if it is still alive, and its likeness."""
+    """One tensor that the first run saved: its ticket, dtype, shape and checksum."""
 
     ticket: weakref.ref[FrameTicket]
     likeness: Likeness
@@ -86,8 +86,8 @@ class _Part:
 
 
 @dataclass
-class _Promise:
-    """A ticket for an output of a part: whoever wanted to keep the output holds it."""
+class _OutputTicket:
+    """A ticket that stands for an output of a part."""
 
     ticket: weakref.ref[FrameTicket]
     part: int
@@ -102,11 +102,11 @@ class Frame:
     is not kept as input of the next, and the backward runs them all again from the first input.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: InputStorage) -> None:
         self.parts: list[_Part] = []
         self._storage = storage
         self._saved: list[_Saved] = []
-        self._promises: list[_Promise] = []
+        self._output_tickets: list[_OutputTicket] = []
         self._values: weakref.WeakKeyDictionary[FrameTicket, paddle.Tensor | RecomputeError] = (
             weakref.WeakKeyDictionary()
         )
@@ -147,7 +147,7 @@ class Frame:
                 )
 
     def link_to(self, tensor: paddle.Tensor) -> _Link | None:
-        """Which output of an earlier part `tensor` is, if it is one and was not changed since."""
+        """Which output of an earlier part `tensor` is; None if it is none or was changed since."""
         if id(tensor) not in self._outputs or not self.parts:  # the latter: its backward is over
             return None
         known, stamp, link = self._outputs[id(tensor)]
@@ -157,13 +157,15 @@ class Frame:
         return None if is_written_since(output, stamp) else link
 
     def ticket_for_output(self, tensor: paddle.Tensor) -> FrameTicket | None:
-        """A ticket for an output, for somebody who would have kept the tensor itself."""
+        """A ticket for an output, to be kept in place of the tensor."""
         link = self.link_to(tensor)
         if link is None:
             return None
         ticket = FrameTicket(self)
         layout = _paddle.layout_of(tensor)
-        self._promises.append(_Promise(weakref.ref(ticket), link.part, link.leaf, layout))
+        self._output_tickets.append(
+            _OutputTicket(weakref.ref(ticket), link.part, link.leaf, layout)
+        )
         return ticket
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
@@ -175,7 +177,7 @@ class Frame:
         return ticket
 
     def value_of(self, ticket: FrameTicket) -> paddle.Tensor:
-        """The tensor that `ticket` stands for; runs the function again if it is not at hand."""
+        """The tensor that `ticket` stands for; runs the function again if needed."""
         backward = _paddle.current_backward()
         is_last = backward is not None and not backward.retain_graph
         if ticket not in self._values:
@@ -195,7 +197,7 @@ class Frame:
         return value
 
     def _release_if_spent(self) -> None:
-        """Let the inputs go once no operator can ask again, even if somebody holds an output."""
+        """Release the inputs once no operator needs them, even if an output is still referenced."""
         if all(ticket.is_spent for ticket in self._tickets()):
             self._release()
 
@@ -207,15 +209,15 @@ class Frame:
             ticket.frame = None
 
     def _tickets(self) -> list[FrameTicket]:
-        """The tickets that somebody still holds."""
+        """The tickets that are still referenced."""
         references = [saved.ticket for saved in self._saved]
-        references += [promise.ticket for promise in self._promises]
+        references += [promise.ticket for promise in self._output_tickets]
         tickets = [reference() for reference in references]
         return [ticket for ticket in tickets if ticket is not None]
 
     @property
     def name(self) -> str:
-        """How errors call the frame."""
+        """The name of the frame in errors."""
         first, last = self.parts[0].call.name, self.parts[-1].call.name
         return first if len(self.parts) == 1 else f"{first} to {last}"
 
@@ -236,7 +238,7 @@ class Frame:
                 result = part.call.repeat(args, kwargs)
             outputs.append(list(_nested.tensors_in(result)))
         again.finish()
-        for promise in self._promises:
+        for promise in self._output_tickets:
             ticket = promise.ticket()
             if ticket is not None:
                 output = outputs[promise.part][promise.leaf]
@@ -256,7 +258,9 @@ class _Repetition:
         self._versions: list[tuple[FrameTicket, paddle.Tensor, int]] = []
 
     def pack(self, tensor: paddle.Tensor) -> None:
-        """Match the tensor with the ticket of the same number; keep it if that still lives."""
+        """Match the tensor with the ticket of the same number; keep it if that ticket is
+        referenced.
+        """
         frame, number = self._frame, self._count
         self._count += 1
         if number >= len(frame._saved):
@@ -313,7 +317,7 @@ class _Repetition:
         return None
 
 
-class _Nobody:
+class _DiscardAll:
     """Gets the tensors of an inner frame while its outer one is being recomputed: only the
     inner frame's inputs matter then, and the outer frame has taken them.
     """
@@ -324,21 +328,21 @@ class _Nobody:
 
 def is_inside_a_frame() -> bool:
     """Whether a recomputed function is running, for the first or the second time."""
-    return isinstance(innermost(), (Frame, _Repetition, _Nobody))
+    return isinstance(innermost(), (Frame, _Repetition, _DiscardAll))
 
 
 def run_inside_a_repetition(
-    call: Call, storage: Storage, args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: Call, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run an inner `call` while the frame around it is being recomputed."""
     _keep(None, storage, innermost(), (args, kwargs))
-    with recording(_Nobody()):
+    with recording(_DiscardAll()):
         return call.function(*args, **kwargs)
 
 
 def is_inside_a_repetition() -> bool:
     """Whether a recomputed function is running for the second time."""
-    return isinstance(innermost(), (_Repetition, _Nobody))
+    return isinstance(innermost(), (_Repetition, _DiscardAll))
 
 
 # ------------------------------------------------------------------------------------ inputs
@@ -388,7 +392,7 @@ class _Input:
         return tensor
 
 
-def _keep(frame: Frame | None, storage: Storage, outer: Recorder | None, inputs: Any) -> Any:
+def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, inputs: Any) -> Any:
     """`inputs` with every tensor replaced by an `_Input` that can bring it back.
 
     The tensor is, in this order: a parameter, which stays as it is; saved by the frame around;
@@ -398,7 +402,7 @@ def _keep(frame: Frame | None, storage: Storage, outer: Recorder | None, inputs:
     def source_of(tensor: paddle.Tensor) -> Any:
         if _paddle.is_parameter(tensor):
             return tensor
-        if isinstance(outer, (Frame, _Repetition, _Nobody)):
+        if isinstance(outer, (Frame, _Repetition, _DiscardAll)):
             return outer.pack(tensor)
         link = frame.link_to(tensor) if frame is not None else None
         return link or _discarded.ticket_for(tensor) or storage.keep(tensor)

@@ -1,4 +1,4 @@
-"""One pair of saved-tensor hooks for everybody who wants to see what operators save.
+"""One pair of saved-tensor hooks, shared by all recorders.
 
 Paddle (2.6, 3.x) allows one pair of ``paddle.autograd.saved_tensors_hooks`` at a time. Here that
 pair is a dispatcher: the innermost `Recorder` gets each tensor that an operator would keep for its
@@ -37,7 +37,7 @@ class Ticket(Protocol):
 
 
 class Recorder(Protocol):
-    """Somebody who is given the tensors that operators save."""
+    """Receives the tensors that operators save."""
 
     def pack(self, tensor: paddle.Tensor) -> Ticket | None:
         """Take `tensor`; the ticket stands in the graph in its place. Should not raise."""

@@ -27,7 +27,7 @@ class Kept(Protocol):
         """Bring it back to the device it came from."""
 
 
-class Storage(Protocol):
+class InputStorage(Protocol):
     """A place for tensors."""
 
     def keep(self, tensor: paddle.Tensor) -> paddle.Tensor | Kept:
@@ -97,7 +97,7 @@ class _OnHost:
         return tensor
 
 
-class HostStorage:
+class HostOffload:
     """Host memory, pinned on GPUs, for tensors of a device.
 
     A tensor of the CPU already is in host memory and stays as it is.
@@ -127,13 +127,13 @@ def _warn_that_it_does_nothing() -> None:
 
 
 class SomeOnHost:
-    """`HostStorage` for the given tensors, `OnDevice` for all others."""
+    """`HostOffload` for the given tensors, `OnDevice` for all others."""
 
     def __init__(self, tensors: Iterable[paddle.Tensor]) -> None:
         self._chosen = {id(tensor) for tensor in tensors}
 
     def keep(self, tensor: paddle.Tensor) -> paddle.Tensor | Kept:
-        storage: Storage = HostStorage() if id(tensor) in self._chosen else OnDevice()
+        storage: InputStorage = HostOffload() if id(tensor) in self._chosen else OnDevice()
         return storage.keep(tensor)
 
 
@@ -203,7 +203,7 @@ class _OnDisk:
         return _reader.submit(self._file.read, self._offset, num_bytes)
 
 
-class DiskStorage:
+class DiskOffload:
     """A temporary file per step and thread: it is shared by all tensors that wait at the same
     time, and is gone when the last of them is.
     """
@@ -220,9 +220,9 @@ class DiskStorage:
         return file.append(tensor)
 
 
-STORAGES: dict[str | None, Storage] = {
+OFFLOADS: dict[str | None, InputStorage] = {
     None: OnDevice(),
     "none": OnDevice(),
-    "host": HostStorage(),
-    "disk": DiskStorage(),
+    "host": HostOffload(),
+    "disk": DiskOffload(),
 }

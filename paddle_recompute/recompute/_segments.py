@@ -14,7 +14,7 @@ from typing import Any
 
 from paddle_recompute._nested import tensors_in
 from paddle_recompute.recompute._frames import Frame, is_inside_a_frame
-from paddle_recompute.recompute._offload import Storage
+from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import Call
 
 _logger = logging.getLogger("paddle_recompute")
@@ -33,7 +33,7 @@ class Segment:
         self,
         position: int,
         call: Call,
-        storage: Storage,
+        storage: InputStorage,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:

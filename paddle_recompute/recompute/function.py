@@ -19,7 +19,7 @@ from paddle_recompute.recompute._frames import (
     is_inside_a_repetition,
     run_inside_a_repetition,
 )
-from paddle_recompute.recompute._offload import STORAGES, SomeOnHost, Storage
+from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.program.marked_call import run_marked
 from paddle_recompute.replay import Call, name_of, watch_writes
@@ -46,7 +46,7 @@ class RecomputeOptions:
                 f"determinism_check={self.determinism_check!r} does not exist; "
                 f"it is one of {', '.join(map(repr, DETERMINISM_CHECKS))}"
             )
-        if self.offload not in STORAGES:
+        if self.offload not in OFFLOADS:
             raise ConfigError(
                 f"offload={self.offload!r} does not exist; it is one of 'host', 'disk', or None"
             )
@@ -167,7 +167,7 @@ def run_recomputed(
     kwargs: dict[str, Any],
     options: RecomputeOptions,
     *,
-    storage: Storage | None = None,
+    storage: InputStorage | None = None,
     name: str = "",
     gives_up_outputs: bool = False,
     segment: tuple[Segment, int] | None = None,
@@ -208,7 +208,7 @@ def _run_in_dygraph(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: RecomputeOptions,
-    storage: Storage | None,
+    storage: InputStorage | None,
     name: str,
     gives_up_outputs: bool,
     segment: tuple[Segment, int] | None,
@@ -218,7 +218,7 @@ def _run_in_dygraph(
         return function(*args, **kwargs)
     _paddle.watch_backward()
     watch_writes()
-    storage = storage or STORAGES[options.offload]
+    storage = storage or OFFLOADS[options.offload]
     check = options.determinism_check
     call = Call(
         function,

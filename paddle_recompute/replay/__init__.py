@@ -3,12 +3,12 @@
 from paddle_recompute.replay.call import Call, is_recomputing, name_of
 from paddle_recompute.replay.random_streams import RngState
 from paddle_recompute.replay.reach import layers_of
-from paddle_recompute.replay.replay_state import Moment, StateWatch
+from paddle_recompute.replay.replay_state import ReplayState, StateWatch
 from paddle_recompute.replay.writes import Stamp, is_written_since, stamp, watch_writes
 
 __all__ = [
     "Call",
-    "Moment",
+    "ReplayState",
     "RngState",
     "Stamp",
     "StateWatch",

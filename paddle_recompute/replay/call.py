@@ -1,8 +1,7 @@
 """One call of a user's function, and its exact repetition.
 
-Recompute runs a function twice. `Call` holds what the second run needs to be a repetition of the
-first: the random streams, AMP state, train/eval flags and buffers that the first one saw, and what
-it returned.
+Recompute runs a function twice. `Call` records what the second run needs to repeat the first:
+random streams, AMP state, train/eval flags, buffers, and a description of the outputs.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _depth = _Depth()
 def is_recomputing() -> bool:
     """True while this thread runs a function for the second time, to get its activations back.
 
-    For authors of Layers with state of their own: count, log or update only when it is False.
-    Buffers need no such care, they are put back.
+    For Layers with state in Python: count, log or update only when it is False. Buffers are
+    restored automatically.
     """
     return _depth.now > 0
 
@@ -49,7 +48,7 @@ class Call:
 
     Attributes:
         function: The user's function or Layer.
-        name: How errors call it.
+        name: The name in errors.
         preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
         check: Whether `repeat` must return what `first` returned (count, shape, dtype).
         compare_values: Whether the values that both runs save will be compared.
@@ -67,7 +66,7 @@ class Call:
     _returned: list[str] = field(default_factory=list)
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function and remember what it saw."""
+        """Run the function and record its state."""
         self._draws = Draws() if self.preserve_rng_state else None
         self._amp = _paddle.amp_state()
         self._reach = Reach(self.function, (args, kwargs))
@@ -145,7 +144,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: paddle.Tens
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """How errors call `function`: a Layer's class and its path, or the function's own name."""
+    """The name of `function` in errors: class and path of a Layer, or the function's own name."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     owner = getattr(function, "__self__", None)

@@ -1,8 +1,7 @@
 """What a forward pass reads and changes besides its arguments: flags, buffers, parameters.
 
-A second forward must see the train/eval flags and buffers that the first one saw, and must leave
-none of its own marks: BatchNorm's running statistics move once per step, a spectral norm iterates
-once.
+A second forward must use the train/eval flags and buffers of the first, and must not change them:
+BatchNorm's running statistics are updated once per step, a spectral norm iterates once.
 """
 
 from __future__ import annotations

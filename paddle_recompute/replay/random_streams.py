@@ -48,7 +48,7 @@ class RngState:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, the streams run from this state; afterwards they stand where they were."""
+        """Inside, the streams continue from this state; afterwards they are restored."""
         before = self._now()
         self.restore()
         try:

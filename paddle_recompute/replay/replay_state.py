@@ -17,7 +17,7 @@ from paddle_recompute.replay.random_streams import RngState
 
 
 @dataclass
-class Moment:
+class ReplayState:
     """What the first forward of one chunk saw."""
 
     rng: RngState
@@ -55,7 +55,7 @@ class StateWatch:
         self._noted_flags: list[bool] = []
         self._copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []
 
-    def moment(self) -> Moment:
+    def moment(self) -> ReplayState:
         """The state now, before a forward."""
         rng = RngState.capture()
         if self._rng is not None:
@@ -71,7 +71,7 @@ class StateWatch:
             self._noted_flags = flags
             self._copies = [(buffer, buffer.clone()) for buffer in buffers]
         assert self._state is not None
-        return Moment(rng, self._amp, self._state)
+        return ReplayState(rng, self._amp, self._state)
 
     def forward_done(self) -> None:
         """The forward after the last `moment` has ended."""

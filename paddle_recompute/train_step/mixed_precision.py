@@ -63,7 +63,7 @@ class LossScaler:
     def __init__(self, settings: AmpConfigs) -> None:
         self._settings = settings
         self.scale = settings.init_loss_scaling
-        """What the loss of the next step is multiplied with."""
+        """The factor of the next step's loss."""
         self.num_skipped = 0
         """How many steps were skipped so far."""
         self._good_steps = 0
@@ -71,7 +71,7 @@ class LossScaler:
         self._skipped_in_a_row = 0
 
     def update(self, finite: bool) -> None:
-        """Take note of a step; `finite` must be the same on all ranks.
+        """Update the scale after a step; `finite` must be the same on all ranks.
 
         Raises:
             DivergenceError: The overflow does not go away with the scale.
@@ -204,7 +204,7 @@ class MixedPrecision:
 
 
 def check_device(settings: AmpConfigs) -> None:
-    """Find out whether Paddle's ``auto_cast`` does anything here, instead of only warning.
+    """Check that Paddle's ``auto_cast`` has an effect on this device.
 
     Raises:
         ConfigError: It does not; the message names the device and Paddle's own reason.

@@ -40,15 +40,15 @@ class TrainStep:
     each of them has, where `loss_fn` is a mean over the examples of its micro-batch: with n_i
     examples in micro-batch i of N in total, its loss L_i counts n_i / N. A loss that relates the
     examples of a batch to each other (contrastive with in-batch negatives) is one of a micro-batch,
-    whatever K is: accumulation adds no negatives. A `GradCache` in the place of `loss_fn` does: one
-    micro-batch, as large as one likes, in the memory of a chunk of it.
+    whatever K is: accumulation adds no negatives. With a `GradCache` instead of `loss_fn`, one
+    micro-batch of any size takes the memory of one chunk.
 
     Which parameters a step trains is found out in each step: what is unfrozen, added to `model` or
     given to `optimizer` later takes part from then on. Norm and clipping count what `optimizer`
     updates; parameters of `model` that it does not have are left alone, and their gradients are
     cleared with the others. Freeze those (``stop_gradient``), to save their part of the backward.
 
-    The order within a step, which is what makes loss scaling and several ranks go together:
+    The order within a step; loss scaling on several ranks depends on it:
 
     1. the loss is multiplied by the loss scale (float16 only; see `mixed_precision`),
     2. backward,
@@ -105,7 +105,7 @@ class TrainStep:
                 perhaps ``negatives`` (a list of them), in which everything else is a keyword
                 argument of its loss, such as ``positive_ids``. It synchronizes with `sync`; one
                 that has a `GradientSync` already keeps that.
-            sync: How gradients are synchronized, a mode or a `GradientSync` of one's own. A mode
+            sync: How gradients are synchronized: a mode or your own `GradientSync`. A mode
                 is for all that `model` trains and `optimizer` updates: a learnable temperature of
                 the loss too.
             accumulate_steps: Number of micro-batches per optimizer step.
@@ -175,8 +175,8 @@ class TrainStep:
             ConfigError: Another number of micro-batches was given, a loss is not a scalar, the
                 number of examples cannot be told, or the optimizer has got parameters that `sync`
                 does not synchronize.
-            DivergenceError: Loss or gradient is not finite, and no loss scale is to blame: there
-                is none, or it was lowered in vain. The parameters are as they were.
+            DivergenceError: Loss or gradient is not finite, without a loss scale or even after it
+                was lowered. The parameters are unchanged.
         """
         if len(micro_batches) != self._accumulate_steps:
             raise ConfigError(
@@ -326,7 +326,7 @@ class TrainStep:
                 gradient.scale_(self._clip_grad_norm / norm)
 
     def _scale_residuals(self, ratio: float) -> None:
-        """What bfloat16 rounding still owes was owed under the loss scale of before."""
+        """Rescale the accumulated rounding errors to the new loss scale."""
         if ratio != 1.0:
             state = self._sync.state_dict()
             residuals = {name: value * ratio for name, value in state["residuals"].items()}

@@ -301,7 +301,11 @@ def whole(*shape: int) -> paddle.Tensor:
 @pytest.mark.parametrize(
     ("masked", "arguments", "message"),
     [
-        (False, lambda: {"positive_ids": whole(4)}, "received ids, which nothing is done with"),
+        (
+            False,
+            lambda: {"positive_ids": whole(4)},
+            "only used with mask_false_negatives=True",
+        ),
         (True, dict, r"positive_ids: received none; .* allowed is int64 of shape \[4\]"),
         (True, lambda: {"positive_ids": whole(3)}, r"int64 of shape \[3\]; .* shape \[4\]"),
         (True, lambda: {"positive_ids": ones(4)}, r"float32 of shape \[4\]; .* allowed is int64"),

@@ -15,7 +15,7 @@ import pytest
 from paddle_recompute import _paddle, recompute
 from paddle_recompute._paddle import device
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.recompute._offload import STORAGES
+from paddle_recompute.recompute._offload import OFFLOADS
 from tests.fake_device import switches
 from tests.ranks import ROOT, run_ranks
 from tests.recompute.contract import leaf, plain
@@ -61,7 +61,7 @@ def test_a_host_that_reads_a_device_address_dies() -> None:
 
 def test_a_copy_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def come_back(value: float) -> float:
-        kept = STORAGES["host"].keep(paddle.full([BATCH], value))
+        kept = OFFLOADS["host"].keep(paddle.full([BATCH], value))
         others = [paddle.full([BATCH], 9.0) for _ in range(8)]  # in the memory that is free now
         del others
         with switches.set_to(copy_us=LATE):
@@ -83,7 +83,7 @@ def synchronized(waits: bool) -> tuple[list[float], list[float]]:
     if not waits:
         from paddle_recompute.grad_sync import _all_reduce
 
-        _all_reduce._OnStream.wait = lambda self: None
+        _all_reduce._StreamTask.wait = lambda self: None
     rank = dist.get_rank()
     paddle.seed(0)
     layers = paddle.nn.Sequential(*[paddle.nn.Linear(WIDTH, WIDTH) for _ in range(3)])

@@ -13,7 +13,7 @@ import pytest
 
 from paddle_recompute import recompute
 from paddle_recompute._paddle import device
-from paddle_recompute.recompute._offload import STORAGES
+from paddle_recompute.recompute._offload import OFFLOADS
 from tests.fake_device import switches
 from tests.ranks import ROOT
 from tests.recompute.contract import leaf
@@ -45,7 +45,7 @@ def test_it_lowers_the_peak_of_the_device(reserved: dict[str, int]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
 def test_every_dtype_comes_back_to_its_place(dtype: str) -> None:
     value = (paddle.randn([5, 3]) * 100).astype(dtype)
-    kept = STORAGES["host"].keep(value)
+    kept = OFFLOADS["host"].keep(value)
     with switches.set_to(copy_us=20_000):
         back = kept.load()
     # By its words: on 2.6 two places of such a device are never equal.
@@ -54,7 +54,7 @@ def test_every_dtype_comes_back_to_its_place(dtype: str) -> None:
 
 
 def test_the_inputs_of_the_block_before_are_on_their_way() -> None:
-    storage = STORAGES["host"]
+    storage = OFFLOADS["host"]
     kept = [storage.keep(paddle.full([64], float(value))) for value in range(4)]
     with switches.set_to(copy_us=50_000):
         last = kept[3].load()
@@ -67,7 +67,7 @@ def test_the_inputs_of_the_block_before_are_on_their_way() -> None:
 
 
 def test_a_block_with_several_inputs_is_prefetched_whole() -> None:
-    storage = STORAGES["host"]
+    storage = OFFLOADS["host"]
     before = [storage.keep(paddle.full([8], float(value))) for value in range(3)]
     now = [storage.keep(paddle.full([8], 10.0 + value)) for value in range(3)]
     assert [one.load().tolist()[0] for one in now] == [10, 11, 12]
@@ -76,7 +76,7 @@ def test_a_block_with_several_inputs_is_prefetched_whole() -> None:
 
 
 def test_one_that_nobody_takes_is_not_written_to_afterwards() -> None:
-    storage = STORAGES["host"]
+    storage = OFFLOADS["host"]
     kept = [storage.keep(paddle.full([1 << 16], float(value))) for value in (1, 2)]
     with switches.set_to(copy_us=50_000):
         kept[1].load()
@@ -110,8 +110,8 @@ def test_gradients_are_those_of_the_plain_call_whenever_copies_end() -> None:
 
 
 def test_the_host_does_not_wait_for_a_copy() -> None:
-    STORAGES["host"].keep(paddle.zeros([1])).load()  # the stream and its events are made here
-    kept = STORAGES["host"].keep(paddle.full([64], 3.0))
+    OFFLOADS["host"].keep(paddle.zeros([1])).load()  # the stream and its events are made here
+    kept = OFFLOADS["host"].keep(paddle.full([64], 3.0))
     with switches.set_to(copy_us=500_000):
         began = time.perf_counter()
         back = kept.load()

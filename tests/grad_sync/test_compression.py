@@ -9,7 +9,7 @@ import pytest
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.grad_sync._buckets import Bucket
-from paddle_recompute.grad_sync._compression import BFloat16, Exact
+from paddle_recompute.grad_sync._codec import BFloat16, Exact
 
 TWO_AND_ONE = [Bucket((2, 0), (3, 2)), Bucket((1,), (4,))]
 ONE_AND_NONE = [Bucket((0, 1), (2, 4))]

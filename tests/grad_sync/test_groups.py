@@ -68,7 +68,7 @@ def failing_attempts() -> dict[str, Any]:
     def never(ranks: tuple[int, ...], number: int) -> Any:
         raise RuntimeError(f"the firewall of rank {rank}")
 
-    from paddle_recompute.grad_sync import _all_reduce as _couriers
+    from paddle_recompute.grad_sync import _all_reduce as _all_reducers
 
     began = time.monotonic()
     with (
@@ -77,7 +77,7 @@ def failing_attempts() -> dict[str, Any]:
     ):
         found = train(GradientSync([parameter]), parameter)
     result = {"gradients": found, "numbers": calls, "seconds": time.monotonic() - began}
-    _couriers._couriers.clear()
+    _all_reducers._all_reducers.clear()
     began = time.monotonic()
     with mock.patch.object(_paddle, "make_gloo_group", never), pytest.raises(SyncError) as caught:
         GradientSync([parameter])

@@ -16,7 +16,7 @@ import pytest
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import _offload
-from paddle_recompute.recompute._offload import STORAGES
+from paddle_recompute.recompute._offload import OFFLOADS
 from tests.recompute.contract import leaf, plain
 
 WIDTH, BATCH = 64, 256
@@ -264,7 +264,7 @@ def test_offload_indices_are_paddles_own_spelling() -> None:
 
 
 def test_the_tensor_before_is_read_while_one_is_used() -> None:
-    storage = STORAGES["disk"]
+    storage = OFFLOADS["disk"]
     first, second = storage.keep(paddle.ones([3])), storage.keep(paddle.full([3], 2.0))
     assert second.load().tolist() == [2.0, 2.0, 2.0]
     assert first._ahead is not None, "nothing was read ahead"

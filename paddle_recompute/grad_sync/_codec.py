@@ -1,4 +1,4 @@
-"""What travels: the gradients themselves, or bfloat16 with what that loses carried over."""
+"""Compression of gradients: none, or bfloat16 with error feedback."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paddle_recompute.grad_sync._buckets import Bucket
 Compression = Literal["none", "bf16"]
 
 
-class Wire(Protocol):
-    """How a bucket is written for the network and read back."""
+class Codec(Protocol):
+    """Encodes a bucket for the network and decodes the sum."""
 
     def plan(self, buckets: Sequence[Bucket]) -> None:
         """These are the buckets from now on."""
@@ -25,7 +25,7 @@ class Wire(Protocol):
         """The sum that arrived, in `dtype`."""
 
     def begin(self) -> None:
-        """A step begins, or sends everything once more; what was sent since counts for nothing."""
+        """A step begins, or is sent again; discard what was sent since the last commit."""
 
     def commit(self, unused: frozenset[int] = frozenset()) -> None:
         """Everything sent since `begin` has arrived and is used, but for that of the parameters
@@ -33,14 +33,14 @@ class Wire(Protocol):
         """
 
     def residuals(self) -> dict[int, paddle.Tensor]:
-        """What the rounding of earlier steps still owes each parameter (by index): flat tensors."""
+        """The accumulated rounding error of each parameter (by index): flat tensors."""
 
     def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
-        """Owe this, and nothing else."""
+        """Replace all accumulated rounding errors."""
 
 
-class Exact:
-    """Sends the numbers as they are.
+class ExactCodec:
+    """No compression.
 
     Args:
         widen: Send float16 as float32: gloo's sum of float16 is infinite on Paddle 3.3.1, and
@@ -69,10 +69,10 @@ class Exact:
         return {}
 
     def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
-        """A checkpoint of a run with bf16: with exact sums nothing needs to be made good."""
+        """Residuals of a bf16 run are dropped: exact sums have no rounding error."""
 
 
-class BFloat16:
+class BFloat16Codec:
     """Half the bytes. With error feedback, what rounding took from a gradient is added to it in the
     next step, so that no rank's own share is lost for good (Karimireddy et al. 2019,
     arXiv:1901.09847). The ranks' sum is rounded too, on its way, and that is made good by nobody:

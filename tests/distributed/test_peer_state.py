@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_recompute.distributed.peer_state import Limits, Notes, Scope
+from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
 
 SCOPE = Scope((0, 1), "test", Limits(peer_timeout=30.0, stall_timeout=60.0))
 
 
-def heard(*, silent: float) -> Notes:
-    notes = Notes(rank=0)
+def heard(*, silent: float) -> PeerState:
+    notes = PeerState(rank=0)
     notes.take({"kind": "alive", "silent": {"1": silent}, "missing": {"(0, 1)/main": [1]}})
     return notes
 

@@ -1,4 +1,4 @@
-"""The vectors that tiles are cut from, and what the tiles add to their gradients.
+"""The vectors that tiles are cut from, and their gradients.
 
 Both are there once: no second copy of length 1, and no sum beside its parts. At [batch, dim]
 numbers each they are what limits the batch once the scores and the activations are gone.
@@ -15,7 +15,7 @@ SHORTEST = 1e-12
 """A shorter vector is divided by this instead of by its length, as ``F.normalize`` does."""
 
 
-class Side:
+class VectorBlocks:
     """The vectors of one side, block by block, and the gradient by them.
 
     Args:

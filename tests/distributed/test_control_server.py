@@ -1,4 +1,4 @@
-"""The hub and what its clients conclude, over real sockets but without Paddle's ranks."""
+"""The server and what its clients conclude, over real sockets but without Paddle's ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from paddle_recompute.distributed.control_server import TICK, Hub, encode
-from paddle_recompute.distributed.peer_state import Limits, Notes, Scope
+from paddle_recompute.distributed.control_server import TICK, ControlServer, encode
+from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
 
 
 class Client:
     """One rank's side of the line, message by message."""
 
-    def __init__(self, hub: Hub, rank: int, token: str | None = None) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", hub.port), timeout=10)
+    def __init__(self, server: ControlServer, rank: int, token: str | None = None) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
         self._lines = self._socket.makefile("rb")
-        self.say(kind="hello", rank=rank, token=hub.token if token is None else token)
+        self.say(kind="hello", rank=rank, token=server.token if token is None else token)
 
     def say(self, **message: Any) -> None:
         self._socket.sendall(encode(message))
@@ -30,7 +30,7 @@ class Client:
         )
 
     def hear(self) -> dict[str, Any]:
-        """The next message; an empty one when the hub has closed the line."""
+        """The next message; an empty one when the server has closed the line."""
         return json.loads(self._lines.readline() or "{}")
 
     def end(self) -> None:
@@ -39,13 +39,13 @@ class Client:
 
 
 @pytest.fixture
-def hub() -> Hub:
-    return Hub("127.0.0.1")
+def server() -> ControlServer:
+    return ControlServer("127.0.0.1")
 
 
 @pytest.fixture
-def clients(hub: Hub) -> Iterator[list[Client]]:
-    made = [Client(hub, rank) for rank in range(3)]
+def clients(server: ControlServer) -> Iterator[list[Client]]:
+    made = [Client(server, rank) for rank in range(3)]
     for client in made:
         client.say(kind="alive")
         assert client.hear() == {"kind": "alive", "silent": {}, "missing": {}}
@@ -54,8 +54,8 @@ def clients(hub: Hub) -> Iterator[list[Client]]:
         client.end()
 
 
-def test_a_stranger_is_shown_the_door(hub: Hub) -> None:
-    assert Client(hub, 1, token="guessed").hear() == {}
+def test_a_stranger_is_shown_the_door(server: ControlServer) -> None:
+    assert Client(server, 1, token="guessed").hear() == {}
 
 
 def test_everybody_gets_what_everybody_said_when_all_have(clients: list[Client]) -> None:
@@ -88,7 +88,9 @@ def test_what_was_said_for_a_failed_scope_answers_nothing(clients: list[Client])
     assert clients[0].hear()["contents"] == ["new", "new"]
 
 
-def test_an_end_is_announced_also_to_those_who_come_later(hub: Hub, clients: list[Client]) -> None:
+def test_an_end_is_announced_also_to_those_who_come_later(
+    server: ControlServer, clients: list[Client]
+) -> None:
     clients[2].end()
     clients[1].say(kind="left", message=None, place="after step 9")
     told = sorted([clients[0].hear() for _ in range(2)], key=lambda message: message["rank"])
@@ -96,7 +98,7 @@ def test_an_end_is_announced_also_to_those_who_come_later(hub: Hub, clients: lis
         {"kind": "left", "message": None, "place": "after step 9", "rank": 1},
         {"kind": "gone", "rank": 2},
     ]
-    late = Client(hub, 7)
+    late = Client(server, 7)
     assert {late.hear()["rank"], late.hear()["rank"]} == {1, 2}
 
 
@@ -148,7 +150,7 @@ def alive(**silent: float) -> dict[str, Any]:
 def test_when_waiting_is_in_vain(
     messages: list[dict[str, Any]], waited: float, trouble: str | None
 ) -> None:
-    notes = Notes(rank=0)
+    notes = PeerState(rank=0)
     for message in messages:
         notes.take(message)
     said = notes.trouble(SCOPE, waited)
@@ -156,7 +158,7 @@ def test_when_waiting_is_in_vain(
 
 
 def test_a_hub_that_is_lost_or_silent_is_rank_0() -> None:
-    assert "rank 0" in str(Notes(rank=1, lost="reset").trouble(SCOPE, 0))
-    assert Notes(rank=1, hub_quiet=3).trouble(SCOPE, 0) is None
-    silent = str(Notes(rank=1, hub_quiet=6).trouble(SCOPE, 0))
+    assert "rank 0" in str(PeerState(rank=1, lost="reset").trouble(SCOPE, 0))
+    assert PeerState(rank=1, hub_quiet=3).trouble(SCOPE, 0) is None
+    silent = str(PeerState(rank=1, hub_quiet=6).trouble(SCOPE, 0))
     assert silent.startswith("rank 0 has shown no sign of life")
