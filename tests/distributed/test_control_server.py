@@ -159,6 +159,6 @@ def test_when_waiting_is_in_vain(
 
 def test_a_hub_that_is_lost_or_silent_is_rank_0() -> None:
     assert "rank 0" in str(PeerState(rank=1, lost="reset").trouble(SCOPE, 0))
-    assert PeerState(rank=1, hub_quiet=3).trouble(SCOPE, 0) is None
-    silent = str(PeerState(rank=1, hub_quiet=6).trouble(SCOPE, 0))
+    assert PeerState(rank=1, server_quiet=3).trouble(SCOPE, 0) is None
+    silent = str(PeerState(rank=1, server_quiet=6).trouble(SCOPE, 0))
     assert silent.startswith("rank 0 has shown no sign of life")

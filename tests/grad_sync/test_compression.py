@@ -9,7 +9,7 @@ import pytest
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.grad_sync._buckets import Bucket
-from paddle_recompute.grad_sync._codec import BFloat16, Exact
+from paddle_recompute.grad_sync._codec import BFloat16Codec, ExactCodec
 
 TWO_AND_ONE = [Bucket((2, 0), (3, 2)), Bucket((1,), (4,))]
 ONE_AND_NONE = [Bucket((0, 1), (2, 4))]
@@ -39,7 +39,7 @@ def residuals(wire: BFloat16) -> dict[int, list[float]]:
 
 
 def made(buckets: list[Bucket] = TWO_AND_ONE) -> BFloat16:
-    wire = BFloat16(error_feedback=True)
+    wire = BFloat16Codec(error_feedback=True)
     wire.plan(buckets)
     return wire
 
@@ -95,11 +95,11 @@ def test_a_step_that_overflowed_does_not_poison_the_next() -> None:
 
 
 def test_without_error_feedback_and_without_compression_nothing_is_owed() -> None:
-    wire = BFloat16(error_feedback=False)
+    wire = BFloat16Codec(error_feedback=False)
     wire.plan(TWO_AND_ONE)
     step(wire, TWO_AND_ONE)
     assert not wire.residuals()
-    exact = Exact()
+    exact = ExactCodec()
     exact.set_residuals({0: numbers(2)})
     assert not exact.residuals()
 

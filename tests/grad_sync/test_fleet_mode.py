@@ -392,7 +392,7 @@ def test_what_paddle_would_get_wrong_is_refused(seen: Seen, case: Callable[[], s
 
 def test_check_every_compares_the_parameters(seen: Seen) -> None:
     for one in seen:
-        assert one["check_every"].startswith("'a' is not the same on all ranks any more")
+        assert one["check_every"].startswith("'a' differs between the ranks")
 
 
 def test_a_rank_that_fails_is_not_waited_for(seen: Seen) -> None:
