@@ -20,7 +20,7 @@ def numbers(size: int, seed: int = 0) -> paddle.Tensor:
     return paddle.to_tensor(np.random.default_rng(seed).standard_normal(size).astype("float32"))
 
 
-def step(wire: BFloat16, buckets: list[Bucket], seed: int = 0) -> dict[int, np.ndarray]:
+def step(wire: BFloat16Codec, buckets: list[Bucket], seed: int = 0) -> dict[int, np.ndarray]:
     """Send the same gradients as ever in `buckets`; returns what was sent of each parameter."""
     wire.begin()
     sent = {}
@@ -34,11 +34,11 @@ def step(wire: BFloat16, buckets: list[Bucket], seed: int = 0) -> dict[int, np.n
     return sent
 
 
-def residuals(wire: BFloat16) -> dict[int, list[float]]:
+def residuals(wire: BFloat16Codec) -> dict[int, list[float]]:
     return {index: flat.tolist() for index, flat in sorted(wire.residuals().items())}
 
 
-def made(buckets: list[Bucket] = TWO_AND_ONE) -> BFloat16:
+def made(buckets: list[Bucket] = TWO_AND_ONE) -> BFloat16Codec:
     wire = BFloat16Codec(error_feedback=True)
     wire.plan(buckets)
     return wire
