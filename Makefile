@@ -34,7 +34,8 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py')
 
-.PHONY: venv venv26 venv-torch train parity parity26 test test26 fuzz fuzz26 lint bench wheel-test clean
+.PHONY: venv venv26 venv-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26
+.PHONY: lint bench wheel-test clean
 
 venv: .venv/.installed
 venv26: .venv26/.installed
@@ -92,6 +93,22 @@ fuzz: venv
 fuzz26: venv26
 	$(call fuzz,.venv26)
 
+# On a simulated device, which g++ builds (tests/fake_device): the tests whose subject a device
+# changes, with collectives and copies that are late.
+DEVICE_TESTS := tests/fake_device \
+    $(addprefix tests/recompute/test_,engine.py inputs.py nesting.py lifetime.py offload.py) \
+    $(addprefix tests/recompute/test_,randomness.py amp.py) \
+    $(addprefix tests/contrastive/test_,grad_cache.py grad_cache_replay.py gather.py) \
+    tests/grad_sync/test_gradient_sync.py \
+    $(addprefix tests/train_step/test_,train_step.py mixed_precision.py) tests/test_checkpoint.py
+ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FAKE_COPY_US=200
+
+test-device: venv
+	$(ON_DEVICE) .venv/bin/python -m pytest $(DEVICE_TESTS) $(ARGS)
+
+test-device26: venv26
+	$(ON_DEVICE) .venv26/bin/python -m pytest $(DEVICE_TESTS) $(ARGS)
+
 lint: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -131,7 +148,7 @@ bench26-%: venv26
 # The wheel, not the work tree: is every module in it, does it work anywhere else?
 wheel-test: build/.wheel-tested
 build/.wheel-tested: .venv/.installed setup.py pyproject.toml tests/wheel_check.py $(PACKAGE) $(wildcard fleet_configs/*)
-	@rm -rf build dist
+	@rm -rf build/lib build/bdist.* build/site dist
 	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/site dist/*.whl
 	cd / && PYTHONPATH=$(CURDIR)/build/site $(CURDIR)/.venv/bin/python $(CURDIR)/tests/wheel_check.py $(CURDIR)

@@ -59,6 +59,7 @@ setup(
             "mypy>=1.13",
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.8",
             "types-PyYAML",
             "types-tqdm",

@@ -26,12 +26,12 @@ import os
 import pickle
 import re
 import shutil
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -41,10 +41,6 @@ from paddle_recompute.errors import CheckpointError
 from paddle_recompute.models import load_weights, save_weights
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
-# Paddle numbers them: "moment1_0", and "fp32_master_0_moment1_0" where there is a master weight.
-_ACCUMULATOR = re.compile(r"(?:fp32_master_\d+_)?(.+)_\d+")
-_MASTER = "fp32_master"
-_HALF = (paddle.float16, paddle.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -89,23 +85,13 @@ class Checkpoint:
             raise CheckpointError(f"{file}: holds no state, which is a dict")
         return state
 
-    def load_into(
-        self,
-        model: paddle.nn.Layer,
-        optimizer: paddle.optimizer.Optimizer,
-        loss: paddle.nn.Layer | None = None,
-    ) -> None:
-        """Put parameters, buffers, moments and master weights back, bit by bit.
-
-        A parameter that was in half precision and is in float32 now gets its master weight. One
-        that was in float32 and is in half precision now is rounded, and its master weight starts
-        from that.
+    def load_into(self, model: paddle.nn.Layer, loss: paddle.nn.Layer | None = None) -> None:
+        """Put parameters and buffers back, bit by bit.
 
         Args:
             model: Of the same structure; how its sublayers are wrapped does not matter. At AMP
-                level O2 it has been decorated, and so has `optimizer`.
-            optimizer: Fresh: one that has made no step yet. Its learning rate is left alone.
-            loss: The loss, whose parameters `optimizer` updates too.
+                level O2 it has been decorated.
+            loss: The loss, which may have parameters of its own.
 
         Raises:
             CheckpointError: The files are damaged or belong to another model.
@@ -113,46 +99,26 @@ class Checkpoint:
         load_weights(model, self.folder / "model.pdparams")
         if loss is not None and loss.parameters():
             load_weights(loss, self.folder / "loss.pdparams")
+
+    def optimizer_state(self) -> dict[str, NDArray[Any]]:
+        """What was given as `optimizer_state` to `save_checkpoint`.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
         file = self.folder / "optimizer.safetensors"
         try:
-            saved = load_file(file)
+            state: dict[str, NDArray[Any]] = load_file(file)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error})") from error
-        parameters = _named_parameters(model, loss)
-        moments: dict[str, Any] = {}
-        masters: dict[str, paddle.Tensor] = {}
-        for key, value in saved.items():
-            name, _, accumulator = key.partition(":")
-            if name not in parameters:
-                raise CheckpointError(f"{file}: holds {key}, and the model has no {name}")
-            parameter = parameters[name]
-            is_half = parameter.dtype in _HALF
-            # The moments are named after the master weight, where the optimizer keeps one.
-            owner = f"{parameter.name}_{_MASTER}_0" if is_half else parameter.name
-            if accumulator != _MASTER:
-                moments[f"{owner}_{accumulator}_0"] = value
-            elif is_half:
-                masters[parameter.name] = paddle.to_tensor(value)
-                masters[parameter.name].name = owner
-            else:
-                parameter.set_value(value)
-        if masters:
-            moments["master_weights"] = masters
-        # Paddle insists on the state of a scheduler that the optimizer has: give it its own back.
-        schedule = optimizer.state_dict().get("LR_Scheduler")
-        with warnings.catch_warnings():
-            # Of LinearWarmup's own state it says that it holds "unused values" (2.6, 3.x).
-            warnings.filterwarnings("ignore", "There are some unused values", UserWarning)
-            optimizer.set_state_dict(
-                {**moments, **({"LR_Scheduler": schedule} if schedule else {})}
-            )
+        return state
 
 
 def save_checkpoint(
     folder: Path,
     *,
     model: paddle.nn.Layer,
-    optimizer: paddle.optimizer.Optimizer,
+    optimizer_state: Mapping[str, Any],
     save_tokenizer: Callable[[Path], None],
     state: dict[str, Any],
     loss: paddle.nn.Layer | None = None,
@@ -168,7 +134,8 @@ def save_checkpoint(
     Args:
         folder: The folder of all checkpoints of the run; it is made if need be.
         model: Whose parameters and buffers are saved.
-        optimizer: Whose moments and master weights are saved, without the learning rate.
+        optimizer_state: Moments and master weights by structured name, Tensors or arrays; read on
+            rank 0 alone.
         save_tokenizer: Writes the tokenizer to the path it is given.
         state: JSON values; ``state["step"]`` is required and names the checkpoint.
         loss: The loss; its parameters are saved, if it has any.
@@ -202,7 +169,7 @@ def save_checkpoint(
         if loss is not None and loss.parameters():
             save_weights(loss, unfinished / "loss.pdparams")
         save_file(
-            _moments(_named_parameters(model, loss), optimizer),
+            {name: np.asarray(value) for name, value in optimizer_state.items()},
             unfinished / "optimizer.safetensors",
         )
         save_tokenizer(unfinished / "tokenizer.json")
@@ -247,39 +214,6 @@ def find_checkpoint(folder: Path) -> Checkpoint:
         return Checkpoint(newest, {**state, "step": int(state["step"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: is damaged ({error!r})") from error
-
-
-def _named_parameters(
-    model: paddle.nn.Layer, loss: paddle.nn.Layer | None
-) -> dict[str, paddle.Tensor]:
-    """By structured name; that of a parameter of the loss has a slash, which no other has."""
-    of_loss = loss.named_parameters() if loss is not None else ()
-    return {**dict(model.named_parameters()), **{f"loss/{name}": p for name, p in of_loss}}
-
-
-def _moments(
-    parameters: dict[str, paddle.Tensor], optimizer: paddle.optimizer.Optimizer
-) -> dict[str, NDArray[Any]]:
-    """The optimizer's tensors by structured name.
-
-    Paddle names them after ``linear_7.w_0``, a number that counts the layers made so far in this
-    process: under those names a checkpoint could only be read by the very same program.
-    """
-    structured = {parameter.name: name for name, parameter in parameters.items()}
-    moments = {}
-    for key, tensor in optimizer.state_dict().items():
-        if key == "LR_Scheduler":
-            continue
-        if key == "master_weights":
-            for owner, master in tensor.items():
-                moments[f"{structured[owner]}:{_MASTER}"] = master.numpy()
-            continue
-        owner = max((p for p in structured if key.startswith(f"{p}_")), key=len, default=None)
-        accumulator = _ACCUMULATOR.fullmatch(key[len(owner) + 1 :]) if owner else None
-        if owner is None or accumulator is None:
-            raise CheckpointError(f"the optimizer state {key!r} belongs to no parameter")
-        moments[f"{structured[owner]}:{accumulator[1]}"] = tensor.numpy()
-    return moments
 
 
 def _sync_file(rank: int) -> str:

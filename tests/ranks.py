@@ -1,4 +1,6 @@
-"""Start real ranks (gloo, CPU, one process each) for a test and bring their results back.
+"""Start real ranks (one process each) for a test and bring their results back.
+
+They are gloo ranks on the CPU, or ranks of the simulated device where the tests run on that.
 
 A test passes a function of its own module; every rank imports that module, joins the process
 group and calls it::
@@ -33,6 +35,8 @@ from typing import IO, Any
 
 import pytest
 
+from tests.fake_device import selected
+
 PATIENCE = 5.0
 """Seconds that the other ranks have to end after one has failed."""
 
@@ -61,6 +65,7 @@ def free_ports(count: int) -> list[int]:
 def rank_environment(rank: int, ports: list[int]) -> dict[str, str]:
     """The variables that Paddle's launcher sets, for `rank` of ``len(ports) - 1`` ranks."""
     master, *own = ports
+    device = selected.rank_settings(rank) if selected.is_selected() else {}
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -71,6 +76,7 @@ def rank_environment(rank: int, ports: list[int]) -> dict[str, str]:
         "PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{own[rank]}",
         "PADDLE_MASTER": f"127.0.0.1:{master}",
         "PADDLE_DISTRI_BACKEND": "gloo",
+        **device,
     }
 
 
@@ -86,7 +92,7 @@ def run_ranks(
 
     Args:
         worker: A module-level function of a test module. Its result must be picklable.
-        num_ranks: How many processes; each is one gloo rank on this machine.
+        num_ranks: How many processes; each is one rank on this machine.
         timeout: Seconds for all ranks together.
         fresh: Whether the ranks are processes of this call alone.
         **arguments: Picklable keyword arguments, the same for every rank.

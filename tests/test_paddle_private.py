@@ -23,7 +23,9 @@ from paddle.base import core, framework
 from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
 from paddle_recompute import _paddle
+from paddle_recompute._paddle import gradients
 from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.errors import DependencyError
 from tests.ranks import run_ranks
 
 IS_26 = paddle.__version__.startswith("2.6")
@@ -187,7 +189,7 @@ def test_layer_dicts_and_hooks() -> None:
     assert list(_paddle.own_parameters(linear)) == ["weight", "bias"]
     _paddle.set_own_parameters(linear, {"weight": "another"})
     assert linear.weight == "another"
-    before, behind = _paddle.forward_hooks(model)
+    before, behind = _paddle.forward_pre_hooks(model), _paddle.forward_post_hooks(model)
     assert before is model._forward_pre_hooks and behind is model._forward_post_hooks
     model.register_forward_pre_hook(print)
     model.register_forward_post_hook(repr)
@@ -548,6 +550,32 @@ def test_the_peak_can_be_reset_where_it_is_said() -> None:
     assert _memory.can_reset_peak() is not IS_26
 
 
+@pytest.mark.parametrize("kind", ["current_value", "peak_value", "reset_peak_value"])
+def test_core_device_memory_stat(kind: str) -> None:
+    """``device_memory_stat_current_value``, ``_peak_value``; 2.6 cannot reset a peak."""
+    is_there = hasattr(core, f"device_memory_stat_{kind}")
+    assert is_there is not (IS_26 and kind == "reset_peak_value")
+
+
+def test_memory_of_a_device_that_is_not_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a GPU's peak cannot be reset on 2.6, which has no function for it."""
+    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
+    assert _memory.can_reset_peak() is not IS_26
+    assert _memory.current_bytes() == 0  # of a GPU that is not there
+    monkeypatch.setattr(paddle, "get_device", lambda: "other_device:0")
+    assert _memory.is_counted() is not IS_26
+    if IS_26:
+        assert not _memory.can_reset_peak()
+        with pytest.raises(DependencyError, match="does not count the memory of 'other_device:0'"):
+            _memory.peak_bytes()
+
+
+def test_tensor_copy_to() -> None:
+    """``Tensor._copy_to(place, blocking)`` takes another tensor's place (`device.Arriving`)."""
+    x = paddle.ones([3])
+    assert x._copy_to(x.place, False).tolist() == [1.0, 1.0, 1.0]
+
+
 # -------------------------------------------------------------------------- translated bytecode
 
 
@@ -625,17 +653,32 @@ def test_core_get_all_op_names_and_C_ops() -> None:
     assert not {"matmull", "", "None"} & names
 
 
+def test_places_by_kind_and_number() -> None:
+    """``core.CUDAPlace``, ``core.XPUPlace`` and ``core.CustomPlace``, which streams take."""
+    assert core.CUDAPlace is paddle.CUDAPlace and core.XPUPlace is paddle.XPUPlace
+    with pytest.raises(ValueError, match="use wrong place"):  # no such device here
+        core.CustomPlace("nothing", 1)
+
+
+def test_the_peak_of_a_device_can_begin_anew() -> None:
+    """``core.device_memory_stat_reset_peak_value``, from 3.0 on."""
+    assert hasattr(core, "device_memory_stat_reset_peak_value") != IS_26
+
+
 # --------------------------------------------------------------------------------- nothing else
 
 
 def test_every_private_name_has_a_test_here() -> None:
     """Names with an underscore, and everything of ``core``, in the code of `_paddle`."""
-    source = Path(_paddle.__file__).read_text(encoding="utf-8")
+    modules = Path(_paddle.__file__).parent.glob("*.py")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in modules)
     code = re.sub(r'""".*?"""', "", source, flags=re.S)
     code = "\n".join(line.partition("  # ")[0] for line in code.splitlines())
-    own = {name for name in dir(_paddle) if name.startswith("_")}
+    own = set(re.findall(r"^(?:def |class )?(_[a-z]\w+)", code, flags=re.M)) | {"_paddle"}
+    own |= set(re.findall(r"\bself\.(_\w+)", code))
     names = set(re.findall(r"\.(_[a-z]\w+)", code)) | set(re.findall(r"\bcore\.(\w+)", code))
-    here = Path(__file__).read_text(encoding="utf-8")
+    tests = [Path(__file__), *Path(__file__).parent.glob("fake_device/test_*.py")]
+    here = "\n".join(path.read_text(encoding="utf-8") for path in tests)
     untested = {name for name in names - own if name not in here}
     assert not untested
 
@@ -647,6 +690,32 @@ def test_no_other_module_reaches_into_paddle() -> None:
             source = path.read_text(encoding="utf-8")
             assert not re.search(r"paddle\.(base|fluid)\b(?!``)", source), path
             assert "paddle.__version__" not in source or path.name == "_installed.py", path
+
+
+def test_core_generator_looks_into_the_state_of_another() -> None:
+    generator, other = paddle.base.core.Generator(), paddle.base.core.default_cpu_generator()
+    state = other.get_state()
+    generator.set_state(state)
+    assert generator.random() == other.random()
+    assert _paddle.mark_of_generator_state(state) != _paddle.mark_of_generator_state(
+        other.get_state()
+    )
+    assert _paddle.mark_of_generator_state(state) == _paddle.mark_of_generator_state(state)
+
+
+def test_core_amp_level() -> None:
+    assert core.AmpLevel.O0 != core.AmpLevel.O1
+
+
+def test_core_eager_register_saved_tensors_hooks() -> None:
+    """It is looked up at each use, so that a pair that waits can give way."""
+    register, calls = core.eager.register_saved_tensors_hooks, []
+    core.eager.register_saved_tensors_hooks = lambda *pair: calls.append(pair) or register(*pair)
+    try:
+        with paddle.autograd.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert len(calls) == 1
+    finally:
+        core.eager.register_saved_tensors_hooks = register
 
 
 def test_streams_are_left_alone_by_a_look() -> None:
@@ -663,7 +732,7 @@ def test_streams_are_left_alone_by_a_look() -> None:
 def test_tensor_register_grad_hook_is_what_register_hook_calls() -> None:
     """Numbered from 0 on for each tensor, also when some are removed."""
     parameter = paddle.create_parameter([2], "float32")
-    assert _paddle._register_grad_hook(parameter, lambda gradient: None) == 0
+    assert gradients._register_grad_hook(parameter, lambda gradient: None) == 0
     assert parameter._remove_grad_hook(0) and not parameter._remove_grad_hook(0)
     assert _paddle.has_unwatched_hooks(parameter)
     other = paddle.create_parameter([2], "float32")

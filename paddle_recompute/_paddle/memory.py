@@ -1,45 +1,64 @@
 """Exact bytes held by Paddle's allocator, on whichever device is in use.
 
-On CPU the figures are exact and repeat to the byte; on a GPU they are the allocator's own
-(``paddle.device.cuda.*``), without what the driver and libraries take.
+On CPU the figures are exact and repeat to the byte; on a device they are the allocator's own,
+without what the driver and libraries take. ``device_memory_stat_*`` (2.6, 3.x) is what
+``paddle.device.memory_allocated`` (from 3.2 on, not on 2.6) and ``paddle.device.cuda.*`` (GPUs
+alone; 2.6 cannot reset a peak) read. Can go when the first is in every supported version.
 """
 
 from __future__ import annotations
 
 import paddle
+from paddle.base import core
 
 from paddle_recompute import _paddle
+from paddle_recompute.errors import DependencyError
 
 
 def current_bytes() -> int:
-    """Bytes allocated now."""
-    if _on_gpu():
-        return int(paddle.device.cuda.memory_allocated())
-    return _paddle.host_memory("current")
+    """Bytes allocated now.
+
+    Raises:
+        DependencyError: This Paddle does not count them on this device.
+    """
+    return _bytes("current")
 
 
 def peak_bytes() -> int:
-    """The largest `current_bytes` since the start or the last `reset_peak`."""
-    if _on_gpu():
-        return int(paddle.device.cuda.max_memory_allocated())
-    return _paddle.host_memory("peak")
+    """The largest `current_bytes` since the start or the last `reset_peak`.
+
+    Raises:
+        DependencyError: This Paddle does not count them on this device.
+    """
+    return _bytes("peak")
 
 
 def can_reset_peak() -> bool:
-    """Whether `reset_peak` works here; on CPU it does from Paddle 3.0 on.
+    """Whether `reset_peak` works here: from Paddle 3.0 on.
 
     Where it does not, a peak can still be measured as the first thing of a process, or by taking
     the smaller of two peaks first.
     """
-    return _on_gpu() or _paddle.can_reset_host_memory_peak()
+    if _on_host():
+        return _paddle.can_reset_host_memory_peak()
+    return is_counted() and hasattr(core, "device_memory_stat_reset_peak_value")
 
 
 def reset_peak() -> None:
     """Forget the peak so far; only where `can_reset_peak`."""
-    if _on_gpu():
-        paddle.device.cuda.reset_max_memory_allocated()
-    else:
+    if _on_host():
         _paddle.reset_host_memory_peak()
+    else:
+        core.device_memory_stat_reset_peak_value("Allocated", _number())
+
+
+def is_counted() -> bool:
+    """Whether there are figures for the device in use.
+
+    On 2.6 the counters of devices other than the CPU and GPUs stay at 0.
+    """
+    device = str(paddle.get_device())
+    return _on_host() or device.startswith("gpu") or _paddle.paddle_version() >= (3, 0, 0)
 
 
 def format_bytes(count: float) -> str:
@@ -51,5 +70,22 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def _on_gpu() -> bool:
-    return str(paddle.get_device()).startswith("gpu")
+def _bytes(kind: str) -> int:
+    if _on_host():
+        return _paddle.host_memory(kind)
+    if not is_counted():
+        raise DependencyError(
+            f"Paddle {paddle.__version__} does not count the memory of '{paddle.get_device()}'; "
+            "Paddle 3 does"
+        )
+    read = getattr(core, f"device_memory_stat_{kind}_value")
+    return int(read("Allocated", _number()))
+
+
+def _on_host() -> bool:
+    return str(paddle.get_device()) == "cpu"
+
+
+def _number() -> int:
+    """The number in ``gpu:0``; 0 where there is none."""
+    return int(str(paddle.get_device()).partition(":")[2] or 0)

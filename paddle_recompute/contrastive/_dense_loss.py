@@ -88,9 +88,11 @@ def _mean_surprise(
     """
     # The value does not depend on m, so no gradient has to go through it.
     top = paddle.maximum(others.max(axis=1), own).detach()
-    m = top - own.detach()
+    m = (top - own).detach()
     # The derivative by own[i] is that of exp(others - own - m): 0 is added, but with a gradient.
-    rest = paddle.exp(others - (top + (own - own.detach())).unsqueeze(1)).sum(axis=1)
+    # From a copy: in a Program (3.3) `own.detach()` is the memory of `own`, and may be written to.
+    nothing = own - paddle.assign(own).detach()
+    rest = paddle.exp(others - (top + nothing).unsqueeze(1)).sum(axis=1)
     surprise = m + paddle.log1p(paddle.expm1(-m) + rest)
     if label_smoothing:
         none = others == -math.inf

@@ -135,7 +135,7 @@ class GradCache:
         self._chunk_tokens = chunk_tokens
         self._length_of = length_of
         self.sync = sync
-        """Synchronizes the gradients; `TrainStep` sets it to its own where it is None."""
+        """Synchronizes the gradients, where a call of `backward` is not given another one."""
         self._parallel = [e for e in self._encoders if isinstance(e, paddle.DataParallel)]
         if self._parallel and sync is None and is_distributed():
             raise ConfigError(
@@ -154,6 +154,7 @@ class GradCache:
         last: bool = True,
         loss_scale: float | paddle.Tensor = 1.0,
         loss_arguments: Mapping[str, Any] | None = None,
+        sync: GradientSync | None = None,
     ) -> paddle.Tensor:
         """Add the gradient of ``loss(encoders(query), encoders(positive))`` to ``.grad``.
 
@@ -184,6 +185,7 @@ class GradCache:
                 (``scaler.scale(paddle.ones([]))``), or the product.
             loss_arguments: Keyword arguments of `loss` for this call, as they are:
                 ``{"positive_ids": ids}`` for all rows, in the caller's order.
+            sync: Synchronizes this call; None: that of the cache does, if it has one.
 
         Returns:
             The loss, a scalar without graph, not scaled; this rank's own. It may be no finite
@@ -200,17 +202,18 @@ class GradCache:
             SyncError: See `GradientSync.last_backward`.
         """
         _check_mode()
+        sync = sync or self.sync
         towers = self._towers((query, positive, *negatives))
         self.num_chunks = sum(tower.num_chunks for tower in towers)
         with Step() as step:
-            with self._no_sync():
+            with self._no_sync(sync):
                 loss, in_order = self._backward_of_loss(towers, loss_scale, loss_arguments or {})
                 earlier, final = _schedule(in_order)
                 for tower, chunk in earlier:
                     tower.replay(chunk)
                 for tower in in_order:
                     tower.check_repetition()
-            with self._last_backward() if last else self._no_sync():
+            with self._last_backward(sync) if last else self._no_sync(sync):
                 for tower, chunk in final:
                     tower.replay(chunk)
                 for tower in in_order:
@@ -282,19 +285,19 @@ class GradCache:
         return loss.detach(), in_order[::-1]
 
     @contextlib.contextmanager
-    def _no_sync(self) -> Iterator[None]:
+    def _no_sync(self, sync: GradientSync | None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self.sync is not None:
-                stack.enter_context(self.sync.no_sync())
+            if sync is not None:
+                stack.enter_context(sync.no_sync())
             for encoder in self._parallel:
                 stack.enter_context(encoder.no_sync())
             yield
 
     @contextlib.contextmanager
-    def _last_backward(self) -> Iterator[None]:
+    def _last_backward(self, sync: GradientSync | None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self.sync is not None:
-                stack.enter_context(self.sync.last_backward())
+            if sync is not None:
+                stack.enter_context(sync.last_backward())
             for encoder in self._parallel:
                 stack.enter_context(encoder.no_sync())
             yield

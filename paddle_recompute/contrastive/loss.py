@@ -27,8 +27,6 @@ MAX_SCALE = 100.0
 """The largest learned 1/temperature: "clipped to prevent scaling the logits by more than 100 which
 we found necessary to prevent training instability" (CLIP, section 2.5)."""
 
-_LARGEST = math.log(MAX_SCALE)
-
 
 class ContrastiveLoss(paddle.nn.Layer):
     r"""InfoNCE with the other pairs of the batch as negatives.
@@ -282,8 +280,10 @@ class ContrastiveLoss(paddle.nn.Layer):
             return 1 / self._temperature
         # The value is clipped, the gradient is not: at the limit it is the true one. Nothing is
         # written: the encoder may use the parameter, too, and its backward comes later.
-        value = self.logit_scale.detach()
-        scale = paddle.clip(value, max=_LARGEST) + (self.logit_scale - value)
+        beyond = (
+            self.logit_scale - paddle.clip(self.logit_scale, max=math.log(MAX_SCALE))
+        ).detach()
+        scale = self.logit_scale - beyond
         if _paddle.is_dygraph() and not scale.stop_gradient:
             _paddle.watch_backward()
             scale.register_hook(self._reached)
@@ -298,7 +298,7 @@ class ContrastiveLoss(paddle.nn.Layer):
         # The parameter itself, or it could wander off to where no gradient brings it back.
         assert self.logit_scale is not None
         with _amp_off():
-            self.logit_scale.clip_(max=_LARGEST)
+            self.logit_scale.clip_(max=math.log(MAX_SCALE))
 
     def _check_ids(
         self,

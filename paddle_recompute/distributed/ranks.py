@@ -17,6 +17,7 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute.distributed.agreement import first_that_differs
 from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.device_watch import watched_on_device
 from paddle_recompute.distributed.peer_state import Limits, Scope
 from paddle_recompute.distributed.watched_collective import run_watched
 from paddle_recompute.errors import SyncError
@@ -59,11 +60,13 @@ def run_collective(function: Callable[[], Result], what: str, group: Group | Non
 
     With gloo it begins when all ranks are here, so that none waits for a late one longer than gloo
     does, and a peer that dies or stops meanwhile ends it with an error that names the peer. Costs
-    about 0.4 ms. With other backends, and in a single process, the function is just called.
+    about 0.4 ms. With the backends of devices it is begun only, and the host goes on; where it
+    waits for a peer that has died or stopped, another thread ends the process with that error. In
+    a single process the function is just called.
 
     Args:
-        function: The collectives; the same on every rank. It runs in another thread, while this
-            one waits, so it must not depend on the thread's grad mode or AMP state.
+        function: The collectives; the same on every rank. With gloo it runs in another thread,
+            while this one waits, so it must not depend on the thread's grad mode or AMP state.
         what: Names them, for messages; the same on every rank.
         group: The ranks; None is all of them.
 
@@ -71,9 +74,12 @@ def run_collective(function: Callable[[], Result], what: str, group: Group | Non
         PeerError: A rank has died, stopped or failed, or a collective failed.
         SyncError: Another rank does something else.
     """
-    if not is_distributed(group) or dist.get_backend(group).lower() != "gloo":
+    if not is_distributed(group):
         return function()
-    return run_watched(function, what, scope_of(group))
+    if dist.get_backend(group).lower() == "gloo":
+        return run_watched(function, what, scope_of(group))
+    with watched_on_device(what, scope_of(group)):
+        return function()
 
 
 def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> None:

@@ -1,10 +1,11 @@
-"""A model in training, in either mode, from given weights; what the two have in common."""
+"""A model in training, in either mode, from given weights."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import paddle
 from numpy.typing import NDArray
 from paddle.optimizer import AdamW, lr
@@ -12,21 +13,18 @@ from paddle.optimizer import AdamW, lr
 from paddle_recompute.config import Config
 from paddle_recompute.models import build_model
 from paddle_recompute.parity.records import Arrays
-from paddle_recompute.parity.variants import Mode
 from paddle_recompute.recompute import apply_recompute
-from paddle_recompute.replay import RngState
-from paddle_recompute.static_graph import StaticTrainStep
-from paddle_recompute.train_step import StepResult, build_optimizer
-from paddle_recompute.trainer import Chunks, Objective, ProgramModel
+from paddle_recompute.train_step import StepResult
+from paddle_recompute.trainer import Chunks, Objective, build_step
 
-_MOMENT = "moment1"
+_MOMENT = ":moment1"
 
 
-class Run(Protocol):
-    """A model in training.
+class Run:
+    """A model in training, from given weights.
 
     Args:
-        config: Of this run.
+        config: Of this run; its mode says which.
         weights: Initial ones, by structured name.
         vocab_size: Rows of the word embedding.
         schedule: The learning rate; the caller's to step.
@@ -34,95 +32,36 @@ class Run(Protocol):
 
     def __init__(
         self, config: Config, weights: Arrays, vocab_size: int, schedule: lr.LRScheduler
-    ) -> None: ...
+    ) -> None:
+        model = build_model(config.model, vocab_size)
+        model.train()
+        objective = Objective(config, Chunks())
+        self._state = {**model.state_dict(), **objective.parameters()}
+        for name, array in weights.items():
+            self._state[name].set_value(array)
+        if config.mode == "dygraph" and config.recompute.enable:
+            apply_recompute(model, config.recompute)
+        amp = config.strategy.amp_configs if config.strategy.amp else None
+        self._step = build_step(config, objective, model, schedule, vocab_size=vocab_size, amp=amp)
 
     def step(self, micro_batches: list[dict[str, NDArray[Any]]]) -> StepResult:
         """One optimizer step."""
-
-    def moments(self) -> Arrays:
-        """AdamW's first moment of every parameter that has one, by structured name."""
-
-    def parameters(self) -> Arrays:
-        """Parameters and buffers, by structured name; ``logit_scale`` is the loss's."""
-
-
-class DygraphRun:
-    """`TrainStep`, put together as `Trainer` does."""
-
-    def __init__(
-        self, config: Config, weights: Arrays, vocab_size: int, schedule: lr.LRScheduler
-    ) -> None:
-        self._model = build_model(config.model, vocab_size)
-        self._model.train()
-        if config.recompute.enable:
-            apply_recompute(self._model, config.recompute)
-        objective = Objective(config, Chunks())
-        of_loss = objective.parameters()
-        self._named = {**dict(self._model.named_parameters()), **of_loss}
-        self._state = {**self._model.state_dict(), **of_loss}
-        for name, array in weights.items():
-            self._state[name].set_value(array)
-        self._optimizer = build_optimizer(config, self._model, schedule, of_loss.values())
-        self._step = objective.train_step(
-            self._model,
-            self._optimizer,
-            objective.synchronization(self._model),
-            accumulate_steps=config.strategy.gradient_merge_configs.k_steps,
-            clip_grad_norm=config.train.clip_grad_norm,
-            amp=config.strategy.amp_configs if config.strategy.amp else None,
-        )
-
-    def step(self, micro_batches: list[dict[str, NDArray[Any]]]) -> StepResult:
         return self._step(
             [{name: paddle.to_tensor(ids) for name, ids in one.items()} for one in micro_batches]
         )
 
     def moments(self) -> Arrays:
-        state = self._optimizer.state_dict()
-        keys = {name: f"{p.name}_{_MOMENT}_0" for name, p in self._named.items()}
-        return {name: state[key].numpy() for name, key in keys.items() if key in state}
-
-    def parameters(self) -> Arrays:
-        return {name: tensor.numpy() for name, tensor in self._state.items()}
-
-
-class StaticRun:
-    """`StaticTrainStep`."""
-
-    def __init__(
-        self, config: Config, weights: Arrays, vocab_size: int, schedule: lr.LRScheduler
-    ) -> None:
-        in_program = ProgramModel(config, vocab_size)
-        self._step = StaticTrainStep(
-            config,
-            in_program.build,
-            in_program.loss_of,
-            schedule=schedule,
-            input_spec=in_program.input_spec(),
-        )
-        self._step.set_state_dict({"model": weights})
-        self._is_built = False
-
-    def step(self, micro_batches: list[dict[str, NDArray[Any]]]) -> StepResult:
-        if not self._is_built:  # which draws weights: the masks of the step must not depend on it
-            before = RngState.capture()
-            self._step.build(micro_batches[0])
-            before.restore()
-            self._is_built = True
-        return self._step(micro_batches)
-
-    def moments(self) -> Arrays:
+        """AdamW's first moment of every parameter that has one, by structured name."""
         return {
-            name.removesuffix(f":{_MOMENT}"): array
-            for name, array in self._step.state_dict()["optimizer"].items()
-            if name.endswith(f":{_MOMENT}")
+            name.removesuffix(_MOMENT): np.array(moment)
+            for name, moment in self._step.state_dict()["optimizer"].items()
+            if name.endswith(_MOMENT)
         }
 
     def parameters(self) -> Arrays:
-        return self._step.state_dict()["model"]
-
-
-RUNS: dict[Mode, type[Run]] = {"dygraph": DygraphRun, "static": StaticRun}
+        """Parameters and buffers, by structured name; those of the loss begin with ``loss/``."""
+        self._step.write_back()
+        return {name: tensor.numpy() for name, tensor in self._state.items()}
 
 
 def gradients_of_first_step(run: Run) -> Arrays:

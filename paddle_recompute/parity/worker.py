@@ -38,7 +38,7 @@ from paddle_recompute.parity.records import (
     write_arrays,
     write_record,
 )
-from paddle_recompute.parity.runs import RUNS, Run, gradients_of_first_step
+from paddle_recompute.parity.runs import Run, gradients_of_first_step
 from paddle_recompute.parity.variants import Variant, config_for, plan
 from paddle_recompute.train_step import build_schedule
 from paddle_recompute.trainer import (
@@ -154,7 +154,8 @@ def _train(folder: Path, config: Config, variant: Variant) -> Outcome:
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     schedule = build_schedule(config, facts["total_steps"])
     weights = read_arrays(folder / WEIGHTS)
-    run: Run = RUNS[variant.mode](config, weights, facts["vocab_size"], schedule)
+    in_mode = config.model_copy(update={"mode": variant.mode})
+    run = Run(in_mode, weights, facts["vocab_size"], schedule)
     losses, norms, rates, seconds = [], [], [], []
     gradients: Arrays = {}
     peak = 0

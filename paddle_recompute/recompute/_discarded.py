@@ -37,13 +37,17 @@ class _Offer:
 _offers: dict[int, _Offer] = {}
 
 
-def offer(outputs: object, maker: _Maker) -> None:
+def offer(outputs: object, inputs: object, maker: _Maker) -> None:
     """Whoever keeps a tensor of `outputs` from now on may have it computed again instead.
 
+    Not one that is among the `inputs`: somebody else has that, perhaps for longer than this step.
     An offer ends with the Python object of the output, so an address that is used again by
     another tensor is not taken for it.
     """
+    given = {id(tensor) for tensor in _nested.tensors_in(inputs)}
     for output in _nested.tensors_in(outputs):
+        if id(output) in given:
+            continue
         address = output.data_ptr()
         end = functools.partial(_withdraw, address)
         _offers[address] = _Offer(weakref.ref(output, end), maker)

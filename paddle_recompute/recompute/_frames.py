@@ -73,7 +73,7 @@ class _Saved:
 
     ticket: weakref.ref[FrameTicket]
     likeness: Likeness
-    layout: _paddle.Layout
+    layout: _paddle.Layout | None
     checksum: int | None
 
 
@@ -92,7 +92,7 @@ class _Promise:
     ticket: weakref.ref[FrameTicket]
     part: int
     leaf: int
-    layout: _paddle.Layout
+    layout: _paddle.Layout | None
 
 
 class Frame:
@@ -148,7 +148,7 @@ class Frame:
 
     def link_to(self, tensor: paddle.Tensor) -> _Link | None:
         """Which output of an earlier part `tensor` is, if it is one and was not changed since."""
-        if id(tensor) not in self._outputs:
+        if id(tensor) not in self._outputs or not self.parts:  # the latter: its backward is over
             return None
         known, stamp, link = self._outputs[id(tensor)]
         output = known()  # None, or another: the address of one that is gone was used again

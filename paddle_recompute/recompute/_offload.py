@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import tempfile
 import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import paddle
+
+from paddle_recompute._paddle import device
+
+_logger = logging.getLogger("paddle_recompute")
 
 
 class Kept(Protocol):
@@ -36,25 +41,89 @@ class OnDevice:
         return tensor.detach()
 
 
-@dataclass
+class _Waiting(Protocol):
+    """A tensor in a `_Queue`."""
+
+    def prefetch(self) -> bool:
+        """Begin to bring it back; False if that was done, or it has been brought back before."""
+
+
+class _Queue:
+    """What waits for one backward, in the order in which it was kept.
+
+    The backward asks in the opposite order. So whenever a tensor is loaded, the last one before it
+    that is still away begins to come back: while a block is computed again, the inputs of the
+    block before it are on their way.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[weakref.ref[Any]] = []
+
+    def add(self, waiting: _Waiting) -> int:
+        """Returns its number, for `prefetch_before`."""
+        self._waiting.append(weakref.ref(waiting))
+        return len(self._waiting) - 1
+
+    def prefetch_before(self, number: int) -> None:
+        """Begin to bring back the last tensor before `number` for which somebody still waits."""
+        for reference in reversed(self._waiting[:number]):
+            waiting = reference()
+            if waiting is not None and waiting.prefetch():
+                return
+
+
 class _OnHost:
-    copy: paddle.Tensor
-    place: Any
+    """A tensor of a device, in host memory."""
+
+    def __init__(self, queue: _Queue, tensor: paddle.Tensor) -> None:
+        self._queue = queue
+        self._copy = device.to_host(tensor)
+        self._place = tensor.place
+        self._ahead: device.Arriving | None = None
+        self._was_loaded = False
+        self._number = queue.add(self)
+
+    def prefetch(self) -> bool:
+        if self._was_loaded or self._ahead is not None:
+            return False
+        self._ahead = device.Arriving(self._copy, self._place)
+        return True
 
     def load(self) -> paddle.Tensor:
-        return self.copy.to(self.place)
+        arriving = self._ahead or device.Arriving(self._copy, self._place)
+        self._ahead, self._was_loaded = None, True
+        tensor = arriving.tensor()
+        self._queue.prefetch_before(self._number)
+        return tensor
 
 
 class HostStorage:
-    """Pinned host memory for tensors of a GPU. A tensor that is on the CPU already stays there,
-    so on a machine without a GPU this is `OnDevice`.
+    """Host memory, pinned on GPUs, for tensors of a device.
+
+    A tensor of the CPU already is in host memory and stays as it is.
     """
+
+    _current: weakref.ref[_Queue] | None = None
 
     def keep(self, tensor: paddle.Tensor) -> paddle.Tensor | Kept:
         detached = tensor.detach()
-        if not detached.place.is_gpu_place():
+        if device.is_on_host(detached):
+            if str(paddle.get_device()) == "cpu":
+                _warn_that_it_does_nothing()
             return detached
-        return _OnHost(detached.pin_memory(), detached.place)
+        queue = self._current() if self._current is not None else None
+        if queue is None:
+            queue = _Queue()
+            type(self)._current = weakref.ref(queue)
+        return _OnHost(queue, detached)
+
+
+@functools.cache
+def _warn_that_it_does_nothing() -> None:
+    _logger.warning(
+        "recompute(offload='host') does nothing on the CPU, whose tensors are in host memory "
+        "already; 'disk' would free memory here (recompute.offload: disk)"
+    )
 
 
 class SomeOnHost:
@@ -69,15 +138,11 @@ class SomeOnHost:
 
 
 class _SpillFile:
-    """An open file without a name: the system frees it even if the process is killed.
-
-    The backward asks for the tensors in the opposite order, so whenever one is loaded, a thread
-    reads the one that was written before it.
-    """
+    """An open file without a name: the system frees it even if the process is killed."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="paddle_recompute-")  # noqa: SIM115
-        self._written: list[weakref.ref[_OnDisk]] = []
+        self.queue = _Queue()
 
     def append(self, tensor: paddle.Tensor) -> _OnDisk:
         """Write `tensor` at the end."""
@@ -85,10 +150,7 @@ class _SpillFile:
         offset = self._file.seek(0, os.SEEK_END)
         self._file.write(np.ascontiguousarray(values).tobytes())
         self._file.flush()
-        number = len(self._written)
-        kept = _OnDisk(self, number, offset, list(values.shape), values.dtype, tensor.place)
-        self._written.append(weakref.ref(kept))
-        return kept
+        return _OnDisk(self, offset, list(values.shape), values.dtype, tensor.place)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         """`num_bytes` from `offset`; lets go of the GIL."""
@@ -97,51 +159,48 @@ class _SpillFile:
             data += os.pread(self._file.fileno(), num_bytes - len(data), offset + len(data))
         return data
 
-    def prefetch_before(self, number: int) -> None:
-        """Begin to read what was written before tensor `number`, if somebody still waits for it."""
-        kept = self._written[number - 1]() if number > 0 else None
-        if kept is not None:
-            kept.prefetch()
-
 
 _reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paddle_recompute-prefetch")
 
 
 class _OnDisk:
-    """A tensor in a `_SpillFile`."""
+    """A tensor in a `_SpillFile`; a thread reads it ahead."""
 
     def __init__(
         self,
         file: _SpillFile,
-        number: int,
         offset: int,
         shape: list[int],
         dtype: np.dtype[Any],
         place: Any,
     ) -> None:
         self._file = file
-        self._number = number
         self._offset = offset
         self._shape = shape
         self._dtype = dtype
         self._place = place
         self._ahead: Future[bytes] | None = None
+        self._was_loaded = False
+        self._number = file.queue.add(self)
 
-    def prefetch(self) -> None:
-        """Begin to read in the background."""
-        if self._ahead is None:
-            num_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
-            self._ahead = _reader.submit(self._file.read, self._offset, num_bytes)
+    def prefetch(self) -> bool:
+        if self._was_loaded or self._ahead is not None:
+            return False
+        self._ahead = self._read()
+        return True
 
     def load(self) -> paddle.Tensor:
         """The tensor on the device it came from."""
-        self.prefetch()
-        assert self._ahead is not None
-        data, self._ahead = self._ahead.result(), None
-        self._file.prefetch_before(self._number)
+        data = (self._ahead or self._read()).result()
+        self._ahead, self._was_loaded = None, True
+        self._file.queue.prefetch_before(self._number)
         values = np.frombuffer(data, self._dtype).reshape(self._shape)
         # uint16 is how NumPy carries bfloat16 in and out of Paddle.
         return paddle.to_tensor(values, place=self._place)
+
+    def _read(self) -> Future[bytes]:
+        num_bytes = int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize
+        return _reader.submit(self._file.read, self._offset, num_bytes)
 
 
 class DiskStorage:

@@ -88,7 +88,7 @@ def recompute(
         ``determinism_check="values"`` compares them): iterators and files that the function reads
         on; Python numbers, lists and dicts that it changes itself, such as counters, which change
         twice; opaque arguments whose content is changed between the forwards; captured tensors
-        that it changes itself in place; writes that go past Paddle's Python API
+        that it changes itself in place; attributes of classes; writes past Paddle's Python API
         (``get_tensor()``, DLPack, collectives, custom operators). Effects in Python, such as
         logging, happen in both forwards; `is_recomputing` is true in the second.
 
@@ -112,8 +112,8 @@ def recompute(
             forwards save and return. ``"values"`` also compares the values bit by bit (slow: every
             saved tensor is copied to the host). ``"none"`` compares only what the backward needs.
         offload: Where the tensors among the arguments are kept until the backward: ``"host"``
-            (pinned memory; no effect on a CPU), ``"disk"`` (a temporary file, which the system
-            removes even after a crash), or None (the device).
+            (pinned on GPUs; on a CPU it does nothing and says so once), ``"disk"`` (a temporary
+            file, which the system removes even after a crash), or None (the device).
         offload_indices: Positions in `args` of tensors to keep on the host, as in Paddle 3.x.
         **kwargs: Keyword arguments of `function`.
 
@@ -237,7 +237,7 @@ def _run_in_dygraph(
     frame = Frame(storage)
     outputs = frame.record(call, args, kwargs)
     if gives_up_outputs:
-        _discarded.offer(outputs, frame)
+        _discarded.offer(outputs, (args, kwargs), frame)
     return outputs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ _LOOK_UPS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME"}
 _DYNAMIC = {"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"}
 _LIBRARIES = {"paddle", "numpy"}
+_OF_PYTHON = sys.stdlib_module_names
 UNNAMED = frozenset(
     {"__call__", "__getitem__", "__iter__", "__getattr__", "__len__", "__enter__", "__contains__"}
 )
@@ -115,3 +117,8 @@ def forward_names(layer_class: type) -> ForwardNames:
 def is_library(module_name: object) -> bool:
     """Whether the module belongs to Paddle or NumPy, which hold no Layer of the user's."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
+
+
+def is_of_python(module_name: object) -> bool:
+    """Whether the module belongs to Python's own library."""
+    return isinstance(module_name, str) and module_name.partition(".")[0] in _OF_PYTHON

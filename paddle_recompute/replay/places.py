@@ -199,7 +199,7 @@ class Globals:
 
 
 class Members:
-    """A whole dict of a Layer: its sublayers or its parameters. Their order counts, too.
+    """A whole dict of a Layer: sublayers, parameters or hooks. Their order counts, too.
 
     `find` gets the dict from the Layer each time: deleting from a LayerList gives it a new one.
     """

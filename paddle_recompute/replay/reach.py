@@ -10,7 +10,7 @@ it names; from there functions, partials, methods, lists, tuples, sets, dicts, h
 objects at any depth, the attributes that the code which is found looks up by name (all of them if
 it uses ``getattr``); Layers, their sublayers, parameters and attributes. The search ends after
 `MOST_SEARCHED` objects and leaves out containers of more than `LONGEST_SEARCHED` items: they
-hold data.
+hold data. Objects of libraries and of Python's own (locks, barriers, loggers) are left alone.
 
 **What the forward itself changes** is its own state. A number that it rebinds and a list or dict
 that it changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other
@@ -19,9 +19,9 @@ object that it rebinds is put back, so a cache that it filled is filled again.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +35,7 @@ from paddle_recompute.replay.names import (
     UNNAMED,
     forward_names,
     is_library,
+    is_of_python,
     methods,
     names_in,
 )
@@ -55,6 +56,8 @@ MOST_SEARCHED = 10_000
 """Objects that one search looks at."""
 
 _LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None), types.BuiltinFunctionType})
+_RECORDS = (types.SimpleNamespace, argparse.Namespace)
+"""The objects of Python's library that hold what a user puts there."""
 _OURS = "paddle_recompute"
 
 
@@ -93,13 +96,13 @@ class Reach:
             RecomputeError: A tensor that the function reaches was written to since.
         """
         with contextlib.ExitStack() as stack:
-            for tensor in self._tensors:
-                if tensor.is_written():
-                    tensor.refuse(stack)
             for place in self._places:
                 undo = place.put_back()
                 if undo is not None:
                     stack.callback(undo)
+            for tensor in self._tensors:  # behind the places: it may add a hook
+                if tensor.is_written():
+                    tensor.refuse(stack)
             yield
 
 
@@ -193,9 +196,9 @@ class _Search:
             for part in (value.func, value.args, value.keywords):
                 self._visit(part, name)
         elif isinstance(value, types.ModuleType):
-            if not is_library(value.__name__) and value.__name__ not in sys.stdlib_module_names:
+            if not is_library(value.__name__) and not is_of_python(value.__name__):
                 self._objects.append((value, set()))
-        elif not isinstance(value, type) and not is_library(type(value).__module__):
+        elif isinstance(value, _RECORDS) or _is_users(value):
             self._objects.append((value, set()))
 
     def _visit_container(self, value: Any, name: str) -> None:
@@ -236,8 +239,9 @@ class _Search:
         for method in names.methods:
             for function in methods(type(layer), method):
                 self._visit(function, method)
-        for hooks in _paddle.forward_hooks(layer):
-            for hook in hooks.values():
+        for find in (_paddle.forward_pre_hooks, _paddle.forward_post_hooks):
+            self.places.append(Members(layer, find))
+            for hook in find(layer).values():
                 self._visit(hook, "a hook")
         self._owner = outer
         for sublayer in sublayers.values():
@@ -291,6 +295,11 @@ class _Search:
             self.places.append(Globals(entries, found))
             for name in found:
                 self._visit(entries[name], name)
+
+
+def _is_users(value: Any) -> bool:
+    module = type(value).__module__
+    return not (isinstance(value, type) or is_library(module) or is_of_python(module))
 
 
 def _slots(kind: type) -> list[str]:

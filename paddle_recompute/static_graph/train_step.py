@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from paddle_recompute.errors import (
 )
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.recompute.program import SegmentReport, explain
+from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
 from paddle_recompute.static_graph._trained_program import (
     WEIGHT,
@@ -33,7 +35,10 @@ from paddle_recompute.static_graph._trained_program import (
 )
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
-from paddle_recompute.train_step import StepResult, decayed_parameters
+from paddle_recompute.train_step import OF_LOSS, StepResult, decayed_parameters
+
+_OF_DYGRAPH = {"sync", "loss_scaler"}
+"""What the state of a `TrainStep` has besides."""
 
 
 class StaticTrainStep:
@@ -60,6 +65,12 @@ class StaticTrainStep:
         input_spec: Structured like a micro-batch, a ``paddle.static.InputSpec`` for each Tensor,
             with -1 where a dimension changes from batch to batch; None: all shapes are fixed.
         num_examples: As in `TrainStep`.
+        model: A dygraph model that the Program starts from and that `write_back` brings up to date;
+            its weights are in memory twice then. To build the Program leaves the random streams
+            alone, so that a run which is resumed, and builds it in another step, draws the same
+            masks. None: weights are drawn, or set by `set_state_dict`.
+        loss: The dygraph loss that belongs to `model`, if it has parameters of its own. They are
+            parameters of what `model_fn` makes, with `OF_LOSS` in front of their names.
 
     Raises:
         ConfigError: A setting that a static graph cannot honour.
@@ -88,6 +99,8 @@ class StaticTrainStep:
         schedule: lr.LRScheduler | float | None = None,
         input_spec: Any = None,
         num_examples: Callable[[Any], float] | None = None,
+        model: paddle.nn.Layer | None = None,
+        loss: paddle.nn.Layer | None = None,
     ) -> None:
         check_static(config)
         if config.strategy.amp and config.strategy.amp_configs.dtype != "bfloat16":
@@ -103,8 +116,10 @@ class StaticTrainStep:
         self._input_spec = input_spec
         self._num_examples = num_examples
         self._accumulate_steps = config.strategy.gradient_merge_configs.k_steps
+        self._model = model
+        self._loss = loss
         self._built: TrainedProgram | None = None
-        self._state_to_set: Mapping[str, Mapping[str, Any]] | None = None
+        self._state_to_set: dict[str, Any] = {}
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Run one optimizer step.
@@ -164,11 +179,15 @@ class StaticTrainStep:
         if self._built is not None:
             raise StaticGraphError("the Program of this StaticTrainStep is built already")
         feeds = Feeds(micro_batch, self._input_spec)
+        streams = RngState.capture()
         with training.static_mode():
             self._built = self._program(feeds)
-        if self._state_to_set is not None:
+        if self._model is not None:
+            streams.restore()
+            self._state_to_set = {"model": self._in_dygraph(), **self._state_to_set}
+        if self._state_to_set:
             self._built.set_state(self._state_to_set)
-            self._state_to_set = None
+            self._state_to_set = {}
 
     def explain(self) -> SegmentReport:
         """What `static_graph.explain` tells about the Program; it must have been built."""
@@ -188,20 +207,47 @@ class StaticTrainStep:
         """
         return self._known().state()
 
-    def set_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave, or from a dygraph model and its moments.
 
         Args:
-            state: ``"model"`` with Tensors or arrays, ``"optimizer"`` too, or ``"model"`` alone:
-                the moments stay then. Before the Program is built it waits until it is.
+            state: ``"model"`` and ``"optimizer"``, Tensors or arrays by structured name; what is
+                left out, or empty, stays as it is. ``"sync"`` and ``"loss_scaler"`` of a
+                `TrainStep` are not needed here. Before the Program is built it waits until it is.
 
         Raises:
             CheckpointError: It is of another model; nothing was changed then.
         """
+        of_program = {name: state[name] for name in state.keys() - _OF_DYGRAPH if state[name]}
         if self._built is None:
-            self._state_to_set = _nested.map_leaves(_copied, dict(state))
+            self._state_to_set |= _nested.map_leaves(_copied, of_program)
         else:
-            self._built.set_state(state)
+            self._built.set_state(of_program)
+
+    def write_back(self) -> None:
+        """Copy parameters and buffers from the Program to the `model` and `loss` in dygraph."""
+        if self._built is None:
+            return
+        trained = self._built.state()["model"]
+        with paddle.no_grad():
+            for name, tensor in self._in_dygraph().items():
+                tensor.set_value(trained[name])
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """None: parameters are float32, and so is an evaluation, whatever the Program is in."""
+        return contextlib.nullcontext()
+
+    num_skipped = 0
+    """No step is: float16, whose loss scale skips steps, is refused."""
+
+    synchronization = "program, its operators average the gradients of the ranks"
+    """How gradients are synchronized and why, in words."""
+
+    def _in_dygraph(self) -> dict[str, paddle.Tensor]:
+        """The state of `model` and `loss`, by the names that it has in the Program."""
+        of_model = dict(self._model.state_dict()) if self._model is not None else {}
+        of_loss = self._loss.named_parameters() if self._loss is not None else ()
+        return of_model | {f"{OF_LOSS}{name}": parameter for name, parameter in of_loss}
 
     def _known(self) -> TrainedProgram:
         if self._built is None:

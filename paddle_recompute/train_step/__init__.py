@@ -6,9 +6,12 @@ from paddle_recompute.train_step.optimizer import (
     build_schedule,
     decayed_parameters,
 )
-from paddle_recompute.train_step.train_step import StepResult, TrainStep
+from paddle_recompute.train_step.step import OF_LOSS, Step, StepResult
+from paddle_recompute.train_step.train_step import TrainStep
 
 __all__ = [
+    "OF_LOSS",
+    "Step",
     "StepResult",
     "TrainStep",
     "build_optimizer",

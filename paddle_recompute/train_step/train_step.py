@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
-from paddle_recompute._nested import tensors_in
 from paddle_recompute.config import AmpConfigs
-from paddle_recompute.contrastive import ContrastiveLoss, GradCache
+from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import mean_over_ranks
-from paddle_recompute.errors import ConfigError, DataError, DivergenceError
+from paddle_recompute.errors import ConfigError, DivergenceError
 from paddle_recompute.grad_sync import GradientSync, SyncMode
+from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
 from paddle_recompute.train_step.mixed_precision import MixedPrecision, to_float32
-
-_SHOWN = 5
-_logger = logging.getLogger("paddle_recompute")
-
-LossFn = Callable[[Any, Any], paddle.Tensor]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did.
-
-    Attributes:
-        loss: Mean loss over the examples of all micro-batches and ranks.
-        grad_norm: Euclidean norm of the synchronized gradient of all parameters that the optimizer
-            updates, without the loss scale and before clipping. Computed in float32; in float64
-            where one of the gradients is.
-        seconds: Wall-clock time of ``forward_backward``, ``sync`` (what of it came after the
-            backward; 0 in a single process) and ``update``.
-        skipped: Whether the parameters were left alone, because loss or gradient is not finite in
-            float16. It is the same on all ranks.
-        loss_scale: What the loss was multiplied with; None where it is not scaled.
-    """
-
-    loss: float
-    grad_norm: float
-    seconds: dict[str, float]
-    skipped: bool = False
-    loss_scale: float | None = None
+from paddle_recompute.train_step.optimizer_state import (
+    set_state_of,
+    state_of,
+    structured_parameters,
+)
+from paddle_recompute.train_step.parameters import (
+    check_all_synchronized,
+    refuse_main_grad,
+    synchronization_of,
+    trained,
+    updated,
+    warn_of_not_updated,
+)
+from paddle_recompute.train_step.step import StepResult
 
 
 class TrainStep:
@@ -106,6 +89,7 @@ class TrainStep:
         clip_grad_norm: float | None = None,
         amp: AmpConfigs | None = None,
         num_examples: Callable[[Any], float] | None = None,
+        loss: paddle.nn.Layer | None = None,
     ) -> None:
         """Set up the step; with several ranks they agree here on the parameters.
 
@@ -135,6 +119,8 @@ class TrainStep:
                 ``ContrastiveLoss(negatives="global")`` does, is not to be weighed again where they
                 differ in size: ``num_examples=lambda micro_batch: 1``, which is the default where
                 it is the loss of `grad_cache`.
+            loss: The Layer of the loss, if it has parameters of its own (a learnable temperature):
+                `state_dict` names them after it. That of `grad_cache` need not be given.
 
         Raises:
             ConfigError: `accumulate_steps` or `clip_grad_norm` is not positive, not one of
@@ -156,17 +142,23 @@ class TrainStep:
             )
         self._model = model
         self._optimizer = optimizer
-        self._loss_fn = loss_fn
-        self._cache = grad_cache
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
         self._scaler = self._amp.scaler if self._amp is not None else None
-        self._trained = _trained(model, optimizer)
-        _refuse_main_grad(self._trained)
-        _warn_of_not_updated(self._trained, optimizer)
-        self._sync = _synchronization(sync, model, optimizer, self._trained, grad_cache)
+        self._trained = trained(model, optimizer)
+        refuse_main_grad(self._trained)
+        warn_of_not_updated(self._trained, optimizer)
+        self._sync = synchronization_of(sync, model, optimizer, self._trained, grad_cache)
+        self._backward: Backward
+        if grad_cache is not None:
+            self._backward = CachedBackward(grad_cache, self._sync, self.autocast)
+            loss = grad_cache.loss if isinstance(grad_cache.loss, paddle.nn.Layer) else loss
+        else:
+            assert loss_fn is not None
+            self._backward = PlainBackward(model, loss_fn, self._sync, self.autocast)
+        self._loss = loss
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
-        self._num_examples = num_examples or _default_count(grad_cache)
+        self._num_examples = num_examples or self._backward.count
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Run one optimizer step.
@@ -199,10 +191,12 @@ class TrainStep:
         # The mean and not the sum, as the synchronization divides by the number of ranks. Exactly
         # accumulate_steps where all counts are equal: then it is the plain mean, to the bit.
         divisors = [per_rank / count for count in counts]
-        run = self._forward_backward if self._cache is None else self._cached
+        loss_scale = self._scaler.scale if self._scaler is not None else None
         last = self._accumulate_steps - 1
         losses = [
-            run(micro_batch, divisors[place], place == last)
+            self._backward(
+                micro_batch, divisor=divisors[place], loss_scale=loss_scale, last=place == last
+            )
             for place, micro_batch in enumerate(micro_batches)
         ]
         synchronized = time.perf_counter()
@@ -210,7 +204,6 @@ class TrainStep:
         timeline = self._sync.timeline
         computed = timeline.backward_ended if timeline is not None else synchronized
         own_loss = sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True))
-        loss_scale = self._scaler.scale if self._scaler is not None else None
         grad_norm = self._unscale()
         loss, finite = self._agree(own_loss, grad_norm)
         if finite:
@@ -248,18 +241,45 @@ class TrainStep:
         """How many steps were skipped so far, before a resumption too."""
         return self._scaler.num_skipped if self._scaler is not None else 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside model and optimizer: the loss scale and its
-        counters, plain numbers; empty where the loss is not scaled.
-        """
-        return {"loss_scaler": self._scaler.state_dict()} if self._scaler is not None else {}
+    @property
+    def synchronization(self) -> str:
+        """How gradients are synchronized and why, in words."""
+        return f"{self._sync.mode}, {self._sync.reason}"
 
-    def set_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` gave. Without a loss scale there is nothing to restore;
-        where there was none before, it starts anew.
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on beside the model; see `Step.state_dict`. No copies.
+
+        Raises:
+            CheckpointError: The optimizer updates a parameter that is neither of `model` nor of
+                `loss`.
         """
+        state: dict[str, Any] = {
+            "optimizer": state_of(self._optimizer, structured_parameters(self._model, self._loss)),
+            "sync": self._sync.state_dict(),
+        }
+        if self._scaler is not None:
+            state["loss_scaler"] = self._scaler.state_dict()
+        return state
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave; the optimizer has made no step yet.
+
+        Level O2 has cast the parameters before. What `state` has not, starts anew; a loss scale is
+        left out where the loss is not scaled.
+
+        Raises:
+            CheckpointError: It is of another model.
+        """
+        if "optimizer" in state:
+            parameters = structured_parameters(self._model, self._loss)
+            set_state_of(self._optimizer, parameters, state["optimizer"])
+        if "sync" in state:
+            self._sync.set_state_dict(state["sync"])
         if self._scaler is not None and "loss_scaler" in state:
             self._scaler.set_state_dict(state["loss_scaler"])
+
+    def write_back(self) -> None:
+        """The model is up to date: it is what is trained."""
 
     def _count(self, micro_batch: Any) -> float:
         count = self._num_examples(micro_batch)
@@ -269,39 +289,15 @@ class TrainStep:
             )
         return count
 
-    def _forward_backward(self, micro_batch: Any, divisor: float, last: bool) -> float:
-        assert self._loss_fn is not None
-        with self._sync.last_backward() if last else self._sync.no_sync():
-            with self.autocast():
-                loss = self._loss_fn(self._model, micro_batch)
-            if loss.size != 1:
-                raise ConfigError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
-            weighted = loss / divisor
-            if self._scaler is not None:
-                # In float32: a float16 loss times its scale could be infinite on its own.
-                weighted = weighted.astype("float32") * self._scaler.scale
-            weighted.backward()
-            return float(loss.item())
-
-    def _cached(self, micro_batch: Any, divisor: float, last: bool) -> float:
-        assert self._cache is not None
-        inputs, loss_arguments = _inputs_of_cache(micro_batch)
-        scale = self._scaler.scale if self._scaler is not None else 1.0
-        with self.autocast():
-            loss = self._cache.backward(
-                *inputs, last=last, loss_scale=scale / divisor, loss_arguments=loss_arguments
-            )
-        return float(loss.item())
-
     def _look_through_parameters(self) -> None:
         """Find out what is trained now; it may have changed since the last step."""
         before = {id(parameter) for parameter in self._trained}
-        self._trained = _trained(self._model, self._optimizer)
+        self._trained = trained(self._model, self._optimizer)
         new = [parameter for parameter in self._trained if id(parameter) not in before]
         if new:
-            _refuse_main_grad(new)
-            _check_all_synchronized(self._sync, self._trained)
-        self._updated = _updated(self._trained, self._optimizer)
+            refuse_main_grad(new)
+            check_all_synchronized(self._sync, self._trained)
+        self._updated = updated(self._trained, self._optimizer)
 
     @paddle.no_grad()
     def _unscale(self) -> float:
@@ -348,126 +344,3 @@ class TrainStep:
         own_loss = math.nan if own_loss == -math.inf else own_loss
         loss = mean_over_ranks(own_loss, self._sync.group)
         return loss, math.isfinite(loss) and overflows == 0
-
-
-def _length_of_first_axis(micro_batch: Any) -> int:
-    tensor = next(tensors_in(micro_batch), None)
-    if tensor is None or tensor.ndim == 0:
-        found = "no Tensor" if tensor is None else "a Tensor without axes first"
-        raise ConfigError(
-            f"the number of examples cannot be told from a micro-batch with {found} in it; give "
-            "TrainStep num_examples=..., a function from the micro-batch to that number"
-        )
-    return int(tensor.shape[0])
-
-
-def _all_parameters(
-    model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer
-) -> list[paddle.Tensor]:
-    """Those of `model`, and what `optimizer` updates besides, each once; frozen ones too."""
-    both = [*model.parameters(), *_paddle.parameters_of_optimizer(optimizer)]
-    return list({id(p): p for p in both}.values())
-
-
-def _trained(model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
-    """What `model` trains and what `optimizer` updates besides, each once."""
-    return [p for p in _all_parameters(model, optimizer) if not p.stop_gradient]
-
-
-def _updated(
-    trained: list[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
-) -> list[paddle.Tensor]:
-    """Those of `trained` that `optimizer` has; all, where it cannot be told."""
-    of_optimizer = {id(p) for p in _paddle.parameters_of_optimizer(optimizer)}
-    return [p for p in trained if id(p) in of_optimizer] if of_optimizer else trained
-
-
-def _warn_of_not_updated(
-    trained: list[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
-) -> None:
-    updated = {id(parameter) for parameter in _updated(trained, optimizer)}
-    names = [parameter.name for parameter in trained if id(parameter) not in updated]
-    if names:
-        _logger.warning(
-            "the optimizer does not have %s%s of the model, so they do not change, and their "
-            "gradients are cleared without being counted. If that is wanted, freeze them "
-            "(stop_gradient = True): the backward takes less time then",
-            ", ".join(names[:_SHOWN]),
-            f" and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else "",
-        )
-
-
-def _refuse_main_grad(parameters: list[paddle.Tensor]) -> None:
-    names = [p.name for p in parameters if _paddle.keeps_main_grad(p)]
-    if names:
-        raise ConfigError(
-            f"{names[0]} keeps its gradient in main_grad (fleet's MixPrecisionLayer), which "
-            "TrainStep does not look at. Give it the Layer without MixPrecisionLayer, and "
-            "amp=AmpConfigs(level='O2') for the same"
-        )
-
-
-def _synchronization(
-    given: SyncMode | GradientSync,
-    model: paddle.nn.Layer,
-    optimizer: paddle.optimizer.Optimizer,
-    parameters: list[paddle.Tensor],
-    cache: GradCache | None,
-) -> GradientSync:
-    """The one that is used for all of `parameters`, by `cache` too."""
-    in_model = {id(parameter) for parameter in model.parameters()}
-    besides = [parameter for parameter in parameters if id(parameter) not in in_model]
-    if isinstance(given, GradientSync):
-        sync = given
-    elif cache is not None and cache.sync is not None:
-        sync = cache.sync
-    elif not besides:
-        sync = GradientSync(model, mode=given)
-    elif isinstance(model, paddle.DataParallel) and cache is None:
-        raise ConfigError(
-            f"the optimizer updates {', '.join(p.name for p in besides)}, and the model in "
-            "paddle.DataParallel does not have it; pass the bare Layer, which is synchronized here"
-        )
-    else:
-        sync = GradientSync(lambda: _all_parameters(model, optimizer), mode=given)
-    if cache is not None:
-        if cache.sync is not None and cache.sync is not sync:
-            raise ConfigError(
-                "grad_cache has a GradientSync, and sync is another one; leave one of them out"
-            )
-        cache.sync = sync
-    _check_all_synchronized(sync, parameters)
-    return sync
-
-
-def _check_all_synchronized(sync: GradientSync, parameters: list[paddle.Tensor]) -> None:
-    synchronized = {id(parameter) for parameter in sync.parameters}
-    missing = [p.name for p in parameters if id(p) not in synchronized]
-    if missing:
-        raise ConfigError(
-            f"sync does not synchronize {', '.join(missing)}, which the optimizer updates or the "
-            "model trains, so the ranks would drift apart; make it over all of them: "
-            "GradientSync([*model.parameters(), *loss.parameters()])"
-        )
-
-
-def _default_count(cache: GradCache | None) -> Callable[[Any], float]:
-    loss = cache.loss if cache is not None else None
-    if isinstance(loss, ContrastiveLoss) and loss.negatives == "global":
-        return lambda micro_batch: 1  # the loss weighs the ranks' batches by their sizes itself
-    return _length_of_first_axis
-
-
-def _inputs_of_cache(micro_batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    """(query, positive and negatives; keyword arguments of the loss)."""
-    if isinstance(micro_batch, (tuple, list)) and len(micro_batch) >= 2:
-        return list(micro_batch), {}
-    if isinstance(micro_batch, Mapping) and {"query", "positive"} <= micro_batch.keys():
-        rest = dict(micro_batch)
-        inputs = [rest.pop("query"), rest.pop("positive"), *rest.pop("negatives", ())]
-        return inputs, rest
-    raise DataError(
-        "a micro-batch of a TrainStep with grad_cache is (query, positive, *negatives) or a dict "
-        f"with 'query' and 'positive'; received {type(micro_batch).__name__}"
-        + (f" with {', '.join(map(repr, micro_batch))}" if isinstance(micro_batch, dict) else "")
-    )

@@ -1,10 +1,7 @@
-"""What `Trainer` trains with, in either mode: a step, an optimizer to save, a synchronization."""
+"""The step that `Trainer` trains with, in either mode."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,36 +12,9 @@ from paddle_recompute import _paddle
 from paddle_recompute.config import AmpConfigs, Config
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.models import build_model
-from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph import StaticTrainStep, check_static
-from paddle_recompute.train_step import StepResult, build_optimizer, check_device
+from paddle_recompute.train_step import Step, build_optimizer, check_device
 from paddle_recompute.trainer.objective import Batch, Chunks, Objective
-
-
-@dataclass(frozen=True)
-class Training:
-    """A model in training.
-
-    Attributes:
-        optimizer: ``state_dict``, ``set_state_dict`` and ``get_lr`` as Paddle's have them, moments
-            under the names of the model's parameters.
-        sync: What a checkpoint asks a `GradientSync` for.
-        step: Called as `TrainStep`.
-    """
-
-    optimizer: Any
-    sync: Any
-    step: Any
-
-    def write_back(self) -> None:
-        """Bring the model up to date with the steps that were made."""
-        if isinstance(self.step, ProgramStep):
-            self.step.write_back()
-
-    def write_back_loss(self) -> None:
-        """The same for what the loss has learned alone: the temperature."""
-        if isinstance(self.step, ProgramStep):
-            self.step.write_back_loss()
 
 
 def check_mode(config: Config) -> None:
@@ -76,7 +46,7 @@ def _check_operators(settings: AmpConfigs) -> None:
         raise ConfigError("mixed precision knows operators by name:\n" + "\n".join(faults))
 
 
-def build_training(
+def build_step(
     config: Config,
     objective: Objective,
     model: paddle.nn.Layer,
@@ -84,39 +54,43 @@ def build_training(
     *,
     vocab_size: int,
     amp: AmpConfigs | None,
-) -> Training:
-    """Put together what trains `model` as `config` says.
+) -> Step:
+    """The step that trains `model` as `config` says, in its mode.
 
     Args:
         config: Of the run; `check_mode` has passed it.
         objective: The loss.
         model: The encoder. In static mode a Program is trained that starts from its weights, and
-            `Training.write_back` copies them back: they are in memory twice.
+            `Step.write_back` copies them back: they are in memory twice.
         schedule: The learning rate.
         vocab_size: Rows of the word embedding.
         amp: Mixed precision in dygraph; a Program has that of `config`.
     """
     if config.mode == "static":
-        step = ProgramStep(config, objective, model, schedule, vocab_size)
-        return Training(ProgramOptimizer(step, schedule), ProgramSync(), step)
-    optimizer = build_optimizer(config, model, schedule, objective.loss.parameters())
-    sync = objective.synchronization(model)
-    train_step = objective.train_step(
+        in_program = ProgramModel(config, vocab_size)
+        return StaticTrainStep(
+            config,
+            in_program.build,
+            in_program.loss_of,
+            schedule=schedule,
+            input_spec=in_program.input_spec(),
+            model=model,
+            loss=objective.loss,
+        )
+    return objective.train_step(
         model,
-        optimizer,
-        sync,
+        build_optimizer(config, model, schedule, objective.loss.parameters()),
         accumulate_steps=config.strategy.gradient_merge_configs.k_steps,
         clip_grad_norm=config.train.clip_grad_norm,
         amp=amp,
     )
-    return Training(optimizer, sync, train_step)
 
 
 class ProgramModel:
     """The encoder and the loss of a configuration, made anew in the Program that trains them.
 
-    A parameter of the loss is one of the model there, under its own name: a Program knows one
-    model. It is no sublayer, which a pattern of ``recompute.checkpoints`` could match.
+    A parameter of the loss is one of the model there: a Program knows one model. It is no sublayer,
+    which a pattern of ``recompute.checkpoints`` could match.
 
     Args:
         config: Of the run; ``model.init_from`` is not looked at.
@@ -148,146 +122,3 @@ class ProgramModel:
         if self._config.contrastive.mask_false_negatives:
             spec["positive_ids"] = paddle.static.InputSpec([-1], "int64")
         return spec
-
-
-class ProgramStep:
-    """A `StaticTrainStep` that starts from the weights of a dygraph model; called as `TrainStep`.
-
-    The Program is built in the first step, with no effect on the random numbers of that step: a run
-    that is resumed builds it in another one, and must draw the same masks.
-    """
-
-    num_skipped = 0
-    """Nothing is: float16, whose loss scale skips steps, is refused in static mode."""
-
-    def __init__(
-        self,
-        config: Config,
-        objective: Objective,
-        model: paddle.nn.Layer,
-        schedule: lr.LRScheduler | float,
-        vocab_size: int,
-    ) -> None:
-        self.model = model
-        self._objective = objective
-        # The Program's model gets the weights of `model`, wherever these are from.
-        in_program = ProgramModel(config, vocab_size)
-        self._step = StaticTrainStep(
-            config,
-            in_program.build,
-            in_program.loss_of,
-            schedule=schedule,
-            input_spec=in_program.input_spec(),
-        )
-        self._is_built = False
-        self._moments: dict[str, Any] = {}  # those to start from
-
-    def __call__(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """One optimizer step; as `StaticTrainStep`."""
-        if not self._is_built:
-            self._build(micro_batches[0])
-        return self._step(micro_batches)
-
-    def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Evaluation is in float32, whatever the Program is in: so are its parameters."""
-        return contextlib.nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside model and optimizer: nothing."""
-        return {}
-
-    def set_state_dict(self, state: dict[str, Any]) -> None:
-        """There is nothing to restore; the loss scale of a run in float16 has no use here."""
-
-    def moments(self) -> dict[str, Any]:
-        """By structured name, as in a checkpoint; before the first step those that were set."""
-        return self._step.state_dict()["optimizer"] if self._is_built else dict(self._moments)
-
-    def set_moments(self, moments: dict[str, Any]) -> None:
-        """Go on from `moments`, by structured name, and the weights that `model` has now."""
-        self._moments = moments
-        if self._is_built:
-            self._hand_over()
-
-    def write_back(self) -> None:
-        """Copy parameters and buffers from the Program to model and loss."""
-        self._write_back({**self.model.state_dict(), **self._objective.parameters()})
-
-    def write_back_loss(self) -> None:
-        """Copy what the loss has learned."""
-        self._write_back(self._objective.parameters())
-
-    def named_parameters(self) -> dict[str, paddle.Tensor]:
-        """Those of model and loss in dygraph, by the names that they have in the Program."""
-        return {**dict(self.model.named_parameters()), **self._objective.parameters()}
-
-    def _write_back(self, targets: dict[str, paddle.Tensor]) -> None:
-        if not (self._is_built and targets):
-            return
-        state = self._step.state_dict()["model"]
-        with paddle.no_grad():
-            for name, tensor in targets.items():
-                tensor.set_value(state[name])
-
-    def _build(self, micro_batch: Batch) -> None:
-        before = RngState.capture()
-        self._step.build(micro_batch)
-        before.restore()
-        self._is_built = True
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        state: dict[str, Any] = {
-            "model": {**self.model.state_dict(), **self._objective.parameters()}
-        }
-        if self._moments:
-            state["optimizer"] = self._moments
-        self._step.set_state_dict(state)
-        self._moments = {}
-
-
-class ProgramOptimizer:
-    """The moments of a `ProgramStep`, as a checkpoint reads and writes those of an optimizer."""
-
-    def __init__(self, step: ProgramStep, schedule: lr.LRScheduler | float) -> None:
-        self._step = step
-        self._schedule = schedule
-
-    def get_lr(self) -> float:
-        """The learning rate in force."""
-        return float(
-            self._schedule() if isinstance(self._schedule, lr.LRScheduler) else self._schedule
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As of ``paddle.optimizer.Optimizer``."""
-        parameters = self._step.named_parameters()
-        state = {}
-        for key, array in self._step.moments().items():
-            name, _, kind = key.partition(":")
-            state[f"{parameters[name].name}_{kind}_0"] = paddle.to_tensor(array)
-        return state
-
-    def set_state_dict(self, state: dict[str, Any]) -> None:
-        """As of ``paddle.optimizer.Optimizer``."""
-        moments = {}
-        for name, parameter in self._step.named_parameters().items():
-            prefix = f"{parameter.name}_"
-            for key, value in state.items():
-                if key.startswith(prefix) and key.endswith("_0"):
-                    moments[f"{name}:{key[len(prefix) : -len('_0')]}"] = value
-        self._step.set_moments(moments)
-
-
-class ProgramSync:
-    """In place of a `GradientSync`: the gradients of a Program are exchanged by its operators."""
-
-    mode = "program"
-    reason = "its operators average the gradients of the ranks"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is owed from one step to the next."""
-        return {"residuals": {}}
-
-    def set_state_dict(self, state: dict[str, Any]) -> None:
-        """There is nothing to restore."""

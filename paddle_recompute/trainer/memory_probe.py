@@ -19,7 +19,7 @@ from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.models import build_model
 from paddle_recompute.recompute import apply_recompute
-from paddle_recompute.trainer.build import build_training
+from paddle_recompute.trainer.build import build_step
 from paddle_recompute.trainer.objective import Batch, Chunks, Objective
 
 SHORTEST_TEXT = 2
@@ -156,10 +156,9 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     section = config.recompute.model_copy(update={"enable": recompute})
     as_measured = config.model_copy(update={"recompute": section})
     amp = _unscaled(config.strategy.amp_configs) if config.strategy.amp else None
-    training = build_training(
+    step = build_step(
         as_measured, objective, model, config.learning_rate, vocab_size=vocab_size, amp=amp
     )
-    step = training.step
     steps = [
         [
             _dearest_batch(config, vocab_size, chunks)
@@ -172,7 +171,7 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
         _memory.reset_peak()
     step(steps[0])
     peak = _memory.peak_bytes()
-    del step, training, objective, model, steps
+    del step, objective, model, steps
     gc.collect()
     return peak
 

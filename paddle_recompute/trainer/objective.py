@@ -14,7 +14,7 @@ from paddle_recompute.config import Config
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache, text_ids
 from paddle_recompute.data import Pair
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.train_step import TrainStep
+from paddle_recompute.train_step import OF_LOSS, TrainStep
 
 Batch = dict[str, paddle.Tensor]
 
@@ -90,38 +90,27 @@ class Objective:
         return self.loss(model(batch["query"]), model(batch["positive"]), **ids)
 
     def parameters(self) -> dict[str, paddle.Tensor]:
-        """What is trained beside the encoder: ``logit_scale`` where the temperature is learned."""
-        return dict(self.loss.named_parameters())
-
-    def synchronization(self, model: paddle.nn.Layer) -> GradientSync:
-        """Over all that is trained, the temperature included, as the configuration asks for it."""
-        trained = model
-        if self.loss.parameters():
-            trained = paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
-        return GradientSync.from_config(trained, self._config)
+        """What is trained beside the encoder, by structured name: ``loss/logit_scale`` where the
+        temperature is learned.
+        """
+        return {f"{OF_LOSS}{name}": one for name, one in self.loss.named_parameters()}
 
     def train_step(
-        self,
-        model: paddle.nn.Layer,
-        optimizer: paddle.optimizer.Optimizer,
-        sync: GradientSync,
-        **options: Any,
+        self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer, **options: Any
     ) -> TrainStep:
         """A step with or without a gradient cache, as `chunks` say.
 
         Args:
             model: The encoder of both sides.
             optimizer: Over its parameters and those of `loss`.
-            sync: From `synchronization`.
             **options: Of `TrainStep`.
         """
+        trained = model
+        if self.loss.parameters():
+            trained = paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
+        options["sync"] = GradientSync.from_config(trained, self._config)
         if not self.chunks:
-            return TrainStep(model, optimizer, loss_fn=self.loss_of, sync=sync, **options)
-        cache = GradCache(
-            model,
-            self.loss,
-            chunk_size=self.chunks.size,
-            chunk_tokens=self.chunks.tokens,
-            sync=sync,
-        )
-        return TrainStep(model, optimizer, grad_cache=cache, sync=sync, **options)
+            return TrainStep(model, optimizer, loss_fn=self.loss_of, loss=self.loss, **options)
+        size, tokens = self.chunks.size, self.chunks.tokens
+        cache = GradCache(model, self.loss, chunk_size=size, chunk_tokens=tokens)
+        return TrainStep(model, optimizer, grad_cache=cache, **options)

@@ -14,8 +14,7 @@ from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkp
 from paddle_recompute.config import Config
 from paddle_recompute.distributed import barrier, mean_over_ranks
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.train_step import TrainStep
+from paddle_recompute.train_step import Step
 from paddle_recompute.trainer.objective import Chunks
 
 RECORD = "result.json"
@@ -126,9 +125,7 @@ class RunCheckpoints:
         checkpoint: Checkpoint,
         model: paddle.nn.Layer,
         loss: paddle.nn.Layer,
-        optimizer: paddle.optimizer.Optimizer,
-        train_step: TrainStep,
-        sync: GradientSync,
+        train_step: Step,
     ) -> None:
         """Put everything back. `train_step` has been made: level O2 has cast the parameters and
         given the optimizer its master weights. `loss` may have a temperature of its own.
@@ -136,18 +133,21 @@ class RunCheckpoints:
         Raises:
             CheckpointError: The files are damaged or belong to another model.
         """
-        checkpoint.load_into(model, optimizer, loss)
-        train_step.set_state_dict(checkpoint.state.get("train_step", {}))
-        sync.set_state_dict(self._sync_state(checkpoint))
+        checkpoint.load_into(model, loss)
+        train_step.set_state_dict(
+            {
+                **checkpoint.state.get("train_step", {}),
+                "optimizer": checkpoint.optimizer_state(),
+                "sync": self._sync_state(checkpoint),
+            }
+        )
 
     def save(
         self,
         step: int,
         model: paddle.nn.Layer,
         loss: paddle.nn.Layer,
-        optimizer: paddle.optimizer.Optimizer,
-        train_step: TrainStep,
-        sync: GradientSync,
+        train_step: Step,
         *,
         save_tokenizer: Callable[[Path], None],
         about: dict[str, Any],
@@ -158,22 +158,23 @@ class RunCheckpoints:
         Raises:
             CheckpointError: It cannot be written.
         """
-        own = sync.state_dict()
+        state = train_step.state_dict()
+        sync_state = state.get("sync", {})
         save_checkpoint(
             self._folder,
             model=model,
             loss=loss,
-            optimizer=optimizer,
+            optimizer_state=state["optimizer"],
             save_tokenizer=save_tokenizer,
             state={
                 "step": step,
                 "world_size": self._world_size,
                 **about,
-                "train_step": train_step.state_dict(),
+                "train_step": {name: state[name] for name in state.keys() & {"loss_scaler"}},
                 "config": self._config.to_dict(),
             },
             rank=self._rank,
-            sync_state=own if own["residuals"] else None,
+            sync_state=sync_state if sync_state.get("residuals") else None,
             barrier=barrier,
         )
         barrier()

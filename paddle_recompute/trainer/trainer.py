@@ -40,7 +40,7 @@ from paddle_recompute.models import build_model
 from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
 from paddle_recompute.train_step import StepResult, build_schedule
-from paddle_recompute.trainer.build import build_training, check_mode
+from paddle_recompute.trainer.build import build_step, check_mode
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
@@ -204,7 +204,7 @@ class Trainer:
         settings, global_batch = self.config.train, self.config.contrastive.global_batch
         done = checkpoint.step if checkpoint else 0
         schedule = build_schedule(self.config, total)
-        training = build_training(
+        train_step = build_step(
             self.config,
             objective,
             model,
@@ -212,17 +212,14 @@ class Trainer:
             vocab_size=data.tokenizer.vocab_size,
             amp=self._amp,
         )
-        optimizer, sync, train_step = training.optimizer, training.sync, training.step
-        self._say(f"Gradient synchronization: {sync.mode}, {sync.reason}")
+        self._say(f"Gradient synchronization: {train_step.synchronization}")
         if objective.chunks:
             self._say(f"Gradient cache: each rank encodes {objective.chunks}")
         self._autocast = train_step.autocast
         if self._amp is not None:
             self._say(f"Mixed precision: {self._amp.dtype}, level {self._amp.level}")
         if checkpoint is not None:
-            self._checkpoints.restore(
-                checkpoint, model, objective.loss, optimizer, train_step, sync
-            )
+            self._checkpoints.restore(checkpoint, model, objective.loss, train_step)
             for _ in range(done):  # a function of the step alone: made again, not restored
                 schedule.step()
         log = None
@@ -248,7 +245,7 @@ class Trainer:
                         f"step {step}: {error}. The last checkpoint is as it was"
                     ) from error
                 self._say_if_skipped(step, result)
-                rate = optimizer.get_lr()
+                rate = float(schedule())
                 schedule.step()
                 window.stop()
                 progress.advance()
@@ -268,7 +265,8 @@ class Trainer:
                     if result.loss_scale is not None:
                         record["loss_scale"] = result.loss_scale
                         record["skipped_steps"] = train_step.num_skipped
-                    training.write_back_loss()
+                    if self.config.contrastive.learnable_temperature:
+                        train_step.write_back()
                     record.update(self._learned_temperature(objective))
                     whole_run.add(window)
                     window = Meter()
@@ -276,14 +274,12 @@ class Trainer:
                     if log is not None:
                         log.write(record)
                 if saves:
-                    training.write_back()
+                    train_step.write_back()
                     self._checkpoints.save(
                         step,
                         model,
                         objective.loss,
-                        optimizer,
                         train_step,
-                        sync,
                         save_tokenizer=data.tokenizer.save,
                         about={
                             "untrained": untrained,

@@ -12,6 +12,7 @@ import pytest
 from paddle.base import core
 
 from paddle_recompute import GradCache, _paddle
+from paddle_recompute._paddle import amp as tracer_state
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
 from paddle_recompute.replay.replay_state import StateWatch
@@ -167,7 +168,7 @@ def test_the_amp_state_is_that_of_the_first_forward_and_off_in_the_backward() ->
             return gradient
 
     def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
-        _paddle._set_amp_state(replace(state, dtype="float16"))  # forgets to give it back
+        tracer_state._set_amp_state(replace(state, dtype="float16"))  # forgets to give it back
         return criterion(Spy.apply(query), positive)
 
     encoder = Watching()

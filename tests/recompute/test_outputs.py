@@ -6,9 +6,11 @@ import collections
 import dataclasses
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from tests.recompute.contract import Run, Seen, case, leaf, loss_of, step
 from tests.recompute.test_inputs import Mix
 
@@ -192,3 +194,44 @@ def test_containers_are_the_functions_own(shape: str) -> None:
         return made[-1]
 
     assert recompute(function, leaf(3, 4)) is made[0]
+
+
+class Passing(paddle.nn.Layer):
+    """Cheap, so it gives up its outputs; one of them is its argument."""
+
+    def forward(self, x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        return x.exp(), x
+
+
+class PassedOn(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Passing(), paddle.nn.LayerNorm(4)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        y, x = self.first(x)
+        return (self.second(x) * y).tanh()
+
+
+def test_an_argument_that_a_cheap_part_returns_may_come_again() -> None:
+    results = []
+    for enable in (False, True):
+        paddle.seed(1)
+        model, x = PassedOn(), paddle.randn([3, 4])
+        apply_recompute(model, RecomputeConfig(enable=enable, checkpoints=["first", "second"]))
+        for _ in range(3):
+            model(x).sum().backward()
+        results.append([parameter.grad.numpy().tobytes() for parameter in model.parameters()])
+    assert results[0] == results[1]
+
+
+def test_an_output_that_a_cheap_part_has_given_up_serves_after_its_backward() -> None:
+    gelu, x, weight = paddle.nn.GELU(), leaf(3, 4), leaf(3, 4)
+    model = paddle.nn.Sequential(gelu)
+    apply_recompute(model, RecomputeConfig(checkpoints=["0"]))
+    y = model(x * 2)
+    y.sum().backward()
+    kept = recompute(lambda y: (y * weight).tanh(), y.detach())
+    kept.sum().backward()
+    want = y * (1 - (y * weight).tanh().square())
+    assert np.allclose(weight.grad.numpy(), want.numpy(), atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -266,6 +267,20 @@ def test_number(run: Run) -> Seen:
     y = run(net, x * 2)
     net.scale = 3.0
     return {**backward(y, x, net), "scale": net.scale}
+
+
+@case("a forward hook that is {change} before the backward", change=["removed", "registered"])
+def test_hook(run: Run, change: str) -> Seen:
+    net, x = linear(), leaf(3, 4)
+    function: Any = net[0]
+    if change == "registered":
+        y = run(lambda h: net(h).tanh(), x * 2)
+        function.register_forward_post_hook(lambda layer, inputs, output: output * 2)
+    else:
+        hook = function.register_forward_post_hook(lambda layer, inputs, output: output * 2)
+        y = run(lambda h: net(h).tanh(), x * 2)
+        hook.remove()
+    return backward(y, x, net)
 
 
 def test_places_hold_their_new_content_afterwards() -> None:
@@ -594,3 +609,21 @@ def test_places_keep_no_graph() -> None:
         assert held[1:] == [held[1]] * 3
     finally:
         gc.enable()
+
+
+def test_locks_and_barriers_are_left_alone() -> None:
+    """A second forward must not give a barrier the state of the first: a thread may wait at it."""
+    event = threading.Event()
+
+    def block(x: paddle.Tensor) -> paddle.Tensor:
+        return x.tanh() if event is not None else x
+
+    x = leaf(3, 4)
+    y = recompute(block, x).sum()
+    flag_of = vars(event)
+    event.set()
+    before = dict(flag_of)
+    seen = []
+    x.register_hook(lambda _: seen.append(dict(flag_of)))
+    y.backward()
+    assert seen == [before] and event.is_set()

@@ -160,3 +160,13 @@ def test_a_copy_may_lie_in_its_memory_as_another_does(view: str) -> None:
     copy = _paddle.with_layout(x.clone(), _paddle.layout_of(x))
     assert _paddle.layout_of(copy) == _paddle.layout_of(x)
     assert copy.numpy().tobytes() == x.numpy().tobytes()
+
+
+@pytest.mark.parametrize("run", [plain, recompute], ids=["plain", "recompute"])
+def test_a_tensor_without_memory_may_be_saved(run: Run) -> None:
+    """The forward of an LSTM in eval mode; Paddle cannot differentiate it, and says so."""
+    lstm, x = paddle.nn.LSTM(4, 4), leaf(2, 3, 4)
+    lstm.eval()
+    y = run(lambda x: lstm(x)[0], x * 2)
+    with pytest.raises(RuntimeError, match="Tensor holds no memory"):
+        y.sum().backward()

@@ -19,7 +19,7 @@ from tests.static_graph.test_train_step import Encoder, config_of
 IS_26 = paddle.__version__.startswith("2.6")
 AMP = ["amp=true"]
 BFLOAT16 = ["amp=true", "amp_configs.dtype=bfloat16"]
-MERGE = ["gradient_merge=true"]
+MERGE = ["gradient_merge=true", "gradient_merge_configs.k_steps=2"]
 
 
 def amp(name: str) -> Callable[[Any], Any]:
@@ -63,9 +63,9 @@ REACHES: dict[str, tuple[list[str], Callable[[Any], Any], Any]] = {
     ),
     "gradient_merge": (MERGE, lambda s: s.gradient_merge, True),
     "gradient_merge_configs.k_steps": (
-        [*MERGE, "gradient_merge_configs.k_steps=2"],
+        ["gradient_merge=true", "gradient_merge_configs.k_steps=4"],
         lambda s: s.gradient_merge_configs["k_steps"],
-        2,
+        4,
     ),
     "gradient_merge_configs.avg": (MERGE, lambda s: s.gradient_merge_configs["avg"], True),
     "fuse_grad_size_in_MB": (["fuse_grad_size_in_MB=3"], lambda s: s.fuse_grad_size_in_MB, 3),

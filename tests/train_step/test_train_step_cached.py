@@ -198,8 +198,9 @@ def test_one_synchronization_over_all_that_is_trained() -> None:
         TrainStep(model, optimizer, grad_cache=cache, sync=GradientSync(everything))
     TrainStep(model, optimizer, grad_cache=cache)  # uses that of the cache
     bare = GradCache(model, loss, chunk_size=4)
-    TrainStep(model, optimizer, grad_cache=bare)
-    assert {id(p) for p in bare.sync.parameters} == {id(p) for p in everything}
+    step = TrainStep(model, optimizer, grad_cache=bare)
+    assert bare.sync is None  # the step's own is handed over with each call
+    assert {id(p) for p in step._sync.parameters} == {id(p) for p in everything}
 
 
 # ----------------------------------------------------------------------------- mixed precision

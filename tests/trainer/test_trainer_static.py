@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import ConfigError, StaticGraphError
+from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.trainer import Trainer, memory_probe
-from paddle_recompute.trainer.build import ProgramStep
 from paddle_recompute.trainer.metrics import read_metrics
 from tests.ranks import run_ranks
 from tests.trainer.test_trainer import tiny, weights_of, write_pairs
@@ -23,6 +23,9 @@ LOSS = 1e-5
 # 1.7e-6 with 2.6.2, where the true gradient is 0 (the bias of an attention's keys) and AdamW makes
 # a step of the noise in it; 2.6e-7 elsewhere. A step is 1e-2.
 WEIGHT = 1e-5
+# On two ranks the sums have another order. AdamW's first step is g / (|g| + 1e-8): where a gradient
+# is about 1e-7, the rounding in it is a percent of the step. Seen: 1e-4 in 3 to 10 of 512 weights.
+WEIGHT_ON_RANKS = 5e-4
 
 SETTINGS: dict[str, Any] = {
     "model__hidden_dropout": 0.0,
@@ -59,7 +62,7 @@ def moments_of(run: Path) -> dict[str, Any]:
     return load_file(find_checkpoint(run / "checkpoint").folder / "optimizer.safetensors")
 
 
-def assert_close(one: Path, other: Path) -> None:
+def assert_close(one: Path, other: Path, *, weight: float = WEIGHT) -> None:
     assert len(losses_of(one)) == SETTINGS["train__max_steps"]
     np.testing.assert_allclose(losses_of(one), losses_of(other), rtol=LOSS)
     for left, right in (
@@ -70,7 +73,7 @@ def assert_close(one: Path, other: Path) -> None:
         assert left.keys() == right.keys()
         for name, value in left.items():
             assert value.shape == right[name].shape
-            np.testing.assert_allclose(value, right[name], rtol=0, atol=WEIGHT, err_msg=name)
+            np.testing.assert_allclose(value, right[name], rtol=0, atol=weight, err_msg=name)
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -153,17 +156,17 @@ def test_the_step_that_is_measured_is_a_program_with_recompute_and_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recomputed: list[bool] = []
-    build = ProgramStep._build
+    build = StaticTrainStep.build
 
-    def noting(self: ProgramStep, micro_batch: Any) -> None:
+    def noting(self: StaticTrainStep, micro_batch: Any) -> None:
         build(self, micro_batch)
         try:
-            self._step.explain()
+            self.explain()
             recomputed.append(True)
         except StaticGraphError:  # the Program has no checkpoints
             recomputed.append(False)
 
-    monkeypatch.setattr(ProgramStep, "_build", noting)
+    monkeypatch.setattr(StaticTrainStep, "build", noting)
     train(folder, "static", mode="static", train__measure_plain=True, train__max_steps=1)
     assert recomputed == [True, False, True]  # measured, measured without, trained
 
@@ -203,5 +206,6 @@ def train_in_both_modes(folder: str) -> None:
 
 def test_two_ranks(folder: Path) -> None:
     run_ranks(train_in_both_modes, 2, folder=str(folder))
-    assert_close(folder / "static", folder / "dygraph")
-    assert_close(folder / "static-learned", folder / "dygraph-learned")
+    assert_close(folder / "static", folder / "dygraph", weight=WEIGHT_ON_RANKS)
+    learned = folder / "static-learned", folder / "dygraph-learned"
+    assert_close(*learned, weight=WEIGHT_ON_RANKS)

@@ -1,0 +1,67 @@
+"""The AMP state of dygraph, and the operators that AMP lists may name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+from paddle.base import core, framework
+
+
+@dataclass(frozen=True)
+class AmpState:
+    """What ``paddle.amp.auto_cast`` leaves on the tracer; ops read it as they are recorded."""
+
+    level: Any
+    dtype: str
+    lists: tuple[Any, Any]
+    use_promote: bool
+
+
+def amp_state() -> AmpState:
+    """The AMP state in force (2.6, 3.x).
+
+    ``paddle.amp`` can enter a state but not read one, hence the tracer. It is written directly
+    too, not through a second ``auto_cast``: that warns and does nothing on CPU, and would not
+    give back lists that were changed after the first one was entered.
+    """
+    tracer = framework._dygraph_tracer()
+    white, black = tracer._get_amp_op_list()
+    return AmpState(tracer._amp_level, tracer._amp_dtype, (white, black), tracer._use_promote)
+
+
+@contextlib.contextmanager
+def amp_state_of(state: AmpState) -> Iterator[None]:
+    """Inside, `state` is in force; afterwards what was before."""
+    before = amp_state()
+    _set_amp_state(state)
+    try:
+        yield
+    finally:
+        _set_amp_state(before)
+
+
+def _set_amp_state(state: AmpState) -> None:
+    tracer = framework._dygraph_tracer()
+    tracer._amp_level = state.level
+    tracer._set_amp_op_list(*state.lists)
+    tracer._amp_dtype = state.dtype
+    tracer._use_promote = state.use_promote
+
+
+@functools.cache
+def operator_names() -> frozenset[str]:
+    """Every name that this Paddle has for an operator, in dygraph and in either kind of Program.
+
+    The lists of ``auto_cast`` take any word and look for it in vain. There is no public list:
+    ``core.get_all_op_names`` has those of the old representation, ``paddle._C_ops`` those of
+    dygraph and PIR, ``paddle.amp.amp_lists`` fused ones (2.6, 3.x). Can go when ``auto_cast``
+    refuses what it does not know.
+    """
+    lists = [value for value in vars(paddle.amp.amp_lists).values() if isinstance(value, set)]
+    operators = [name for name in dir(paddle._C_ops) if not name.startswith("_")]
+    return frozenset(core.get_all_op_names()).union(operators, *lists)

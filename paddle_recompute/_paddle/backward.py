@@ -1,0 +1,106 @@
+"""What the autograd engine is doing, and the errors that hooks raise in it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import paddle
+from paddle.base import core, framework
+
+
+@dataclass
+class Backward:
+    """One call of the autograd engine.
+
+    Attributes:
+        retain_graph: What the caller asked for.
+        partial: True under ``paddle.grad``, False under ``backward()``.
+        error: The Python exception that a hook raised, for `watch_backward` to hand on.
+        at_end: Called, each once, when the engine has ended.
+    """
+
+    retain_graph: bool
+    partial: bool
+    error: BaseException | None = None
+    at_end: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+
+class _Running(threading.local):
+    """The engine calls of a thread. The engine calls hooks in the thread that called it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Backward] = []
+
+
+_running = _Running()
+
+
+def current_backward() -> Backward | None:
+    """The innermost engine call that is running in this thread; None outside of any, or before
+    `watch_backward` was called.
+    """
+    return _running.calls[-1] if _running.calls else None
+
+
+def hand_on(error: BaseException) -> None:
+    """Let `error`, raised inside the engine, reach the engine's caller as itself."""
+    backward = current_backward()
+    if backward is not None and backward.error is None:
+        backward.error = error
+
+
+@functools.cache
+def watch_backward() -> None:
+    """From now on, a Python exception inside the engine reaches the caller as itself.
+
+    Paddle's C++ engine (2.6, 3.x) turns an exception of a saved-tensor hook or a PyLayer into an
+    ``OSError`` whose text alone remembers it. All public ways into the engine (``Tensor.backward``,
+    ``paddle.autograd.backward``, ``paddle.grad``) look up ``core.eager.run_backward`` or
+    ``run_partial_grad`` at each call, so these two are wrapped, once. They also tell what was
+    asked for (`Backward`), which no public API does. Can go when the engine lets Python exceptions
+    through.
+    """
+    core.eager.run_backward = _watched(core.eager.run_backward, partial=False, position=2)
+    core.eager.run_partial_grad = _watched(core.eager.run_partial_grad, partial=True, position=3)
+
+
+def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Callable[..., Any]:
+    @functools.wraps(engine)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        retain = kwargs.get("retain_graph", args[position] if len(args) > position else False)
+        call = Backward(bool(retain), partial)
+        grad_enabled = paddle.is_grad_enabled()
+        _running.calls.append(call)
+        try:
+            return engine(*args, **kwargs)
+        except OSError as opaque:
+            # Taken out of `call`, and deleted: the traceback holds this frame, so a name here
+            # would be a reference cycle through everything that the error has passed.
+            error, call.error = call.error, None
+            if error is None:
+                raise
+            # The engine leaves the grad mode of the hook that failed (seen on 2.6.2 and 3.3.1).
+            framework._dygraph_tracer()._has_grad = grad_enabled
+            try:
+                raise error from error.__cause__ or opaque
+            finally:
+                del error
+        finally:
+            _running.calls.pop()
+            for end in call.at_end.values():
+                end()
+
+    return run
+
+
+def at_end_of_backward(owner: object, call: Callable[[], None]) -> None:
+    """Have `call` called, once for each `owner`, when the outermost running backward has ended.
+
+    Does nothing outside of any. Needs `watch_backward`.
+    """
+    if _running.calls:
+        _running.calls[0].at_end.setdefault(id(owner), call)

@@ -1,0 +1,116 @@
+"""Copies between a device and the host, for every kind of device that Paddle knows.
+
+Everything goes by a tensor's place and through calls that serve GPUs and other devices alike, on
+2.6 and 3.x.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import paddle
+from paddle.base import core
+
+
+def is_on_host(tensor: paddle.Tensor) -> bool:
+    """Whether the memory of `tensor` is the host's, pinned or not."""
+    place = tensor.place
+    return bool(place.is_cpu_place() or place.is_cuda_pinned_place())
+
+
+def to_host(tensor: paddle.Tensor) -> paddle.Tensor:
+    """A copy in host memory, complete when this returns; pinned where Paddle can pin, on GPUs."""
+    return tensor.pin_memory() if tensor.place.is_gpu_place() else tensor.cpu()
+
+
+def event_now() -> Any:
+    """An event behind all that has been put on the current device's stream; has ``query()``."""
+    return paddle.device.current_stream().record_event()
+
+
+class _CopyStream:
+    """The stream of a device on which tensors arrive.
+
+    Its events are made by ``record_event``, as ``paddle.device.Event`` of 3.3 cannot be made for a
+    device that is not a GPU, and used again: there, Paddle (2.6, 3.3) waits for an event when it is
+    destroyed, and so does ``Stream.wait_stream``, which makes one.
+    """
+
+    def __init__(self, kind: str, number: int) -> None:
+        self.place = _place_of(kind, number)
+        self.stream = paddle.device.Stream(self.place)
+        self._free: list[Any] = []
+
+    @property
+    def computing(self) -> Any:
+        """The stream that computes."""
+        return paddle.device.current_stream(self.place)
+
+    def recorded(self, stream: Any) -> Any:
+        """An event behind all that has been put on `stream`; to be given back to `take_back`."""
+        return stream.record_event(self._free.pop() if self._free else None)
+
+    def take_back(self, event: Any) -> None:
+        """A stream that waits for `event` waits for what it was recorded behind before."""
+        self._free.append(event)
+
+
+class Arriving:
+    """A tensor on its way from the host to a device, on a stream beside the one that computes.
+
+    ``Tensor._copy_to`` (2.6, 3.x) copies to the place of another tensor; the public ``Tensor.to``
+    takes no such place on 2.6, and ``paddle.to_tensor`` warns of a copy. Can go with 2.6.
+
+    Args:
+        copy: In host memory. Pinned memory is read while the device computes, other memory before
+            this returns.
+        place: ``tensor.place`` of a tensor on the device.
+    """
+
+    def __init__(self, copy: paddle.Tensor, place: Any) -> None:
+        self._source = copy  # must outlive the copying
+        self._to = to = _copy_stream(*_number_of(place))
+        # The new tensor may get memory whose last use still stands in the queue of computations.
+        used = to.recorded(to.computing)
+        to.stream.wait_event(used)
+        to.take_back(used)
+        with paddle.device.stream_guard(to.stream):
+            self._tensor: paddle.Tensor | None = copy._copy_to(place, False)
+        self._done = to.recorded(to.stream)
+
+    def has_arrived(self) -> bool:
+        """Whether the device has made the copy."""
+        return bool(self._done.query())
+
+    def tensor(self) -> paddle.Tensor:
+        """The tensor; once. What is computed from now on waits for it on the device."""
+        arrived, self._tensor = self._tensor, None
+        assert arrived is not None
+        self._to.computing.wait_event(self._done)
+        self._to.take_back(self._done)
+        return arrived
+
+    def __del__(self) -> None:
+        if getattr(self, "_tensor", None) is not None:
+            self._done.synchronize()  # nobody took it: its memory must not be written any more
+
+
+@functools.cache
+def _copy_stream(kind: str, number: int) -> _CopyStream:
+    return _CopyStream(kind, number)
+
+
+def _number_of(place: Any) -> tuple[str, int]:
+    if place.is_gpu_place():
+        return "gpu", int(place.gpu_device_id())
+    if place.is_xpu_place():
+        return "xpu", int(place.xpu_device_id())
+    return str(place.custom_device_type()), int(place.custom_device_id())
+
+
+def _place_of(kind: str, number: int) -> Any:
+    # ``tensor.place`` is a ``core.Place``, which streams refuse.
+    if kind == "gpu":
+        return core.CUDAPlace(number)
+    return core.XPUPlace(number) if kind == "xpu" else core.CustomPlace(kind, number)

@@ -1,0 +1,96 @@
+"""Starting ranks, gloo groups and the TCP store of a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import time
+
+import paddle.distributed as dist
+from paddle.base import core
+from paddle.distributed.communication.group import Group
+
+
+def init_parallel_env() -> None:
+    """``dist.init_parallel_env`` without a list of flags that nobody has modified.
+
+    It writes every flag that differs from its default to ``sys.stderr`` (2.6, 3.x), and 3.x sets
+    one itself as it is imported, so each rank of each run shows a block about it. Flags that the
+    user has set are still shown. Can go when Paddle leaves its own out.
+    """
+    written = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(written):
+            dist.init_parallel_env()
+    finally:
+        sys.stderr.write(without_own_flags(written.getvalue()))
+
+
+def without_own_flags(text: str) -> str:
+    """`text` less what it says about flags that Paddle has modified itself."""
+    for name in FLAGS_SET_BY_PADDLE - os.environ.keys():
+        text = re.sub(rf"^FLAGS\(name='{name}'.*\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"^=+ Modified FLAGS detected =+\n=+\n", "", text, flags=re.MULTILINE)
+
+
+FLAGS_SET_BY_PADDLE = {"FLAGS_enable_pir_in_executor"}
+
+
+def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
+    """A gloo group of `ranks`, made by them alone, who meet under `number`; called on each of them.
+
+    ``core.ProcessGroupGloo.create`` (2.6, 3.x) is what ``dist.new_group`` calls with a number that
+    it counts up on each rank, for which every rank of the run must call it. Waits for the others,
+    without the GIL. Can go when a group can be made by its members.
+    """
+    store = core.create_or_get_global_tcp_store()
+    place = ranks.index(dist.get_rank())
+    made = core.ProcessGroupGloo.create(store, place, len(ranks), number)
+    return Group(place, number, list(ranks), pg=made, name=f"paddle_recompute_{number}")
+
+
+def is_from_gloo(error: BaseException) -> bool:
+    """Whether a gloo collective has raised `error`.
+
+    It is a RuntimeError or ValueError like others (2.6, 3.x); what tells it apart is the source
+    file that its text begins with.
+    """
+    return "gloo/transport/" in str(error)
+
+
+def master_host() -> str:
+    """Name or address of the machine of rank 0, where the launch's TCP store listens.
+
+    What ``init_parallel_env`` (2.6, 3.x) reads; the store itself does not tell where it is.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    endpoint = f"{address}:{port}" if address and port else os.environ.get("PADDLE_MASTER")
+    if endpoint is None:
+        endpoint = os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
+    return endpoint.split(":")[0]
+
+
+def store_publish(key: str, value: str) -> None:
+    """Put `value` under `key` into the launch's TCP store, for `store_await` on other ranks.
+
+    ``core.create_or_get_global_tcp_store`` (2.6, 3.x) is how Paddle itself reaches the store; there
+    is no public way. One operation takes 43 ms, so it is for what is told once.
+    """
+    store = core.create_or_get_global_tcp_store()
+    store.set(key, value)
+    store.add(f"{key}/published", 1)
+
+
+def store_await(key: str) -> str:
+    """What a rank has published under `key`; waits for it, for ever.
+
+    Polls: the store's own ``wait`` and ``get`` (2.6, 3.x) end the process after 15 minutes. A
+    RuntimeError says that the store, which is in rank 0, is gone.
+    """
+    store = core.create_or_get_global_tcp_store()
+    while not store.add(f"{key}/published", 0):
+        time.sleep(0.05)
+    return str(store.get(key).decode())

@@ -1,0 +1,100 @@
+"""What a Layer and an optimizer hold, where Paddle has no public way to ask."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import paddle
+from paddle.base import framework
+
+BATCH_NORMS = (
+    paddle.nn.BatchNorm,
+    paddle.nn.BatchNorm1D,
+    paddle.nn.BatchNorm2D,
+    paddle.nn.BatchNorm3D,
+    paddle.nn.SyncBatchNorm,
+)
+
+
+def is_parameter(value: object) -> bool:
+    """Whether `value` is a dygraph parameter (``EagerParamBase``; 2.6, 3.x)."""
+    return isinstance(value, framework.EagerParamBase)
+
+
+def parameters_of_optimizer(optimizer: Any) -> list[paddle.Tensor]:
+    """The parameters that `optimizer` updates; none where it cannot be told, as with a wrapper.
+
+    ``Optimizer._parameter_list`` (2.6, 3.x) holds parameters, or one dict per group of them. Can go
+    when an optimizer says it publicly.
+    """
+    listed = getattr(optimizer, "_parameter_list", None) or []
+    groups = [entry["params"] if isinstance(entry, dict) else [entry] for entry in listed]
+    return [parameter for group in groups for parameter in group]
+
+
+@functools.cache
+def attributes_of_every_layer() -> frozenset[str]:
+    """What ``Layer.__init__`` itself (2.6, 3.x) puts into the ``__dict__`` of a Layer."""
+    with paddle.utils.unique_name.guard():  # or the names of the user's Layers would shift
+        return frozenset(vars(paddle.nn.Layer()))
+
+
+def own_parameters(layer: paddle.nn.Layer) -> dict[str, Any]:
+    """The dict in which `layer` itself (not its sublayers) keeps its parameters (2.6, 3.x)."""
+    return layer.__dict__["_parameters"]  # type: ignore[no-any-return]
+
+
+def set_own_parameters(layer: paddle.nn.Layer, parameters: dict[str, Any]) -> None:
+    """Let `layer` look its parameters up in another dict; ``setattr`` would refuse one."""
+    layer.__dict__["_parameters"] = parameters
+
+
+def own_sublayers(layer: paddle.nn.Layer) -> dict[str, Any]:
+    """The dict in which `layer` keeps its direct sublayers (2.6, 3.x)."""
+    return layer.__dict__["_sub_layers"]  # type: ignore[no-any-return]
+
+
+def forward_pre_hooks(layer: paddle.nn.Layer) -> dict[Any, Any]:
+    """The hooks before the forward of `layer` itself (2.6, 3.x)."""
+    return layer._forward_pre_hooks  # type: ignore[no-any-return]
+
+
+def forward_post_hooks(layer: paddle.nn.Layer) -> dict[Any, Any]:
+    """The hooks behind the forward of `layer` itself (2.6, 3.x)."""
+    return layer._forward_post_hooks  # type: ignore[no-any-return]
+
+
+def non_trained_state(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], list[str]]]:
+    """Where `layer` itself (not its sublayers) keeps tensors that a forward may write to.
+
+    Dicts of the Layer with the keys in question, so that a caller can put another tensor there;
+    ``Layer.register_buffer`` (public) refuses a name that exists. BatchNorms keep their statistics
+    among the parameters, with ``stop_gradient`` set (2.6, 3.x).
+    """
+    slots = [(layer._buffers, list(layer._buffers))]
+    statistics = statistics_among_parameters(layer)
+    if statistics:
+        slots.append((layer._parameters, statistics))
+    return slots
+
+
+def statistics_among_parameters(layer: paddle.nn.Layer) -> list[str]:
+    """The names under which a BatchNorm keeps its statistics among its parameters (2.6, 3.x)."""
+    return ["_mean", "_variance"] if isinstance(layer, BATCH_NORMS) else []
+
+
+def children_of(layer: paddle.nn.Layer) -> list[tuple[str, paddle.nn.Layer]]:
+    """The direct sublayers of `layer` under every name that it has for them.
+
+    ``Layer.named_children`` (public) gives a Layer that has two names there under the first only.
+    """
+    return [(name, child) for name, child in layer._sub_layers.items() if child is not None]
+
+
+def is_initialized(tensor: object) -> bool:
+    """Whether `tensor` is a tensor that has memory; ``nn.LSTM`` keeps a buffer that has none.
+
+    ``_is_initialized`` (2.6, 3.x); the public ``is_initialized`` is deprecated.
+    """
+    return isinstance(tensor, paddle.Tensor) and bool(tensor._is_initialized())

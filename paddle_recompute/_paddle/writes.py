@@ -1,0 +1,66 @@
+"""Writes into tensors that ``inplace_version`` does not count."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+
+def address_of(tensor: paddle.Tensor) -> int | None:
+    """Where the memory of `tensor` begins; None if it has none, or is sparse.
+
+    ``data_ptr`` is public; what it says of tensors without memory differs: None, 0 or, for the
+    placeholder buffers of ``nn.LSTM`` on 3.x, a RuntimeError.
+    """
+    try:
+        return tensor.data_ptr() or None
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
+    """From now on, call ``written(tensor)`` for each write that no ``inplace_version`` counts.
+
+    These are (2.6, 3.x) the update of every optimizer, whose subclasses all come through
+    ``Optimizer._create_optimization_pass``; ``Tensor.set_value``, through which ``set_state_dict``
+    goes; ``Tensor.copy_``; ``_C_ops.assign_value_`` (``paddle.assign`` of an array into a tensor)
+    and ``_C_ops.exponential_``. Paddle offers no callback for any of them. Nothing changes for
+    whoever calls them. Can go when Paddle raises ``inplace_version`` there.
+    """
+    update = paddle.optimizer.Optimizer._create_optimization_pass
+
+    @functools.wraps(update)
+    def reported_update(self: Any, parameters_and_grads: Any, *args: Any, **kwargs: Any) -> Any:
+        result = update(self, parameters_and_grads, *args, **kwargs)
+        if isinstance(parameters_and_grads, dict):
+            parameters_and_grads = parameters_and_grads["params"]
+        for parameter, gradient in parameters_and_grads:
+            if gradient is not None and isinstance(parameter, paddle.Tensor):
+                written(parameter)
+        return result
+
+    def reported(write: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(write)
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = write(tensor, *args, **kwargs)
+            if isinstance(tensor, paddle.Tensor):
+                written(tensor)
+            return result
+
+        return call
+
+    paddle.optimizer.Optimizer._create_optimization_pass = reported_update
+    for owner, name in _UNCOUNTED_WRITES:
+        setattr(owner, name, reported(getattr(owner, name)))
+
+
+_UNCOUNTED_WRITES = (
+    (paddle.Tensor, "set_value"),
+    (paddle.Tensor, "copy_"),
+    (paddle._C_ops, "assign_value_"),
+    (paddle._C_ops, "exponential_"),
+)

@@ -1,0 +1,121 @@
+"""Forward and backward of one micro-batch: `PlainBackward`, or `CachedBackward` chunk by chunk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import paddle
+
+from paddle_recompute._nested import tensors_in
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache
+from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.grad_sync import GradientSync
+
+LossFn = Callable[[Any, Any], paddle.Tensor]
+Autocast = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Backward(Protocol):
+    """Adds the gradient of one micro-batch's loss to ``.grad``."""
+
+    def __call__(
+        self, micro_batch: Any, *, divisor: float, loss_scale: float | None, last: bool
+    ) -> float:
+        """Run forward and backward; returns the loss, neither divided nor scaled.
+
+        Args:
+            micro_batch: What the loss is of.
+            divisor: What the loss is divided by.
+            loss_scale: What it is multiplied by, in float32; None: nothing.
+            last: Whether the gradients are synchronized in this backward.
+        """
+
+    def count(self, micro_batch: Any) -> float:
+        """The number of examples of a micro-batch, where the caller does not say it."""
+
+
+class PlainBackward:
+    """``loss_fn(model, micro_batch)``, all at once."""
+
+    def __init__(
+        self, model: paddle.nn.Layer, loss_fn: LossFn, sync: GradientSync, autocast: Autocast
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._sync = sync
+        self._autocast = autocast
+
+    def __call__(
+        self, micro_batch: Any, *, divisor: float, loss_scale: float | None, last: bool
+    ) -> float:
+        with self._sync.last_backward() if last else self._sync.no_sync():
+            with self._autocast():
+                loss = self._loss_fn(self._model, micro_batch)
+            if loss.size != 1:
+                raise ConfigError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
+            weighted = loss / divisor
+            if loss_scale is not None:
+                # In float32: a float16 loss times its scale could be infinite on its own.
+                weighted = weighted.astype("float32") * loss_scale
+            weighted.backward()
+            return float(loss.item())
+
+    def count(self, micro_batch: Any) -> float:
+        return _length_of_first_axis(micro_batch)
+
+
+class CachedBackward:
+    """A `GradCache`, which encodes the micro-batch chunk by chunk."""
+
+    def __init__(self, cache: GradCache, sync: GradientSync, autocast: Autocast) -> None:
+        self._cache = cache
+        self._sync = sync
+        self._autocast = autocast
+
+    def __call__(
+        self, micro_batch: Any, *, divisor: float, loss_scale: float | None, last: bool
+    ) -> float:
+        inputs, loss_arguments = _inputs_of_cache(micro_batch)
+        with self._autocast():
+            loss = self._cache.backward(
+                *inputs,
+                last=last,
+                loss_scale=(1.0 if loss_scale is None else loss_scale) / divisor,
+                loss_arguments=loss_arguments,
+                sync=self._sync,
+            )
+        return float(loss.item())
+
+    def count(self, micro_batch: Any) -> float:
+        loss = self._cache.loss
+        if isinstance(loss, ContrastiveLoss) and loss.negatives == "global":
+            return 1  # the loss weighs the ranks' batches by their sizes itself
+        return _length_of_first_axis(micro_batch)
+
+
+def _length_of_first_axis(micro_batch: Any) -> int:
+    tensor = next(tensors_in(micro_batch), None)
+    if tensor is None or tensor.ndim == 0:
+        found = "no Tensor" if tensor is None else "a Tensor without axes first"
+        raise ConfigError(
+            f"the number of examples cannot be told from a micro-batch with {found} in it; give "
+            "TrainStep num_examples=..., a function from the micro-batch to that number"
+        )
+    return int(tensor.shape[0])
+
+
+def _inputs_of_cache(micro_batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    """(query, positive and negatives; keyword arguments of the loss)."""
+    if isinstance(micro_batch, (tuple, list)) and len(micro_batch) >= 2:
+        return list(micro_batch), {}
+    if isinstance(micro_batch, Mapping) and {"query", "positive"} <= micro_batch.keys():
+        rest = dict(micro_batch)
+        inputs = [rest.pop("query"), rest.pop("positive"), *rest.pop("negatives", ())]
+        return inputs, rest
+    raise DataError(
+        "a micro-batch of a TrainStep with grad_cache is (query, positive, *negatives) or a dict "
+        f"with 'query' and 'positive'; received {type(micro_batch).__name__}"
+        + (f" with {', '.join(map(repr, micro_batch))}" if isinstance(micro_batch, dict) else "")
+    )

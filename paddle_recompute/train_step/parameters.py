@@ -1,0 +1,110 @@
+"""Which parameters a step trains, updates and synchronizes: looked up anew in each step."""
+
+from __future__ import annotations
+
+import logging
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute.contrastive import GradCache
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.grad_sync import GradientSync, SyncMode
+
+_SHOWN = 5
+_logger = logging.getLogger("paddle_recompute")
+
+
+def all_parameters(
+    model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer
+) -> list[paddle.Tensor]:
+    """Those of `model`, and what `optimizer` updates besides, each once; frozen ones too."""
+    both = [*model.parameters(), *_paddle.parameters_of_optimizer(optimizer)]
+    return list({id(p): p for p in both}.values())
+
+
+def trained(model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
+    """What `model` trains and what `optimizer` updates besides, each once."""
+    return [p for p in all_parameters(model, optimizer) if not p.stop_gradient]
+
+
+def updated(
+    trained: list[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
+) -> list[paddle.Tensor]:
+    """Those of `trained` that `optimizer` has; all, where it cannot be told."""
+    of_optimizer = {id(p) for p in _paddle.parameters_of_optimizer(optimizer)}
+    return [p for p in trained if id(p) in of_optimizer] if of_optimizer else trained
+
+
+def warn_of_not_updated(
+    trained: list[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
+) -> None:
+    """Warn of those of `trained` that `optimizer` does not have."""
+    of_optimizer = {id(parameter) for parameter in updated(trained, optimizer)}
+    names = [parameter.name for parameter in trained if id(parameter) not in of_optimizer]
+    if names:
+        _logger.warning(
+            "the optimizer does not have %s%s of the model, so they do not change, and their "
+            "gradients are cleared without being counted. If that is wanted, freeze them "
+            "(stop_gradient = True): the backward takes less time then",
+            ", ".join(names[:_SHOWN]),
+            f" and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else "",
+        )
+
+
+def refuse_main_grad(parameters: list[paddle.Tensor]) -> None:
+    """Raise ConfigError if one of `parameters` keeps its gradient in ``main_grad``."""
+    names = [p.name for p in parameters if _paddle.keeps_main_grad(p)]
+    if names:
+        raise ConfigError(
+            f"{names[0]} keeps its gradient in main_grad (fleet's MixPrecisionLayer), which "
+            "TrainStep does not look at. Give it the Layer without MixPrecisionLayer, and "
+            "amp=AmpConfigs(level='O2') for the same"
+        )
+
+
+def synchronization_of(
+    given: SyncMode | GradientSync,
+    model: paddle.nn.Layer,
+    optimizer: paddle.optimizer.Optimizer,
+    parameters: list[paddle.Tensor],
+    cache: GradCache | None,
+) -> GradientSync:
+    """The `GradientSync` of a step: over all of `parameters`; that of `cache`, if it has one.
+
+    Raises:
+        ConfigError: It is not over all of them, or there are two.
+    """
+    in_model = {id(parameter) for parameter in model.parameters()}
+    besides = [parameter for parameter in parameters if id(parameter) not in in_model]
+    if isinstance(given, GradientSync):
+        sync = given
+    elif cache is not None and cache.sync is not None:
+        sync = cache.sync
+    elif not besides:
+        sync = GradientSync(model, mode=given)
+    elif isinstance(model, paddle.DataParallel) and cache is None:
+        raise ConfigError(
+            f"the optimizer updates {', '.join(p.name for p in besides)}, and the model in "
+            "paddle.DataParallel does not have it; pass the bare Layer, which is synchronized here"
+        )
+    else:
+        sync = GradientSync(lambda: all_parameters(model, optimizer), mode=given)
+    if cache is not None and cache.sync is not None and cache.sync is not sync:
+        raise ConfigError(
+            "grad_cache has a GradientSync, and sync is another one; leave one of them out"
+        )
+    check_all_synchronized(sync, parameters)
+    return sync
+
+
+def check_all_synchronized(sync: GradientSync, parameters: list[paddle.Tensor]) -> None:
+    """Raise ConfigError if `sync` leaves out one of `parameters`."""
+    synchronized = {id(parameter) for parameter in sync.parameters}
+    missing = [p.name for p in parameters if id(p) not in synchronized]
+    if missing:
+        raise ConfigError(
+            f"sync does not synchronize {', '.join(missing)}, which the optimizer updates or the "
+            "model trains, so the ranks would drift apart; make it over all of them: "
+            "GradientSync([*model.parameters(), *loss.parameters()])"
+        )

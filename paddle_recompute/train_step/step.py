@@ -1,0 +1,71 @@
+"""What a step is, in either mode: `Step`, and the `StepResult` that each call of it returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+OF_LOSS = "loss/"
+"""Begins the structured name of a parameter of the loss; no parameter of a model has a slash."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        loss: Mean loss over the examples of all micro-batches and ranks.
+        grad_norm: Euclidean norm of the synchronized gradient of all parameters that the optimizer
+            updates, without the loss scale and before clipping. Computed in float32; in float64
+            where one of the gradients is.
+        seconds: Wall-clock time of ``forward_backward``, ``sync`` (what of it came after the
+            backward; 0 in a single process) and ``update``.
+        skipped: Whether the parameters were left alone, because loss or gradient is not finite in
+            float16. It is the same on all ranks.
+        loss_scale: What the loss was multiplied with; None where it is not scaled.
+    """
+
+    loss: float
+    grad_norm: float
+    seconds: dict[str, float]
+    skipped: bool = False
+    loss_scale: float | None = None
+
+
+class Step(Protocol):
+    """One optimizer step. `TrainStep` is it in dygraph, `StaticTrainStep` in a static graph.
+
+    State is under structured names, ``"encoder.layers.0.linear1.weight"``, in both modes; those of
+    the loss begin with `OF_LOSS`: ``"loss/logit_scale"``. So either mode continues the other.
+    """
+
+    def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
+        """Run one optimizer step on the micro-batches."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on beside the model.
+
+        Returns:
+            ``"optimizer"``: moments and master weights, ``"<parameter>:moment1"``, Tensors or
+            arrays. ``"loss_scaler"``, where the loss is scaled: plain numbers. ``"sync"``, where
+            this rank synchronizes gradients: as `GradientSync.state_dict` has it.
+        """
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave, in either mode; what is not there starts anew."""
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The mixed precision in which the model is to be evaluated."""
+
+    def write_back(self) -> None:
+        """Bring the model, and the loss, up to date with the steps that were made."""
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps were skipped so far, before a resumption too."""
+
+    @property
+    def synchronization(self) -> str:
+        """How gradients are synchronized and why, in words."""

@@ -1,0 +1,34 @@
+"""On which device the tests run: the CPU, or the simulated device (``tests/fake_device``)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fake_device import selected
+
+_why_not = selected.why_not() if selected.is_selected() else None
+if selected.is_selected() and _why_not is None:
+    selected.enter()  # before any module of tests imports Paddle
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On the simulated device: leave out what cannot run there, or everything without g++."""
+    if not selected.is_selected():
+        return
+    from tests.fake_device.known import KNOWN
+
+    for item in items:
+        known = next((KNOWN[name] for name in _names(item.nodeid) if name in KNOWN), None)
+        reason = _why_not or known
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _names(node: str) -> list[str]:
+    """The test itself, without its parameters, then all that it is in."""
+    names = [node, node.partition("[")[0]]
+    while "::" in names[-1]:
+        names.append(names[-1].rpartition("::")[0])
+    while "/" in names[-1]:
+        names.append(names[-1].rpartition("/")[0])
+    return names

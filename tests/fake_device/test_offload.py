@@ -1,0 +1,120 @@
+"""``offload="host"`` on a device: what it frees, and when the inputs come back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import recompute
+from paddle_recompute._paddle import device
+from paddle_recompute.recompute._offload import STORAGES
+from tests.fake_device import switches
+from tests.ranks import ROOT
+from tests.recompute.contract import leaf
+
+PLACES = (None, "host", "disk")
+
+
+@pytest.fixture(scope="module")
+def reserved() -> dict[str, int]:
+    """The most that a step takes of the device's memory; on 2.6 Paddle itself does not count."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fake_device.reserved", *map(str, PLACES)],
+        cwd=ROOT,
+        env=switches.environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_lowers_the_peak_of_the_device(reserved: dict[str, int]) -> None:
+    """16 blocks keep an input each; away from the device there are those of two at a time."""
+    for place in ("host", "disk"):
+        assert reserved[place] < 0.6 * reserved["None"], reserved
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
+def test_every_dtype_comes_back_to_its_place(dtype: str) -> None:
+    value = (paddle.randn([5, 3]) * 100).astype(dtype)
+    kept = STORAGES["host"].keep(value)
+    with switches.set_to(copy_us=20_000):
+        back = kept.load()
+    # By its words: on 2.6 two places of such a device are never equal.
+    assert str(back.place) == str(value.place) and back.dtype == value.dtype
+    assert back.numpy().tobytes() == value.numpy().tobytes()
+
+
+def test_the_inputs_of_the_block_before_are_on_their_way() -> None:
+    storage = STORAGES["host"]
+    kept = [storage.keep(paddle.full([64], float(value))) for value in range(4)]
+    with switches.set_to(copy_us=50_000):
+        last = kept[3].load()
+        ahead = kept[2]._ahead
+        assert isinstance(ahead, device.Arriving) and not ahead.has_arrived()
+        assert kept[1]._ahead is None  # one for each that is taken, so the device does not fill up
+        assert kept[2].load().tolist() == [2.0] * 64
+        assert kept[1]._ahead is not None
+    assert last.tolist() == [3.0] * 64
+
+
+def test_a_block_with_several_inputs_is_prefetched_whole() -> None:
+    storage = STORAGES["host"]
+    before = [storage.keep(paddle.full([8], float(value))) for value in range(3)]
+    now = [storage.keep(paddle.full([8], 10.0 + value)) for value in range(3)]
+    assert [one.load().tolist()[0] for one in now] == [10, 11, 12]
+    assert all(one._ahead is not None for one in before)
+    assert now[0]._ahead is None  # it has been here already
+
+
+def test_one_that_nobody_takes_is_not_written_to_afterwards() -> None:
+    storage = STORAGES["host"]
+    kept = [storage.keep(paddle.full([1 << 16], float(value))) for value in (1, 2)]
+    with switches.set_to(copy_us=50_000):
+        kept[1].load()
+        del kept
+        fresh = paddle.full([1 << 16], 7.0)  # perhaps in the memory of the one that was coming
+        assert float((fresh == 7.0).astype("float32").mean()) == 1.0
+    assert float((fresh == 7.0).astype("float32").mean()) == 1.0
+
+
+def test_gradients_are_those_of_the_plain_call_whenever_copies_end() -> None:
+    def train(offload: str | None, late: int) -> list[np.ndarray]:
+        paddle.seed(1)
+        layers = [paddle.nn.Linear(16, 16) for _ in range(4)]
+        x, scale = leaf(8, 16), paddle.full([8, 16], 0.5)
+        y = x * 2
+        with switches.set_to(copy_us=late, kernel_us=late // 10):
+            for layer in layers:
+                y = recompute(
+                    lambda y, scale, layer=layer: paddle.nn.functional.dropout(layer(y) * scale),
+                    y,
+                    scale,
+                    offload=offload,
+                )
+            y.sum().backward()
+        return [x.grad.numpy(), *(layer.weight.grad.numpy() for layer in layers)]
+
+    wanted = train(None, 0)
+    for late in (0, 3_000):
+        for one, other in zip(train("host", late), wanted, strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_the_host_does_not_wait_for_a_copy() -> None:
+    STORAGES["host"].keep(paddle.zeros([1])).load()  # the stream and its events are made here
+    kept = STORAGES["host"].keep(paddle.full([64], 3.0))
+    with switches.set_to(copy_us=500_000):
+        began = time.perf_counter()
+        back = kept.load()
+        assert time.perf_counter() - began < 0.4
+        assert back.tolist() == [3.0] * 64
+        assert time.perf_counter() - began > 0.4
