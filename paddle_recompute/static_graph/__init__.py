@@ -1,7 +1,7 @@
 """Training in a static graph, on Paddle 2.6 and 3.3, with recompute that is right."""
 
-from paddle_recompute.recompute.program import SegmentInfo, SegmentReport, mark_checkpoint
-from paddle_recompute.static_graph.minimize import RecomputeOptimizer, explain, minimize
+from paddle_recompute.recompute.program import SegmentInfo, SegmentReport, explain, mark_checkpoint
+from paddle_recompute.static_graph.minimize import RecomputeOptimizer, minimize
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
 from paddle_recompute.static_graph.train_step import StaticTrainStep
 

@@ -10,12 +10,7 @@ import paddle
 from paddle_recompute._paddle.static import old_ir, old_ir_fleet
 from paddle_recompute._paddle.static.old_ir import Operator, Variable
 from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.recompute.program.old_ir import (
-    Graph,
-    copy_detached,
-    find_segments,
-    recompute_segments,
-)
+from paddle_recompute.recompute.program import backend, check_recompute, recompute_segments
 from paddle_recompute.static_graph.strategy import amp_dtype
 
 if TYPE_CHECKING:
@@ -37,16 +32,9 @@ def minimize(
     recomputes, strategy.recompute = bool(strategy.recompute), False
     if recomputes:
         _refuse_offload(strategy)
-        # Before anything is appended: a wrong name leaves the Program as it was.
-        find_segments(Graph(program), checkpoints)
-    elif Graph(program).has_recomputed_calls:
-        raise StaticGraphError(
-            "the model has Layers under recompute (apply_recompute, recompute_wrapper), but the "
-            "strategy does not set recompute; set strategy.recompute = True, or build the model "
-            "without wrapping it"
-        )
+    check_recompute(program, is_asked_for=recomputes, names=checkpoints)
     is_bfloat16 = amp_dtype(strategy) == "bfloat16"
-    earlier = {id(operator): operator for operator in old_ir.main_block(program).ops}
+    before = old_ir.operations(program)
     with paddle.static.program_guard(program, startup):
         if is_bfloat16:
             lists = strategy.amp_configs
@@ -59,11 +47,10 @@ def minimize(
             )
             if loss.dtype != paddle.float32:
                 loss = loss.astype("float32")
-        copy_detached(program)
-        old_ir.claim_recomputed_calls(program)
+        backend().prepare(program)
         operators, params_grads = old_ir_fleet.fleet_minimize(optimizer, loss, strategy, startup)
         if recomputes:
-            recompute_segments(program, earlier, checkpoints)
+            recompute_segments(program, before, checkpoints)
         if is_bfloat16:
             old_ir_fleet.complete_bfloat16_gradients(program)
     return operators, params_grads

@@ -8,13 +8,7 @@ import paddle
 
 from paddle_recompute._paddle.static import pir, pir_exchange
 from paddle_recompute._paddle.static.pir import Operation
-from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.recompute.program.pir import (
-    Graph,
-    find_segments,
-    prepare,
-    recompute_segments,
-)
+from paddle_recompute.recompute.program import backend, check_recompute, recompute_segments
 from paddle_recompute.static_graph._parse_strategy import Requested, check_amp
 from paddle_recompute.static_graph._pir_data_parallel import (
     ParamsGrads,
@@ -38,22 +32,14 @@ def minimize(
     with paddle.static.program_guard(program, startup):
         forward = pir.operations(program)
         check_amp(requested, forward)
-        if requested.recompute:
-            # Before anything is appended: a wrong name leaves the Program as it was.
-            find_segments(Graph(program, None), requested.checkpoints)
-        elif pir.has_recomputed_calls(program):
-            raise StaticGraphError(
-                "the model has Layers under recompute (apply_recompute, recompute_wrapper), but "
-                "the strategy does not set recompute; set strategy.recompute = True, or build the "
-                "model without wrapping it"
-            )
+        check_recompute(program, is_asked_for=requested.recompute, names=requested.checkpoints)
         num_ranks = pir_exchange.join_ranks()
         if num_ranks > 1:
             start_as_rank_0(program, startup, bucket_bytes=requested.bucket_bytes)
-        prepare(program)
+        backend().prepare(program)
         params_grads = pir.append_backward(optimizer, loss, startup)
         if requested.recompute:
-            recompute_segments(program, forward[-1], requested.checkpoints)
+            recompute_segments(program, forward, requested.checkpoints)
 
         def update(gradients: ParamsGrads) -> list[Operation]:
             means = mean_over_ranks(

@@ -1,4 +1,4 @@
-"""`minimize`, `explain` and `RecomputeOptimizer`, whichever representation Paddle builds."""
+"""`minimize` and `RecomputeOptimizer`, whichever representation Paddle builds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import paddle
 
-from paddle_recompute._paddle import static as _paddle_static
 from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.recompute.program import SegmentReport, named
+from paddle_recompute.recompute.program import backend, named
 
 if TYPE_CHECKING:
     from paddle.distributed import fleet
@@ -41,34 +40,11 @@ def minimize(
         StaticGraphError: The strategy asks for what this Paddle cannot do, or its checkpoints
             are not in the Program; the message says which.
     """
-    if _paddle_static.representation() == "pir":
-        from paddle_recompute.static_graph import _pir_minimize
-
-        return _pir_minimize.minimize(optimizer, loss, strategy, startup_program=startup_program)
-    from paddle_recompute.static_graph import _old_ir_minimize
-
-    return _old_ir_minimize.minimize(optimizer, loss, strategy, startup_program=startup_program)
-
-
-def explain(program: paddle.static.Program) -> SegmentReport:
-    """The recompute segments of `program`: operators, and bytes kept for the backward.
-
-    Args:
-        program: Before or after `minimize`; before, what the backward will keep is not known.
-
-    Returns:
-        A report whose ``str`` is a table.
-
-    Raises:
-        StaticGraphError: The Program has no checkpoints.
-    """
-    if _paddle_static.representation() == "pir":
-        from paddle_recompute.recompute.program import pir
-
-        return pir.explain(program)
-    from paddle_recompute.recompute.program import old_ir
-
-    return old_ir.explain(program)
+    if backend().has_fleet:
+        from paddle_recompute.static_graph._old_ir_minimize import minimize as own
+    else:
+        from paddle_recompute.static_graph._pir_minimize import minimize as own
+    return own(optimizer, loss, strategy, startup_program=startup_program)
 
 
 class RecomputeOptimizer:

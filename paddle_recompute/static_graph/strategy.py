@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import paddle
 
-from paddle_recompute._paddle import static as _paddle_static
 from paddle_recompute.config import Config, ContrastiveConfig, RecomputeConfig, SyncConfig
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer
+from paddle_recompute.recompute.program import backend
 
 if TYPE_CHECKING:
     from paddle.distributed import fleet
@@ -56,7 +56,7 @@ def distributed_strategy(
     strategy = fleet.DistributedStrategy()
     strategy.find_unused_parameters = wanted.find_unused_parameters
     strategy.fuse_grad_size_in_MB = wanted.fuse_grad_size_in_MB
-    if model is not None and _paddle_static.representation() == "old_ir":
+    if model is not None and backend().has_fleet:
         strategy.fuse_grad_size_in_num = _gradients_per_buffer(model, wanted.fuse_grad_size_in_MB)
     if config.recompute.enable:
         strategy.recompute = True

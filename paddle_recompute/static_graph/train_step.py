@@ -24,7 +24,7 @@ from paddle_recompute.errors import (
     StaticGraphError,
 )
 from paddle_recompute.recompute import apply_recompute
-from paddle_recompute.recompute.program import SegmentReport
+from paddle_recompute.recompute.program import SegmentReport, explain
 from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
 from paddle_recompute.static_graph._trained_program import (
@@ -191,8 +191,6 @@ class StaticTrainStep:
 
     def explain(self) -> SegmentReport:
         """What `static_graph.explain` tells about the Program; it must have been built."""
-        from paddle_recompute.static_graph.minimize import explain
-
         with training.static_mode():
             return explain(self._known().main)
 

@@ -9,7 +9,12 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import RecomputeConfig, apply_recompute, static_graph
+from paddle_recompute import (
+    RecomputeConfig,
+    apply_recompute,
+    recompute_wrapper,
+    static_graph,
+)
 from paddle_recompute._paddle.static import training
 from paddle_recompute.errors import StaticGraphError
 from tests.ranks import run_ranks
@@ -259,6 +264,26 @@ def test_a_checkpoint_that_does_not_cut_the_graph_is_told(caplog: pytest.LogCapt
         train(build, recompute=True)
     (message,) = [one for one in caplog.messages if "does not cut the graph" in one]
     assert "checkpoint 'middle'" in message and "2 variables cross" in message
+
+
+def test_a_mark_inside_a_call_has_no_effect_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Marking(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (paddle.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Any) -> Any:
+            inside = static_graph.mark_checkpoint(self.first(x).tanh(), "inside")
+            return self.second(inside).tanh()
+
+    def build(x: Any) -> Any:
+        return recompute_wrapper(Marking(), name="whole")(x).square().mean()
+
+    with caplog.at_level(logging.WARNING, logger="paddle_recompute"):
+        run = train(build, recompute=True)
+    assert [one.name for one in run.report.segments] == ["whole"]
+    (message,) = [one for one in caplog.messages if "has no effect" in one]
+    assert "checkpoint 'inside' has no effect: it is inside 'whole'" in message
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ Paddle builds backward operators, so a Paddle that nobody has looked at is refus
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import paddle
 
 from paddle_recompute._paddle import paddle_version
 from paddle_recompute.errors import StaticGraphError
+
+if TYPE_CHECKING:
+    from paddle_recompute._paddle.static.interface import Native
 
 Representation = Literal["pir", "old_ir"]
 
@@ -42,3 +45,18 @@ def representation() -> Representation:
             "(FLAGS_enable_pir_api=0), which is supported on Paddle 2.6 only; unset that flag"
         )
     return known
+
+
+def native() -> Native:
+    """The module of the representation that the installed Paddle builds Programs in.
+
+    Raises:
+        StaticGraphError: This Paddle's static graph is not known.
+    """
+    if representation() == "pir":
+        from paddle_recompute._paddle.static import pir
+
+        return pir
+    from paddle_recompute._paddle.static import old_ir
+
+    return old_ir

@@ -19,7 +19,12 @@ import numpy as np
 import paddle
 from paddle.base import core, framework
 
-from paddle_recompute._paddle.static.calls import name_of_call
+from paddle_recompute._paddle.static.marks import (
+    CLAIMED,
+    OWN_ATTRIBUTES,
+    SCOPE,
+    refuse_unclaimed,
+)
 from paddle_recompute.errors import StaticGraphError
 
 Operator = Any
@@ -33,11 +38,6 @@ EMPTY = "@EMPTY@"
 _FORWARD = (0, 256)  # OpRole.Forward, and OpRole.Forward | OpRole.Loss
 _BACKWARD = 1  # a bit of OpRole
 _CHECKPOINT = "recompute_checkpoint:"  # and the name; the value is that of the variable
-SCOPE = "recompute_scope"
-GIVES_UP = "recompute_gives_up"
-CLAIMED = "recompute_claimed"
-SEGMENT = "recompute_segment"
-COPY_OF = "recompute_copy_of"
 FLOAT32 = "stays_in_float32"
 
 
@@ -47,6 +47,31 @@ FLOAT32 = "stays_in_float32"
 def main_block(program: paddle.static.Program) -> Block:
     """The block of `program` that is run; the bodies of cond and while are others."""
     return program.global_block()
+
+
+def operations(program: paddle.static.Program) -> list[Operator]:
+    """The operators of the `main_block` of `program`, in its order."""
+    return list(main_block(program).ops)
+
+
+def identity(operator: Operator) -> int:
+    """What tells `operator` from others."""
+    return id(operator)
+
+
+def kind(operator: Operator) -> str:
+    """What `operator` is called in Paddle: ``matmul_v2``."""
+    return str(operator.type)
+
+
+def computes(operator: Operator) -> bool:
+    """Parameters and what is fed are no operators here."""
+    return True
+
+
+def key(variable: Variable) -> str:
+    """What tells `variable` from others of its Program: its name."""
+    return str(variable.name)
 
 
 def program_of(variable: Variable) -> paddle.static.Program:
@@ -163,34 +188,35 @@ def _item_size(dtype: Any) -> int:
 # ---------------------------------------------------------------------------------- marks
 
 
-def mark_checkpoint(variable: Variable, name: str) -> None:
+def other_than_intermediate(variable: Any) -> str | None:
+    """What `variable` is, in words; None: an intermediate variable of a Program."""
+    is_variable = isinstance(variable, framework.Variable)
+    if is_variable and _definer(variable) is not None:
+        return None
+    kind = "a parameter or what is fed" if is_variable else "none"
+    return f"a {type(variable).__name__} ({kind})"
+
+
+def is_in_a_body(variable: Variable) -> bool:
+    """Whether `variable` is made in the body of a cond or while."""
+    return bool(variable.block.idx != 0)
+
+
+def builds_a_body() -> bool:
+    """Whether operators are added to the body of a cond or while now."""
+    return bool(paddle.static.default_main_program().current_block().idx != 0)
+
+
+def write_checkpoint(variable: Variable, name: str) -> None:
     """Write the checkpoint name `name` on the operator that computes `variable`.
 
-    An attribute survives ``Program.clone()`` and serialization; renaming the variable would leave
-    the caller with a Variable that has another name than its own.
+    Renaming the variable would leave the caller with a Variable of another name than its own.
     """
-    definer = _definer(variable) if isinstance(variable, framework.Variable) else None
-    if definer is None:
-        kind = "a parameter or what is fed" if isinstance(variable, framework.Variable) else "none"
-        raise StaticGraphError(
-            f"mark_checkpoint(..., {name!r}): only an intermediate variable of a Program can be a "
-            f"checkpoint, not a {type(variable).__name__} ({kind})"
-        )
-    if variable.block.idx != 0:
-        raise StaticGraphError(
-            f"mark_checkpoint(..., {name!r}) was called inside a branch or loop body (cond, while);"
-            " mark what the cond or while returns"
-        )
-    if checkpoints(program_of(variable)).get(name, variable.name) != variable.name:
-        raise StaticGraphError(
-            f"the checkpoint name {name!r} is taken by another variable of this Program; "
-            "give each its own"
-        )
-    definer._set_attr(f"{_CHECKPOINT}{name}", variable.name)
+    write_text(_definer(variable), f"{_CHECKPOINT}{name}", variable.name)
 
 
 def checkpoints(program: paddle.static.Program) -> dict[str, str]:
-    """What `mark_checkpoint` marked: ``{checkpoint name: variable name}``, in Program order."""
+    """What was marked: ``{checkpoint name: variable name}``, in Program order."""
     found = {}
     for operator in main_block(program).ops:
         if is_forward(operator):
@@ -217,62 +243,18 @@ def _definer(variable: Variable) -> Operator | None:
 # ------------------------------------------------------------------------ recomputed calls
 
 
-_inside_a_call = False
-
-
-@contextlib.contextmanager
-def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> Iterator[None]:
-    """What is added to the Program inside is one call of the recomputed `layer`.
-
-    A call inside another is part of that one. Nothing happens to what is added but an attribute
-    with the call's name: that of the layer, ``layer#2`` for its second call, and so on.
-
-    Args:
-        layer: Its name.
-        continues: Whether it is the next part of the last call with that name.
-        gives_up_outputs: Whether what later operators take from it is computed again too.
+def refuse_to_static(layer: str) -> None:
+    """Refuse a recomputed call while `paddle.jit.to_static` builds a Program.
 
     Raises:
-        StaticGraphError: It is called inside a branch or loop body, or by ``jit.to_static``.
+        StaticGraphError: It does.
     """
-    global _inside_a_call
-    if _inside_a_call:
-        yield
-        return
     if paddle.base.dygraph.base.in_to_static_mode():
         raise StaticGraphError(
             f"paddle.jit.to_static met recompute('{layer}'), which it would drop without a word on "
             "Paddle 2.6; train the model as it is in dygraph, or build a Program and use "
             "static_graph.minimize; only Paddle 3.3 can do both"
         )
-    program = paddle.static.default_main_program()
-    if program.current_block().idx != 0:
-        raise StaticGraphError(
-            f"recompute('{layer}') was called inside a branch or loop body (cond, while), whose "
-            "operators Paddle runs once; put recompute around the cond or while, or take it away"
-        )
-    refuse_other_backwards()
-    block = main_block(program)
-    known = {id(operator) for operator in block.ops}
-    _inside_a_call = True
-    try:
-        yield
-    finally:
-        _inside_a_call = False
-    calls = {text_attribute(operator, SCOPE) for operator in block.ops}
-    name = name_of_call(layer, calls, continues=continues)
-    for operator in block.ops:
-        if id(operator) not in known:
-            operator._set_attr(SCOPE, name)
-            if gives_up_outputs:
-                operator._set_attr(GIVES_UP, "yes")
-
-
-def claim_recomputed_calls(program: paddle.static.Program) -> None:
-    """Tell `refuse_other_backwards` that somebody will recompute the calls in `program`."""
-    for operator in main_block(program).ops:
-        if operator.has_attr(SCOPE):
-            operator._set_attr(CLAIMED, "yes")
 
 
 @functools.cache
@@ -289,17 +271,58 @@ def refuse_other_backwards() -> None:
 
     @functools.wraps(original)
     def checked(block: Block, *args: Any, **kwargs: Any) -> Any:
-        for operator in block.ops:
-            if operator.has_attr(SCOPE) and not operator.has_attr(CLAIMED):
-                raise StaticGraphError(
-                    f"this Program has recomputed Layers ('{operator.attr(SCOPE)}', ...), which "
-                    "Paddle's own backward would not recompute; use "
-                    "paddle_recompute.static_graph.minimize(optimizer, loss, strategy) with "
-                    "strategy.recompute = True"
-                )
+        refuse_unclaimed(
+            (text_attribute(one, SCOPE), text_attribute(one, CLAIMED)) for one in block.ops
+        )
         return original(block, *args, **kwargs)
 
     backward._find_op_path_ = checked
+
+
+# ------------------------------------------------------------------------------- building
+
+
+def building_in(dtype: str, **lists: list[str]) -> contextlib.AbstractContextManager[None]:
+    """`minimize` inserts the casts, when all is built."""
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def in_float32() -> Iterator[None]:
+    """What is added to the Program inside is marked for the casts that come later."""
+    block = paddle.static.default_main_program().current_block()
+    first = len(block.ops)
+    yield
+    for operator in block.ops[first:]:
+        write_text(operator, FLOAT32, "yes")
+
+
+def updating(program: paddle.static.Program) -> contextlib.AbstractContextManager[None]:
+    """Inside, operators belong to the update: fleet goes by their roles."""
+    return program._optimized_guard([])  # type: ignore[no-any-return]
+
+
+def persistable_scalar(name: str, like: Variable, startup: paddle.static.Program) -> Variable:
+    """A float32 scalar that lives from run to run, in the Programs being built."""
+    return paddle.static.create_global_var([], 0.0, "float32", True, name=name)
+
+
+def sum_over_ranks(variable: Variable) -> Variable:
+    """The sum of `variable` over all ranks."""
+    from paddle.base.layer_helper import LayerHelper
+
+    from paddle_recompute._paddle.static import old_ir_fleet
+
+    old_ir_fleet.join_ranks()
+    helper = LayerHelper("c_allreduce_sum")
+    total = helper.create_variable_for_type_inference(variable.dtype)
+    helper.append_op(
+        type="c_allreduce_sum",
+        inputs={"X": [variable]},
+        outputs={"Out": [total]},
+        attrs={"ring_id": 0, "use_calc_stream": True},
+    )
+    return total
 
 
 # ------------------------------------------------------------------------------- changing
@@ -329,7 +352,7 @@ def copy_before(
 
 def _forget_marks(operator: Operator, description: Any) -> None:
     for attribute in operator.attr_names:
-        if attribute.startswith(_CHECKPOINT) or attribute in (SCOPE, GIVES_UP, CLAIMED, SEGMENT):
+        if attribute.startswith(_CHECKPOINT) or attribute in OWN_ATTRIBUTES:
             description.remove_attr(attribute)
 
 

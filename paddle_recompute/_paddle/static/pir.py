@@ -24,8 +24,12 @@ import paddle
 from paddle.base import core
 from paddle.base.libpaddle import pir as libpir
 
-from paddle_recompute._paddle.static.calls import name_of_call
-from paddle_recompute.errors import StaticGraphError
+from paddle_recompute._paddle.static.marks import (
+    CLAIMED,
+    OWN_ATTRIBUTES,
+    SCOPE,
+    refuse_unclaimed,
+)
 
 Operation = Any
 """A ``paddle.pir.Operation``."""
@@ -36,8 +40,6 @@ SOURCES = ("builtin.parameter", "builtin.constant", "pd_op.data", "pd_op.feed")
 """Operators that compute nothing: what they return was there before the Program ran."""
 
 _CHECKPOINT = "recompute_checkpoint_"  # and the number of the result
-OWN_ATTRIBUTES = ("recompute_scope", "recompute_gives_up", "recompute_claimed", "recompute_segment")
-"""What we write on forward operators; a copy must not carry them."""
 
 
 # -------------------------------------------------------------------------------- reading
@@ -51,6 +53,21 @@ def operations(program: paddle.static.Program) -> list[Operation]:
 def program_of(value: Value) -> paddle.static.Program:
     """The Program that `value` belongs to."""
     return value.block.program
+
+
+def identity(operation: Operation) -> int:
+    """What tells `operation` from others."""
+    return int(operation.id())
+
+
+def kind(operation: Operation) -> str:
+    """What `operation` is called in Paddle: ``pd_op.matmul``."""
+    return str(operation.name())
+
+
+def computes(operation: Operation) -> bool:
+    """Whether `operation` is none of `SOURCES`."""
+    return operation.name() not in SOURCES
 
 
 def key(value: Value) -> str:
@@ -76,12 +93,6 @@ def defining_operation(value: Value) -> Operation | None:
 def users_of(value: Value) -> list[Operation]:
     """The top-level operators that use `value`, themselves or in a body (cond, while)."""
     return list(value.all_used_ops_in_same_block())
-
-
-def is_used_in_a_body(value: Value) -> bool:
-    """Whether an operator inside the body of a control-flow operator uses `value`."""
-    block = value.block
-    return any(user.get_parent_block() != block for user in value.all_used_ops())
 
 
 def reads_values_of(operation: Operation, value: Value) -> bool:
@@ -141,6 +152,11 @@ def text_attribute(operation: Operation, name: str) -> str | None:
     return operation.str_attr(name) if operation.has_attr(name) else None
 
 
+def write_text(operation: Operation, name: str, text: str) -> None:
+    """Write an attribute of our own on `operation`; the executor does not look at it."""
+    operation.set_str_attr(name, text)
+
+
 def attribute(operation: Operation, name: str) -> Any:
     """A built-in attribute of `operation`."""
     return operation.attrs()[name]
@@ -149,32 +165,16 @@ def attribute(operation: Operation, name: str) -> Any:
 # ---------------------------------------------------------------------------------- marks
 
 
-def mark_checkpoint(value: Value, name: str) -> None:
+def write_checkpoint(value: Value, name: str) -> None:
     """Write the checkpoint name `name` on the operator that returns `value`.
 
-    Attributes survive ``Program.clone()``; names of intermediate Values do not exist in PIR.
+    Names of intermediate Values do not exist in PIR.
     """
-    operation = defining_operation(value) if isinstance(value, paddle.pir.Value) else None
-    if operation is None or operation.name() in SOURCES:
-        raise StaticGraphError(
-            f"mark_checkpoint(..., {name!r}): only an intermediate variable of a Program can be a "
-            f"checkpoint, not {_described(value)}"
-        )
-    program = program_of(value)
-    if operation.get_parent_block() != program.global_block():
-        raise StaticGraphError(
-            f"mark_checkpoint(..., {name!r}) was called inside a branch or loop body (cond, while);"
-            " mark what the cond or while returns"
-        )
-    if key(checkpoints(program).get(name, value)) != key(value):
-        raise StaticGraphError(
-            f"the checkpoint name {name!r} is taken by another variable of this Program; "
-            "give each its own"
-        )
+    operation = value.get_defining_op()
     index = [key(result) for result in results_of(operation)].index(key(value))
     names = _names(operation, index)
     if name not in names:
-        operation.set_str_attr(f"{_CHECKPOINT}{index}", "\n".join([*names, name]))
+        write_text(operation, f"{_CHECKPOINT}{index}", "\n".join([*names, name]))
 
 
 def _names(operation: Operation, index: int) -> list[str]:
@@ -182,21 +182,35 @@ def _names(operation: Operation, index: int) -> list[str]:
     return (text_attribute(operation, f"{_CHECKPOINT}{index}") or "").splitlines()
 
 
-def checkpoints(program: paddle.static.Program) -> dict[str, Value]:
-    """What `mark_checkpoint` marked in `program`, in the order of its operators."""
+def checkpoints(program: paddle.static.Program) -> dict[str, str]:
+    """The keys of what was marked in `program`, in the order of its operators."""
     found = {}
     for operation in operations(program):
         for index, value in enumerate(results_of(operation)):
-            found.update(dict.fromkeys(_names(operation, index), value))
+            found.update(dict.fromkeys(_names(operation, index), key(value)))
     return found
 
 
-def _described(value: Any) -> str:
+def other_than_intermediate(value: Any) -> str | None:
+    """What `value` is, in words; None: an intermediate variable of a Program."""
     if not isinstance(value, paddle.pir.Value):
         return f"a {type(value).__name__}"
     operation = defining_operation(value)
+    if operation is not None and computes(operation):
+        return None
     kind = "an argument of a block" if operation is None else f"what {operation.name()} returns"
     return f"{kind} (a parameter or what is fed)"
+
+
+def is_in_a_body(value: Value) -> bool:
+    """Whether `value` is made in the body of a cond or while."""
+    return bool(value.get_defining_op().get_parent_block() != program_of(value).global_block())
+
+
+def builds_a_body() -> bool:
+    """Whether operators are added to the body of a cond or while now."""
+    block = paddle.pir.get_current_insertion_point().block()
+    return bool(block != paddle.static.default_main_program().global_block())
 
 
 # ------------------------------------------------------------------------------- changing
@@ -294,15 +308,9 @@ def copy_operand(operation: Operation, value: Value) -> Value:
     copy.stop_gradient = value.stop_gradient
     for name in OWN_ATTRIBUTES:
         if operation.has_attr(name):
-            _copy_attribute(operation, name, defining_operation(copy))
+            write_text(copy.get_defining_op(), name, operation.str_attr(name))
     replace_uses(value, copy, [operation])
     return copy
-
-
-def _copy_attribute(operation: Operation, name: str, other: Operation) -> None:
-    value = attribute(operation, name)
-    write = other.set_str_attr if isinstance(value, str) else other.set_bool_attr
-    write(name, value)
 
 
 _FLOATS = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
@@ -323,6 +331,35 @@ def dropout_again(operation: Operation, operands: Mapping[str, Value]) -> Value:
         attributes["is_test"],
         attributes["mode"],
     )
+
+
+# ------------------------------------------------------------------------------- building
+
+
+def building_in(dtype: str, **lists: list[str]) -> contextlib.AbstractContextManager[None]:
+    """Mixed precision at level O1 for what is built inside."""
+    return paddle.amp.auto_cast(  # type: ignore[no-any-return]
+        True, level="O1", dtype=dtype, **{name: value for name, value in lists.items() if value}
+    )
+
+
+def in_float32() -> contextlib.AbstractContextManager[None]:
+    """What is added to the Program inside is not cast by mixed precision."""
+    return paddle.amp.auto_cast(enable=False)  # type: ignore[no-any-return]
+
+
+def updating(program: paddle.static.Program) -> contextlib.AbstractContextManager[None]:
+    """Operators have no roles in PIR."""
+    return contextlib.nullcontext()
+
+
+def sum_over_ranks(value: Value) -> Value:
+    """The sum of `value` over all ranks."""
+    from paddle_recompute._paddle.static import pir_exchange
+
+    pir_exchange.join_ranks()
+    ring, a_sum = 0, 0
+    return paddle._C_ops.all_reduce(value, ring, a_sum)
 
 
 # ------------------------------------------------------------------------------- training
@@ -376,6 +413,14 @@ def persistable(
     return value
 
 
+def persistable_scalar(name: str, like: Value, startup: paddle.static.Program) -> Value:
+    """A float32 scalar, as `like`, that lives from run to run.
+
+    ``paddle.static.create_global_var`` fails in PIR (3.3.1) with a TypeError.
+    """
+    return persistable(name, like, startup, program_of(like))
+
+
 def add_in_place(total: Value, value: Value) -> None:
     """``total += value``, in the memory of `total`."""
     paddle._C_ops.add_(total, value)
@@ -389,67 +434,6 @@ def count_up_in_place(counter: Value) -> None:
 def fill_in_place(value: Value, number: float) -> None:
     """Write `number` to every element, in the memory of `value`."""
     paddle._C_ops.full_(value, list(value.shape), number, value.dtype, core.Place())
-
-
-# ------------------------------------------------------------------------ recomputed calls
-
-
-_inside_a_call = False
-
-
-@contextlib.contextmanager
-def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> Iterator[None]:
-    """What is added to the Program inside is one call of the recomputed `layer`.
-
-    A call inside another is part of that one. Nothing happens to what is added but an attribute
-    with the call's name: that of the layer, ``layer#2`` for its second call, and so on.
-
-    Args:
-        layer: Its name.
-        continues: Whether it is the next part of the last call with that name.
-        gives_up_outputs: Whether what later operators take from it is computed again too.
-
-    Raises:
-        StaticGraphError: It is called inside a branch or loop body.
-    """
-    global _inside_a_call
-    if _inside_a_call:
-        yield
-        return
-    program = paddle.static.default_main_program()
-    block = paddle.pir.get_current_insertion_point().block()
-    if block != program.global_block():
-        raise StaticGraphError(
-            f"recompute('{layer}') was called inside a branch or loop body (cond, while), whose "
-            "operators Paddle runs once; put recompute around the cond or while, or take it away"
-        )
-    refuse_other_backwards()
-    before = operations(program)
-    _inside_a_call = True
-    try:
-        yield
-    finally:
-        _inside_a_call = False
-    calls = {text_attribute(one, "recompute_scope") for one in before} - {None}
-    name = name_of_call(layer, calls, continues=continues)
-    known = {one.id() for one in before}
-    for operation in operations(program):
-        if operation.id() not in known and operation.name() not in SOURCES:
-            operation.set_str_attr("recompute_scope", name)
-            if gives_up_outputs:
-                operation.set_bool_attr("recompute_gives_up", True)
-
-
-def has_recomputed_calls(program: paddle.static.Program) -> bool:
-    """Whether `program` holds calls of recomputed Layers."""
-    return any(one.has_attr("recompute_scope") for one in operations(program))
-
-
-def claim_recomputed_calls(program: paddle.static.Program) -> None:
-    """Tell `refuse_other_backwards` that somebody will recompute the calls in `program`."""
-    for operation in operations(program):
-        if operation.has_attr("recompute_scope"):
-            operation.set_bool_attr("recompute_claimed", True)
 
 
 @functools.cache
@@ -467,16 +451,9 @@ def refuse_other_backwards() -> None:
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
         block = paddle.pir.get_current_insertion_point().block()
-        for operation in block.ops:
-            if operation.has_attr("recompute_scope") and not operation.has_attr(
-                "recompute_claimed"
-            ):
-                raise StaticGraphError(
-                    f"this Program has recomputed Layers "
-                    f"('{operation.str_attr('recompute_scope')}', ...), which Paddle's own "
-                    "backward would not recompute; use paddle_recompute.static_graph.minimize("
-                    "optimizer, loss, strategy) with strategy.recompute = True"
-                )
+        refuse_unclaimed(
+            (text_attribute(one, SCOPE), text_attribute(one, CLAIMED)) for one in block.ops
+        )
         return original(*args, **kwargs)
 
     ir_backward.calc_gradient_helper = checked

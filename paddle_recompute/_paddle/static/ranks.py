@@ -9,7 +9,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.static import representation
+from paddle_recompute._paddle.static import native
 
 Variable = Any
 
@@ -24,32 +24,12 @@ def sum_over_ranks(variable: Variable) -> Variable:
     is a sum, has no CPU kernel in 2.6 and none comes out of it in PIR (3.3.1); ``PyLayer`` is for
     dygraph.
     """
-    ring, a_sum = 0, 0
-    if representation() == "pir":
-        from paddle_recompute._paddle.static import pir_exchange
-
-        pir_exchange.join_ranks()
-        total = paddle._C_ops.all_reduce(variable, ring, a_sum)
-    else:
-        from paddle.base.layer_helper import LayerHelper
-
-        from paddle_recompute._paddle.static import old_ir_fleet
-
-        old_ir_fleet.join_ranks()
-        helper = LayerHelper("c_allreduce_sum")
-        total = helper.create_variable_for_type_inference(variable.dtype)
-        helper.append_op(
-            type="c_allreduce_sum",
-            inputs={"X": [variable]},
-            outputs={"Out": [total]},
-            attrs={"ring_id": ring, "use_calc_stream": True},
-        )
+    total = native().sum_over_ranks(variable)
     total.stop_gradient = True
     return total
 
 
 def has_sums(program: paddle.static.Program) -> bool:
     """Whether the ranks exchange something in `program`; in its forward, before `minimize`."""
-    of_pir = representation() == "pir"
-    operators = program.global_block().ops
-    return any((one.name() if of_pir else one.type) in _OPERATORS for one in operators)
+    own = native()
+    return any(own.kind(one) in _OPERATORS for one in own.operations(program))

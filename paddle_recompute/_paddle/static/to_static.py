@@ -16,6 +16,7 @@ import paddle
 from paddle.jit.dy2static import pir_partial_program
 
 from paddle_recompute._paddle.static import pir
+from paddle_recompute._paddle.static.marks import SCOPE
 
 Prepare = Callable[[paddle.static.Program], None]
 """Called with a Program that holds recomputed calls, before its backward is appended."""
@@ -43,7 +44,7 @@ class _Hook(pir_partial_program.PartialProgramLayerHook):
         self._change = change
 
     def before_append_backward(self, forward_program: Any, src_vars: Any) -> Any:
-        if pir.has_recomputed_calls(forward_program):
+        if _has_recomputed_calls(forward_program):
             self._prepare(forward_program)
         return forward_program, src_vars
 
@@ -56,6 +57,10 @@ class _Hook(pir_partial_program.PartialProgramLayerHook):
         forward_end_idx: int,
         backward_start_idx: int,
     ) -> Any:
-        if pir.has_recomputed_calls(whole_program):
+        if _has_recomputed_calls(whole_program):
             self._change(whole_program, backward_start_idx)
         return whole_program, forward_end_idx, src_vars
+
+
+def _has_recomputed_calls(program: paddle.static.Program) -> bool:
+    return any(one.has_attr(SCOPE) for one in pir.operations(program))

@@ -12,7 +12,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.static import representation
+from paddle_recompute._paddle.static import native
 
 Variable = Any
 ParamsGrads = list[tuple[Variable, Variable]]
@@ -82,31 +82,16 @@ def building_in(dtype: str | None, **lists: list[str]) -> contextlib.AbstractCon
 
     In PIR operators are cast while they are added; in the old representation `minimize` does it.
     """
-    if dtype is None or representation() == "old_ir":
-        return contextlib.nullcontext()
-    return paddle.amp.auto_cast(  # type: ignore[no-any-return]
-        True, level="O1", dtype=dtype, **{name: value for name, value in lists.items() if value}
-    )
+    return contextlib.nullcontext() if dtype is None else native().building_in(dtype, **lists)
 
 
-@contextlib.contextmanager
-def in_float32() -> Iterator[None]:
+def in_float32() -> contextlib.AbstractContextManager[None]:
     """What is added to the Program inside is not cast by mixed precision.
 
     In PIR nothing is while it is added; in the old representation it is marked for the casts that
     come later (`old_ir_fleet.cast_to_bfloat16`).
     """
-    if representation() == "pir":
-        with paddle.amp.auto_cast(enable=False):
-            yield
-        return
-    from paddle_recompute._paddle.static import old_ir
-
-    block = paddle.static.default_main_program().current_block()
-    first = len(block.ops)
-    yield
-    for operator in block.ops[first:]:
-        old_ir.write_text(operator, old_ir.FLOAT32, "yes")
+    return native().in_float32()
 
 
 class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
@@ -124,19 +109,11 @@ class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
 
     def __init__(self, clip_norm: float, like: Variable, startup: paddle.static.Program) -> None:
         super().__init__(clip_norm)
-        name = "gradient_norm"
-        if representation() == "pir":
-            from paddle_recompute._paddle.static import pir
-
-            program = pir.program_of(like)
-            # ``paddle.static.create_global_var`` fails in PIR (3.3.1) with a TypeError.
-            self.norm = pir.persistable(name, like, startup, program)
-        else:
-            self.norm = paddle.static.create_global_var([], 0.0, "float32", True, name=name)
+        self.norm = native().persistable_scalar("gradient_norm", like, startup)
 
     def __call__(self, params_grads: ParamsGrads) -> ParamsGrads:
         """Append the clipping, as part of the update; returns parameters and clipped gradients."""
-        with _update_of(paddle.static.default_main_program()):
+        with native().updating(paddle.static.default_main_program()):
             squares = [g.astype("float32").square().sum() for _, g in params_grads if g is not None]
             norm = paddle.add_n(squares).sqrt()
             paddle.assign(norm, self.norm)
@@ -145,13 +122,6 @@ class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
             bound = paddle.full([], self.clip_norm, "float32")
             factor = bound / paddle.maximum(norm, bound)
             return [(p, g * factor.astype(g.dtype)) for p, g in params_grads if g is not None]
-
-
-def _update_of(program: paddle.static.Program) -> contextlib.AbstractContextManager[None]:
-    """Inside, operators belong to the update (old representation: fleet goes by their roles)."""
-    if representation() == "pir":
-        return contextlib.nullcontext()
-    return program._optimized_guard([])  # type: ignore[no-any-return]
 
 
 def accumulators(optimizer: paddle.optimizer.Optimizer) -> dict[tuple[str, str], str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import paddle
-
 from paddle_recompute import _paddle
-from paddle_recompute._paddle import static as _paddle_static
+from paddle_recompute._paddle.static import marks
 from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.recompute.program._backend import backend
 
 
 def mark_checkpoint(variable: Any, name: str) -> Any:
@@ -50,14 +49,7 @@ def mark_checkpoint(variable: Any, name: str) -> Any:
         )
     if not name:
         raise StaticGraphError("a checkpoint needs a name that is not empty")
-    if _paddle_static.representation() == "pir":
-        from paddle_recompute._paddle.static import pir
-
-        pir.mark_checkpoint(variable, name)
-    else:
-        from paddle_recompute._paddle.static import old_ir
-
-        old_ir.mark_checkpoint(variable, name)
+    marks.mark_checkpoint(backend().native, variable, name)
     return variable
 
 
@@ -67,30 +59,11 @@ def named(variable: Any) -> str:
     Raises:
         StaticGraphError: As `mark_checkpoint`.
     """
-    taken = _keys(variable.block.program) if hasattr(variable, "block") else {}
+    native = backend().native
+    taken = native.checkpoints(variable.block.program) if hasattr(variable, "block") else {}
     for name, key in taken.items():
-        if key == _key(variable):
+        if key == native.key(variable):
             return name
     name = next(name for i in itertools.count() if (name := f"checkpoint_{i}") not in taken)
     mark_checkpoint(variable, name)
     return name
-
-
-def _key(variable: Any) -> str:
-    """What tells `variable` from the others of its Program."""
-    if _paddle_static.representation() == "pir":
-        from paddle_recompute._paddle.static import pir
-
-        return pir.key(variable)
-    return str(variable.name)
-
-
-def _keys(program: paddle.static.Program) -> dict[str, str]:
-    """The `_key` of every checkpoint of `program`, by its name."""
-    if _paddle_static.representation() == "pir":
-        from paddle_recompute._paddle.static import pir
-
-        return {name: pir.key(value) for name, value in pir.checkpoints(program).items()}
-    from paddle_recompute._paddle.static import old_ir
-
-    return old_ir.checkpoints(program)

@@ -13,9 +13,10 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle import static as _paddle_static
+from paddle_recompute._paddle.static.marks import recomputed_call
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.recompute._segments import Segment
+from paddle_recompute.recompute.program._backend import backend
 
 
 def run_marked(
@@ -53,20 +54,10 @@ def run_marked(
     if segment is not None:
         chain, position = segment
         name, continues = chain.names[-1], position > 0
-    with _recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs):
+    own = backend()
+    own.meet_to_static(name)
+    with recomputed_call(own.native, name, continues=continues, gives_up_outputs=gives_up_outputs):
         return function(*args, **kwargs)
-
-
-def _recomputed_call(name: str, *, continues: bool, gives_up_outputs: bool) -> Any:
-    if _paddle_static.representation() == "pir":
-        from paddle_recompute._paddle.static import pir, to_static
-        from paddle_recompute.recompute.program.pir import prepare, recompute_calls
-
-        to_static.around_append_backward(prepare, recompute_calls)
-        return pir.recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs)
-    from paddle_recompute._paddle.static import old_ir
-
-    return old_ir.recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs)
 
 
 def _plain_name(function: Any) -> str:

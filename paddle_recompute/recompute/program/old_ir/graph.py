@@ -6,90 +6,108 @@ of the block, perhaps more than once.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import paddle
 
 from paddle_recompute._paddle.static import old_ir
+from paddle_recompute._paddle.static.marks import SCOPE
 from paddle_recompute._paddle.static.old_ir import Operator
+from paddle_recompute.recompute.program import graph
+from paddle_recompute.recompute.program.old_ir import operators
 
 
-class Graph:
-    """The operators of one Program as they stand at the moment; positions change with the Program.
+class Graph(graph.Graph):
+    """As `graph.Graph`.
 
-    Attributes:
-        program: The Program.
-        block: Its main block.
-        operators: All operators, in order.
-        forward: Positions of the operators that compute losses.
-        backward: Positions of the operators that compute the gradients of this loss.
+    Args:
+        program: Before or after its backward was appended.
+        before: Its operators before that of this loss was: what of them is backward belongs to
+            another loss. None: this loss is the first.
     """
 
-    def __init__(
-        self, program: paddle.static.Program, *, earlier: Container[int] = frozenset()
-    ) -> None:
-        """Look at `program`.
-
-        Args:
-            program: Before or after its backward was appended.
-            earlier: ``id`` of the operators that belong to the backward of another loss.
-        """
-        self.program = program
-        self.block = old_ir.main_block(program)
-        self.operators: list[Operator] = list(self.block.ops)
-        self.forward: list[int] = []
-        self.backward: list[int] = []
-        self._readers: dict[str, list[int]] = defaultdict(list)
-        self._writers: dict[str, list[int]] = defaultdict(list)
-        self._used_in_bodies: set[str] = set()
+    def __init__(self, program: paddle.static.Program, before: Sequence[Operator] | None = None):
+        self._block = old_ir.main_block(program)
+        ops = old_ir.operations(program)
+        earlier = {id(operator) for operator in before or ()}
+        super().__init__(
+            old_ir,
+            program,
+            ops,
+            [p for p, one in enumerate(ops) if old_ir.is_forward(one)],
+            [p for p, one in enumerate(ops) if old_ir.is_backward(one) and id(one) not in earlier],
+        )
         self._sharing: dict[str, list[str]] = {}  # names of one memory, by each of them
-        self._inputs: list[list[str]] = []
-        self._outputs: list[list[str]] = []
-        for position, operator in enumerate(self.operators):
-            if old_ir.is_forward(operator):
-                self.forward.append(position)
-            elif old_ir.is_backward(operator) and id(operator) not in earlier:
-                self.backward.append(position)
-            self._add(position, operator)
-        self._is_forward = frozenset(self.forward).__contains__
-        self._is_in_backward = frozenset(self.backward).__contains__
+        for operator in ops:
+            inputs, outputs = old_ir.inputs_of(operator), old_ir.outputs_of(operator)
+            inner_read, inner_written = old_ir.named_in_bodies(operator)
+            if operator.type in _SHARE_MEMORY:
+                members = [
+                    one for name in (*inputs, *outputs) for one in self._sharing.get(name, [name])
+                ]
+                self._sharing.update(dict.fromkeys(members, members))
+            # "depend" says that it writes, and does not.
+            written = {*outputs, *inner_written} if operator.type != "depend" else ()
+            self._add(inputs, outputs, inner_read, written)
 
-    def _add(self, position: int, operator: Operator) -> None:
-        inputs, outputs = old_ir.inputs_of(operator), old_ir.outputs_of(operator)
-        self._inputs.append(inputs)
-        self._outputs.append(outputs)
-        inner_read, inner_written = old_ir.named_in_bodies(operator)
-        self._used_in_bodies |= inner_read
-        if operator.type in _SHARE_MEMORY:
-            members = [
-                one for name in (*inputs, *outputs) for one in self._sharing.get(name, [name])
-            ]
-            self._sharing.update(dict.fromkeys(members, members))
-        for name in {*inputs, *inner_read}:
-            self._readers[name].append(position)
-        if operator.type != "depend":  # which says that it writes, and does not
-            for name in {*outputs, *inner_written}:
-                self._writers[name].append(position)
+    def calls(self) -> dict[str, list[int]]:
+        """As `graph.Graph.calls`; automatic mixed precision puts casts before what they are for."""
+        grouped: dict[str, list[int]] = {}
+        scope: str | None = None
+        for position in reversed(self.forward):
+            own = self.text(position, SCOPE)
+            scope = own if own is not None or self.kind(position) != "cast" else scope
+            if scope is not None:
+                grouped.setdefault(scope, []).insert(0, position)
+        return dict(reversed(grouped.items()))
 
-    @property
-    def has_recomputed_calls(self) -> bool:
-        """Whether the Program holds calls of recomputed Layers."""
-        return any(self.operators[p].has_attr(old_ir.SCOPE) for p in self.forward)
+    def variable(self, name: str) -> str | None:
+        """As Paddle's own ``recompute_configs`` name them."""
+        return None if self.definer(name) is None else name
 
-    def inputs(self, position: int) -> list[str]:
-        """Names of what the operator at `position` reads."""
-        return self._inputs[position]
+    def why_kept(self, position: int) -> str | None:
+        return operators.why_kept(self.operators[position])
 
-    def outputs(self, position: int) -> list[str]:
-        """Names of what the operator at `position` writes."""
-        return self._outputs[position]
+    def why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
+        if name in old_ir.shape_only_outputs(self.operators[position]):
+            return "it has a shape and no memory"
+        if self._is_changed_in_place(name):
+            return "it is changed in place"
+        # A copy of the operator would now see other numbers.
+        if any(map(self._is_changed_in_place, self.inputs(position))):
+            return "it was computed from a variable that is changed in place"
+        return None
 
-    def writer(self, name: str) -> int | None:
-        """The position of the forward operator that computes `name`; None: it was there before."""
-        return next((p for p in self._writers.get(name, ()) if self._is_forward(p)), None)
+    def mask(self, position: int) -> str | None:
+        operator = self.operators[position]
+        return operator.output("Mask")[0] if operators.is_replayed_from_mask(operator) else None
 
-    def is_changed_in_place(self, name: str) -> bool:
+    def is_constant(self, position: int) -> bool:
+        if self.inputs(position) or self.kind(position) not in _CONSTANTS:
+            return False
+        return all(self.num_bytes(name) <= 1024 for name in self.outputs(position))
+
+    def is_given(self, name: str) -> bool:
+        definer = self.definer(name)
+        is_constant = definer is not None and self.is_constant(definer)
+        return is_constant or old_ir.is_persistable(self._block, name)
+
+    def num_bytes(self, name: str) -> int:
+        return old_ir.num_bytes(self._block, name)
+
+    def has_unknown_size(self, name: str) -> bool:
+        return old_ir.has_unknown_size(self._block, name)
+
+    def described(self, name: str) -> str:
+        return f"{name}[{'x'.join(map(str, old_ir.shape_of(self._block, name)))}]"
+
+    def _reads_values(self, position: int, name: str) -> bool:
+        definer = self.definer(name)
+        if definer is not None and name in old_ir.shape_only_outputs(self.operators[definer]):
+            return False
+        return old_ir.reads_values_of(self.operators[position], name)
+
+    def _is_changed_in_place(self, name: str) -> bool:
         """Whether the numbers in `name` change between a forward operator and the backward.
 
         A parameter is written by its optimizer, which comes after. What was detached from a
@@ -102,26 +120,8 @@ class Graph:
         if not self.backward:
             return sum(map(self._is_forward, writers)) > 1
         last = self.backward[-1]
-        written = [p for p in writers if p < last and not self._is_in_backward(p)]
-        return len(written) > (0 if old_ir.is_persistable(self.block, name) else 1)
-
-    def is_used_in_a_body(self, name: str) -> bool:
-        """Whether an operator inside the body of a cond or while reads `name`."""
-        return name in self._used_in_bodies
-
-    def is_constant(self, position: int) -> bool:
-        """Whether the operator makes a small constant out of nothing."""
-        if self._inputs[position] or self.operators[position].type not in _CONSTANTS:
-            return False
-        return all(old_ir.num_bytes(self.block, n) <= 1024 for n in self._outputs[position])
-
-    def forward_readers(self, name: str) -> list[int]:
-        """Positions of the forward operators that read `name`."""
-        return [p for p in self._readers.get(name, ()) if self._is_forward(p)]
-
-    def backward_readers(self, name: str) -> list[int]:
-        """Positions of the backward operators of this loss that read `name`."""
-        return [p for p in self._readers.get(name, ()) if self._is_in_backward(p)]
+        written = [p for p in writers if p < last and not self._is_backward(p)]
+        return len(written) > (0 if old_ir.is_persistable(self._block, name) else 1)
 
 
 _SHARE_MEMORY = ("share_data", "view_shape", "view_dtype")

@@ -1,83 +1,142 @@
-"""A Program with its backward, as the pass sees it: forward operators, backward operators, uses."""
+"""A Program of PIR as a graph: its Values by their numbers, and the memory that they share."""
 
 from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Container, Iterable, Sequence
 
 import paddle
 
 from paddle_recompute._paddle.static import pir
 from paddle_recompute._paddle.static.pir import Operation, Value
-from paddle_recompute.recompute.program.pir.operators import why_kept
+from paddle_recompute.recompute.program import graph
+from paddle_recompute.recompute.program.pir import operators
+from paddle_recompute.recompute.program.pir.aliasing import Memory
+
+FIRST_BACKWARD = "recompute_first_backward"
+"""Attribute of the operator at which the backward begins, where the pass was applied."""
+
+SMALL = 8
+"""A side result of this fraction of a kept result, as a norm's mean, is not worth a second run."""
 
 
-class Graph:
-    """The top-level operators of a Program at one moment, in order.
+class Graph(graph.Graph):
+    """As `graph.Graph`; an earlier loss's backward and update are forward to this one.
 
     Args:
-        program: Any PIR Program.
-        last_forward: Its last forward operator; what follows is backward. None: all is forward.
-
-    Attributes:
-        forward: Operators up to `last_forward`, an earlier loss's backward and update included.
-        backward: Those after it.
+        program: Any Program of PIR.
+        before: Its operators before the backward was appended; None: as the pass has left it, or
+            without a backward.
     """
 
-    def __init__(self, program: paddle.static.Program, last_forward: Operation | None) -> None:
-        self.program = program
+    def __init__(
+        self, program: paddle.static.Program, before: Sequence[Operation] | None = None
+    ) -> None:
+        self._values: dict[str, Value] = {}  # before the Program: they must die first
         operations = pir.operations(program)
-        self._position = {operation.id(): i for i, operation in enumerate(operations)}
-        # Paddle puts operators (stacks of a cond or while) in front of all others while it
-        # appends the backward, so a count that was taken before would be wrong now.
-        end = len(operations) if last_forward is None else self.position(last_forward) + 1
-        self.forward = operations[:end]
-        self.backward = operations[end:]
+        end = _end_of_forward(operations, before)
+        computing = [p for p, one in enumerate(operations) if one.name() not in pir.SOURCES]
+        super().__init__(
+            pir,
+            program,
+            operations,
+            [position for position in computing if position < end],
+            [position for position in computing if position >= end],
+        )
+        for operation in operations:
+            inner = itertools.islice(pir.with_bodies(operation), 1, None)
+            results = self._named(pir.results_of(operation))
+            self._add(
+                self._named(pir.operands_of(operation)),
+                results,
+                self._named(value for one in inner for value in pir.operands_of(one)),
+                results,
+            )
         self._constants: set[int] = set()
-        for operation in self.forward:
-            if why_kept(operation) is None and self._takes_constants_only(operation):
-                self._constants.add(operation.id())
+        for position in self.forward:
+            definers = map(self.definer, self.inputs(position))
+            if self.why_kept(position) is None and self._constants.issuperset(definers):
+                self._constants.add(position)
 
-    def position(self, operation: Operation) -> int:
-        """Where `operation` stands among the top-level operators."""
-        return self._position[operation.id()]
+    def value(self, name: str) -> Value:
+        """The Value with this number."""
+        return self._values[name]
 
-    def forward_users(self, value: Value) -> list[Operation]:
-        """The forward operators that use `value`."""
-        return [user for user in self._users(value) if not self._is_backward(user)]
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """The memory of the variables of the forward."""
+        return Memory(self.operators[position] for position in self.forward)
 
-    def backward_users(self, value: Value) -> list[Operation]:
-        """The backward operators that use `value`, in order."""
-        users = [user for user in self._users(value) if self._is_backward(user)]
-        return sorted(users, key=self.position)
-
-    def backward_readers(self, value: Value) -> list[Operation]:
-        """The backward operators that use the numbers in `value`, not its shape only."""
-        return [user for user in self.backward_users(value) if pir.reads_values_of(user, value)]
-
-    def definer(self, value: Value) -> Operation | None:
-        """The operator that returns `value`, if it is one of these; None for what is given."""
+    def shares_memory(self, name: str) -> bool:
+        """Whether writing to `name` may change another variable. To a parameter nobody writes."""
+        value = self.value(name)
         operation = pir.defining_operation(value)
-        return operation if operation is not None and operation.id() in self._position else None
+        if operation is None or operation.name() == "builtin.parameter" or not pir.is_dense(value):
+            return False
+        return self.memory.is_shared(value)
 
-    def is_constant(self, operation: Operation) -> bool:
-        """Whether forward `operation` depends on nothing that is fed, learned or random.
+    def why_kept(self, position: int) -> str | None:
+        return operators.why_kept(self.operators[position])
 
-        Shapes, scales and probabilities do not: they are small, and kept.
-        """
-        return operation.id() in self._constants
+    def why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
+        inputs = self.inputs(position)
+        largest = max(self.outputs(position), key=self.num_bytes)
+        if 0 < SMALL * self.num_bytes(name) <= self.num_bytes(largest) and largest in kept:
+            return "it is small, and what its operator returns besides it is kept"
+        if self.memory.is_shared(self.value(name)):
+            return "another variable may share its memory"
+        is_part = operators.is_part_of_a_list(self.operators[position])
+        if is_part and any(one in kept for one in inputs):
+            return "it is part of a list that is kept"
+        # An operator that was run before the overwriting would now see other numbers.
+        if any(self.memory.is_overwritten(self.value(one)) for one in inputs):
+            return "it was computed from a variable that is changed in place"
+        return None
 
-    def is_given(self, value: Value) -> bool:
-        """Whether `value` is a parameter or a constant, which is there all the time anyway."""
-        operation = pir.defining_operation(value)
-        if operation is None:
+    def mask(self, position: int) -> str | None:
+        operation = self.operators[position]
+        is_replayed = operators.is_replayed_from_mask(operation)
+        return pir.key(operation.result(1)) if is_replayed else None
+
+    def is_constant(self, position: int) -> bool:
+        """Shapes, scales and probabilities are; they are small."""
+        return position in self._constants
+
+    def is_given(self, name: str) -> bool:
+        operation = pir.defining_operation(self.value(name))
+        if operation is None or operation.name() == "builtin.parameter":
             return True
-        return operation.name() == "builtin.parameter" or self.is_constant(operation)
+        return self.definer(name) in self._constants
 
-    def _takes_constants_only(self, operation: Operation) -> bool:
-        definers = map(pir.defining_operation, pir.operands_of(operation))
-        return all(one is not None and one.id() in self._constants for one in definers)
+    def num_bytes(self, name: str) -> int:
+        return pir.num_bytes(self.value(name))
 
-    def _users(self, value: Value) -> list[Operation]:
-        # Operators that were added since, for another segment, take only what is kept.
-        return [user for user in pir.users_of(value) if user.id() in self._position]
+    def has_unknown_size(self, name: str) -> bool:
+        return pir.has_unknown_size(self.value(name))
 
-    def _is_backward(self, operation: Operation) -> bool:
-        return self.position(operation) >= len(self.forward)
+    def described(self, name: str) -> str:
+        value, position = self.value(name), self.definer(name)
+        assert position is not None  # only what a segment returns is described
+        place = self.text(position, "struct_name")
+        # What a cond or while leaves for its backward is a stack, which has no shape.
+        shape = "x".join(map(str, value.shape)) if pir.is_dense(value) else "..."
+        kind = self.kind(position).rpartition(".")[2]
+        return f"{kind}[{shape}]{f' in {place}' if place else ''}"
+
+    def _reads_values(self, position: int, name: str) -> bool:
+        return pir.reads_values_of(self.operators[position], self.value(name))
+
+    def _named(self, values: Iterable[Value]) -> list[str]:
+        named = [(pir.key(value), value) for value in values]
+        self._values.update(named)
+        return [name for name, _ in named]
+
+
+def _end_of_forward(operations: list[Operation], before: Sequence[Operation] | None) -> int:
+    if before is None:
+        first = (p for p, one in enumerate(operations) if one.has_attr(FIRST_BACKWARD))
+        return next(first, len(operations))
+    # Paddle puts operators (stacks of a cond or while) in front of all others while it appends
+    # the backward, so the count from before would be wrong now.
+    return [one.id() for one in operations].index(before[-1].id()) + 1

@@ -1,0 +1,142 @@
+"""What we write on the operators of a Program, in either representation: calls and checkpoints.
+
+An attribute survives ``Program.clone()``; the executor does not look at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle.static.interface import Native
+from paddle_recompute.errors import StaticGraphError
+
+SCOPE = "recompute_scope"
+"""Of a forward operator: the recomputed call that added it."""
+GIVES_UP = "recompute_gives_up"
+"""Of a forward operator: even what later operators take from its call is computed again."""
+CLAIMED = "recompute_claimed"
+"""Of a forward operator: somebody will recompute its call."""
+SEGMENT = "recompute_segment"
+"""Of a forward operator: the segment that it was recomputed in."""
+OWN_ATTRIBUTES = (SCOPE, GIVES_UP, CLAIMED, SEGMENT)
+"""What a copy must not carry, besides checkpoint names."""
+COPY_OF = "recompute_copy_of"
+"""Of a copy: its segment."""
+
+
+def mark_checkpoint(native: Native, variable: Any, name: str) -> None:
+    """Give `variable` the checkpoint name `name`.
+
+    Raises:
+        StaticGraphError: It is not an intermediate of the main block, or the name is taken.
+    """
+    other = native.other_than_intermediate(variable)
+    if other is not None:
+        raise StaticGraphError(
+            f"mark_checkpoint(..., {name!r}): only an intermediate variable of a Program can be a "
+            f"checkpoint, not {other}"
+        )
+    if native.is_in_a_body(variable):
+        raise StaticGraphError(
+            f"mark_checkpoint(..., {name!r}) was called inside a branch or loop body (cond, while);"
+            " mark what the cond or while returns"
+        )
+    key = native.key(variable)
+    if native.checkpoints(native.program_of(variable)).get(name, key) != key:
+        raise StaticGraphError(
+            f"the checkpoint name {name!r} is taken by another variable of this Program; "
+            "give each its own"
+        )
+    native.write_checkpoint(variable, name)
+
+
+_inside_a_call = False
+
+
+@contextlib.contextmanager
+def recomputed_call(
+    native: Native, layer: str, *, continues: bool, gives_up_outputs: bool
+) -> Iterator[None]:
+    """What is added to the Program inside is one call of the recomputed `layer`.
+
+    A call inside another is part of that one. Nothing happens to what is added but an attribute
+    with the call's name: that of the layer, ``layer#2`` for its second call, and so on.
+
+    Args:
+        native: The representation.
+        layer: Its name.
+        continues: Whether it is the next part of the last call with that name.
+        gives_up_outputs: Whether what later operators take from it is computed again too.
+
+    Raises:
+        StaticGraphError: It is called inside a branch or loop body.
+    """
+    global _inside_a_call
+    if _inside_a_call:
+        yield
+        return
+    if native.builds_a_body():
+        raise StaticGraphError(
+            f"recompute('{layer}') was called inside a branch or loop body (cond, while), whose "
+            "operators Paddle runs once; put recompute around the cond or while, or take it away"
+        )
+    native.refuse_other_backwards()
+    program = paddle.static.default_main_program()
+    before = native.operations(program)
+    _inside_a_call = True
+    try:
+        yield
+    finally:
+        _inside_a_call = False
+    calls = {native.text_attribute(one, SCOPE) for one in before}
+    name = _name_of_call(layer, calls, continues=continues)
+    known = {native.identity(one) for one in before}
+    for operation in native.operations(program):
+        if native.identity(operation) not in known and native.computes(operation):
+            native.write_text(operation, SCOPE, name)
+            if gives_up_outputs:
+                native.write_text(operation, GIVES_UP, "yes")
+
+
+def claim_recomputed_calls(native: Native, program: paddle.static.Program) -> None:
+    """Tell `refuse_unclaimed` that somebody will recompute the calls in `program`."""
+    for operation in native.operations(program):
+        if native.text_attribute(operation, SCOPE) is not None:
+            native.write_text(operation, CLAIMED, "yes")
+
+
+def refuse_unclaimed(marks: Iterable[tuple[str | None, str | None]]) -> None:
+    """Raise if a backward of Paddle itself goes over recomputed calls.
+
+    Args:
+        marks: `SCOPE` and `CLAIMED` of the operators that it goes over.
+    """
+    for scope, claimed in marks:
+        if scope is not None and claimed is None:
+            raise StaticGraphError(
+                f"this Program has recomputed Layers ('{scope}', ...), which Paddle's own "
+                "backward would not recompute; use paddle_recompute.static_graph.minimize("
+                "optimizer, loss, strategy) with strategy.recompute = True"
+            )
+
+
+def _name_of_call(layer: str, calls: Collection[str | None], *, continues: bool) -> str:
+    """``layer`` for its first call, ``layer#2`` for its second, and so on.
+
+    Args:
+        layer: Its name.
+        calls: The names that the Program's operators have.
+        continues: Whether it is the next part of the last call with that name.
+    """
+    number = 1
+    while _numbered(layer, number) in calls:
+        number += 1
+    return _numbered(layer, max(1, number - 1) if continues else number)
+
+
+def _numbered(layer: str, number: int) -> str:
+    return layer if number == 1 else f"{layer}#{number}"

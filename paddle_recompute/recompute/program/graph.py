@@ -1,0 +1,163 @@
+"""A Program as the pass sees it, in either representation.
+
+An operator is its position among those that the Program had when the graph was made; a variable is
+a name: its own in the old representation, the number of its Value in PIR.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterable
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle.static.interface import Native
+from paddle_recompute._paddle.static.marks import SCOPE
+
+
+class Graph(abc.ABC):
+    """The top-level operators of a Program at one moment, in order.
+
+    Attributes:
+        program: The Program.
+        operators: All its operators.
+        forward: Positions of those that compute; none of a parameter or of what is fed.
+        backward: Positions of those that compute the gradients of this loss.
+        checkpoints: The variables that `mark_checkpoint` marked, by their checkpoint names.
+    """
+
+    def __init__(
+        self,
+        native: Native,
+        program: paddle.static.Program,
+        operators: list[Any],
+        forward: list[int],
+        backward: list[int],
+    ) -> None:
+        self.operators = operators
+        self.forward = forward
+        self.backward = backward
+        self.checkpoints = native.checkpoints(program)
+        self.program = program
+        self._native = native
+        self._is_forward = frozenset(forward).__contains__
+        self._is_backward = frozenset(backward).__contains__
+        self._inputs: list[list[str]] = []
+        self._outputs: list[list[str]] = []
+        self._readers: dict[str, list[int]] = defaultdict(list)
+        self._writers: dict[str, list[int]] = defaultdict(list)
+        self._used_in_bodies: set[str] = set()
+
+    def _add(
+        self, inputs: list[str], outputs: list[str], inner: Collection[str], written: Iterable[str]
+    ) -> None:
+        """Add the next operator; `inner` is read in its bodies, `written` is what it changes."""
+        position = len(self._inputs)
+        self._inputs.append(inputs)
+        self._outputs.append(outputs)
+        self._used_in_bodies.update(inner)
+        for name in {*inputs, *inner}:
+            self._readers[name].append(position)
+        for name in written:
+            self._writers[name].append(position)
+
+    def inputs(self, position: int) -> list[str]:
+        """What the operator at `position` reads."""
+        return self._inputs[position]
+
+    def outputs(self, position: int) -> list[str]:
+        """What the operator at `position` returns."""
+        return self._outputs[position]
+
+    def definer(self, name: str) -> int | None:
+        """Position of the forward operator that computes `name`; None: it was there before."""
+        return next((p for p in self._writers.get(name, ()) if self._is_forward(p)), None)
+
+    def forward_readers(self, name: str) -> list[int]:
+        """Positions of the forward operators that use `name`, themselves or in a body."""
+        return [p for p in self._readers.get(name, ()) if self._is_forward(p)]
+
+    def backward_readers(self, name: str) -> list[int]:
+        """Positions of the backward operators that use `name`."""
+        return [p for p in self._readers.get(name, ()) if self._is_backward(p)]
+
+    def value_readers(self, name: str) -> list[int]:
+        """Of `backward_readers`, those that use the numbers in `name`, not its shape only."""
+        return [p for p in self.backward_readers(name) if self._reads_values(p, name)]
+
+    def is_used_in_a_body(self, name: str) -> bool:
+        """Whether an operator inside the body of a cond or while uses `name`."""
+        return name in self._used_in_bodies
+
+    def grouped(self, attribute: str) -> dict[str, list[int]]:
+        """The forward operators that have our text `attribute`, by what it says."""
+        found: dict[str, list[int]] = {}
+        for position in self.forward:
+            text = self.text(position, attribute)
+            if text is not None:
+                found.setdefault(text, []).append(position)
+        return found
+
+    def calls(self) -> dict[str, list[int]]:
+        """The operators of each recomputed call, by its name."""
+        return self.grouped(SCOPE)
+
+    def variable(self, name: str) -> str | None:
+        """The intermediate variable that a user calls `name`, if it is no checkpoint's name."""
+        return None
+
+    def text(self, position: int, attribute: str) -> str | None:
+        """What we wrote on the operator under `attribute`, if anything."""
+        return self._native.text_attribute(self.operators[position], attribute)
+
+    def write_text(self, position: int, attribute: str, text: str) -> None:
+        """Write `text` on the operator under `attribute`."""
+        self._native.write_text(self.operators[position], attribute, text)
+
+    def kind(self, position: int) -> str:
+        """What the operator is called in Paddle."""
+        return self._native.kind(self.operators[position])
+
+    @abc.abstractmethod
+    def why_kept(self, position: int) -> str | None:
+        """Why the operator's outputs must be kept, in words; None if it may run twice."""
+
+    @abc.abstractmethod
+    def why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
+        """Why `name`, which the operator at `position` returns, must be kept all the same.
+
+        Args:
+            name: A variable.
+            position: Its `definer`, which may run twice.
+            kept: What is kept of other variables.
+        """
+
+    @abc.abstractmethod
+    def mask(self, position: int) -> str | None:
+        """The mask of the dropout at `position`; None: it is none, or one without a mask."""
+
+    @abc.abstractmethod
+    def is_constant(self, position: int) -> bool:
+        """Whether the operator makes something small that depends on nothing fed or learned."""
+
+    @abc.abstractmethod
+    def is_given(self, name: str) -> bool:
+        """Whether `name` is a parameter or a constant, which is there all the time anyway."""
+
+    @abc.abstractmethod
+    def num_bytes(self, name: str) -> int:
+        """Size of `name` in bytes; a dimension that is not known yet counts as 1."""
+
+    @abc.abstractmethod
+    def has_unknown_size(self, name: str) -> bool:
+        """Whether a dimension of `name` is not known until a batch is fed."""
+
+    @abc.abstractmethod
+    def described(self, name: str) -> str:
+        """`name` and its shape, for a message."""
+
+    @abc.abstractmethod
+    def _reads_values(self, position: int, name: str) -> bool:
+        """Whether the operator at `position`, which uses `name`, reads the numbers in it."""

@@ -1,0 +1,236 @@
+"""Which forward operators form the segments that are recomputed, and what each one keeps.
+
+There are two kinds. A segment of a checkpoint (`mark_checkpoint`) is everything since the
+checkpoint before it, or since the start. A segment of a call (a wrapped Layer that was called
+while the Program was built) is what that call added. Of a segment are kept: its checkpoint, what
+later forward operators take from it, and what cannot be computed twice (`Graph.why_kept`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from paddle_recompute._paddle.static.marks import GIVES_UP, SEGMENT
+from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.recompute.program.graph import Graph
+from paddle_recompute.recompute.program.report import mebibytes
+
+_AND = " and "  # between the names of checkpoints that one operator returns
+_logger = logging.getLogger("paddle_recompute")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Forward operators that are recomputed together.
+
+    Attributes:
+        name: The checkpoint at its end, or the call that it is.
+        positions: Its operators, in order.
+        ends: The variables that are its checkpoint; a call has none, what later operators take
+            from it is kept anyway.
+        gives_up_outputs: Whether even what later operators take from it is computed again.
+    """
+
+    name: str
+    positions: tuple[int, ...]
+    ends: frozenset[str] = frozenset()
+    gives_up_outputs: bool = False
+
+    @functools.cached_property
+    def members(self) -> frozenset[int]:
+        """`positions`, to be looked up."""
+        return frozenset(self.positions)
+
+
+def find_segments(graph: Graph, names: Collection[str] = ()) -> list[Segment]:
+    """The segments of `graph` that `names` select, in its order.
+
+    Args:
+        graph: The Program.
+        names: Checkpoints, calls or, where they have names, intermediate variables; all checkpoints
+            and calls of the Program, if it is empty. The calls of one Layer are all selected by its
+            name; the second is "name#2" by itself.
+
+    Raises:
+        StaticGraphError: A name is not in the Program, or there is none at all.
+    """
+    calls = graph.calls()
+    known = [*graph.checkpoints, *calls]
+    chosen = {name for name in known if not names or name in names or _layer(name) in names}
+    selected = {*chosen, *map(_layer, chosen)}
+    ends = {name: variable for name, variable in graph.checkpoints.items() if name in chosen}
+    for name in names:
+        variable = graph.variable(name)
+        if name not in selected and variable is not None:
+            ends[name] = variable
+    if not known and not ends:
+        raise StaticGraphError(
+            "recompute is on, but this Program has no checkpoints: name variables with "
+            "static_graph.mark_checkpoint(variable, name) while building it, or wrap Layers with "
+            "apply_recompute before they are called"
+        )
+    for name in names:
+        if name not in selected and name not in ends:
+            raise StaticGraphError(_unknown(name, known))
+    segments = [
+        Segment(
+            name,
+            tuple(positions),
+            gives_up_outputs=any(graph.text(p, GIVES_UP) is not None for p in positions),
+        )
+        for name, positions in calls.items()
+        if name in chosen
+    ]
+    taken = {position for segment in segments for position in segment.positions}
+    segments += _between(ends, graph, taken)
+    return sorted(segments, key=lambda segment: segment.positions[0])
+
+
+def applied_segments(graph: Graph) -> list[Segment]:
+    """The segments that a pass has applied to `graph` before, in its order; maybe none."""
+    checkpoints = graph.checkpoints
+    return [
+        Segment(
+            name,
+            tuple(positions),
+            frozenset(checkpoints[n] for n in (name, *name.split(_AND)) if n in checkpoints),
+        )
+        for name, positions in graph.grouped(SEGMENT).items()
+    ]
+
+
+def warn_of_marks_inside(
+    segments: Iterable[Segment], graph: Graph, names: Collection[str] = ()
+) -> None:
+    """Warn of selected checkpoints inside a call, which is recomputed whole all the same."""
+    calls = [segment for segment in segments if not segment.ends]
+    for name, variable in graph.checkpoints.items():
+        for call in calls:
+            if graph.definer(variable) in call.members and (not names or name in names):
+                _logger.warning(
+                    "checkpoint '%s' has no effect: it is inside '%s', a Layer that is recomputed "
+                    "whole; mark it outside, or wrap the parts of that Layer instead",
+                    name,
+                    call.name,
+                )
+
+
+def warn_of_crossings(segments: Iterable[Segment], graph: Graph) -> None:
+    """Warn, in words, of checkpoints that leave more than themselves behind.
+
+    A variable that is made before a checkpoint and used after it, other than the checkpoint, is
+    kept too. When they are larger than the checkpoint, it does not cut the graph.
+    """
+    for segment in segments:
+        crossing = [one for one in crossing_variables(segment, graph) if one not in segment.ends]
+        size, own = (sum(map(graph.num_bytes, names)) for names in (crossing, segment.ends))
+        if segment.ends and size > own:
+            largest = sorted(crossing, key=graph.num_bytes, reverse=True)[:3]
+            _logger.warning(
+                "checkpoint '%s' does not cut the graph: %d variables cross this segment's end, "
+                "%s, besides the checkpoint of %s: %s. All of them are kept; mark a variable that "
+                "everything after it depends on alone",
+                segment.name,
+                len(crossing),
+                mebibytes(size),
+                mebibytes(own),
+                ", ".join(map(graph.described, largest)),
+            )
+
+
+def crossing_variables(segment: Segment, graph: Graph) -> list[str]:
+    """The variables that forward operators outside of `segment` take from it."""
+    found = {
+        name: None
+        for position in segment.positions
+        if not graph.is_constant(position)
+        for name in graph.outputs(position)
+        if name in segment.ends or _escapes(name, segment, graph)
+    }
+    return list(found)
+
+
+class Kept:
+    """Which variables stay from the forward to the backward; the others are computed again."""
+
+    def __init__(self, segments: Iterable[Segment], graph: Graph) -> None:
+        self._graph = graph
+        self._segment_at = {
+            position: segment for segment in segments for position in segment.positions
+        }
+        self._known: dict[str, str | None] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return self.reason(str(name)) is not None
+
+    def reason(self, name: str) -> str | None:
+        """Why the variable is kept, in words; None if it is computed again."""
+        if name not in self._known:
+            self._known[name] = self._reason(name)
+        return self._known[name]
+
+    def _reason(self, name: str) -> str | None:
+        graph = self._graph
+        position = graph.definer(name)
+        segment = None if position is None else self._segment_at.get(position)
+        if position is None or segment is None:
+            return "it is not part of a segment"
+        if name in segment.ends:
+            return "it is the checkpoint"
+        why = graph.why_kept(position)
+        if why is not None:
+            return why
+        if graph.is_constant(position):
+            return "it is a constant"
+        if name == graph.mask(position):
+            return "it is the mask of a dropout"
+        if graph.is_used_in_a_body(name):
+            return "a branch or loop uses it"
+        if not segment.gives_up_outputs and _escapes(name, segment, graph):
+            return "operators after the segment use it"
+        return graph.why_output_kept(name, position, self)
+
+
+def _escapes(name: str, segment: Segment, graph: Graph) -> bool:
+    return any(reader not in segment.members for reader in graph.forward_readers(name))
+
+
+def _between(checkpoints: dict[str, str], graph: Graph, taken: set[int]) -> list[Segment]:
+    """The segments that end at `checkpoints`, without operators that are `taken` already."""
+    by_position: dict[int, list[str]] = {}
+    for name, variable in checkpoints.items():
+        definer = graph.definer(variable)
+        if definer is None:
+            raise StaticGraphError(
+                f"checkpoint '{name}' is not part of the forward of this loss: mark a variable "
+                "that the loss is computed from"
+            )
+        by_position.setdefault(definer, []).append(name)
+    segments = []
+    start = 0
+    for end, names in sorted(by_position.items()):
+        positions = tuple(p for p in graph.forward if start <= p <= end and p not in taken)
+        if positions:
+            ends = frozenset(checkpoints[name] for name in names)
+            segments.append(Segment(_AND.join(names), positions, ends))
+        start = end + 1
+    return segments
+
+
+def _layer(name: str) -> str:
+    """The Layer of a call: ``encoder.layers.0`` for its second call ``encoder.layers.0#2``."""
+    return name.partition("#")[0]
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
+    listed = f", among them {', '.join(map(repr, near))}" if near else ""
+    return (
+        f"the checkpoint '{name}' is not in this Program; it has {len(known)}{listed}. "
+        "Checkpoints are named by static_graph.mark_checkpoint, or by the Layers that "
+        "apply_recompute wrapped"
+    )
