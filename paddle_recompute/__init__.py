@@ -15,10 +15,16 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import zlib  # noqa: F401
 from typing import TYPE_CHECKING, Any
 
+# zlib before Paddle: if Paddle 2.6.2 is the first to load the system's libz, calls inside libz bind
+# to a second zlib in libpaddle.so, and the first picture that is written corrupts the heap (SIGSEGV
+# or "free(): invalid pointer"). Paddle 3.3 hides its own. Can go with 2.6; held by
+# tests/test_package.py.
+
 if TYPE_CHECKING:
-    from paddle_recompute import errors
+    from paddle_recompute import errors, static_graph
     from paddle_recompute.config import Config, RecomputeConfig, load_config
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
@@ -53,6 +59,7 @@ __all__ = [
     "load_config",
     "recompute",
     "recompute_wrapper",
+    "static_graph",
 ]
 
 # Where each public name lives; those in the first table are usable without Paddle.
@@ -85,6 +92,8 @@ def __getattr__(name: str) -> Any:
     """
     if name == "errors":
         return importlib.import_module("paddle_recompute.errors")
+    if name == "static_graph":
+        return importlib.import_module("paddle_recompute.static_graph")
     home = _WITHOUT_PADDLE.get(name) or _WITH_PADDLE.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

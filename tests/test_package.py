@@ -55,7 +55,7 @@ def test_what_type_checkers_see_is_what_is_imported() -> None:
         for alias in node.names
     }
     homes = paddle_recompute._WITHOUT_PADDLE | paddle_recompute._WITH_PADDLE
-    assert seen == {**homes, "errors": ""}
+    assert seen == {**homes, "errors": "", "static_graph": ""}
     assert sorted([*seen, "__version__"]) == sorted(paddle_recompute.__all__)
 
 
@@ -141,3 +141,24 @@ def test_make_says_in_one_line_that_it_finds_no_python(
     assert first.startswith("No Python 3.10, 3.11 or 3.12") and words in first
     assert all(line.startswith("make: ***") for line in rest)
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the loader of glibc")
+def test_zlib_is_not_bound_to_paddles_own() -> None:
+    """Paddle 2.6.2 has a zlib of its own, with which the system's must not be mixed."""
+    code = "from paddle_recompute.models import build_model; import PIL._imaging, zlib"
+    environment = {**os.environ, "LD_DEBUG": "bindings"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    bound = [line for line in run.stderr.splitlines() if "symbol `deflateReset'" in line]
+    of_libz = [line for line in bound if "/libz." in line.partition(" to ")[0]]
+    assert of_libz
+    assert not [line for line in of_libz if "libpaddle" in line.partition(" to ")[2]]
+
+
+def test_static_graph_needs_no_import_of_its_own() -> None:
+    code = "import paddle_recompute as pr; print(pr.static_graph.minimize.__name__)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "minimize\n", run.stderr[-3000:]
