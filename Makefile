@@ -65,11 +65,14 @@ parity: venv
 parity26: venv26
 	@.venv26/bin/python -m paddle_recompute.cli parity --config $(CONFIG) $(ARGS)
 
+# Two processes: most tests need one core. make test PARALLEL= runs them one after the other.
+PARALLEL ?= -n 2 --dist worksteal
+
 test: venv wheel-test
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test26: venv26
-	.venv26/bin/python -m pytest $(ARGS)
+	.venv26/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 # Random programs against plain Paddle: rounds of FUZZ_PROGRAMS of each kind, from FUZZ_SEED on, until
 # FUZZ_SECONDS are over; the first program that differs ends it. For a night:
