@@ -8,6 +8,7 @@ plain call or ours. All operations take any shape, so every description is a pro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ def blocks(depth: int) -> st.SearchStrategy[Block]:
     )
 
 
-programs = st.builds(
+_built = st.builds(
     Program,
     st.tuples(
         st.lists(operations(3), max_size=2), calls(3), st.lists(operations(3), max_size=2)
@@ -161,6 +162,16 @@ def operations_in(ops: tuple[Op, ...]) -> Iterator[Op]:
         yield op
         for block in op.blocks:
             yield from operations_in(block.ops)
+
+
+def _without_crashes(program: Program) -> Program:
+    """Plain Paddle dies where the backward of a PyLayer runs twice (2.6.2 and 3.3.1)."""
+    if any(op.name == "PyLayer" for op in operations_in(program.body)):
+        return dataclasses.replace(program, finish="backward")
+    return program
+
+
+programs = _built.map(_without_crashes)
 
 
 def may_be_refused(program: Program) -> bool:
