@@ -33,7 +33,7 @@ _BFLOAT16_HAS_NO_SCALE = {
 
 
 @dataclass(frozen=True)
-class Requested:
+class ParsedStrategy:
     """The fields of a strategy that are honoured.
 
     Attributes:
@@ -57,7 +57,7 @@ class Requested:
     bucket_bytes: int
 
     @classmethod
-    def of(cls, strategy: Any) -> Requested:
+    def of(cls, strategy: Any) -> ParsedStrategy:
         """Read `strategy`, a ``fleet.DistributedStrategy``.
 
         Raises:
@@ -85,7 +85,7 @@ class Requested:
         )
 
 
-def check_amp(requested: Requested, forward: list[Operation]) -> None:
+def check_amp(requested: ParsedStrategy, forward: list[Operation]) -> None:
     """Check that the Program was built in the precision that is requested.
 
     In PIR the casts are made as operators are added, so nothing can be changed afterwards.

@@ -9,7 +9,7 @@ import paddle
 from paddle_recompute._paddle.static import pir, pir_exchange
 from paddle_recompute._paddle.static.pir import Operation
 from paddle_recompute.recompute.program import backend, check_recompute, recompute_segments
-from paddle_recompute.static_graph._parse_strategy import Requested, check_amp
+from paddle_recompute.static_graph._parse_strategy import ParsedStrategy, check_amp
 from paddle_recompute.static_graph._pir_data_parallel import (
     ParamsGrads,
     mean_over_ranks,
@@ -26,7 +26,7 @@ def minimize(
     startup_program: paddle.static.Program | None = None,
 ) -> tuple[list[Operation], ParamsGrads]:
     """As `static_graph.minimize`."""
-    requested = Requested.of(strategy)
+    requested = ParsedStrategy.of(strategy)
     program = pir.program_of(loss)
     startup = startup_program or paddle.static.default_startup_program()
     with paddle.static.program_guard(program, startup):
