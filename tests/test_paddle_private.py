@@ -160,7 +160,8 @@ def test_optimizer_create_optimization_pass() -> None:
     optimizer = paddle.optimizer.AdamW(0.1, parameters=groups)
     layers[0](paddle.ones([1, 2])).sum().backward()
     layers[2](paddle.ones([1, 2])).sum().backward()
-    told = written_by(optimizer.step)
+    parameters = {id(p) for layer in layers for p in layer.parameters()}
+    told = [one for one in written_by(optimizer.step) if one in parameters]  # moments are made, too
     assert told == [id(p) for layer in (layers[0], layers[2]) for p in layer.parameters()]
     assert all(p.inplace_version == 0 for layer in layers for p in layer.parameters())
     for name, kind in vars(paddle.optimizer).items():
@@ -529,13 +530,19 @@ def test_is_from_gloo_knows_the_text_of_its_errors() -> None:
     assert not _paddle.is_from_gloo(RuntimeError("out of memory"))
 
 
-@pytest.mark.parametrize("kind", ["current", "peak"])
-def test_core_host_memory_stat(kind: str) -> None:
+def bytes_before_and_after(kind: str) -> tuple[int, int]:
     read = getattr(core, f"host_memory_stat_{kind}_value")
     before = read("Allocated", 0)
     kept = paddle.ones([1 << 20])
     after = read("Allocated", 0)
     assert kept.shape == [1 << 20]
+    return before, after
+
+
+@pytest.mark.parametrize("kind", ["current", "peak"])
+def test_core_host_memory_stat(kind: str) -> None:
+    """In a process of its own: 2.6 counts by threads, and other tests have threads."""
+    ((before, after),) = run_ranks(bytes_before_and_after, 1, kind=kind)
     assert after - before == 4 << 20 if kind == "current" else after >= 4 << 20
 
 

@@ -51,6 +51,7 @@ from paddle_recompute._paddle.layers import (
     parameters_of_optimizer,
     set_own_parameters,
     statistics_among_parameters,
+    watch_layers,
 )
 from paddle_recompute._paddle.random_streams import (
     generator_states,
@@ -137,6 +138,7 @@ __all__ = [
     "store_await",
     "store_publish",
     "watch_backward",
+    "watch_layers",
     "watch_leaf_hooks",
     "watch_writes",
     "with_layout",

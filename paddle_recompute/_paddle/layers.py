@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -98,3 +99,28 @@ def is_initialized(tensor: object) -> bool:
     ``_is_initialized`` (2.6, 3.x); the public ``is_initialized`` is deprecated.
     """
     return isinstance(tensor, paddle.Tensor) and bool(tensor._is_initialized())
+
+
+@functools.cache
+def watch_layers(
+    called: Callable[[paddle.nn.Layer], None], built: Callable[[paddle.nn.Layer], None]
+) -> None:
+    """From now on, call ``called(layer)`` before each call of a Layer, ``built(layer)`` when one is
+    made.
+
+    Paddle (2.6, 3.x) has hooks of one Layer alone, so ``Layer.__call__`` and ``Layer.__init__`` are
+    wrapped, once. Can go when there are hooks of all Layers.
+    """
+    call, init = paddle.nn.Layer.__call__, paddle.nn.Layer.__init__
+
+    @functools.wraps(init)
+    def made(self: paddle.nn.Layer, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        built(self)
+
+    @functools.wraps(call)
+    def told(self: paddle.nn.Layer, *args: Any, **kwargs: Any) -> Any:
+        called(self)
+        return call(self, *args, **kwargs)
+
+    paddle.nn.Layer.__call__, paddle.nn.Layer.__init__ = told, made

@@ -27,9 +27,9 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
 
     These are (2.6, 3.x) the update of every optimizer, whose subclasses all come through
     ``Optimizer._create_optimization_pass``; ``Tensor.set_value``, through which ``set_state_dict``
-    goes; ``Tensor.copy_``; ``_C_ops.assign_value_`` (``paddle.assign`` of an array into a tensor)
-    and ``_C_ops.exponential_``. Paddle offers no callback for any of them. Nothing changes for
-    whoever calls them. Can go when Paddle raises ``inplace_version`` there.
+    goes; ``Tensor.copy_``; ``_C_ops.assign_value_`` (``paddle.assign`` of an array into a tensor);
+    ``_C_ops.exponential_``; and the classes of ``nn.initializer``. Paddle offers no callback for
+    any of them. Callers see no change. Can go when Paddle raises ``inplace_version`` there.
     """
     update = paddle.optimizer.Optimizer._create_optimization_pass
 
@@ -53,6 +53,18 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
 
         return call
 
+    def reported_initializer(write: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(write)
+        def call(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = write(self, tensor, *args, **kwargs)
+            if isinstance(tensor, paddle.Tensor):
+                written(tensor)
+            return result
+
+        return call
+
+    initializer = paddle.nn.initializer.Initializer
+    initializer.__call__ = reported_initializer(initializer.__call__)
     paddle.optimizer.Optimizer._create_optimization_pass = reported_update
     for owner, name in _UNCOUNTED_WRITES:
         setattr(owner, name, reported(getattr(owner, name)))

@@ -75,9 +75,8 @@ class ChunkedEncoder:
             # With a graph until every output was seen to depend on something that is trained: that
             # is one chunk, but for an encoder with a frozen or detached path. What a Layer's
             # parameters say would miss those that it holds in other ways.
-            with paddle.set_grad_enabled(undecided):
+            with paddle.set_grad_enabled(undecided), watch.forward():
                 output = self._call(chunk)
-            watch.forward_done()
             leaves = self._leaves(output, chunk)
             if number == 0:
                 structure = map_leaves(lambda leaf: None if is_tensor(leaf) else leaf, output)
@@ -273,12 +272,15 @@ class _Source(paddle.autograd.PyLayer):
 
     @classmethod
     def of(cls, embedding: paddle.Tensor, receive: Callable[[paddle.Tensor], None]) -> Any:
-        """`embedding`, itself, with a graph; `receive` is called with its gradient."""
+        """`embedding` with a graph; `receive` is called with its gradient."""
         anchor = paddle.zeros([1])  # a PyLayer without an input that needs a gradient has no graph
         anchor.stop_gradient = False
         # In a holder: Paddle would take a tensor among the arguments that is returned
         # for one that is changed in place.
-        return cls.apply(anchor, _Holder(embedding, receive))
+        source = cls.apply(anchor, _Holder(embedding, receive))
+        # A copy: what a hook on the output of a PyLayer, or on a view of it, returns is dropped
+        # (2.6.2, 3.3.1).
+        return paddle.assign(source)
 
     @staticmethod
     def forward(ctx: Any, anchor: paddle.Tensor, holder: _Holder) -> paddle.Tensor:

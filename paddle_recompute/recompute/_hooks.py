@@ -14,6 +14,7 @@ in another thread ends the process (SIGSEGV; 2.6.2, 3.3.1).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import weakref
@@ -123,6 +124,13 @@ class _Pair:
                 self._hooks.__exit__(None, None, None)
                 self._hooks = None
 
+    def close(self) -> None:
+        """The process ends; a pair that is left behind would hang it."""
+        with self._lock:
+            if self._hooks is not None:
+                self._hooks.__exit__(None, None, None)
+                self._hooks = None
+
     def meet_thread(self) -> None:
         """The current thread runs operators."""
         if not _thread.is_known:
@@ -132,6 +140,7 @@ class _Pair:
 
 
 _pair = _Pair()
+atexit.register(_pair.close)
 
 
 def innermost() -> Recorder | None:

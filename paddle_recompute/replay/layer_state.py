@@ -18,6 +18,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
+from paddle_recompute.replay.called_layers import telling
 from paddle_recompute.replay.reach import layers_of
 
 __all__ = ["LayerState", "layers_of", "same_values"]
@@ -125,13 +126,52 @@ class LayerState:
         What a training BatchNorm returns does not depend on its statistics, so they are copied
         only `with_statistics`: its kernel saves them all the same, with the value they have.
         """
-        members = list(_members(layers))
-        self._flags = [(layer, layer.training) for layer in members]
-        self._parameters = [(layer, _stamps(layer)) for layer in members]
-        self._holders = []
+        self._with_statistics = with_statistics
+        self._known: dict[int, paddle.nn.Layer] = {}
+        self._flags: list[tuple[paddle.nn.Layer, bool]] = []
+        self._parameters: list[tuple[paddle.nn.Layer, Any]] = []
+        self._holders: list[_Holder] = []
+        self._add(layers)
+
+    def meet(self, layer: paddle.nn.Layer) -> None:
+        """`layer` is called in the forward, whose state of it is that of now if it is new here."""
+        if id(layer) not in self._known:
+            self._add([layer])
+
+    @contextlib.contextmanager
+    def watching_strangers(self, name: str) -> Iterator[None]:
+        """Around the second forward of `name`.
+
+        Raises:
+            RecomputeError: It calls a Layer that the first one neither reached nor called. One that
+                it makes itself is none of these.
+        """
+        made: dict[int, paddle.nn.Layer] = {}
+
+        def refuse_stranger(layer: paddle.nn.Layer) -> None:
+            if id(layer) not in self._known and id(layer) not in made:
+                raise RecomputeError(
+                    f"the second forward of {name} calls the Layer '{layer.full_name()}', which "
+                    "the first one did not: another Layer was put in its place between forward "
+                    "and backward. Do the backward before that"
+                )
+
+        with telling(refuse_stranger, lambda layer: made.update({id(layer): layer})):
+            yield
+
+    @property
+    def layers(self) -> list[paddle.nn.Layer]:
+        """Those that it is about, sublayers included."""
+        return list(self._known.values())
+
+    def _add(self, layers: list[paddle.nn.Layer]) -> None:
+        members = [layer for layer in _members(layers) if id(layer) not in self._known]
+        self._known.update((id(layer), layer) for layer in members)
+        self._flags += [(layer, layer.training) for layer in members]
+        self._parameters += [(layer, _stamps(layer)) for layer in members]
         for layer in members:
             is_training_norm = isinstance(layer, _paddle.BATCH_NORMS) and layer.training
-            copied = with_statistics or not is_training_norm
+            copied = self._with_statistics or not is_training_norm
             for tensors, names in _paddle.non_trained_state(layer):
                 before = {
                     name: _Buffer(tensors[name], layer.training)

@@ -52,7 +52,7 @@ from paddle_recompute.replay.places import (
 LONGEST_SEARCHED = 1000
 """Containers with more items hold data, not Layers: searching them at each call would take time."""
 
-MOST_SEARCHED = 10_000
+MOST_SEARCHED = 2_000
 """Objects that one search looks at."""
 
 _LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None), types.BuiltinFunctionType})

@@ -12,6 +12,7 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute.replay import call as _calls
+from paddle_recompute.replay.called_layers import telling
 from paddle_recompute.replay.layer_state import LayerState, same_values
 from paddle_recompute.replay.random_streams import RngState
 
@@ -73,9 +74,17 @@ class StateWatch:
         assert self._state is not None
         return ReplayState(rng, self._amp, self._state)
 
-    def forward_done(self) -> None:
-        """The forward after the last `moment` has ended."""
-        if self._is_new and self._state is not None:
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward after the last `moment`: a Layer that is called and was not found
+        before is watched from then on.
+        """
+        assert self._state is not None
+        with telling(self._state.meet):
+            yield
+        if len(self._state.layers) > len(self._members):
+            self._layers = self._members = self._state.layers
+        if self._is_new:
             self._state.after_forward()
 
     def _buffers(self) -> list[paddle.Tensor]:

@@ -11,6 +11,7 @@ operators of others that write to their inputs.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import paddle
@@ -19,15 +20,18 @@ from paddle_recompute import _paddle
 
 
 class Stamp(NamedTuple):
-    """A moment in the life of a tensor."""
+    """A moment in the life of a tensor. Only a parameter has its address here."""
 
     version: int
     tick: int
+    address: int | None
 
 
 _tick = 0
 _last_write: dict[int, int] = {}
 """Address -> tick of the last write there. Addresses are used again, so this stays small."""
+_sorted: list[int] = []
+"""The addresses in order, as long as there are as many."""
 
 
 def _written(tensor: paddle.Tensor) -> None:
@@ -45,17 +49,34 @@ def watch_writes() -> None:
 
 def stamp(tensor: paddle.Tensor) -> Stamp:
     """What `is_written_since` needs to know of `tensor` now."""
-    return Stamp(tensor.inplace_version, _tick)
+    is_parameter = _paddle.is_parameter(tensor)
+    return Stamp(
+        tensor.inplace_version, _tick, _paddle.address_of(tensor) if is_parameter else None
+    )
 
 
 def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
-    """Whether something was written into `tensor` since the `stamp` `then`.
+    """Whether something was written into `tensor`, or into a view of it, since the `stamp` `then`.
 
-    A tensor that has moved to another address with its value unchanged was not written to.
+    A parameter that has moved to another address counts as written to (``w.data = value``); another
+    tensor that has moved does not.
     """
     if tensor.inplace_version != then.version:
+        return True
+    if then.address is not None and _paddle.address_of(tensor) != then.address:
         return True
     if then.tick == _tick:  # nobody wrote anything, nearly always
         return False
     address = _paddle.address_of(tensor)
-    return address is not None and _last_write.get(address, 0) > then.tick
+    if address is None:
+        return False
+    return any(_last_write[place] > then.tick for place in _written_places(tensor, address))
+
+
+def _written_places(tensor: paddle.Tensor, address: int) -> list[int]:
+    """The addresses of writes that are inside the memory of `tensor`."""
+    global _sorted
+    if len(_sorted) != len(_last_write):
+        _sorted = sorted(_last_write)
+    num_bytes = tensor.size * tensor.element_size() if tensor.is_contiguous() else 1
+    return _sorted[bisect_left(_sorted, address) : bisect_left(_sorted, address + num_bytes)]

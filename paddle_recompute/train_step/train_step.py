@@ -140,6 +140,11 @@ class TrainStep:
                 f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; "
                 "give one of them: a gradient cache has a loss of its own"
             )
+        if isinstance(optimizer, paddle.optimizer.LBFGS):
+            raise ConfigError(
+                "the optimizer is LBFGS, whose step() runs forward and backward itself, several "
+                "times; TrainStep makes one of each. Use another optimizer, or call LBFGS yourself"
+            )
         self._model = model
         self._optimizer = optimizer
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
@@ -296,7 +301,9 @@ class TrainStep:
         new = [parameter for parameter in self._trained if id(parameter) not in before]
         if new:
             refuse_main_grad(new)
-            check_all_synchronized(self._sync, self._trained)
+            # A parameter that was replaced in the model stays in the optimizer, without a gradient.
+            has_gradient = [p for p in self._trained if p.grad is not None]
+            check_all_synchronized(self._sync, [*new, *has_gradient])
         self._updated = updated(self._trained, self._optimizer)
 
     @paddle.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
@@ -189,3 +190,24 @@ def test_hooks_run_before_the_gradients_are_sent(mode: str) -> None:
         assert relative_difference(first["gradients"][step], expected) < 1e-6
     if mode == "overlap":
         assert min(first["early"][1:]) > 0, "the others are still sent early"
+
+
+def test_hooks_on_the_embeddings_change_their_gradient() -> None:
+    query, positive = paddle.randn([6, 4]), paddle.randn([6, 4])
+
+    def loss(q: paddle.Tensor, p: paddle.Tensor) -> paddle.Tensor:
+        q.register_hook(lambda gradient: gradient * 2)
+        p.register_hook(lambda gradient: gradient * 3)
+        return (q * p * p).sum()
+
+    found = []
+    for cached in (False, True):
+        paddle.seed(1)
+        encoder = paddle.nn.Linear(4, 4)
+        if cached:
+            GradCache(encoder, loss, chunk_size=3).backward(query, positive)
+        else:
+            sides = [paddle.concat([encoder(x[:3]), encoder(x[3:])]) for x in (query, positive)]
+            loss(*sides).backward()
+        found.append(encoder.weight.grad.numpy())
+    np.testing.assert_array_equal(*found)

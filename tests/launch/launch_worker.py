@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from paddle_recompute.errors import DataError
-from paddle_recompute.launch._rank_process import prepare_rank
+from paddle_recompute.launch._rank_process import LOG_DIR, prepare_rank
 
 RANK = int(os.environ["PADDLE_TRAINER_ID"])
 
@@ -21,10 +21,12 @@ def settings() -> None:
 
 
 def refuse() -> None:
-    """Rank 1 ends with an error for the user, and makes rank 0 fail a moment later."""
+    """Rank 1 ends with an error for the user; rank 0 fails when that has been written."""
     if RANK == 1:
         raise DataError("pairs.tsv:7: one column where two are needed")
-    time.sleep(0.5)
+    error = Path(os.environ[LOG_DIR]) / "error.1.json"
+    while not error.exists():
+        time.sleep(0.02)
     raise RuntimeError("peer is gone")
 
 

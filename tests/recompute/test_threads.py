@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from paddle.nn import functional as F
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
+from tests.ranks import ROOT
 from tests.recompute.contract import Run, plain
 
 STEPS = 12
@@ -287,3 +290,20 @@ def test_segments_and_selective_parts_in_two_threads() -> None:
     for policy in ("segments", "all"):
         alone = [training(False, policy, seed)() for seed in (1, 2)]
         assert in_threads(*[training(True, policy, seed) for seed in (1, 2)]) == alone
+
+
+def test_a_process_ends_whose_second_thread_has_recomputed() -> None:
+    code = """
+import threading, paddle
+from paddle_recompute import recompute
+layer, x = paddle.nn.Linear(4, 4), paddle.ones([2, 4])
+recompute(layer, x).sum().backward()
+thread = threading.Thread(target=lambda: recompute(layer, x).sum().backward())
+thread.start()
+thread.join()
+print("done")
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr[-3000:]

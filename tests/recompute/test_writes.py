@@ -326,3 +326,32 @@ def test_the_argument_is_named() -> None:
     written("set_value", w)
     with pytest.raises(RecomputeError, match=rf"An argument \(parameter '{w.name}'\)"):
         y.sum().backward()
+
+
+def vector_to_parameters(layer: paddle.nn.Layer) -> None:
+    paddle.nn.utils.vector_to_parameters(paddle.ones([20]), layer.parameters())
+
+
+def new_data(layer: paddle.nn.Layer) -> None:
+    layer.weight.data = paddle.ones([4, 4])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        vector_to_parameters,
+        new_data,
+        lambda layer: paddle.nn.initializer.Constant(2.0)(layer.weight),
+        lambda layer: paddle.nn.initializer.XavierNormal()(layer.weight),
+        lambda layer: layer.weight[2:].set_value(paddle.ones([2, 4])),
+    ],
+    ids=["vector_to_parameters", "data", "Constant", "XavierNormal", "a view"],
+)
+def test_writes_past_the_tensor_itself(change: Callable[[paddle.nn.Layer], None]) -> None:
+    layer, x = paddle.nn.Linear(4, 4), leaf(3, 4)
+    y = recompute(lambda t: layer(t).tanh(), x).square().sum()
+    before = layer.weight.numpy()
+    change(layer)
+    assert not np.array_equal(before, layer.weight.numpy())
+    with pytest.raises(RecomputeError, match="was changed between the forward and the backward"):
+        y.backward()

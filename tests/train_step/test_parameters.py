@@ -227,3 +227,22 @@ def test_the_ranks_stay_together() -> None:
     for case in CASES:
         pair = zip(one[case.__name__, "fused"], one[case.__name__, "overlap"], strict=True)
         assert all(np.array_equal(a, b) for a, b in pair)
+
+
+def test_lbfgs_is_refused() -> None:
+    layer = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.LBFGS(parameters=layer.parameters())
+    with pytest.raises(ConfigError, match="LBFGS, whose step"):
+        TrainStep(layer, optimizer, loss_fn=lambda model, x: model(x).mean())
+
+
+def test_a_layer_may_be_replaced_between_steps() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Linear(2, 2), paddle.nn.Linear(2, 1))
+    optimizer = sgd(0.1, model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).square().mean())
+    step([paddle.ones([4, 2])])
+    model[1] = paddle.nn.Linear(2, 1)
+    optimizer._parameter_list += model[1].parameters()
+    before = model[1].weight.numpy()
+    step([paddle.ones([4, 2])])
+    assert not np.array_equal(before, model[1].weight.numpy())
