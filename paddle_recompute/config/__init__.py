@@ -1,14 +1,13 @@
 """The typed configuration: a YAML file becomes a frozen tree. Works without Paddle."""
 
 from paddle_recompute.config._contrastive import ContrastiveConfig
+from paddle_recompute.config._model import PRESETS, ModelConfig
 from paddle_recompute.config._strategy import AmpConfigs, GradientMergeConfigs, StrategyConfig
 from paddle_recompute.config.loading import load_config
 from paddle_recompute.config.schema import (
-    PRESETS,
     Config,
     DataConfig,
     LaunchConfig,
-    ModelConfig,
     RecomputeConfig,
     SyncConfig,
     TrainConfig,
