@@ -19,9 +19,6 @@ from paddle_recompute import _paddle
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import telling
-from paddle_recompute.replay.reach import layers_of
-
-__all__ = ["LayerState", "layers_of", "same_values"]
 
 SMALL_BYTES = 64 * 1024
 """A copy of a buffer up to this size is kept until the backward, changed or not."""

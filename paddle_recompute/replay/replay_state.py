@@ -80,9 +80,10 @@ class StateWatch:
         before is watched from then on.
         """
         assert self._state is not None
+        num_known = len(self._state.layers)
         with telling(self._state.meet):
             yield
-        if len(self._state.layers) > len(self._members):
+        if len(self._state.layers) > num_known:
             self._layers = self._members = self._state.layers
         if self._is_new:
             self._state.after_forward()

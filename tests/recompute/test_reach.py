@@ -17,8 +17,7 @@ import pytest
 
 from paddle_recompute import recompute
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.replay.layer_state import layers_of
-from paddle_recompute.replay.reach import LONGEST_SEARCHED
+from paddle_recompute.replay.reach import LONGEST_SEARCHED, layers_of
 from tests.recompute.contract import Run, Seen, case, leaf
 
 Tensor = paddle.Tensor
