@@ -9,6 +9,7 @@ from typing import Any, Literal
 import paddle
 
 from paddle_recompute.errors import SelectionError
+from paddle_recompute.recompute._discarded import ticket_for
 from paddle_recompute.recompute._fleet import FleetRecomputeLayer
 from paddle_recompute.recompute._parts import is_cheap, named_parts
 from paddle_recompute.recompute._segments import Segment
@@ -120,6 +121,11 @@ def wrap_part(
         wrap(part, options, name, segment=segment, gives_up_outputs=cheap)
     else:
         setattr(owner, attribute, RecomputedFunction(part, options, name))
+
+
+def offers_its_output(output: paddle.Tensor) -> bool:
+    """Whether the part that made `output` computes it again for whoever would keep it."""
+    return ticket_for(output) is not None
 
 
 def is_treated(model: paddle.nn.Layer) -> str | None:
