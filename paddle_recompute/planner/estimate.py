@@ -151,6 +151,7 @@ def _composed(
             CallCost(
                 call.layer,
                 call.number,
+                call.pass_number,
                 kinds[call.signature],
                 own,
                 call.output_bytes,

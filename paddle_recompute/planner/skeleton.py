@@ -27,6 +27,7 @@ class RecordedCall:
 
     layer: str
     number: int
+    pass_number: int
     signature: tuple[Any, ...]
     """Calls with equal signatures cost the same."""
     inputs: Any
@@ -104,6 +105,9 @@ class _Recorder:
         self.inside = False
         self._structures = structures
         self._numbers: dict[str, int] = {}
+        self._pass = -1
+        self._waiting = 0
+        """Calls whose backward is still to come."""
         self._seen: set[tuple[Any, ...]] = set()
 
     def begin(self) -> None:
@@ -126,6 +130,7 @@ class _Recorder:
 
     def leave(self) -> None:
         """The event that was noted last has ended."""
+        self._waiting -= self.skeleton.events[-1].kind == "backward"
         last = self.skeleton.events[-1]
         level = memory.current_bytes() - self.skeleton.start
         self.skeleton.events[-1] = Event(
@@ -157,6 +162,10 @@ class _Recorder:
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False
         given = {tensor.data_ptr() for tensor in _nested.tensors_in(inputs)}
+        if self._waiting == 0:
+            self._numbers.clear()
+            self._pass += 1
+        self._waiting += 1
         number = self._numbers.get(name, 0)
         self._numbers[name] = number + 1
         self.inside = True
@@ -177,6 +186,7 @@ class _Recorder:
             RecordedCall(
                 name,
                 number,
+                self._pass,
                 signature,
                 on_host,
                 _paddle.amp_state(),
