@@ -139,9 +139,7 @@ class StepCosts:
             CallCost(
                 **{
                     **call,
-                    "options": {
-                        name: OptionCost(**cost) for name, cost in call["options"].items()
-                    },
+                    "options": {name: OptionCost(**cost) for name, cost in call["options"].items()},
                 }
             )
             for call in data["calls"]

@@ -30,6 +30,7 @@ def _settings(layer: paddle.nn.Layer) -> tuple[Any, ...]:
     return tuple(
         (name, value)
         for name, value in sorted(vars(layer).items())
-        if not name.startswith("_full_name") and isinstance(value, (int, float, bool, str))
+        if not name.startswith("_full_name")
+        and isinstance(value, (int, float, bool, str))
         and not name.endswith("_name")
     )

@@ -37,10 +37,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class Point:
-    """A peak of the timeline: where it is, and its bytes."""
+    """A peak of the timeline.
+
+    Attributes:
+        where: The call, or what is between two calls.
+        bytes: Held at this moment, all in all.
+        gradients: Of these, gradients of parameters of blocks.
+        kept: What earlier calls keep beyond their inputs; negative where inputs are given up.
+        inside: What the call itself takes now.
+    """
 
     where: str
     bytes: int
+    gradients: int = 0
+    kept: int = 0
+    inside: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,15 +139,17 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
     live: dict[int, int] = {}  # what each call of a segment that runs again keeps
     present: dict[str, int] = {}  # the gradients that exist
     for event in costs.events:
-        level = base + above + sum(present.values())
-        yield Point(_before(event, calls), level + event.before)
+        gradients = sum(present.values())
+        level = base + above + gradients
+        yield Point(_before(event, calls), level + event.before, gradients, above)
         number = event.call
         if number < 0:
             continue
         call, cost, choice = calls[number], kept.cost(number), kept.choice[number]
         level += event.enter
         if event.kind == "forward":
-            yield Point(f"forward of {call.name}", level + cost.forward_peak)
+            peak = cost.forward_peak
+            yield Point(f"forward of {call.name}", level + peak, gradients, above, peak)
             above += kept.bytes(number)
             continue
         level -= call.output_bytes  # its gradient, which is part of the measured peak
@@ -150,12 +163,23 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
             for inner in range(choice.first, number):
                 plain, whole = (calls[inner].options[name] for name in (PLAIN, WHOLE))
                 if choice.option == JOINED:
-                    peak = level + change + plain.forward_peak
-                    yield Point(f"second forward of {calls[inner].name}", peak)
+                    yield Point(
+                        f"second forward of {calls[inner].name}",
+                        level + change + plain.forward_peak,
+                        gradients,
+                        above + change,
+                        plain.forward_peak,
+                    )
                 live[inner] = whole.kept + (plain.kept if choice.option == JOINED else 0)
                 change += live[inner]
         above += change
-        yield Point(f"backward of {call.name}", level + change + cost.backward_peak)
+        yield Point(
+            f"backward of {call.name}",
+            level + change + cost.backward_peak,
+            gradients,
+            above,
+            cost.backward_peak,
+        )
         present.update(call.gradients)
 
 

@@ -23,7 +23,7 @@ References:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +71,9 @@ class Solution:
         return self.timeline.seconds
 
 
-def solve(costs: StepCosts, budget: int, *, units: Sequence[str] = (JOINED, NESTED)) -> Solution | None:
+def solve(
+    costs: StepCosts, budget: int, *, units: Sequence[str] = (JOINED, NESTED)
+) -> Solution | None:
     """The fastest choices with a simulated peak of at most `budget` bytes; None if there are none.
 
     Args:
@@ -131,8 +133,10 @@ def smallest(costs: StepCosts, *, units: Sequence[str] = (JOINED, NESTED)) -> So
     return best
 
 
-def _first_feasible(within, low: int, high: int, budget: int):  # type: ignore[no-untyped-def]
-    """The largest of some limits between which the simulated peak is inside."""
+def _first_feasible(
+    within: Callable[[int], Solution | None], low: int, high: int, budget: int
+) -> tuple[int, Solution | None]:
+    """The largest of some limits at which the simulated peak is inside."""
     for part in range(1, 16):
         limit = high - (high - low) * part // 16
         found = within(limit)
@@ -212,7 +216,7 @@ def _levels(costs: StepCosts) -> dict[int, tuple[int, int, int, int]]:
     ahead: dict[int, tuple[int, int]] = {}
     back: dict[int, tuple[int, int]] = {}
     present: dict[str, int] = {}
-    for place, event in enumerate(costs.events):
+    for event in costs.events:
         gradients = sum(present.values())
         if event.kind == "forward":
             ahead[event.call] = event.enter + gradients, event.before + gradients
@@ -221,7 +225,6 @@ def _levels(costs: StepCosts) -> dict[int, tuple[int, int, int, int]]:
             level = event.enter - call.output_bytes + gradients
             back[event.call] = level, event.before + gradients
             present.update(call.gradients)
-        del place
     nothing = (0, 0)
     return {
         call: (*ahead.get(call, nothing), *back.get(call, nothing))
@@ -342,7 +345,10 @@ class _Labels:
             [c[2].kept[place] + c[4] for c, place in zip(candidates, places, strict=True)]
         )
         seconds = np.concatenate(
-            [c[2].seconds[place] + c[0].seconds for c, place in zip(candidates, places, strict=True)]
+            [
+                c[2].seconds[place] + c[0].seconds
+                for c, place in zip(candidates, places, strict=True)
+            ]
         )
         counts = [len(place) for place in places]
         by = np.repeat(np.arange(len(candidates)), counts)
@@ -358,7 +364,12 @@ class _Labels:
         if len(left) > most:
             left = left[np.linspace(0, len(left) - 1, most).round().astype(np.int64)]
         return cls(
-            kept[left], seconds[left], by[left], state[left], index[left], [c[0] for c in candidates]
+            kept[left],
+            seconds[left],
+            by[left],
+            state[left],
+            index[left],
+            [c[0] for c in candidates],
         )
 
 

@@ -1,4 +1,4 @@
-"""`measure_step`: the costs of a step, from its skeleton and one measurement of each kind of call."""
+"""`measure_step`: the costs of a step, from its skeleton and a measurement of each kind of call."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
-from paddle_recompute.planner.measure import OPTIONS, measure_call
+from paddle_recompute.planner.measure import FEWEST_ROUNDS, MOST_ROUNDS, OPTIONS, measure_call
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import is_treated
 from paddle_recompute.replay import RngState
@@ -114,11 +113,14 @@ def _measure_kinds(
 ) -> tuple[dict[Any, Any], dict[Any, dict[str, int]]]:
     costs, gradients = {}, {}
     new = [call for call in skeleton.calls if call.inputs is not None]
+    # About as long as three plain steps, however many kinds of calls there are.
+    affordable = 3 * len(skeleton.calls) // (len(new) * len(options))
+    rounds = max(FEWEST_ROUNDS, min(affordable, MOST_ROUNDS))
     for done, call in enumerate(new):
         if progress is not None:
             progress(done, len(new))
         costs[call.signature], gradients[call.signature] = measure_call(
-            model, call, options, preserve_rng_state=preserve_rng_state
+            model, call, options, rounds=rounds, preserve_rng_state=preserve_rng_state
         )
     if progress is not None:
         progress(len(new), len(new))
@@ -164,7 +166,9 @@ def _composed(
         made_by.update(dict.fromkeys(call.output_pointers, number))
     kept_outside = taken.keys() | skeleton.saved_outside
     calls = [
-        CallCost(**{**vars(call), "output_is_kept": recorded.output_pointers.keys() <= kept_outside})
+        CallCost(
+            **{**vars(call), "output_is_kept": recorded.output_pointers.keys() <= kept_outside}
+        )
         for call, recorded in zip(calls, skeleton.calls, strict=True)
     ]
     end = skeleton.events[-1]
@@ -186,13 +190,3 @@ def _clear(model: paddle.nn.Layer) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.clear_gradient(False)
-
-
-def held_bytes(
-    model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer | None, batch: Any
-) -> dict[str, int]:
-    """Bytes of parameters, gradients-to-be, and what the optimizer keeps between steps."""
-    return {}
-
-
-_ = _paddle
