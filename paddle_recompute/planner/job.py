@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -91,6 +92,7 @@ class Job:
         self, *, options: tuple[str, ...] = OPTIONS, progress: Progress | None = None
     ) -> StepCosts:
         """Measure the step; the model, its gradients and the random streams stay as they are."""
+        gc.collect()
         held = self.held()
         now = memory.current_bytes()
         missing = sum(held.values()) - self._present(held)

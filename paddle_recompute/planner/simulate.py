@@ -138,12 +138,16 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
     above = 0  # bytes of the calls, above the skeleton
     live: dict[int, int] = {}  # what each call of a segment that runs again keeps
     present: dict[str, int] = {}  # the gradients that exist
+    running: dict[int, int] = {}  # what is inside calls whose backward has begun
+    seen_to_end = {event.call for event in costs.events if event.kind == "done"}
     for event in costs.events:
         gradients = sum(present.values())
         level = base + above + gradients
         yield Point(_before(event, calls), level + event.before, gradients, above)
         number = event.call
-        if number < 0:
+        if event.kind == "done":
+            running.pop(number, None)
+        if number < 0 or event.kind == "done":
             continue
         call, cost, choice = calls[number], kept.cost(number), kept.choice[number]
         level += event.enter
@@ -151,6 +155,9 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
             peak = cost.forward_peak
             yield Point(f"forward of {call.name}", level + peak, gradients, above, peak)
             above += kept.bytes(number)
+            continue
+        if event.kind == "dropped":
+            above -= kept.bytes(number)
             continue
         level -= call.output_bytes  # its gradient, which is part of the measured peak
         if choice.option not in (JOINED, NESTED):
@@ -173,13 +180,12 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
                 live[inner] = whole.kept + (plain.kept if choice.option == JOINED else 0)
                 change += live[inner]
         above += change
-        yield Point(
-            f"backward of {call.name}",
-            level + change + cost.backward_peak,
-            gradients,
-            above,
-            cost.backward_peak,
-        )
+        # The operators of calls that do not depend on each other take turns.
+        inside = sum(running.values()) + cost.backward_peak
+        if number in seen_to_end:
+            running[number] = cost.backward_peak
+        where = f"backward of {call.name}"
+        yield Point(where, level + change + inside, gradients, above, inside)
         present.update(call.gradients)
 
 
@@ -188,4 +194,6 @@ def _before(event: Event, calls: Sequence[CallCost]) -> str:
         return "end of the backward"
     if event.kind == "update":
         return "update"
+    if event.kind == "done":
+        return f"end of the backward of {calls[event.call].name}"
     return f"before the {event.kind} of {calls[event.call].name}"
