@@ -30,6 +30,7 @@ class OptionCost:
         keeps_output: Whether the call itself keeps its output until its backward.
         offers_output: Whether later calls need not keep the output: it is computed again for them.
         takes_offers: Whether the call asks for such outputs instead of keeping its input.
+        frees_input: Bytes of its inputs that it does not keep, because it keeps a copy of them.
     """
 
     kept: int
@@ -40,6 +41,7 @@ class OptionCost:
     keeps_output: bool = False
     offers_output: bool = False
     takes_offers: bool = False
+    frees_input: int = 0
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class Job:
             self.step,
             held=held,
             base=now + missing,
+            batch=self.batch,
             update_bytes=self._update_bytes(gradients),
             options=options,
             preserve_rng_state=self.preserve_rng_state,

@@ -8,7 +8,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
@@ -29,6 +29,7 @@ def measure_step(
     held: Mapping[str, int],
     update_bytes: int = 0,
     base: int | None = None,
+    batch: Any = None,
     options: tuple[str, ...] = OPTIONS,
     preserve_rng_state: bool = True,
     progress: Progress | None = None,
@@ -42,6 +43,7 @@ def measure_step(
         held: Bytes by part that are held at the start of a step and known. What of them does not
             exist yet is in `base`.
         update_bytes: What the update takes above the gradients.
+        batch: Its tensors are there all the time, whoever else holds them.
         base: Bytes at the start of a step; None: those that are allocated now.
         options: The options that are measured.
         preserve_rng_state: As in `recompute`.
@@ -74,6 +76,7 @@ def measure_step(
         _clear(model)
         streams.restore()
         put_back(state)
+    skeleton.saved_outside |= {one.data_ptr() for one in _nested.tensors_in(batch)}
     return _composed(
         skeleton,
         costs,
