@@ -7,7 +7,6 @@ take in each chunk once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute._nested import is_tensor, map_leaves, named_leaves, tensors_in
 from paddle_recompute.contrastive._chunks import Chunk, joined, rows_of
 from paddle_recompute.errors import DataError, RecomputeError
@@ -48,7 +48,7 @@ class ChunkedEncoder:
         self._batch = batch
         self._chunks = chunks
         self._name = name
-        self._moments: list[ReplayState] = []
+        self._states: list[ReplayState] = []
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
         self._gradients: dict[int, paddle.Tensor] = {}
@@ -71,7 +71,7 @@ class ChunkedEncoder:
         trained: set[int] = set()
         undecided = True
         for number, chunk in enumerate(self._chunks):
-            self._moments.append(watch.moment())
+            self._states.append(watch.capture())
             # With a graph until every output was seen to depend on something that is trained: that
             # is one chunk, but for an encoder with a frozen or detached path. What a Layer's
             # parameters say would miss those that it holds in other ways.
@@ -91,7 +91,7 @@ class ChunkedEncoder:
             del leaves
         self._trained = sorted(trained)
         if not trained:
-            self._moments = []
+            self._states = []
         heads = self._joined(parts)
         for place in self._trained:
             self._first[place] = _Kept(heads[place])
@@ -111,10 +111,10 @@ class ChunkedEncoder:
 
     def replay(self, number: int) -> None:
         """The second forward of a chunk, and its backward into ``.grad`` of the parameters."""
-        chunk, moment = self._chunks[number], self._moments[number]
-        with moment.replayed():
+        chunk, state = self._chunks[number], self._states[number]
+        with state.replayed():
             outputs = self._leaves(self._call(chunk), chunk, again=True)
-        with _amp_off():
+        with _paddle.amp_off():
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
             for place, gradient in self._gradients.items():
                 head = outputs[place]
@@ -139,7 +139,7 @@ class ChunkedEncoder:
         """
         if not self._deviations:
             return
-        with paddle.no_grad(), _amp_off():
+        with paddle.no_grad(), _paddle.amp_off():
             worst = float(paddle.stack(self._deviations).max().item())
         self._deviations = []
         if worst > REPETITION_TOLERANCE:
@@ -192,7 +192,7 @@ class ChunkedEncoder:
 
     def _joined(self, parts: list[list[paddle.Tensor]]) -> list[paddle.Tensor]:
         heads = []
-        with paddle.no_grad(), _amp_off():
+        with paddle.no_grad(), _paddle.amp_off():
             for place in range(len(self._paths)):
                 heads.append(joined([part[place] for part in parts], self._chunks))
         return heads
@@ -336,9 +336,3 @@ def _filled(structure: Any, paths: list[str], tensors: list[paddle.Tensor]) -> A
     by_path = dict(zip(paths, tensors, strict=True))
     order: Iterator[str] = (path for path, _ in named_leaves(structure, "output"))
     return map_leaves(lambda leaf: by_path.get(next(order), leaf), structure)
-
-
-def _amp_off() -> contextlib.AbstractContextManager[None]:
-    """Disable ``paddle.amp.auto_cast``, as for the backward of a plain step."""
-    off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
-    return off

@@ -41,7 +41,7 @@ class Step:
         sums = self._put_back()
         if sums:
             leaves, gradients = zip(*sums, strict=True)
-            with paddle.amp.auto_cast(enable=False):
+            with _paddle.amp_off():
                 paddle.autograd.backward(list(leaves), list(gradients))
 
     def __exit__(

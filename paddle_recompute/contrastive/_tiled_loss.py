@@ -28,6 +28,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
 from paddle_recompute.contrastive._vector_blocks import Block, VectorBlocks
@@ -207,7 +208,7 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
         ctx.plan, ctx.scale = plan, scale
         ctx.needed = [not tensor.stop_gradient for tensor in tensors]
         ctx.save_for_backward(*tensors)
-        with paddle.amp.auto_cast(enable=False):
+        with _paddle.amp_off():
             sides, factor = _sides_and_scale(plan, tensors, scale, [False] * len(tensors))
             own = [
                 (sides[QUERIES].rows(rows) * factor * sides[POSITIVES].rows(columns)).sum(1)
@@ -225,7 +226,7 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         plan: _Plan = ctx.plan
-        with paddle.amp.auto_cast(enable=False):
+        with _paddle.amp_off():
             sides, scale = _sides_and_scale(plan, ctx.saved_tensor(), ctx.scale, ctx.needed)
             by_scale = paddle.zeros_like(upstream)
             totals = [paddle.zeros([rows[1] - rows[0]], upstream.dtype) for rows, _ in plan.own]

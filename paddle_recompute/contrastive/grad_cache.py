@@ -202,25 +202,25 @@ class GradCache:
         """
         _check_mode()
         sync = sync or self.sync
-        towers = self._towers((query, positive, *negatives))
-        self.num_chunks = sum(tower.num_chunks for tower in towers)
+        encoders = self._chunked_encoders((query, positive, *negatives))
+        self.num_chunks = sum(encoder.num_chunks for encoder in encoders)
         with Step() as step:
             with self._no_sync(sync):
-                loss, in_order = self._backward_of_loss(towers, loss_scale, loss_arguments or {})
+                loss, in_order = self._backward_of_loss(encoders, loss_scale, loss_arguments or {})
                 earlier, final = _schedule(in_order)
-                for tower, chunk in earlier:
-                    tower.replay(chunk)
-                for tower in in_order:
-                    tower.check_repetition()
+                for encoder, chunk in earlier:
+                    encoder.replay(chunk)
+                for encoder in in_order:
+                    encoder.check_repetition()
             with self._last_backward(sync) if last else self._no_sync(sync):
-                for tower, chunk in final:
-                    tower.replay(chunk)
-                for tower in in_order:
-                    tower.check_repetition()
+                for encoder, chunk in final:
+                    encoder.replay(chunk)
+                for encoder in in_order:
+                    encoder.check_repetition()
                 step.run_hooks()
         return loss
 
-    def _towers(self, inputs: tuple[Any, ...]) -> list[ChunkedEncoder]:
+    def _chunked_encoders(self, inputs: tuple[Any, ...]) -> list[ChunkedEncoder]:
         names = [*_NAMES, *(f"negatives[{place}]" for place in range(len(inputs) - 2))]
         rows = [num_rows_of(batch, name) for batch, name in zip(inputs, names, strict=True)]
         if rows[0] != rows[1]:
@@ -243,20 +243,20 @@ class GradCache:
 
     def _backward_of_loss(
         self,
-        towers: list[ChunkedEncoder],
+        encoders: list[ChunkedEncoder],
         loss_scale: float | paddle.Tensor,
         loss_arguments: Mapping[str, Any],
     ) -> tuple[paddle.Tensor, list[ChunkedEncoder]]:
         """First forwards, loss, and the loss's backward, down to the embeddings.
 
         Returns:
-            The loss, and the towers in the order in which its backward reached them: that in
+            The loss, and the encoders in the order in which its backward reached them: that in
             which the engine would go on into them, and add up what they have in common.
         """
         reached: list[int] = []
         embeddings = [
-            tower.encode(functools.partial(reached.append, place))
-            for place, tower in enumerate(towers)
+            encoder.encode(functools.partial(reached.append, place))
+            for place, encoder in enumerate(encoders)
         ]
         loss = self.loss(*embeddings, **loss_arguments)
         del embeddings
@@ -270,19 +270,19 @@ class GradCache:
                 "the loss does not depend on anything that is trained: "
                 + (
                     "it does not use the embeddings, or detaches them"
-                    if any(tower.is_trained for tower in towers)
+                    if any(encoder.is_trained for encoder in encoders)
                     else "no encoder's output needs a gradient. Are all parameters frozen "
                     "(stop_gradient), or does the encoder run under no_grad or detach its output?"
                 )
             )
-        with paddle.amp.auto_cast(enable=False):  # a plain step's backward is outside of it, too
+        with _paddle.amp_off():  # a plain step's backward is outside of it, too
             scaled = loss
             if not (isinstance(loss_scale, float) and loss_scale == 1.0):
                 half = loss.dtype in (paddle.float16, paddle.bfloat16)
                 # In float32: times its scale a float16 loss could be infinite on its own.
                 scaled = (loss.astype("float32") if half else loss) * loss_scale
             scaled.backward()
-        in_order = [towers[place] for place in dict.fromkeys(reversed(reached))]
+        in_order = [encoders[place] for place in dict.fromkeys(reversed(reached))]
         return loss.detach(), in_order[::-1]
 
     @contextlib.contextmanager
@@ -308,17 +308,17 @@ Replays = list[tuple[ChunkedEncoder, int]]
 """Encoders, each with the number of a chunk."""
 
 
-def _schedule(towers: list[ChunkedEncoder]) -> tuple[Replays, Replays]:
+def _schedule(encoders: list[ChunkedEncoder]) -> tuple[Replays, Replays]:
     """The second forwards in order: before the synchronization, and while it runs.
 
     Every encoder's last chunk is in the second part, so that each trained parameter gets its last
     gradient there, and equally often in every step, however many chunks it has.
     """
-    tasks = [(tower, chunk) for tower in towers for chunk in tower.replays]
+    tasks = [(chunked, chunk) for chunked in encoders for chunk in chunked.replays]
     final: Replays = []
-    for tower, chunk in reversed(tasks):
-        if all(tower.encoder != other.encoder for other, _ in final):
-            final.insert(0, (tower, chunk))
+    for chunked, chunk in reversed(tasks):
+        if all(chunked.encoder != other.encoder for other, _ in final):
+            final.insert(0, (chunked, chunk))
     return [task for task in tasks if task not in final], final
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections.abc import Iterable
@@ -215,7 +214,7 @@ class ContrastiveLoss(paddle.nn.Layer):
                 f"{self.group}: in a Program negatives come from all ranks; set group=None, or "
                 "negatives='local'"
             )
-        with _amp_off():
+        with _paddle.amp_off() if _paddle.is_dygraph() else training.in_float32():
             batch, weight = self._batch(*given)
             options = LossOptions(self.symmetric, self.label_smoothing, weight, self.normalize)
             scale = self._scale(batch.queries.dtype)
@@ -297,7 +296,7 @@ class ContrastiveLoss(paddle.nn.Layer):
     def _clip_logit_scale(self) -> None:
         # The parameter itself, or it could wander off to where no gradient brings it back.
         assert self.logit_scale is not None
-        with _amp_off():
+        with _paddle.amp_off():
             self.logit_scale.clip_(max=math.log(MAX_SCALE))
 
     def _check_ids(
@@ -342,14 +341,6 @@ def text_ids(texts: Iterable[str]) -> paddle.Tensor:
     """
     digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
     return paddle.to_tensor(np.frombuffer(digests, "<i8").astype(np.int64))
-
-
-def _amp_off() -> contextlib.AbstractContextManager[None]:
-    """Disable mixed precision inside."""
-    if not _paddle.is_dygraph():
-        return training.in_float32()
-    amp_off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
-    return amp_off
 
 
 def _check_shapes(

@@ -125,13 +125,7 @@ class Entries:
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        changed = self._changed()
-        if not changed:
-            return None
-        entries = self._entries
-        now = {name: entries.get(name, _ABSENT) for name in changed}
-        _assign(entries, {name: _content(self._before.get(name, _ABSENT)) for name in changed})
-        return lambda: _assign(entries, now)
+        return _put_back(self._entries, self._before, self._changed())
 
     def _changed(self) -> list[str]:
         entries, before = self._entries, self._before
@@ -147,6 +141,17 @@ class Entries:
 def _are(some: Iterable[Any], others: Iterable[Any]) -> bool:
     """Whether two rows of equal length hold the same objects."""
     return all(map(operator.is_, some, others))
+
+
+def _put_back(
+    entries: dict[str, Any], before: dict[str, Any], changed: list[str]
+) -> Callable[[], None] | None:
+    """`Place.put_back` of the entries named `changed`."""
+    if not changed:
+        return None
+    now = {name: entries.get(name, _ABSENT) for name in changed}
+    _assign(entries, {name: _content(before.get(name, _ABSENT)) for name in changed})
+    return lambda: _assign(entries, now)
 
 
 def _assign(entries: dict[str, Any], values: dict[str, Any]) -> None:
@@ -183,13 +188,7 @@ class Globals:
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        changed = self._changed()
-        if not changed:
-            return None
-        entries = self._entries
-        now = {name: entries.get(name, _ABSENT) for name in changed}
-        _assign(entries, {name: _content(self._before[name]) for name in changed})
-        return lambda: _assign(entries, now)
+        return _put_back(self._entries, self._before, self._changed())
 
     def _changed(self) -> list[str]:
         get = self._entries.get

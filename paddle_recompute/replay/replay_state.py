@@ -53,10 +53,10 @@ class StateWatch:
         self._rng: RngState | None = None
         self._state: LayerState | None = None
         self._is_new = False
-        self._noted_flags: list[bool] = []
+        self._captured_flags: list[bool] = []
         self._copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []
 
-    def moment(self) -> ReplayState:
+    def capture(self) -> ReplayState:
         """The state now, before a forward."""
         rng = RngState.capture()
         if self._rng is not None:
@@ -69,14 +69,14 @@ class StateWatch:
         self._is_new = self._state is None or not self._unchanged(buffers, flags)
         if self._is_new:
             self._state = LayerState(self._layers)
-            self._noted_flags = flags
+            self._captured_flags = flags
             self._copies = [(buffer, buffer.clone()) for buffer in buffers]
         assert self._state is not None
         return ReplayState(rng, self._amp, self._state)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward after the last `moment`: a Layer that is called and was not found
+        """Around the forward after the last `capture`: a Layer that is called and was not found
         before is watched from then on.
         """
         assert self._state is not None
@@ -102,7 +102,7 @@ class StateWatch:
     @paddle.no_grad()
     def _unchanged(self, buffers: list[paddle.Tensor], flags: list[bool]) -> bool:
         return (
-            flags == self._noted_flags
+            flags == self._captured_flags
             and len(buffers) == len(self._copies)
             and all(
                 now is then and same_values(now, copy)
