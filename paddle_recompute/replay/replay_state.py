@@ -1,4 +1,4 @@
-"""What the forward of each chunk sees besides its rows, so that it can be repeated."""
+"""The state that the forward of a chunk reads besides its rows, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paddle_recompute.replay.random_streams import RngState
 
 @dataclass
 class ReplayState:
-    """What the first forward of one chunk saw."""
+    """The state before the first forward of one chunk."""
 
     rng: RngState
     amp: _paddle.AmpState
@@ -27,7 +27,7 @@ class ReplayState:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, everything is as it was; afterwards as it is now."""
+        """Inside, the state is that of the first forward; afterwards it is restored."""
         with (
             self.rng.replayed(),
             _paddle.amp_state_of(self.amp),
@@ -38,17 +38,17 @@ class ReplayState:
 
 
 class StateWatch:
-    """Notes the state before each chunk; what has not changed since the last is kept once.
+    """Captures the state before each chunk; chunks share the parts that did not change.
 
     A `RngState` is 33 kB, nearly all of it the streams of NumPy and Python, which few encoders
-    draw from. Without those it is 4.4 kB a chunk on a CPU (Paddle's Mersenne twister); the state of
-    a GPU's generator is two numbers. A `LayerState` lists all parameters and copies the buffers.
+    draw from. Without these it is 4.4 kB per chunk on a CPU (Paddle's Mersenne twister); the state
+    of a GPU's generator is two numbers. A `LayerState` lists all parameters and copies the buffers.
     """
 
     def __init__(self, layers: list[paddle.nn.Layer]) -> None:
         self._layers = layers
         self._amp = _paddle.amp_state()
-        # Looked up once per step: a walk over the sublayers takes longer than all the rest here.
+        # Once per step: the walk over the sublayers costs more than the rest of a capture.
         self._members = [m for layer in layers for m in layer.sublayers(include_self=True)]
         self._rng: RngState | None = None
         self._state: LayerState | None = None
@@ -76,8 +76,8 @@ class StateWatch:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward after the last `capture`: a Layer that is called and was not found
-        before is watched from then on.
+        """Around the forward after the last `capture`: a Layer that is called and was not known
+        is watched from then on.
         """
         assert self._state is not None
         num_known = len(self._state.layers)
@@ -89,7 +89,7 @@ class StateWatch:
             self._state.after_forward()
 
     def _buffers(self) -> list[paddle.Tensor]:
-        """Those that an output may depend on: not the statistics of a BatchNorm in training."""
+        """The buffers that an output may depend on: no statistics of a BatchNorm in training."""
         return [
             tensors[name]
             for member in self._members

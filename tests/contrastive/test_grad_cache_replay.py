@@ -248,7 +248,7 @@ def test_an_encoder_that_does_something_else_the_second_time_is_told() -> None:
         def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
             return super().forward(ids) * (1 + self.num_forwards)
 
-    with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other numbers"):
+    with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other values"):
         GradCache(Counting(), criterion, chunk_size=SIZE).backward(texts(1), texts(2))
 
 
