@@ -116,7 +116,7 @@ def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
     for name, part in parts.items():
         if not isinstance(part, paddle.nn.Layer):
             raise SelectionError(
-                f"recompute.engine: fleet wraps Layers, and '{name}' is a function; name its Layer "
+                f"recompute.engine: fleet wraps Layers, but '{name}' is a function; name its Layer "
                 "in recompute.checkpoints, or use recompute.engine: paddle_recompute"
             )
     for name, part in parts.items():
@@ -127,7 +127,7 @@ def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
     """Check that every pattern of `config` matches a part of `model`; nothing is changed.
 
     Raises:
-        SelectionError: One matches nothing.
+        SelectionError: A pattern matches nothing.
     """
     parts, aliases = _named_parts(model)
     _matches(parts, aliases, config.checkpoints)
@@ -147,8 +147,8 @@ def _every_n(candidates: list[str], config: RecomputeConfig) -> Segments:
 
 
 def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
-    """`config.segments` runs of nearly equal length; sqrt(n) of them minimize the sum of what is
-    kept and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
+    """`config.segments` runs of nearly equal length; sqrt(n) runs minimize the sum of what is kept
+    and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
     """
     wanted = config.segments
     count = round(math.sqrt(len(candidates))) if wanted == "auto" else wanted
@@ -173,8 +173,8 @@ _POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
 def _named_parts(model: paddle.nn.Layer) -> tuple[dict[str, Any], dict[str, str]]:
     """Sublayers, and the functions that Layers hold as attributes, by name.
 
-    A Layer that has several names (a tower that is shared) stands under the first of them, as in
-    ``named_sublayers``; its other names, and those of its parts, are returned as aliases of it.
+    A Layer with several names (a shared encoder) has the first of them, as in ``named_sublayers``;
+    its other names, and those of its parts, are returned as aliases.
     """
     parts: dict[str, Any] = {}
     aliases: dict[str, str] = {}
@@ -199,7 +199,7 @@ def _named_parts(model: paddle.nn.Layer) -> tuple[dict[str, Any], dict[str, str]
 def _walk(
     layer: paddle.nn.Layer, name: str, path: tuple[int, ...]
 ) -> Iterator[tuple[str, paddle.nn.Layer]]:
-    """`layer` and all below it, a shared Layer once for each way to it."""
+    """`layer` and everything below it; a shared Layer appears once per path to it."""
     yield name, layer
     for child_name, child in _paddle.children_of(layer):
         if id(child) not in path:
@@ -214,7 +214,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, RecomputedFunction)
 
 
 def _is_cheap(part: Any) -> bool:
-    """Whether the part has no weight matrix, so that running it again costs next to nothing."""
+    """Whether the part has no weight matrix, so that running it again costs little."""
     if not isinstance(part, paddle.nn.Layer):
         return True
     return all(len(parameter.shape) < 2 for parameter in part.parameters())

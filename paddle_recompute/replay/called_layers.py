@@ -1,8 +1,8 @@
-"""Which Layers a forward calls, told as they are called.
+"""Report each Layer at the moment a forward calls it.
 
-A search from the function (`reach`) cannot follow everything: an import inside a function, a queue,
-a weak reference, a descriptor. A Layer that is called all the same is met here, in time: before its
-own forward has read or changed anything of it.
+The search that starts at the function (`reach`) cannot follow everything: an import inside a
+function, a queue, a weak reference, a descriptor. A Layer that is called nevertheless is reported
+here, before its forward reads or changes its state.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def telling(called: Tell, built: Tell | None = None) -> Iterator[None]:
-    """Inside, in this thread, ``called(layer)`` is called before each call of a Layer, and
-    ``built(layer)`` when one has been made.
+    """Inside, in this thread, ``called(layer)`` runs before each call of a Layer, and
+    ``built(layer)`` after each Layer was constructed.
     """
     _paddle.watch_layers(_called, _built)
     _thread.called.append(called)
@@ -53,4 +53,4 @@ def _built(layer: paddle.nn.Layer) -> None:
 
 
 def _ignore(layer: paddle.nn.Layer) -> None:
-    """Where it does not matter which Layers are made."""
+    """For callers that do not need to know which Layers are constructed."""

@@ -66,5 +66,5 @@ def _refuse_offload(strategy: Any) -> None:
     if strategy.recompute_configs["enable_offload"]:
         raise StaticGraphError(
             "the strategy sets recompute_configs.enable_offload, which static_graph.minimize does "
-            "not do; leave it at False, or train in dygraph with recompute.offload: host"
+            "not support; leave it at False, or train in dygraph with recompute.offload: host"
         )

@@ -270,7 +270,7 @@ def test_an_encoder_that_cannot_be_called() -> None:
         (texts(1), (texts(2), np.zeros([])), r"positive\[1\] is a tensor without axes"),
         (texts(1), np.zeros([5, 3], "int64"), "query has 24 rows and positive has 5"),
         (texts(1), (texts(2), paddle.zeros([])), r"positive\[1\] is a tensor without axes"),
-        ("猫", texts(2), "query holds no Tensor"),
+        ("猫", texts(2), "query contains no Tensor"),
         (texts(1), paddle.create_parameter([BATCH, 4], "float32"), "positive needs a gradient"),
     ],
 )

@@ -613,7 +613,7 @@ def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_two = checkpoint_files(folder / "run")
     # Gone on with by one rank, which does not owe what two ranks owe.
     Trainer(tiny(folder, train__max_steps=7, train__resume=True, **ON_TWO_RANKS)).run()
-    assert "2 ranks saved what the bfloat16 rounding of their" in capsys.readouterr().out
+    assert "2 ranks saved the bfloat16 rounding errors of their" in capsys.readouterr().out
     of_one = checkpoint_files(folder / "run")
     assert of_two - of_one == {"sync_rank0.pdparams", "sync_rank1.pdparams"}
 

@@ -1,4 +1,4 @@
-"""What `explain` tells about the segments of a Program."""
+"""The report of `explain` on the segments of a Program."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One run of forward operators between two checkpoints.
+    """A run of forward operators between two recompute boundaries.
 
     Attributes:
         name: The checkpoint at its end.
-        num_ops: Its forward operators.
-        num_recomputed: How many of them run a second time in the backward; None in a Program
-            that has no backward yet.
-        kept_bytes: What it keeps from its forward to its backward, its checkpoint included, in
-            bytes; None in a Program that has no backward yet.
-        crossing: How many variables later operators take from it.
+        num_ops: Number of its forward operators.
+        num_recomputed: How many of them run again in the backward; None if the Program has no
+            backward yet.
+        kept_bytes: Bytes that it keeps from its forward to its backward, the checkpoint included;
+            None if the Program has no backward yet.
+        crossing: Number of its variables that later operators read.
         crossing_bytes: Their size in bytes.
-        kept_ops: Names of operators whose outputs are kept though they are not the checkpoint,
-            each with the reason.
+        kept_ops: Names of operators whose outputs are kept besides the checkpoint, each with the
+            reason.
     """
 
     name: str
@@ -36,10 +36,10 @@ class SegmentReport:
     """The segments of a Program, in its order; printed, a readable table.
 
     Attributes:
-        segments: Those that end at a checkpoint.
+        segments: The segments that end at a checkpoint.
         num_ops_after: Forward operators after the last checkpoint; they are not recomputed.
-        unknown_sizes: Whether some dimension is unknown until a batch is fed (-1). Such a
-            dimension counts as 1, so every figure of bytes is one for that batch of 1.
+        unknown_sizes: Whether some dimension is unknown until a batch is fed (-1). It counts as 1,
+            so the bytes are those of such a batch.
     """
 
     segments: tuple[SegmentInfo, ...] = ()
