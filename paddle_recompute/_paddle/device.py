@@ -79,10 +79,6 @@ class Arriving:
             self._tensor: paddle.Tensor | None = copy._copy_to(place, False)
         self._done = to.recorded(to.stream)
 
-    def has_arrived(self) -> bool:
-        """Whether the device has made the copy."""
-        return bool(self._done.query())
-
     def tensor(self) -> paddle.Tensor:
         """The tensor; once. What is computed from now on waits for it on the device."""
         arrived, self._tensor = self._tensor, None
