@@ -38,16 +38,25 @@ class ChunkedEncoder:
         batch: A Tensor or a structure of Tensors.
         chunks: The chunks of `batch`; every row is in one of them.
         name: The name of the batch in errors.
+        keeps_graph: The first forward of the only chunk keeps its graph; there is no second one.
     """
 
     def __init__(
-        self, encoder: Callable[..., Any], batch: Any, chunks: Sequence[Chunk], name: str
+        self,
+        encoder: Callable[..., Any],
+        batch: Any,
+        chunks: Sequence[Chunk],
+        name: str,
+        *,
+        keeps_graph: bool = False,
     ) -> None:
         self.encoder = encoder
         self.num_chunks = len(chunks)
         self._batch = batch
         self._chunks = chunks
         self._name = name
+        self._keeps_graph = keeps_graph
+        self._outputs: list[paddle.Tensor] = []  # of the first forward, if it keeps its graph
         self._states: list[ReplayState] = []
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
@@ -75,7 +84,7 @@ class ChunkedEncoder:
             # With a graph until each output was found to depend on a trained parameter: usually one
             # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer
             # alone do not tell, because it may reach others.
-            with paddle.set_grad_enabled(undecided), watch.forward():
+            with paddle.set_grad_enabled(undecided or self._keeps_graph), watch.forward():
                 output = self._call(chunk)
             leaves = self._leaves(output, chunk)
             if number == 0:
@@ -88,10 +97,12 @@ class ChunkedEncoder:
             del output
             # Copies: the output may be a view, hidden[:, 0], of something large.
             parts.append([leaf.detach().clone() for leaf in leaves])
+            if self._keeps_graph:
+                self._outputs = leaves
             del leaves
         self._trained = sorted(trained)
         if not trained:
-            self._states = []
+            self._states, self._outputs = [], []
         heads = self._joined(parts)
         for place in self._trained:
             self._first[place] = _Kept(heads[place])
@@ -109,16 +120,19 @@ class ChunkedEncoder:
         """The chunks that need a second forward; none for a frozen encoder."""
         return range(self.num_chunks if self._gradients else 0)
 
-    def replay(self, number: int) -> None:
-        """The second forward of a chunk, and its backward into ``.grad`` of the parameters."""
+    def backward(self, number: int) -> None:
+        """The backward of a chunk into ``.grad``; runs a second forward if no graph was kept."""
         chunk, state = self._chunks[number], self._states[number]
-        with state.replayed():
-            outputs = self._leaves(self._call(chunk), chunk, again=True)
+        outputs, self._outputs = self._outputs, []
+        if not outputs:
+            with state.replayed():
+                outputs = self._leaves(self._call(chunk), chunk, again=True)
         with _paddle.amp_off():
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
             for place, gradient in self._gradients.items():
                 head = outputs[place]
-                self._note_deviation(head, self._first[place], chunk)
+                if not self._keeps_graph:
+                    self._note_deviation(head, self._first[place], chunk)
                 if head.stop_gradient:
                     continue  # nothing on the path of this chunk is trained
                 part = rows_of(gradient, chunk.rows)

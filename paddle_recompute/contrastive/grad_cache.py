@@ -77,7 +77,11 @@ class GradCache:
             a structure of them) for all rows in the caller's order. Its own parameters, such as a
             learnable temperature, get their gradients too. Normalise the embeddings here or in
             the encoder.
-        chunk_size: Rows of a chunk.
+        chunk_size: Rows of a chunk. Without `chunk_size` and `chunk_tokens` each input is one
+            chunk, which is encoded once, with its graph: there is no extra forward, and the
+            encoders' backwards run one after the other. In a plain ``loss.backward()`` Paddle's
+            engine alternates between the encoders' operators, so it holds a recomputed block of
+            each at the same time.
         chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
             Rows are sorted by length, and integer or boolean tensors ``[batch, length]`` (ids,
             masks, token types; floating-point ones if "mask" is in their name) are cut to the
@@ -97,8 +101,8 @@ class GradCache:
             width. The order of keys does not matter.
 
     Raises:
-        ConfigError: Not exactly one of `chunk_size` and `chunk_tokens` was given; it is less than
-            1; `encoders` is not one or a pair of callables; an encoder is in
+        ConfigError: Both `chunk_size` and `chunk_tokens` were given; one of them is less than 1;
+            `encoders` is not one or a pair of callables; an encoder is in
             ``paddle.DataParallel`` without a `sync`; or a parameter had a hook before this module
             was imported.
 
@@ -208,12 +212,12 @@ class GradCache:
                 loss, in_order = self._backward_of_loss(encoders, loss_scale, loss_arguments or {})
                 earlier, final = _schedule(in_order)
                 for encoder, chunk in earlier:
-                    encoder.replay(chunk)
+                    encoder.backward(chunk)
                 for encoder in in_order:
                     encoder.check_repetition()
             with self._last_backward(sync) if last else self._no_sync(sync):
                 for encoder, chunk in final:
-                    encoder.replay(chunk)
+                    encoder.backward(chunk)
                 for encoder in in_order:
                     encoder.check_repetition()
                 step.run_hooks()
@@ -229,7 +233,11 @@ class GradCache:
             )
         return [
             ChunkedEncoder(
-                self._encoders[min(place, 1)], batch, self._cut(batch, rows[place], name), name
+                self._encoders[min(place, 1)],
+                batch,
+                self._cut(batch, rows[place], name),
+                name,
+                keeps_graph=self._chunk_size is None and self._chunk_tokens is None,
             )
             for place, (batch, name) in enumerate(zip(inputs, names, strict=True))
         ]
@@ -237,7 +245,8 @@ class GradCache:
     def _cut(self, batch: Any, num_rows: int, name: str) -> list[Chunk]:
         if self._chunk_size is not None:
             return by_rows(num_rows, self._chunk_size)
-        assert self._chunk_tokens is not None
+        if self._chunk_tokens is None:
+            return by_rows(num_rows, num_rows)
         return by_length(batch, self._chunk_tokens, self._length_of, name)
 
     def _backward_of_loss(
@@ -357,18 +366,20 @@ def _pair(encoders: Any) -> tuple[Encoder, Encoder]:
 def _check_sizes(
     chunk_size: int | None, chunk_tokens: int | None, length_of: LengthOf | None
 ) -> None:
-    if (chunk_size is None) == (chunk_tokens is None):
+    if chunk_size is not None and chunk_tokens is not None:
         raise ConfigError(
             f"received chunk_size={chunk_size} and chunk_tokens={chunk_tokens}; give one of them: "
             "a number of rows, or a number of tokens for texts of different lengths"
         )
+    if length_of is not None and chunk_tokens is None:
+        raise ConfigError("length_of has an effect with chunk_tokens only; give that, too")
+    if chunk_size is None and chunk_tokens is None:
+        return
     name, value = (
         ("chunk_size", chunk_size) if chunk_tokens is None else ("chunk_tokens", chunk_tokens)
     )
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}: received {value!r}; allowed is a whole number of at least 1")
-    if length_of is not None and chunk_tokens is None:
-        raise ConfigError("length_of has no effect with chunk_size; use it with chunk_tokens")
 
 
 def _check_mode() -> None:

@@ -98,7 +98,7 @@ class Objective:
     def train_step(
         self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer, **options: Any
     ) -> TrainStep:
-        """A `TrainStep` with or without a gradient cache, depending on `chunks`.
+        """A `TrainStep` in `chunks`; without chunks the encoders' backwards run one after another.
 
         Args:
             model: The encoder of both sides.
@@ -109,8 +109,6 @@ class Objective:
         if self.loss.parameters():
             trained = paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
         options["sync"] = GradientSync.from_config(trained, self._config)
-        if not self.chunks:
-            return TrainStep(model, optimizer, loss_fn=self.loss_of, loss=self.loss, **options)
         size, tokens = self.chunks.size, self.chunks.tokens
         cache = GradCache(model, self.loss, chunk_size=size, chunk_tokens=tokens)
         return TrainStep(model, optimizer, grad_cache=cache, **options)

@@ -229,13 +229,12 @@ def test_padding_is_not_computed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give one of them"),
         ({"chunk_size": 1, "chunk_tokens": 1}, "give one of them"),
         ({"chunk_size": 0}, "chunk_size: received 0; allowed is a whole number of at least 1"),
         ({"chunk_size": 2.0}, "chunk_size: received 2.0"),
         ({"chunk_size": True}, "chunk_size: received True"),
         ({"chunk_tokens": -1}, "chunk_tokens: received -1"),
-        ({"chunk_size": 1, "length_of": len}, "length_of has no effect with chunk_size"),
+        ({"chunk_size": 1, "length_of": len}, "length_of has an effect with chunk_tokens only"),
     ],
 )
 def test_sizes_that_are_refused(options: dict[str, Any], message: str) -> None:

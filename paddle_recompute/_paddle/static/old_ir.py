@@ -37,6 +37,7 @@ EMPTY = "@EMPTY@"
 
 _FORWARD = (0, 256)  # OpRole.Forward, and OpRole.Forward | OpRole.Loss
 _BACKWARD = 1  # a bit of OpRole
+_OPTIMIZE = 2  # a bit of OpRole
 _CHECKPOINT = "recompute_checkpoint:"  # and the name; the value is that of the variable
 FLOAT32 = "stays_in_float32"
 
@@ -87,6 +88,11 @@ def is_forward(operator: Operator) -> bool:
 def is_backward(operator: Operator) -> bool:
     """Whether `operator` computes gradients."""
     return bool(operator.attr("op_role") & _BACKWARD)
+
+
+def is_update(operator: Operator) -> bool:
+    """Whether `operator` belongs to an optimizer."""
+    return bool(operator.attr("op_role") & _OPTIMIZE)
 
 
 def has_body(operator: Operator) -> bool:
