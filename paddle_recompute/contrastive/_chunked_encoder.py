@@ -132,7 +132,7 @@ class ChunkedEncoder:
             for place, gradient in self._gradients.items():
                 head = outputs[place]
                 if not self._keeps_graph:
-                    self._note_deviation(head, self._first[place], chunk)
+                    self._record_deviation(head, self._first[place], chunk)
                 if head.stop_gradient:
                     continue  # nothing on the path of this chunk is trained
                 part = rows_of(gradient, chunk.rows)
@@ -218,7 +218,7 @@ class ChunkedEncoder:
         when_reached()
 
     @paddle.no_grad()
-    def _note_deviation(self, now: paddle.Tensor, first: _Kept, chunk: Chunk) -> None:
+    def _record_deviation(self, now: paddle.Tensor, first: _Kept, chunk: Chunk) -> None:
         """Record the largest relative change of a row; on the device."""
         if first.is_changed:
             return
