@@ -52,7 +52,7 @@ class Call:
         name: The name of the function in errors.
         preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
         check: Whether `repeat` must return what `first` returned (count, shape, dtype).
-        compare_values: Whether `first` must keep what the comparison of saved values needs.
+        compare_values: Whether the saved values of both runs will be compared.
     """
 
     function: Callable[..., Any]

@@ -43,13 +43,13 @@ def reporting_layers(called: Callback, built: Callback | None = None) -> Iterato
 
 
 def _called(layer: paddle.nn.Layer) -> None:
-    for tell in _thread.called:
-        tell(layer)
+    for callback in _thread.called:
+        callback(layer)
 
 
 def _built(layer: paddle.nn.Layer) -> None:
-    for tell in _thread.built:
-        tell(layer)
+    for callback in _thread.built:
+        callback(layer)
 
 
 def _ignore(layer: paddle.nn.Layer) -> None:
