@@ -89,7 +89,7 @@ class Arriving:
 
     def __del__(self) -> None:
         if getattr(self, "_tensor", None) is not None:
-            self._done.synchronize()  # nobody took it: its memory must not be written any more
+            self._done.synchronize()  # it was not taken: its memory must not be written any more
 
 
 @functools.cache
