@@ -38,7 +38,7 @@ class ChunkedEncoder:
         batch: A Tensor or a structure of Tensors.
         chunks: The chunks of `batch`; every row is in one of them.
         name: The name of the batch in errors.
-        keeps_graph: The first forward of the one chunk keeps its graph; there is no second one.
+        keeps_graph: The first forward of the only chunk keeps its graph; there is no second one.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ChunkedEncoder:
         return range(self.num_chunks if self._gradients else 0)
 
     def backward(self, number: int) -> None:
-        """The second forward of a chunk, and its backward into ``.grad`` of the parameters."""
+        """The backward of a chunk into ``.grad``; runs a second forward if no graph was kept."""
         chunk, state = self._chunks[number], self._states[number]
         outputs, self._outputs = self._outputs, []
         if not outputs:
@@ -132,7 +132,7 @@ class ChunkedEncoder:
             for place, gradient in self._gradients.items():
                 head = outputs[place]
                 if not self._keeps_graph:
-                    self._note_deviation(head, self._first[place], chunk)
+                    self._record_deviation(head, self._first[place], chunk)
                 if head.stop_gradient:
                     continue  # nothing on the path of this chunk is trained
                 part = rows_of(gradient, chunk.rows)
@@ -218,7 +218,7 @@ class ChunkedEncoder:
         when_reached()
 
     @paddle.no_grad()
-    def _note_deviation(self, now: paddle.Tensor, first: _Kept, chunk: Chunk) -> None:
+    def _record_deviation(self, now: paddle.Tensor, first: _Kept, chunk: Chunk) -> None:
         """Record the largest relative change of a row; on the device."""
         if first.is_changed:
             return

@@ -73,7 +73,7 @@ def _mean_surprise(
 ) -> paddle.Tensor:
     """Mean over the rows of ``log(1 + sum_j exp(others[i, j] - own[i]))``, plus the smoothing.
 
-    The 1 is the row's own score. Outside of the sum it cannot round away a small sum. With
+    The 1 is the row's own score. Inside the sum it would round away small terms. With
     top = max(own[i], max_j others[i, j]) and m = top - own[i] the logarithm is
     ``m + log(exp(-m) + sum_j exp(others[i, j] - top))``, which cannot overflow; log1p and expm1
     keep small values exact. `top` is subtracted as it is, not as own[i] + m: for scores of 1e9 that

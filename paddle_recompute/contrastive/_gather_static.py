@@ -11,7 +11,7 @@ from paddle_recompute._paddle.static import ranks
 
 Variable = Any
 _PART = 2**22
-"""An int64 is sent as three floats of 20, 20 and 24 bits; float32 has 24 bits."""
+"""An int64 is sent as three floats of 20, 22 and 22 bits; float32 has 24 bits."""
 
 
 def gather_in_program(tensors: dict[str, Variable]) -> dict[str, Variable]:

@@ -77,11 +77,11 @@ class GradCache:
             a structure of them) for all rows in the caller's order. Its own parameters, such as a
             learnable temperature, get their gradients too. Normalise the embeddings here or in
             the encoder.
-        chunk_size: Rows of a chunk. With neither this nor `chunk_tokens` each input is one chunk
-            that is encoded once, with its graph: there is no extra forward, and the backward of the
-            second encoder begins when that of the first has ended. Paddle's engine takes the
-            encoders' operators in turns, so that a plain ``loss.backward()`` holds a recomputed
-            block of each of them at the same time.
+        chunk_size: Rows of a chunk. Without `chunk_size` and `chunk_tokens` each input is one
+            chunk, which is encoded once, with its graph: there is no extra forward, and the
+            encoders' backwards run one after the other. In a plain ``loss.backward()`` Paddle's
+            engine alternates between the encoders' operators, so it holds a recomputed block of
+            each at the same time.
         chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
             Rows are sorted by length, and integer or boolean tensors ``[batch, length]`` (ids,
             masks, token types; floating-point ones if "mask" is in their name) are cut to the
@@ -101,7 +101,7 @@ class GradCache:
             width. The order of keys does not matter.
 
     Raises:
-        ConfigError: Both of `chunk_size` and `chunk_tokens` were given; one is less than 1;
+        ConfigError: Both `chunk_size` and `chunk_tokens` were given; one of them is less than 1;
             `encoders` is not one or a pair of callables; an encoder is in
             ``paddle.DataParallel`` without a `sync`; or a parameter had a hook before this module
             was imported.

@@ -4,9 +4,9 @@ The dictionary (CC BY-SA 4.0, https://cc-cedict.org) is part of the PyPI package
 It is read on the user's machine and never shipped with this library.
 
 A definition is a list of senses. Many senses quote Chinese, with pinyin in brackets. A model could
-match these characters instead of meanings, so the quotations are removed, and with them a sense or
-a clause that only refers to another entry, and notes about measure words and pronunciation. Entries
-of the same spelling are joined to one word, so each query has a unique target.
+match these characters instead of meanings, so the quotations are removed. A sense or clause that
+only refers to another entry is removed too, and so are notes about measure words and pronunciation.
+Entries of the same spelling are joined to one word, so each query has a unique target.
 """
 
 from __future__ import annotations

@@ -112,10 +112,10 @@ def _judge(folder: Path, planned: Plan) -> ParityReport:
 
 def _run(folder: Path, variant: Variant, case: Case) -> TrainingRun:
     ranks = read_figures(folder, variant, case)
-    return TrainingRun(variant, case, _dearest(ranks), disagreement(ranks))
+    return TrainingRun(variant, case, _with_largest_costs(ranks), disagreement(ranks))
 
 
-def _dearest(ranks: list[Figures]) -> Figures:
+def _with_largest_costs(ranks: list[Figures]) -> Figures:
     """The figures of rank 0, with the largest peak and time of all ranks."""
     first = ranks[0]
     if first.peak_bytes is None:

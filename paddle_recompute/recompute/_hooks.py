@@ -102,7 +102,7 @@ class _Pair:
             ValueError: Hooks of other code are in force.
         """
         with self._lock:
-            self.meet_thread()
+            self.register_thread()
             if self._hooks is None:
                 hooks = paddle.autograd.saved_tensors_hooks(_pack, _unpack)
                 hooks.__enter__()
@@ -133,7 +133,7 @@ class _Pair:
                 self._hooks.__exit__(None, None, None)
                 self._hooks = None
 
-    def meet_thread(self) -> None:
+    def register_thread(self) -> None:
         """Note that the current thread runs operators."""
         if not _thread.is_known:
             with self._lock:
@@ -179,7 +179,7 @@ def are_free() -> bool:
 
 
 def _pack(tensor: paddle.Tensor) -> object:
-    _pair.meet_thread()
+    _pair.register_thread()
     recorder = innermost()
     ticket = Kept(tensor) if recorder is None else recorder.pack(tensor)
     if ticket is not None and _paddle.PACK_LEAKS_A_REFERENCE:

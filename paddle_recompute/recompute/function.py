@@ -138,7 +138,7 @@ def recompute(
     References:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
     """
-    note_reentrant(use_reentrant)
+    log_reentrant(use_reentrant)
     options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     storage = None
     if offload_indices:
@@ -146,14 +146,14 @@ def recompute(
     return run_recomputed(function, args, kwargs, options, storage=storage)
 
 
-def note_reentrant(use_reentrant: bool | None) -> None:
+def log_reentrant(use_reentrant: bool | None) -> None:
     """Log once that ``use_reentrant=True`` has no effect."""
     if use_reentrant:
-        _note_reentrant_once()
+        _log_reentrant_once()
 
 
 @functools.cache
-def _note_reentrant_once() -> None:
+def _log_reentrant_once() -> None:
     _logger.info(
         "use_reentrant=True has no effect: paddle_recompute has one form of recompute. To use "
         "Paddle's own recompute, set recompute.engine: fleet"

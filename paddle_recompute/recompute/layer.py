@@ -17,7 +17,7 @@ from paddle_recompute.recompute.function import (
     DeterminismCheck,
     Offload,
     RecomputeOptions,
-    note_reentrant,
+    log_reentrant,
     run_recomputed,
 )
 from paddle_recompute.replay import is_recomputing, name_of
@@ -168,7 +168,7 @@ def recompute_wrapper(
         >>> type(block.unwrap()).__name__
         'Linear'
     """
-    note_reentrant(use_reentrant)
+    log_reentrant(use_reentrant)
     options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     return wrap(layer, options, name)
 

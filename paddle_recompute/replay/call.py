@@ -19,7 +19,7 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute._nested import describe
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.called_layers import telling
+from paddle_recompute.replay.called_layers import reporting_layers
 from paddle_recompute.replay.layer_state import LayerState
 from paddle_recompute.replay.random_streams import Draws
 from paddle_recompute.replay.reach import Reach
@@ -52,7 +52,7 @@ class Call:
         name: The name of the function in errors.
         preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
         check: Whether `repeat` must return what `first` returned (count, shape, dtype).
-        compare_values: Whether `first` must keep what the comparison of saved values needs.
+        compare_values: Whether the saved values of both runs will be compared.
     """
 
     function: Callable[..., Any]
@@ -74,7 +74,7 @@ class Call:
         self._layers = LayerState(self._reach.layers, with_statistics=self.compare_values)
         stamps = [(t, _writes.stamp(t)) for t in _nested.tensors_in((args, kwargs))]
         draws = self._draws.first() if self._draws is not None else contextlib.nullcontext()
-        with draws, telling(self._layers.meet):
+        with draws, reporting_layers(self._layers.add_called):
             outputs = self.function(*args, **kwargs)
         self._layers.after_forward()
         self._reach.after_forward()
@@ -102,7 +102,7 @@ class Call:
             _paddle.amp_state_of(self._amp),
             self._reach.replayed(),
             self._layers.replayed(),
-            self._layers.watching_strangers(self.name),
+            self._layers.refusing_new_layers(self.name),
             paddle.set_grad_enabled(True),
             _recomputing(),
         ):

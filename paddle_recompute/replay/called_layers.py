@@ -15,20 +15,20 @@ import paddle
 
 from paddle_recompute import _paddle
 
-Tell = Callable[[paddle.nn.Layer], None]
+Callback = Callable[[paddle.nn.Layer], None]
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.called: list[Tell] = []
-        self.built: list[Tell] = []
+        self.called: list[Callback] = []
+        self.built: list[Callback] = []
 
 
 _thread = _Thread()
 
 
 @contextlib.contextmanager
-def telling(called: Tell, built: Tell | None = None) -> Iterator[None]:
+def reporting_layers(called: Callback, built: Callback | None = None) -> Iterator[None]:
     """Inside, in this thread, ``called(layer)`` runs before each call of a Layer, and
     ``built(layer)`` after each Layer was constructed.
     """
@@ -43,13 +43,13 @@ def telling(called: Tell, built: Tell | None = None) -> Iterator[None]:
 
 
 def _called(layer: paddle.nn.Layer) -> None:
-    for tell in _thread.called:
-        tell(layer)
+    for callback in _thread.called:
+        callback(layer)
 
 
 def _built(layer: paddle.nn.Layer) -> None:
-    for tell in _thread.built:
-        tell(layer)
+    for callback in _thread.built:
+        callback(layer)
 
 
 def _ignore(layer: paddle.nn.Layer) -> None:

@@ -18,7 +18,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.called_layers import telling
+from paddle_recompute.replay.called_layers import reporting_layers
 
 SMALL_BYTES = 64 * 1024
 """A copy of a buffer up to this size is kept until the backward, changed or not."""
@@ -50,10 +50,10 @@ class _Buffer:
             return
         if _writes.is_written_since(tensor, self._stamp):
             return
-        if (id(tensor), self._mode) not in _left_alone:
+        if (id(tensor), self._mode) not in _unchanged_buffers:
             if not same_values(tensor, copy):
                 return
-            _note_left_alone(tensor, self._mode)
+            _remember_unchanged(tensor, self._mode)
         self._copy = None
 
     def as_it_was(self, name: str) -> paddle.Tensor:
@@ -69,17 +69,17 @@ class _Buffer:
         return _copy(self._tensor)
 
 
-_left_alone: dict[tuple[int, bool], weakref.ref[paddle.Tensor]] = {}
+_unchanged_buffers: dict[tuple[int, bool], weakref.ref[paddle.Tensor]] = {}
 """The large buffers, with the mode of their Layer, that a forward left unchanged."""
 
 
-def _note_left_alone(tensor: paddle.Tensor, mode: bool) -> None:
+def _remember_unchanged(tensor: paddle.Tensor, mode: bool) -> None:
     key = (id(tensor), mode)
 
     def forget(_: object) -> None:
-        _left_alone.pop(key, None)
+        _unchanged_buffers.pop(key, None)
 
-    _left_alone[key] = weakref.ref(tensor, forget)
+    _unchanged_buffers[key] = weakref.ref(tensor, forget)
 
 
 @paddle.no_grad()
@@ -130,13 +130,13 @@ class LayerState:
         self._holders: list[_Holder] = []
         self._add(layers)
 
-    def meet(self, layer: paddle.nn.Layer) -> None:
+    def add_called(self, layer: paddle.nn.Layer) -> None:
         """Add `layer`, which the forward calls, with its state of now, unless it is known."""
         if id(layer) not in self._known:
             self._add([layer])
 
     @contextlib.contextmanager
-    def watching_strangers(self, name: str) -> Iterator[None]:
+    def refusing_new_layers(self, name: str) -> Iterator[None]:
         """Around the second forward of `name`.
 
         Raises:
@@ -145,7 +145,7 @@ class LayerState:
         """
         made: dict[int, paddle.nn.Layer] = {}
 
-        def refuse_stranger(layer: paddle.nn.Layer) -> None:
+        def refuse_new(layer: paddle.nn.Layer) -> None:
             if id(layer) not in self._known and id(layer) not in made:
                 raise RecomputeError(
                     f"the second forward of {name} calls the Layer '{layer.full_name()}', which "
@@ -153,7 +153,7 @@ class LayerState:
                     "backward. Run the backward before you replace it"
                 )
 
-        with telling(refuse_stranger, lambda layer: made.update({id(layer): layer})):
+        with reporting_layers(refuse_new, lambda layer: made.update({id(layer): layer})):
             yield
 
     @property

@@ -12,7 +12,7 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute.replay import call as _calls
-from paddle_recompute.replay.called_layers import telling
+from paddle_recompute.replay.called_layers import reporting_layers
 from paddle_recompute.replay.layer_state import LayerState, same_values
 from paddle_recompute.replay.random_streams import RngState
 
@@ -81,7 +81,7 @@ class StateWatch:
         """
         assert self._state is not None
         num_known = len(self._state.layers)
-        with telling(self._state.meet):
+        with reporting_layers(self._state.add_called):
             yield
         if len(self._state.layers) > num_known:
             self._layers = self._members = self._state.layers

@@ -32,7 +32,7 @@ _tick = 0
 _last_write: dict[int, int] = {}
 """Address -> tick of the last write there. Allocators reuse addresses, so this stays small."""
 _sorted: list[int] = []
-"""The addresses, sorted; valid while their number is that of `_ticks`."""
+"""The addresses, sorted; valid while there are as many as in `_last_write`."""
 
 
 def _written(tensor: paddle.Tensor) -> None:

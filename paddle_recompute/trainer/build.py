@@ -43,7 +43,7 @@ def _check_operators(settings: AmpConfigs) -> None:
         if name not in known
     ]
     if faults:
-        raise ConfigError("mixed precision has lists of operators:\n" + "\n".join(faults))
+        raise ConfigError("mixed precision received unknown operators:\n" + "\n".join(faults))
 
 
 def build_step(

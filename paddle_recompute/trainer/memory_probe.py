@@ -163,7 +163,7 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     )
     steps = [
         [
-            _dearest_batch(config, vocab_size, chunks)
+            _largest_batch(config, vocab_size, chunks)
             for _ in range(config.strategy.gradient_merge_configs.k_steps)
         ]
         for _ in range(1 + BATCHES_AHEAD)
@@ -260,7 +260,7 @@ def _unscaled(amp: AmpConfigs) -> AmpConfigs:
     return amp.model_copy(update={"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False})
 
 
-def _dearest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
+def _largest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
     random = np.random.default_rng(config.train.seed)
     lengths = {
         "query": config.data.max_query_tokens,

@@ -98,7 +98,7 @@ class Objective:
     def train_step(
         self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer, **options: Any
     ) -> TrainStep:
-        """A `TrainStep` that encodes as `chunks` say; without them each side at once.
+        """A `TrainStep` in `chunks`; without chunks the encoders' backwards run one after another.
 
         Args:
             model: The encoder of both sides.

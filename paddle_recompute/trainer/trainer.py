@@ -63,7 +63,6 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._folder = config.train.output_dir
-        self._k_steps = config.strategy.gradient_merge_configs.k_steps
         self._amp = config.strategy.amp_configs if config.strategy.amp else None
         self._autocast: Callable[[], contextlib.AbstractContextManager[None]]
         self._autocast = contextlib.nullcontext
@@ -104,7 +103,7 @@ class Trainer:
         self._checkpoints = RunCheckpoints(
             self.config, rank=self._rank, world_size=self._world_size, say=self._say
         )
-        self._note(self.config.without_effect())
+        self._say_each(self.config.without_effect())
         checkpoint = self._checkpoints.find()
         data = self._prepare_data(checkpoint)
         loader = self._loader(data)
@@ -178,7 +177,7 @@ class Trainer:
             f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
             f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
         )
-        self._note(data.notes)
+        self._say_each(data.notes)
         return data
 
     def _build_model(self, vocab_size: int) -> paddle.nn.Layer:
@@ -326,7 +325,7 @@ class Trainer:
                 f"contrastive.global_batch = {self.config.contrastive.global_batch}; give more "
                 "pairs or lower it"
             )
-        self._note(loader.notes())
+        self._say_each(loader.notes())
         return loader
 
     def _learned_temperature(self, objective: Objective) -> dict[str, float]:
@@ -410,7 +409,7 @@ class Trainer:
                 f"{result.loss_scale:g} (loss {result.loss:g}, gradient norm {result.grad_norm:g})"
             )
 
-    def _note(self, sentences: list[str]) -> None:
+    def _say_each(self, sentences: list[str]) -> None:
         for sentence in sentences:
             self._say(f"  {sentence}")
 

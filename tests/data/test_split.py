@@ -136,5 +136,5 @@ def test_too_few_pairs() -> None:
 
 def test_no_group_fits() -> None:
     some = [Pair(f"{place}", f"same {place % 2}") for place in range(100, 106)]
-    with pytest.raises(DataError, match=r"valid_pairs is 2, and the smallest group .* has 3 pairs"):
+    with pytest.raises(DataError, match=r"valid_pairs is 2, but the smallest group .* has 3 pairs"):
         split_pairs(some, valid_pairs=2, seed=0)

@@ -278,7 +278,7 @@ def test_damaged_file(tmp_path: Path, content: bytes, reason: str) -> None:
 def test_file_with_other_special_tokens(tmp_path: Path, vocab: dict[str, int]) -> None:
     library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"\[PAD\] must be 0, \[CLS\] and \[SEP\] be there"):
+    with pytest.raises(DataError, match=r"\[PAD\] must be 0, and \[CLS\], \[SEP\] exist"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 

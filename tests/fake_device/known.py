@@ -22,7 +22,7 @@ _ON_BOTH = {
     "test_rows_come_in_the_order_of_ranks_and_gradients_are_the_sum_over_them": _NO_ROWS,
     "tests/grad_sync/test_gradient_sync.py::"
     "test_the_timeline_tells_when_each_bucket_was_ready_and_travelled": _UNSEEN,
-    _MIXED + "test_on_a_cpu_it_is_refused_in_as_data_error": _ON_A_CPU,
+    _MIXED + "test_on_a_cpu_it_is_refused_in_plain_words": _ON_A_CPU,
     _MORTAL + "test_the_other_rank_ends_in_error_and_names_the_rank_and_the_step"
     "[rank 0 killed]": _OWN,
 }

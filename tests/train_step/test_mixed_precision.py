@@ -512,7 +512,7 @@ def test_o2_needs_adam(gpu: None) -> None:
 @pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="a CPU is meant")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_on_a_cpu_it_is_refused_in_as_data_error(level: str, dtype: str) -> None:
+def test_on_a_cpu_it_is_refused_in_plain_words(level: str, dtype: str) -> None:
     model = linear()
     with pytest.raises(
         ConfigError,

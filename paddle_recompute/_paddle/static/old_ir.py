@@ -33,7 +33,7 @@ Block = Any
 Variable = Any
 
 EMPTY = "@EMPTY@"
-"""Stands for an output that nobody wants (``core.empty_var_name``)."""
+"""Stands for an output that is not needed (``core.empty_var_name``)."""
 
 _FORWARD = (0, 256)  # OpRole.Forward, and OpRole.Forward | OpRole.Loss
 _BACKWARD = 1  # a bit of OpRole
@@ -265,7 +265,7 @@ def refuse_to_static(layer: str) -> None:
 
 @functools.cache
 def refuse_other_backwards() -> None:
-    """From now on, a backward over recomputed calls that nobody claims raises.
+    """From now on, a backward over unclaimed recomputed calls raises.
 
     ``optimizer.minimize``, ``append_backward`` and ``paddle.static.gradients`` would keep every
     activation without a word. All of them find the operators between parameters and loss with

@@ -25,7 +25,7 @@ class Backend(Protocol):
     native: Native
     has_fleet: bool
 
-    def meet_to_static(self, layer: str) -> None:
+    def prepare_to_static(self, layer: str) -> None:
         """Prepare for a recomputed call of `layer` inside `paddle.jit.to_static`.
 
         Raises:

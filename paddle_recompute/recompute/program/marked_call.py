@@ -55,7 +55,7 @@ def run_marked(
         chain, position = segment
         name, continues = chain.names[-1], position > 0
     own = backend()
-    own.meet_to_static(name)
+    own.prepare_to_static(name)
     with recomputed_call(own.native, name, continues=continues, gives_up_outputs=gives_up_outputs):
         return function(*args, **kwargs)
 

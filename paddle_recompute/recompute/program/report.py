@@ -51,7 +51,7 @@ class SegmentReport:
         if self.unknown_sizes:
             lines[0] += " (bytes: unknown dimensions count as 1)"
         for segment in self.segments:
-            lines.append(f"  {segment.name}: {_told(segment)}")
+            lines.append(f"  {segment.name}: {_sentence(segment)}")
             lines += [f"    {name} is kept: {why}" for name, why in segment.kept_ops.items()]
         lines.append(f"  {self.num_ops_after} operators after the last checkpoint, kept")
         return "\n".join(lines)
@@ -63,12 +63,12 @@ def mebibytes(num_bytes: int) -> str:
     return f"{value:.0f} MiB" if value >= 10 else f"{value:.1f} MiB"
 
 
-def _told(segment: SegmentInfo) -> str:
-    told = f"{segment.num_ops} operators"
+def _sentence(segment: SegmentInfo) -> str:
+    text = f"{segment.num_ops} operators"
     if segment.num_recomputed is not None:
-        told += f", {segment.num_recomputed} run again"
+        text += f", {segment.num_recomputed} run again"
     if segment.kept_bytes is not None:
-        told += f", {mebibytes(segment.kept_bytes)} kept"
+        text += f", {mebibytes(segment.kept_bytes)} kept"
     one = segment.crossing == 1
     crosses = f"{segment.crossing} {'variable crosses' if one else 'variables cross'} its end"
-    return f"{told}; {crosses}, {mebibytes(segment.crossing_bytes)}"
+    return f"{text}; {crosses}, {mebibytes(segment.crossing_bytes)}"

@@ -22,7 +22,7 @@ class OldIrBackend:
     native: Native = old_ir
     has_fleet = True
 
-    def meet_to_static(self, layer: str) -> None:
+    def prepare_to_static(self, layer: str) -> None:
         old_ir.refuse_to_static(layer)
 
     def prepare(self, program: paddle.static.Program) -> None:

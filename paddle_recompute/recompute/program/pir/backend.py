@@ -24,7 +24,7 @@ class PirBackend:
     native: Native = pir
     has_fleet = False
 
-    def meet_to_static(self, layer: str) -> None:
+    def prepare_to_static(self, layer: str) -> None:
         """`to_static` appends its backward itself, so the pass hooks in there."""
         to_static.around_append_backward(_prepare, _recompute_calls)
 

@@ -18,7 +18,7 @@ FIRST_BACKWARD = "recompute_first_backward"
 """Attribute of the first backward operator, if the pass was applied."""
 
 SMALL = 8
-"""A side result below this fraction of the kept result, like a norm's mean, is kept as well."""
+"""A side result of at most 1/8 of the main result's size, like a norm's mean, is kept with it."""
 
 
 class Graph(graph.Graph):
