@@ -139,7 +139,7 @@ def test_damaged_state(tmp_path: Path, text: str) -> None:
 def test_damaged_moments(tmp_path: Path) -> None:
     file = save(tmp_path, 1).folder / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: is damaged"):
         load(find_checkpoint(tmp_path), *trained(steps=0))
 
 
@@ -179,11 +179,11 @@ def test_every_rank_gets_its_own_back(tmp_path: Path) -> None:
         own = checkpoint.sync_state(rank)["residuals"]["0.weight"]
         np.testing.assert_array_equal(own, [rank, rank])
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
-    assert (checkpoint.folder / "sync_rank1.pdparams").stat().st_mode & 0o777 == 0o644
+    assert (checkpoint.folder / "sync_rank1.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_rank_0_waits_for_the_files_of_the_others(tmp_path: Path) -> None:
-    barriers = iter([None, tmp_path / ".unfinished-step-1" / "sync_rank1.pdparams"])
+    barriers = iter([None, tmp_path / ".unfinished-step-1" / "sync_rank1.safetensors"])
 
     def barrier() -> None:
         """At the first one the folder is there, before the second one rank 1 writes into it."""
@@ -192,22 +192,22 @@ def test_rank_0_waits_for_the_files_of_the_others(tmp_path: Path) -> None:
             file.write_bytes(b"of rank 1")
 
     folder = save(tmp_path, 1, sync_state={"residuals": {}}, barrier=barrier).folder
-    assert (folder / "sync_rank0.pdparams").exists()
-    assert (folder / "sync_rank1.pdparams").read_bytes() == b"of rank 1"
+    assert (folder / "sync_rank0.safetensors").exists()
+    assert (folder / "sync_rank1.safetensors").read_bytes() == b"of rank 1"
 
 
 def test_rank_that_does_not_see_the_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1 does not see .*on a disk that all machines"):
         save(tmp_path / "elsewhere", 1, rank=1, sync_state={"residuals": {}}, barrier=int)
-    assert not list(tmp_path.rglob("*.pdparams"))
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", None])
 def test_damaged_sync_state(tmp_path: Path, content: bytes | None) -> None:
     checkpoint = save(tmp_path, 1, sync_state={"residuals": {}})
-    file = checkpoint.folder / "sync_rank0.pdparams"
+    file = checkpoint.folder / "sync_rank0.safetensors"
     file.unlink() if content is None else file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"sync_rank0\.pdparams: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"sync_rank0\.safetensors: cannot be read"):
         checkpoint.sync_state(0)
 
 
@@ -217,9 +217,10 @@ def test_files_are_named_by_structure(tmp_path: Path) -> None:
     folder = save(tmp_path, 1).folder
     moments = set(load_file(folder / "optimizer.safetensors"))
     assert {"0.weight:moment1", "1.bias:moment2"} <= moments
-    assert set(paddle.load(str(folder / "model.pdparams"))) == {
+    assert set(load_file(folder / "model.safetensors")) == {
         f"{layer}.{kind}" for layer in "01" for kind in ("weight", "bias")
     }
-    assert json.loads((folder / "state.json").read_text()) == {"step": 1}
+    state = json.loads((folder / "state.json").read_text())
+    assert state == {"step": 1, "optimizer_tensors": len(moments)}
     assert folder.stat().st_mode & 0o777 == 0o755
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
