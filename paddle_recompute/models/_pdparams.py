@@ -124,7 +124,7 @@ class _Bounded:
 
 # Python's own, and not the one in C: that one allocates what a damaged file names (2**32 entries of
 # a memo), and its steps cannot be replaced.
-_Python: Any = pickle._Unpickler  # type: ignore[attr-defined]
+_Python: Any = pickle._Unpickler
 _STEPS = [
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP"),
     *("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
@@ -138,7 +138,7 @@ _STEPS = [
 ]
 
 
-class _ArraysOnly(_Python):  # type: ignore[misc]
+class _ArraysOnly(_Python):
     """The machine, with the steps that arrays need."""
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
