@@ -56,5 +56,21 @@ class DivergenceError(PaddleRecomputeError, ArithmeticError):
     """The loss or the gradient is not finite."""
 
 
+class StoppedError(PaddleRecomputeError, SystemExit):
+    """The run was asked to stop by a signal, and has saved its state.
+
+    Uncaught, it ends the process without a traceback, with the exit code of that signal.
+
+    Attributes:
+        code: 128 + the number of the signal: 143 for SIGTERM, 130 for SIGINT.
+    """
+
+    code: int
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class StaticGraphError(PaddleRecomputeError, RuntimeError):
     """A Program cannot be trained as asked: its checkpoints, operators or Paddle version."""

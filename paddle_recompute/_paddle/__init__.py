@@ -5,7 +5,13 @@ function names the Paddle versions that it serves, why a public API does not, an
 ``tests/test_paddle_private.py`` names each private symbol, so a release that moves one is noticed.
 """
 
-from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of, operator_names
+from paddle_recompute._paddle.amp import (
+    AmpState,
+    amp_off,
+    amp_state,
+    amp_state_of,
+    operator_names,
+)
 from paddle_recompute._paddle.backward import (
     Backward,
     at_end_of_backward,
@@ -15,6 +21,7 @@ from paddle_recompute._paddle.backward import (
 )
 from paddle_recompute._paddle.distributed import (
     FLAGS_SET_BY_PADDLE,
+    StoreConnection,
     init_parallel_env,
     is_from_gloo,
     make_gloo_group,
@@ -90,7 +97,9 @@ __all__ = [
     "AmpState",
     "Backward",
     "Layout",
+    "StoreConnection",
     "address_of",
+    "amp_off",
     "amp_state",
     "amp_state_of",
     "at_end_of_backward",

@@ -112,7 +112,7 @@ def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
     for name, part in parts.items():
         if not isinstance(part, paddle.nn.Layer):
             raise SelectionError(
-                f"recompute.engine: fleet wraps Layers, and '{name}' is a function; name its Layer "
+                f"recompute.engine: fleet wraps Layers, but '{name}' is a function; name its Layer "
                 "in recompute.checkpoints, or use recompute.engine: paddle_recompute"
             )
     for name, part in parts.items():
@@ -123,7 +123,7 @@ def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
     """Check that every pattern of `config` matches a part of `model`; nothing is changed.
 
     Raises:
-        SelectionError: One matches nothing.
+        SelectionError: A pattern matches nothing.
     """
     parts, aliases = named_parts(model)
     _matches(parts, aliases, config.checkpoints)
@@ -157,8 +157,8 @@ def _every_n(candidates: list[str], config: RecomputeConfig) -> Segments:
 
 
 def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
-    """`config.segments` runs of nearly equal length; sqrt(n) of them minimize the sum of what is
-    kept and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
+    """`config.segments` runs of nearly equal length; sqrt(n) runs minimize the sum of what is kept
+    and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
     """
     wanted = config.segments
     count = round(math.sqrt(len(candidates))) if wanted == "auto" else wanted
