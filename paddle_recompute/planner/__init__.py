@@ -1,10 +1,11 @@
 """What to recompute so that a step stays within a budget of bytes, and costs the least time."""
 
 from paddle_recompute.planner.batch_size import costs_of_batch
-from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
 from paddle_recompute.planner.job import Job
 from paddle_recompute.planner.planning import MemoryEstimate, estimate, plan
-from paddle_recompute.planner.recompute_plan import RecomputePlan
+from paddle_recompute.planner.policies import choices_of_policy, uniform
+from paddle_recompute.planner.recompute_plan import RecomputePlan, make_plan
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
 from paddle_recompute.planner.solve import Solution, smallest, solve
 
@@ -20,10 +21,14 @@ __all__ = [
     "Solution",
     "StepCosts",
     "Timeline",
+    "choices_of_policy",
     "costs_of_batch",
     "estimate",
+    "make_plan",
+    "maximum",
     "plan",
     "simulate",
     "smallest",
     "solve",
+    "uniform",
 ]

@@ -9,8 +9,11 @@ apart (`OptionCost`), and `simulate` puts the two together.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
+
+from paddle_recompute.errors import PlanError
 
 PLAIN = "plain"
 WHOLE = "whole"
@@ -149,3 +152,47 @@ class StepCosts:
         )
         events = tuple(Event(**event) for event in data["events"])
         return cls(**{**data, "calls": calls, "events": events, "notes": tuple(data["notes"])})
+
+
+def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:
+    """The largest of the ranks' figures, one by one.
+
+    Raises:
+        PlanError: The ranks' steps consist of different calls.
+    """
+    first = everywhere[0]
+    described = [
+        [(c.layer, c.number, sorted(c.options)) for c in one.calls]
+        + [(e.kind, e.call, []) for e in one.events]
+        for one in everywhere
+    ]
+    if any(one != described[0] for one in described):
+        raise PlanError(
+            "the steps of the ranks consist of different calls, so that no plan fits them all; "
+            "build the model in the same way, and give batches of the same structure, on every rank"
+        )
+
+    def largest(items: Sequence[Any], names: Sequence[str]) -> Any:
+        return replace(
+            items[0], **{name: max(getattr(one, name) for one in items) for name in names}
+        )
+
+    calls = []
+    for place, call in enumerate(first.calls):
+        same = [one.calls[place] for one in everywhere]
+        options = {
+            name: largest(
+                [one.options[name] for one in same],
+                ("kept", "forward_peak", "backward_peak", "seconds", "forward_seconds"),
+            )
+            for name in call.options
+        }
+        calls.append(replace(call, options=options))
+    names = ("before", "enter", "leave", "seconds")
+    events = [
+        largest([one.events[place] for one in everywhere], names)
+        for place in range(len(first.events))
+    ]
+    return replace(
+        first, base=max(one.base for one in everywhere), calls=tuple(calls), events=tuple(events)
+    )

@@ -7,7 +7,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
@@ -41,7 +41,8 @@ class Job:
         optimizer: Its moments are part of the memory; None: there are none.
         grad_cache: Computes the gradient chunk by chunk instead of `loss_fn`.
         sync: Its communication is kept out of the measurement.
-        bucket_bytes: Of its buckets that are under way at a time; 0 with one rank.
+        besides: More bytes that every step begins with, by what they are: communication buckets,
+            batches that wait.
         accumulate_steps: Micro-batches of a step: with more than one, gradients are there before.
         checkpoints: Patterns of the blocks; None: they are found.
         autocast: The mixed precision of the forward.
@@ -54,7 +55,7 @@ class Job:
     optimizer: paddle.optimizer.Optimizer | None = None
     grad_cache: GradCache | None = None
     sync: GradientSync | None = None
-    bucket_bytes: int = 0
+    besides: Mapping[str, int] = field(default_factory=dict)
     accumulate_steps: int = 1
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -130,7 +131,7 @@ class Job:
             "batch": sum(map(_bytes, _nested.tensors_in(self.batch))),
             "moments": 0,
             "masters": 0,
-            "communication buckets": self.bucket_bytes,
+            **self.besides,
         }
         if self.optimizer is not None:
             name = type(self.optimizer).__name__
