@@ -200,13 +200,11 @@ def _groups(costs: StepCosts) -> list[_Group]:
         plain = [sum(costs.calls[c].options[PLAIN].kept for c in order) for order in passes]
         largest = passes[int(np.argmax(plain))]
         highest = np.max([[levels[call] for call in order] for order in passes], axis=0)
+        ahead, before_ahead, back, before_back = np.ascontiguousarray(highest.T, np.int64)
+        is_chain = all(chain for _, chain in members)
         groups.append(
             _Group(
-                costs,
-                largest,
-                tuple(passes),
-                *(np.ascontiguousarray(column) for column in highest.T),
-                is_chain=all(chain for _, chain in members),
+                costs, largest, tuple(passes), ahead, before_ahead, back, before_back, is_chain
             )
         )
     return groups

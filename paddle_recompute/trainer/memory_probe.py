@@ -286,7 +286,7 @@ def _unscaled(amp: AmpConfigs) -> AmpConfigs:
 
 
 def largest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
-    """A micro-batch of texts of full length, or with `chunks` of the two largest kinds of chunks."""
+    """A micro-batch of full texts, or with `chunks` of the two largest kinds of chunks."""
     random = np.random.default_rng(config.train.seed)
     lengths = {
         "query": config.data.max_query_tokens,

@@ -132,6 +132,7 @@ class Trainer:
         vocab_size = data.tokenizer.vocab_size
         memory = MemoryProbe(self.config, vocab_size, say=self._say)
         chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
+        plain_peak: int | None
         self._plan = None
         if self.config.recompute.enable and self.config.recompute.policy == "budget":
             planner = BudgetPlanner(self.config, vocab_size, say=self._say)
