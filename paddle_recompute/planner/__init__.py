@@ -3,7 +3,7 @@
 from paddle_recompute.planner.batch_size import costs_of_batch
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
 from paddle_recompute.planner.job import Job
-from paddle_recompute.planner.planning import MemoryEstimate, estimate, plan
+from paddle_recompute.planner.planning import MemoryEstimate, estimate, plan, verified
 from paddle_recompute.planner.policies import choices_of_policy, uniform
 from paddle_recompute.planner.recompute_plan import RecomputePlan, make_plan
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
@@ -31,4 +31,5 @@ __all__ = [
     "smallest",
     "solve",
     "uniform",
+    "verified",
 ]

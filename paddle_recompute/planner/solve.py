@@ -203,9 +203,7 @@ def _groups(costs: StepCosts) -> list[_Group]:
         ahead, before_ahead, back, before_back = np.ascontiguousarray(highest.T, np.int64)
         is_chain = all(chain for _, chain in members)
         groups.append(
-            _Group(
-                costs, largest, tuple(passes), ahead, before_ahead, back, before_back, is_chain
-            )
+            _Group(costs, largest, tuple(passes), ahead, before_ahead, back, before_back, is_chain)
         )
     return groups
 
