@@ -132,39 +132,7 @@ class BudgetPlanner:
         return best
 
     def _costs(self, chunks: Chunks) -> tuple[StepCosts, str]:
-        config = self._config
-        gc.collect()
-        paddle.seed(config.train.seed)
-        model = build_model(config.model, self._vocab_size)
-        model.train()
-        objective = Objective(config, chunks)
-        batch = largest_batch(config, self._vocab_size, chunks)
-        cache = None
-        if chunks:
-            cache = GradCache(
-                model, objective.loss, chunk_size=chunks.size, chunk_tokens=chunks.tokens
-            )
-        of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
-        k_steps = config.strategy.gradient_merge_configs.k_steps
-        besides = {"batches that wait": of_batch * (k_steps * (1 + BATCHES_AHEAD) - 1)}
-        if config.world_size > 1:
-            besides["communication buckets"] = config.strategy.fuse_grad_size_in_MB * 2**20
-            besides["communication buckets"] = min(
-                besides["communication buckets"],
-                sum(int(p.size * p.element_size()) for p in model.parameters()),
-            )
-        job = Job(
-            model,
-            batch,
-            None if cache is not None else objective.loss_of,
-            build_optimizer(config, model, config.learning_rate, objective.loss.parameters()),
-            cache,
-            besides=besides,
-            accumulate_steps=k_steps,
-            checkpoints=config.recompute.checkpoints,
-            autocast=lambda: _autocast(config),
-            preserve_rng_state=config.recompute.preserve_rng_state,
-        )
+        job = job_of(self._config, self._vocab_size, chunks)
         return job.measure(), job.signature()
 
     def _largest_costs(self, own: StepCosts) -> StepCosts:
@@ -185,6 +153,46 @@ class BudgetPlanner:
         hashes = exchange_long(plan.hash, "the hash of the plan", scope_of(None))
         if len(set(hashes)) > 1:
             raise PlanError(f"the ranks made different plans: {', '.join(hashes)}")
+
+
+def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
+    """The step of a run, on a model and a batch of its own.
+
+    Args:
+        config: Of the run.
+        vocab_size: Rows of the word embedding.
+        chunks: What a rank encodes at once.
+    """
+    gc.collect()
+    paddle.seed(config.train.seed)
+    model = build_model(config.model, vocab_size)
+    model.train()
+    objective = Objective(config, chunks)
+    batch = largest_batch(config, vocab_size, chunks)
+    cache = None
+    if chunks:
+        cache = GradCache(model, objective.loss, chunk_size=chunks.size, chunk_tokens=chunks.tokens)
+    of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
+    k_steps = config.strategy.gradient_merge_configs.k_steps
+    besides = {"batches that wait": of_batch * (k_steps * (1 + BATCHES_AHEAD) - 1)}
+    if config.world_size > 1:
+        besides["communication buckets"] = config.strategy.fuse_grad_size_in_MB * 2**20
+        besides["communication buckets"] = min(
+            besides["communication buckets"],
+            sum(int(p.size * p.element_size()) for p in model.parameters()),
+        )
+    return Job(
+        model,
+        batch,
+        None if cache is not None else objective.loss_of,
+        build_optimizer(config, model, config.learning_rate, objective.loss.parameters()),
+        cache,
+        besides=besides,
+        accumulate_steps=k_steps,
+        checkpoints=config.recompute.checkpoints,
+        autocast=lambda: _autocast(config),
+        preserve_rng_state=config.recompute.preserve_rng_state,
+    )
 
 
 def _plain_peak(plan: RecomputePlan) -> int:
