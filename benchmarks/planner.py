@@ -3,9 +3,9 @@
 Ten budgets are laid between the smallest feasible one and the plain peak. Each plan is made and
 verified as `plan` does it, then applied, and the peak of the third optimizer step is measured.
 Bytes are those of Paddle's allocator, and exact. Time is the least CPU time of a few steps, run in
-turn with the others, to that of the plain step. A hand policy is one of all, every_n (2, 3), segments, and the selective options
-for all blocks alike. The best hand policy of a budget is the fastest whose measured peak is not
-above that of the plan.
+turn with the others, to that of the plain step. A hand policy is one of all, every_n (2, 3),
+segments, and the selective options for all blocks alike. The best hand policy of a budget is the
+fastest whose measured peak is not above that of the plan.
 
     python -m benchmarks.planner [--budgets N] [--models a,b] [--rounds N]
 """
@@ -111,7 +111,7 @@ def job_of(name: str) -> Job:
         model, batch = encoder(12, 128, 4), paddle.randn([8, 64, 128])
     elif name == "resnet50":
         model = paddle.vision.models.resnet50(num_classes=10)
-        batch = paddle.randn([4, 3, 64, 64])
+        batch = paddle.randn([8, 3, 64, 64])
     elif name == "unet":
         model, batch = UNet(), paddle.randn([4, 3, 48, 48])
     elif name == "lstm":
@@ -242,7 +242,7 @@ def measure(name: str, budgets: int, rounds: int) -> dict[str, Any]:
 
 MODELS = {
     "encoder": "12 post-norm blocks, hidden 128, 8 x 64 tokens",
-    "resnet50": "ResNet-50, 4 images of 64 x 64",
+    "resnet50": "ResNet-50, 8 images of 64 x 64",
     "unet": "U-Net, 7 double convolutions, 4 images of 48 x 48",
     "lstm": "8 residual LSTMs, width 96, 16 x 24",
     "towers": "two towers, one encoder of 6 blocks, gradient cache in chunks of 16 of 64 pairs",
@@ -348,7 +348,7 @@ def main() -> None:
         "planner",
         "Plans against measurements",
         f"python -m benchmarks.planner --rounds {options.rounds}",
-        [*(__doc__ or "").strip().splitlines()[:8], "", *summary(everything), *sections],
+        [*(__doc__ or "").strip().splitlines()[:9], "", *summary(everything), *sections],
     )
     path.with_suffix(".json").write_text(json.dumps(everything) + "\n", encoding="utf-8")
     print(path.read_text(encoding="utf-8"))

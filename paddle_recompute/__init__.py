@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
-    from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan
+    from paddle_recompute.planner import (
+        BatchSize,
+        MemoryEstimate,
+        RecomputePlan,
+        estimate,
+        find_batch_size,
+        plan,
+    )
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
@@ -43,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchSize",
     "Config",
     "ContrastiveLoss",
     "GradCache",
@@ -60,6 +68,7 @@ __all__ = [
     "build_model",
     "errors",
     "estimate",
+    "find_batch_size",
     "load_config",
     "plan",
     "recompute",
@@ -77,6 +86,7 @@ _WITH_PADDLE = {
     "ContrastiveLoss": "contrastive",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
+    "BatchSize": "planner",
     "MemoryEstimate": "planner",
     "RecomputeLayer": "recompute",
     "RecomputePlan": "planner",
@@ -87,6 +97,7 @@ _WITH_PADDLE = {
     "apply_recompute": "recompute",
     "build_model": "models",
     "estimate": "planner",
+    "find_batch_size": "planner",
     "plan": "planner",
     "recompute": "recompute",
     "recompute_wrapper": "recompute",

@@ -2,6 +2,7 @@
 
 from paddle_recompute.planner.batch_size import costs_of_batch, extrapolated, probe
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
+from paddle_recompute.planner.find_batch import BatchSize, find_batch_size
 from paddle_recompute.planner.job import Job
 from paddle_recompute.planner.planning import MemoryEstimate, estimate, plan, verified
 from paddle_recompute.planner.policies import choices_of_policy, uniform
@@ -15,6 +16,7 @@ __all__ = [
     "NESTED",
     "PLAIN",
     "WHOLE",
+    "BatchSize",
     "Choice",
     "Job",
     "MemoryEstimate",
@@ -28,6 +30,7 @@ __all__ = [
     "costs_of_batch",
     "estimate",
     "extrapolated",
+    "find_batch_size",
     "make_plan",
     "maximum",
     "plan",

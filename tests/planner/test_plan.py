@@ -11,7 +11,15 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import ContrastiveLoss, GradCache, RecomputePlan, TrainStep, estimate, plan
+from paddle_recompute import (
+    ContrastiveLoss,
+    GradCache,
+    RecomputePlan,
+    TrainStep,
+    estimate,
+    find_batch_size,
+    plan,
+)
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import JOINED, NESTED, Choice, Job, simulate
@@ -242,6 +250,21 @@ def test_another_batch_is_estimated_from_small_ones() -> None:
     measured = estimate(job.model, large, job.loss_fn)
     batch_and_sample = 8 * 16 * 32 * 4  # the sample batch is there as well
     assert abs(found.peak_bytes - measured.peak_bytes) <= batch_and_sample
+
+
+def test_the_largest_micro_batch_is_found_and_verified() -> None:
+    job = job_of("encoder")
+    assert job.loss_fn is not None
+    budget = 3 * estimate(job.model, job.batch, job.loss_fn).peak_bytes
+    found = find_batch_size(
+        job.model, job.batch, job.loss_fn, memory_budget=budget, local_batch=192
+    )
+    assert found.rows * found.accumulate_steps == 192
+    assert found.plan.measured_bytes is not None and found.plan.measured_bytes <= budget
+    assert found.rows > 24  # what fits without recompute
+    assert "largest batch" in str(found)
+    with pytest.raises(PlanError, match="a batch of one row"):
+        find_batch_size(job.model, job.batch, job.loss_fn, memory_budget=9, local_batch=4)
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
