@@ -116,14 +116,14 @@ class _Recorder:
         self._restart()
 
     def event(self, kind: Any, call: int, leave: int | None = None) -> None:
-        now, start = memory.current_bytes(), self.skeleton.start
+        level, start = memory.current_bytes(), self.skeleton.start
         self.skeleton.events.append(
             Event(
                 kind,
                 call,
                 memory.peak_bytes() - start,
-                now - start,
-                now - start,
+                level - start,
+                level - start,
                 now() - self._since,
             )
         )
