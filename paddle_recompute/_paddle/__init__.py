@@ -15,6 +15,7 @@ from paddle_recompute._paddle.backward import (
 )
 from paddle_recompute._paddle.distributed import (
     FLAGS_SET_BY_PADDLE,
+    all_reduce_numbers,
     init_parallel_env,
     is_from_gloo,
     make_gloo_group,
@@ -91,6 +92,7 @@ __all__ = [
     "Backward",
     "Layout",
     "address_of",
+    "all_reduce_numbers",
     "amp_state",
     "amp_state_of",
     "at_end_of_backward",

@@ -22,6 +22,7 @@ from paddle_recompute.distributed import (
     scope_of,
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
+from paddle_recompute.grad_sync._agreement import Agreed, StepReport
 from paddle_recompute.grad_sync._codec import BFloat16Codec, Compression, ExactCodec
 from paddle_recompute.grad_sync._fleet import FleetReduction
 from paddle_recompute.grad_sync._reduction import BucketedReduction
@@ -112,6 +113,10 @@ class GradientSync:
         self.group = group
         self.num_synchronized = 0
         """How many optimizer steps were synchronized so far."""
+        self.report = StepReport()
+        """What the caller adds to the agreement at the end of the next last backward."""
+        self.agreed: Agreed | None = None
+        """What came of it; None in a single process."""
         self._broken: BaseException | None = None
         self._is_inside = False
         self._reduction: BucketedReduction | FleetReduction | None = None
@@ -204,6 +209,7 @@ class GradientSync:
             yield from self._synchronized()
         finally:
             self._is_inside = False
+            self.report = StepReport()
 
     def _synchronized(self) -> Iterator[None]:
         if self._reduction is None:
@@ -216,7 +222,7 @@ class GradientSync:
             peers().check(self._scope, "the gradients")
             with self.no_sync():
                 yield
-            self._reduction.finish()
+            self.agreed = self._reduction.finish(self.report)
             if self._check_every is not None and step % self._check_every == 0:
                 self._check_parameters(step)
         except BaseException as error:
@@ -340,7 +346,7 @@ def _new_scope(group: Group | None) -> Scope:
     ranks = scope_of(group).ranks
     number = _num_made[ranks] = _num_made.get(ranks, 0) + 1
     scope = scope_of(group, f"gradients{number}")
-    peers().exchange(None, f"the making of GradientSync number {number}", scope_of(group))
+    peers().meet(f"the making of GradientSync number {number}", scope_of(group))
     return scope
 
 
