@@ -445,12 +445,11 @@ def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:
 
 
 def group_of_our_own() -> list[float]:
-    from paddle_recompute.grad_sync._groups import make_gloo_group
-
+    from paddle_recompute.distributed.gloo_group import make_gloo_group
     from paddle_recompute.distributed.ranks import scope_of
 
     number = paddle.ones([1]) * (paddle.distributed.get_rank() + 1)
-    paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None)))
+    paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None), "test"))
     return number.tolist()
 
 

@@ -12,9 +12,9 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_recompute import _paddle
-from paddle_recompute.distributed import mean_over_ranks
+from paddle_recompute.distributed import gloo_group, mean_over_ranks, peers
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync import GradientSync, _groups
+from paddle_recompute.grad_sync import GradientSync
 from tests.ranks import run_ranks
 
 
@@ -68,16 +68,14 @@ def failing_attempts() -> dict[str, Any]:
     def never(ranks: tuple[int, ...], number: int) -> Any:
         raise RuntimeError(f"the firewall of rank {rank}")
 
-    from paddle_recompute.grad_sync import _all_reduce as _all_reducers
-
     began = time.monotonic()
     with (
         mock.patch.object(_paddle, "make_gloo_group", sometimes),
-        mock.patch.object(_groups, "PATIENCE", 1.0),
+        mock.patch.object(gloo_group, "PATIENCE", 1.0),
     ):
         found = train(GradientSync([parameter]), parameter)
     result = {"gradients": found, "numbers": calls, "seconds": time.monotonic() - began}
-    _all_reducers._all_reducers.clear()
+    peers().lanes.clear()
     began = time.monotonic()
     with mock.patch.object(_paddle, "make_gloo_group", never), pytest.raises(SyncError) as caught:
         GradientSync([parameter])
