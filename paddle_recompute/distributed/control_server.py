@@ -252,7 +252,7 @@ class ControlServer:
         }
         self._meetings.give_up(told["scope"])
         # A failure takes all ranks of its scope along, and each of them tells of it.
-        before = [one for one in self._failed if one["scope"] == told["scope"]]
+        before = [one for one in self._failed if one.get("scope") == told["scope"]]
         if len(before) < _LOUD and (not told["is_peer_error"] or not before):
             self._failed.append(told)
             self._tell_all(told)

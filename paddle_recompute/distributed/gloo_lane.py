@@ -176,7 +176,10 @@ class GlooLane:
             str(error).strip().splitlines()[-1],
         )
         self._broken.append(self.group)
-        self.group = make_gloo_group(job.scope, self.name)
+        try:
+            self.group = make_gloo_group(job.scope, self.name)
+        except PeerError:  # that rank is not late
+            raise peers().explain(error, job.label, job.scope) from error
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:

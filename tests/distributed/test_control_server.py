@@ -139,6 +139,8 @@ def test_last_words_are_passed_on_before_they_are_acknowledged(
     clients[1].say(kind="left", message="KeyError", place="in step 4", is_peer_error=False)
     assert clients[0].hear()["message"] == "KeyError"
     assert [clients[1].hear()["kind"], clients[1].hear()["kind"]] == ["ended", "heard"]
+    clients[2].say(kind="failed", scope="s", place="in step 4", message="why")
+    assert clients[0].hear()["message"] == "why"
 
 
 def test_silence_is_counted(clients: list[SimulatedRank]) -> None:
