@@ -238,21 +238,24 @@ class Trainer:
             window.start()
             for step, epoch, micro_batches in self._steps(loader, done, total, ids):
                 paddle.seed(step_seed(settings.seed, step, self._rank))
+                saves = step == total or step % (settings.save_every or total) == 0
+                logs = step == total or step % settings.log_every == 0
                 try:
                     result = train_step(micro_batches)
+                    if logs or saves:
+                        result.loss  # noqa: B018  waits for the device: the time is that of steps
                 except DivergenceError as error:
                     raise DivergenceError(
-                        f"step {step}: {error}. The last checkpoint is as it was"
+                        f"step {step - error.steps_ago}: {error}. The last checkpoint is as it was"
                     ) from error
                 self._say_if_skipped(step, result)
                 rate = float(schedule())
                 schedule.step()
                 window.stop()
                 progress.advance()
-                saves = step == total or step % (settings.save_every or total) == 0
                 if saves:
                     figures = self._figures(_finite(result.loss), whole_run, window)
-                if step % settings.log_every == 0 or step == total:
+                if logs:
                     record = {
                         "step": step,
                         "epoch": epoch,
