@@ -339,7 +339,7 @@ class ControlClient:
         pause = 0.1
         while True:
             try:
-                return _introduced(host, port, self.rank, _key(token), self.limits.peer_timeout)
+                return wire.connected(host, port, self.rank, _key(token), self.limits.peer_timeout)
             except OSError as error:
                 # Strangers may crowd at the door.
                 if time.monotonic() > deadline:
@@ -370,33 +370,6 @@ class ControlClient:
         """In a forked child: a socket that it held open would hide the end of this process."""
         if self._socket is not None:
             self._socket.close()
-
-
-def _introduced(host: str, port: int, rank: int, key: bytes, timeout: float) -> socket.socket:
-    """A connection to the control server, on which both sides have shown that they have `key`."""
-    line = socket.create_connection((host, port), timeout=timeout)
-    try:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        challenge = _received(line, wire.CHALLENGE_BYTES)
-        hello = wire.hello(rank, challenge, key)
-        line.sendall(hello)
-        proof = _received(line, wire.PROOF_BYTES)
-        if not hmac.compare_digest(proof, wire.welcome(hello, challenge, key)):
-            raise ConnectionError("who listens there does not have the key of this run")
-    except OSError:
-        line.close()
-        raise
-    return line
-
-
-def _received(line: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        new = line.recv(size - len(data))
-        if not new:
-            raise ConnectionError("it closed the connection")
-        data += new
-    return data
 
 
 def _key(token: str) -> bytes:

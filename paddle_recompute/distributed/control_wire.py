@@ -13,6 +13,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import socket
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -56,6 +57,37 @@ def welcome(said: bytes, challenge: bytes, key: bytes) -> bytes:
     """The server's proof, for a rank that has said hello, that it has the key too."""
     rank, own, _ = _HELLO.unpack(said)
     return _proof(key, b"server", challenge, own, rank)
+
+
+def connected(host: str, port: int, rank: int, key: bytes, timeout: float) -> socket.socket:
+    """A connection to the control server, on which both sides have shown that they have `key`.
+
+    Raises:
+        OSError: There is none, or the other side does not have the key.
+    """
+    line = socket.create_connection((host, port), timeout=timeout)
+    try:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        challenge = _received(line, CHALLENGE_BYTES)
+        said = hello(rank, challenge, key)
+        line.sendall(said)
+        proof = _received(line, PROOF_BYTES)
+        if not hmac.compare_digest(proof, welcome(said, challenge, key)):
+            raise ConnectionError("who listens there does not have the key of this run")
+    except OSError:
+        line.close()
+        raise
+    return line
+
+
+def _received(line: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        new = line.recv(size - len(data))
+        if not new:
+            raise ConnectionError("it closed the connection")
+        data += new
+    return data
 
 
 def _proof(key: bytes, side: bytes, challenge: bytes, own: bytes, rank: int) -> bytes:

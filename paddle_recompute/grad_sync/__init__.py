@@ -1,5 +1,6 @@
 """Gradient synchronization of data-parallel ranks, overlapped with the backward."""
 
+from paddle_recompute.grad_sync._agreement import StepReport
 from paddle_recompute.grad_sync.gradient_sync import GradientSync, SyncMode
 
-__all__ = ["GradientSync", "SyncMode"]
+__all__ = ["GradientSync", "StepReport", "SyncMode"]

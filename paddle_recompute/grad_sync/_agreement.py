@@ -1,10 +1,10 @@
 """What the ranks tell each other at the end of each step, in one small collective.
 
-Thirteen numbers are summed: what has happened to the gradients, how many examples there were, the
-loss, and a hash of what must be the same everywhere. That the hash is the same is seen from the sum
-of its two halves and the sums of their squares: n times the sum of squares is the square of the sum
-only where all n are equal. So whatever goes well, nothing is listed by rank, and nothing goes
-through rank 0; where the hash differs, the ranks meet there and compare what they have.
+Seventeen numbers are summed: what has happened to the gradients, how many examples there were, the
+loss, and a hash of what must be the same everywhere. That a hash is the same is seen from the sums
+of its two halves and of their squares: n times the sum of squares is the square of the sum only
+where all n are equal. So where all goes well, nothing is listed by rank, and nothing goes through
+rank 0; where the hash differs, the ranks meet there and compare what they have.
 """
 
 from __future__ import annotations
@@ -52,33 +52,43 @@ class StepReport:
     """What a caller adds to the agreement of one step.
 
     Attributes:
-        count: The examples of this rank, or another weight.
+        count: The examples of this rank, or another weight: the gradient becomes the mean over all
+            examples. None: the mean over the ranks.
         terms: What must be the same on all ranks, by name; as JSON takes it.
-        losses: One-element tensors on the device; their sum is this rank's loss.
+        divisor: What the loss of the micro-batch under way counts less than its value.
+        losses: One-element float64 tensors on the device; their sum is this rank's loss.
     """
 
-    count: float = 0.0
+    count: float | None = None
     terms: Mapping[str, Any] = field(default_factory=dict)
+    divisor: float = 1.0
     losses: list[paddle.Tensor] = field(default_factory=list)
 
     @paddle.no_grad()
-    def loss(self) -> paddle.Tensor | None:
-        """Float64, ``[1]``; in the order in which the losses were added."""
-        total: paddle.Tensor | None = None
-        for loss in self.losses:
-            one = loss.astype("float64").reshape([1])
-            total = one if total is None else total + one
-        if total is None:
-            return None
+    def loss(self) -> paddle.Tensor:
+        """Float64, ``[2]``: the loss, added up in the order of `losses`, and `count` times that."""
+        if not self.losses:
+            return paddle.zeros([2], "float64")
+        total = self.losses[0]
+        for loss in self.losses[1:]:
+            total = total + loss
         # Infinities of both signs on two ranks have no mean.
-        return paddle.where(total == -float("inf"), paddle.full_like(total, float("nan")), total)
+        total = paddle.where(total == -float("inf"), paddle.full_like(total, float("nan")), total)
+        return paddle.concat([total, total * (self.count or 1.0)])
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """Means over the ranks of what `StepReport` has."""
+    """What came of it.
+
+    Attributes:
+        count: Mean of the ranks' counts; 0 where there are none.
+        counts_differ: Whether they are not all the same.
+        loss: Mean over all examples.
+    """
 
     count: float
+    counts_differ: bool
     loss: float
 
 
@@ -105,21 +115,31 @@ class Agreement:
             SyncError: The ranks do not train the same, or what `report` says must be the same is
                 not; the message names what differs.
         """
-        numbers = [*map(float, own), *_halves(self._hash(report)), report.count]
+        count = report.count or 0.0
+        numbers = [
+            *map(float, own),
+            *_halves(_hash(self._terms(report))),
+            *_halves(_hash(float(count).hex())),
+            count,
+        ]
         what = label("end of the backward")
-        *sums, loss = self._all_reducer.sums(numbers, report.loss(), what, self._scope)
+        sums = self._all_reducer.sums(numbers, report.loss(), what, self._scope)
         size = len(self._scope.ranks)
-        flags, (first, first_squares, second, second_squares), count = (
-            sums[:6],
-            sums[6:10],
-            sums[10],
-        )
-        if not (
-            _is_one_number(first, first_squares, size)
-            and _is_one_number(second, second_squares, size)
-        ):
+        if not _is_one_number(sums[6:10], size):
             self._explain(report)
-        return Told(*(flag > 0 for flag in flags)), Agreed(count / size, loss / size)
+        told = Told(*(flag > 0 for flag in sums[:6]))
+        differ = not _is_one_number(sums[10:14], size)
+        total, loss, weighted_loss = sums[14:]
+        loss = weighted_loss / total if differ else loss / size
+        return told, Agreed(total / size, differ, loss)
+
+    def weight_of(self, count: float, label: str) -> float:
+        """`count` relative to the mean over the ranks; 1 to the bit where all are the same."""
+        numbers = [*_halves(_hash(float(count).hex())), count]
+        nothing = paddle.zeros([0], "float64")
+        *halves, total = self._all_reducer.sums(numbers, nothing, label, self._scope)
+        size = len(self._scope.ranks)
+        return 1.0 if _is_one_number(halves, size) else count / (total / size)
 
     def check_parameters(self, label: str) -> None:
         """Check that the same parameters take part on all ranks; where they do, rank 0 has nothing
@@ -131,10 +151,9 @@ class Agreement:
         if largest[0] != -largest[1] or largest[2] != -largest[3]:
             agree_on_trained(self._roll, self._scope)
 
-    def _hash(self, report: StepReport) -> int:
-        terms = json.dumps(dict(report.terms), sort_keys=True)
-        text = f"{self._roll.digest} {terms}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    def _terms(self, report: StepReport) -> str:
+        told = json.dumps(dict(report.terms), sort_keys=True)
+        return f"{self._roll.digest} {report.count is None} {told}"
 
     def _explain(self, report: StepReport) -> None:
         agree_on_trained(self._roll, self._scope)
@@ -143,6 +162,10 @@ class Agreement:
             "the ranks do not do the same in this step: some call GradientSync through TrainStep, "
             "others not, or in another way"
         )
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def _split(number: int) -> tuple[int, int]:
@@ -155,5 +178,7 @@ def _halves(number: int) -> Sequence[float]:
     return high, high * high, low, low * low
 
 
-def _is_one_number(total: float, squares: float, size: int) -> bool:
-    return int(total) ** 2 == size * int(squares)
+def _is_one_number(sums: Sequence[float], size: int) -> bool:
+    """Whether all ranks had the same number, from the sums over the ranks of its `_halves`."""
+    first, first_squares, second, second_squares = map(int, sums)
+    return first**2 == size * first_squares and second**2 == size * second_squares

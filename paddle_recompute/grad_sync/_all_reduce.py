@@ -45,15 +45,15 @@ class AllReducer(Protocol):
         """
 
     def sums(
-        self, numbers: Sequence[float], own: paddle.Tensor | None, label: str, scope: Scope
+        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
     ) -> list[float]:
-        """The sums over the ranks of `numbers`, and of the one in `own`; waits for them.
+        """The sums over the ranks of `numbers`, and of those in `own`; waits for them.
 
         After all that was sent before; so when this returns, that has arrived too.
 
         Args:
             numbers: As many on every rank.
-            own: Float64, ``[1]``, which need not have been computed yet; None: 0.
+            own: Float64, ``[n]``, which need not have been computed yet.
             label: As of `send`.
             scope: As of `send`.
         """
@@ -75,12 +75,13 @@ class ThreadAllReducer:
         )
 
     def sums(
-        self, numbers: Sequence[float], own: paddle.Tensor | None, label: str, scope: Scope
+        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
     ) -> list[float]:
-        return self._reduce(_joined(numbers, own), dist.ReduceOp.SUM, label, scope)
+        joined = paddle.concat([_tensor(numbers), own])
+        return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
 
     def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
-        return self._reduce(_joined(numbers, None), dist.ReduceOp.MAX, label, scope)
+        return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
 
     def _reduce(
         self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
@@ -121,12 +122,13 @@ class StreamAllReducer:
             return _StreamTask(dist.all_reduce(tensor, group=self._group, sync_op=False))
 
     def sums(
-        self, numbers: Sequence[float], own: paddle.Tensor | None, label: str, scope: Scope
+        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
     ) -> list[float]:
-        return self._reduce(_joined(numbers, own), dist.ReduceOp.SUM, label, scope)
+        joined = paddle.concat([_tensor(numbers), own])
+        return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
 
     def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
-        return self._reduce(_joined(numbers, None), dist.ReduceOp.MAX, label, scope)
+        return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
 
     def _reduce(
         self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
@@ -147,10 +149,8 @@ def _is_over(task: Any, patience: float) -> bool:
     return True
 
 
-def _joined(numbers: Sequence[float], own: paddle.Tensor | None) -> paddle.Tensor:
-    told = paddle.to_tensor([float(number) for number in numbers], "float64")
-    last = paddle.zeros([1], "float64") if own is None else own
-    return paddle.concat([told, last])
+def _tensor(numbers: Sequence[float]) -> paddle.Tensor:
+    return paddle.to_tensor([float(number) for number in numbers], "float64")
 
 
 def all_reducer_of(group: Group | None, scope: Scope) -> AllReducer:

@@ -46,7 +46,7 @@ class FleetReduction:
         """The last step's times; without buckets, as Paddle does not tell about them."""
         self._refuse_unsupported()
 
-    def arm(self, step: int) -> None:
+    def arm(self, step: int, report: StepReport) -> None:
         """The backward that follows is the last one before the optimizer's step number `step`."""
         self._step = step
         self._began = time.perf_counter()
@@ -60,6 +60,11 @@ class FleetReduction:
         self._roll.read()
         _, agreed = self._agreement.reach(Told(), report, self._label)
         self._refuse_unsupported()
+        if agreed.counts_differ and report.count is not None:
+            with paddle.no_grad():
+                for gradient in self._roll.gradients:
+                    if gradient is not None:
+                        gradient.scale_(report.count / agreed.count)
         parameters = self._with_gradient_anywhere()
         if parameters:
             self._average(parameters)

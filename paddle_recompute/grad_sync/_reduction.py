@@ -19,7 +19,8 @@ bucket. Then a rank says so at the end, the ranks send what they have besides, a
 
 The ``.grad`` of a parameter keeps this rank's own gradient until everything has arrived. So when a
 gradient is added to after its bucket was sent (the graph has changed), or changed by hand,
-nothing is lost: all ranks send everything again.
+nothing is lost: all ranks send everything again. So they do where the numbers of their examples
+turn out to differ.
 """
 
 from __future__ import annotations
@@ -82,14 +83,22 @@ class BucketedReduction:
         self._armed = False
         self._warned = False
         self._steps_unchanged = 0
+        self._counts_differ = False
+        """Whether the ranks had different numbers of examples in the last step. Then they tell each
+        other before the next backward, as otherwise everything would have to be sent twice.
+        """
         self.num_early = 0
         """Buckets that the last step sent before its backward had ended."""
         self.timeline: Timeline | None = None
         """The last step's times."""
 
-    def arm(self, step: int) -> None:
+    def arm(self, step: int, report: StepReport) -> None:
         """The backward that follows is the last one before the optimizer's step number `step`."""
         self._step = step
+        self._weight: float | None = None
+        if self._counts_differ and report.count is not None:
+            label = self._label("number of examples")
+            self._weight = self._agreement.weight_of(report.count, label)
         self._codec.begin()
         self._began = time.perf_counter()
         self._first_gradient: float | None = None
@@ -149,10 +158,21 @@ class BucketedReduction:
             nowhere = self._without_gradient_anywhere()
         if told.touched:
             self._stop_sending_early()
+        was_weighted = self._weight is not None
+        self._counts_differ = agreed.counts_differ
+        if agreed.counts_differ and report.count is not None:
+            self._weight = report.count / agreed.count
         if told.late or (told.touched and not learns):
-            self._repeat(nowhere)
+            self._plan([*self._bucket_of, *self._besides(nowhere)])
+            self._repeat()
+        elif agreed.counts_differ and not was_weighted:
+            if told.besides:
+                self._add_buckets(nowhere)
+            self._repeat()
         elif told.besides:
-            self._send_besides(nowhere)
+            self._add_buckets(nowhere)
+            self._send_rest()
+            self._wait()
         if told.late or told.besides or told.more or self._has_long_frozen(told.changed):
             self._expected = None
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
@@ -205,7 +225,7 @@ class BucketedReduction:
     @paddle.no_grad()
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
-        flat = bucket.join(self._parameters, 1.0 / len(self._scope.ranks))
+        flat = bucket.join(self._parameters, (self._weight or 1.0) / len(self._scope.ranks))
         if self._armed:  # from here on, it is not to change
             for index in bucket.members:
                 self._sent.add(index, self._parameters[index].grad)
@@ -319,7 +339,7 @@ class BucketedReduction:
             "last_backward(), when they are the mean over the ranks."
         )
 
-    def _repeat(self, nowhere: frozenset[int]) -> None:
+    def _repeat(self) -> None:
         """Send every bucket again, from gradients that are complete now."""
         if self._late:
             _logger.warning(
@@ -331,16 +351,13 @@ class BucketedReduction:
         self._next, self._num_arrived = 0, 0
         self._flats, self._tasks, self._queued = [], [], []
         self._codec.begin()
-        self._plan([*self._bucket_of, *self._besides(nowhere)])
         self._send_rest()
         self._wait()
 
-    def _send_besides(self, nowhere: frozenset[int]) -> None:
-        """Send the gradients that no bucket has a place for, in buckets of their own."""
+    def _add_buckets(self, nowhere: frozenset[int]) -> None:
+        """Make buckets for the gradients that none has a place for."""
         besides = self._besides(nowhere)
         self._set_buckets([*self._buckets, *plan_buckets(self._parameters, besides, **self._sizes)])
-        self._send_rest()
-        self._wait()
 
     def _warn_of_missing(self, missing: list[int]) -> None:
         trained = {*self._roll.trained}

@@ -217,8 +217,8 @@ class GradientSync:
             return
         step = self.num_synchronized + 1
         peers().place = f"in step {step}"
-        self._reduction.arm(step)
         try:
+            self._reduction.arm(step, self.report)
             peers().check(self._scope, "the gradients")
             with self.no_sync():
                 yield
@@ -235,6 +235,12 @@ class GradientSync:
             raise failure from error
         self.num_synchronized = step
         peers().place = f"after step {step}"
+
+    @paddle.no_grad()
+    def add_loss(self, loss: paddle.Tensor) -> None:
+        """Add `loss` to the one that the ranks agree on at the end of this step, on the device."""
+        own = loss.detach().astype("float64").reshape([1]) / self.report.divisor
+        self.report.losses.append(own)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For the earlier backwards of a step; a ``paddle.DataParallel`` does not synchronize

@@ -6,6 +6,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
@@ -131,11 +132,55 @@ def one_rate_on_each_rank() -> str:
     return "nothing"
 
 
+COUNTS = [(4, 4), (3, 1), (1, 3), (2, 2), (4, 4), (5, 2)]
+"""Of each step, how many examples the two ranks have."""
+
+
+def train(mode: str, skip: int = 0) -> list[list[float]]:
+    """The gradient of each step, without those of the first `skip`, which are not made."""
+    paddle.seed(0)
+    model = paddle.nn.Linear(3, 3)
+    optimizer = paddle.optimizer.SGD(0.0, parameters=model.parameters())
+    sync = GradientSync(model, mode=mode)
+    step = TrainStep(model, optimizer, loss_fn=squares, sync=sync)
+    seen, update = [], optimizer.step
+    optimizer.step = lambda: (seen.append(model.weight.grad.tolist()), update())
+    for counts in COUNTS[skip:]:
+        rows = np.arange(24, dtype="float32").reshape([8, 3]) / 7
+        first, own = (0, counts[0]) if dist.get_rank() == 0 else (counts[0], counts[1])
+        loss = step([paddle.to_tensor(rows[first : first + own])]).loss
+        whole = squares(model, paddle.to_tensor(rows[: sum(counts)])).item()
+        assert loss == pytest.approx(whole, rel=1e-6)
+    return seen
+
+
+def squares(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    return model(x).square().mean()
+
+
+def counts_that_differ() -> dict[str, Any]:
+    paddle.seed(0)
+    alone = paddle.nn.Linear(3, 3)
+    wanted = []
+    for counts in COUNTS:
+        rows = np.arange(24, dtype="float32").reshape([8, 3]) / 7
+        squares(alone, paddle.to_tensor(rows[: sum(counts)])).backward()
+        wanted.append(alone.weight.grad.tolist())
+        alone.clear_gradients()
+    return {
+        "wanted": wanted,
+        **{mode: train(mode) for mode in ("overlap", "fused", "fleet")},
+        "from the third": train("overlap", skip=2),
+    }
+
+
 def every_case() -> dict[str, Any]:
     return {
         "counts": counts_of_steps(),
         "contrastive": messages_of_contrastive_steps(),
         "broken": broken_connection(),
+        "differ": counts_that_differ(),
+        "rate": one_rate_on_each_rank(),
     }
 
 
@@ -151,7 +196,7 @@ def test_a_step_sends_rank_0_nothing_and_agrees_in_one_collective(
     for one in seen:
         messages, small, gradients = one["counts"][mode]
         assert messages == []
-        assert len(small) == STEPS and max(small) <= 16
+        assert len(small) == STEPS and max(small) <= 17
         assert gradients > STEPS, "there are buckets"
 
 
@@ -171,3 +216,26 @@ def test_a_connection_that_gloo_has_given_up_is_made_anew(seen: list[dict[str, A
         assert one["broken"]["gradients"] == [1.5] * 3
         assert one["broken"]["failures"] == 1
         assert one["broken"]["took"] < 20
+
+
+@pytest.mark.parametrize("mode", ["overlap", "fused", "fleet"])
+def test_ranks_are_weighed_by_their_examples(mode: str, seen: list[dict[str, Any]]) -> None:
+    """Within rounding: one mean over all rows adds up in another order."""
+    first, second = (one["differ"] for one in seen)
+    assert first[mode] == second[mode]
+    np.testing.assert_allclose(first[mode], first["wanted"], rtol=1e-5)
+
+
+def test_a_step_has_the_same_bits_whatever_came_before(seen: list[dict[str, Any]]) -> None:
+    """Where the step before had unequal counts too, they are told earlier; that changes no bit."""
+    for one in seen:
+        assert one["differ"]["overlap"][2:] == one["differ"]["from the third"]
+        assert one["differ"]["overlap"] == one["differ"]["fused"]
+
+
+def test_another_learning_rate_on_one_rank_is_told_in_the_step(seen: list[dict[str, Any]]) -> None:
+    for one in seen:
+        assert one["rate"] == (
+            "step 3: TrainStep was called with different options: the learning rate is 0.1 on rank "
+            "0, 0.2 on rank 1. Give it the same everywhere."
+        )
