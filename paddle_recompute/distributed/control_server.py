@@ -58,6 +58,7 @@ _LONGEST_BACKLOG = 2**26
 _LOUD = 8
 """Failures and deaths that are told at once; more of them are told together, each tick."""
 _MOST_SILENT = 16
+_PAUSE_PER_RANK = 20e-6
 
 
 @dataclass(eq=False)
@@ -107,12 +108,18 @@ class ControlServer:
         self.port = int(self._listening.getsockname()[1])
         self._listening.setblocking(False)
         self._is_open, self._is_full, self._said_silent = True, False, False
+        self._is_busy = False  # there was more than signs of life
         self._news.register(self._listening, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="control server", daemon=True).start()
 
     def _serve(self) -> None:
         next_tick = time.monotonic() + TICK
         while True:
+            if not self._is_busy:
+                # Of many ranks, several have shown a sign of life by then: one look for all of
+                # them, and the training of rank 0 is disturbed less often.
+                time.sleep(_PAUSE_PER_RANK * len(self._lines))
+            self._is_busy = False
             for key, events in self._news.select(max(0.0, next_tick - time.monotonic())):
                 if key.data is None:
                     self._accept()
@@ -130,6 +137,7 @@ class ControlServer:
     # ----------------------------------------------------------------------------- strangers
 
     def _accept(self) -> None:
+        self._is_busy = True
         try:
             connection, _ = self._listening.accept()
         except (BlockingIOError, ConnectionError):  # it has gone again
@@ -149,6 +157,7 @@ class ControlServer:
         self._mind_the_door()
 
     def _hear_stranger(self, stranger: _Stranger) -> None:
+        self._is_busy = True
         try:
             said = stranger.socket.recv(HELLO_BYTES - len(stranger.said))
         except BlockingIOError:
@@ -201,6 +210,7 @@ class ControlServer:
         line.quiet = 0
         if data == SIGN_OF_LIFE:
             return
+        self._is_busy = True
         try:
             if not data:
                 raise ProtocolError("it has ended")
