@@ -15,9 +15,12 @@ import paddle.distributed as dist
 from paddle.base import core, framework
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle.start import gloo_group_tried_again
+
 
 def init_parallel_env() -> None:
-    """``dist.init_parallel_env`` without a list of flags that nobody has modified.
+    """``dist.init_parallel_env`` that tries again where gloo does not connect, and without a list
+    of flags that nobody has modified.
 
     It writes every flag that differs from its default to ``sys.stderr`` (2.6, 3.x), and 3.x sets
     one itself as it is imported, so each rank of each run shows a block about it. Flags that the
@@ -25,7 +28,7 @@ def init_parallel_env() -> None:
     """
     written = io.StringIO()
     try:
-        with contextlib.redirect_stderr(written):
+        with contextlib.redirect_stderr(written), gloo_group_tried_again(_master_endpoint):
             dist.init_parallel_env()
     finally:
         sys.stderr.write(without_own_flags(written.getvalue()))
