@@ -53,7 +53,6 @@ def start(way: str, num_ranks: int) -> Start:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(num_ranks)
     ]
@@ -61,11 +60,11 @@ def start(way: str, num_ranks: int) -> Start:
     for process in processes:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-    said = [""] * num_ranks
-    while time.monotonic() < deadline and not all("connected" in text for text in said):
+    said = [b""] * num_ranks
+    while time.monotonic() < deadline and not all(b"connected" in text for text in said):
         for rank, process in enumerate(processes):
             assert process.stdout is not None
-            said[rank] += process.stdout.read() or ""
+            said[rank] += process.stdout.read() or b""
         if any(process.poll() is not None for process in processes):
             break
         time.sleep(0.05)
@@ -73,8 +72,8 @@ def start(way: str, num_ranks: int) -> Start:
     for process in processes:
         process.kill()
     errors = [process.communicate()[1] for process in processes]
-    attempts = 1 + errors[0].count("all ranks try again")
-    return Start(all("connected" in text for text in said), seconds, attempts)
+    attempts = 1 + errors[0].count(b"all ranks try again")
+    return Start(all(b"connected" in text for text in said), seconds, attempts)
 
 
 def _free_ports(count: int) -> list[int]:
