@@ -11,6 +11,7 @@ from paddle_recompute._paddle.backward import (
     at_end_of_backward,
     current_backward,
     hand_on,
+    is_raised_by_an_operator,
     watch_backward,
 )
 from paddle_recompute._paddle.distributed import (
@@ -112,6 +113,7 @@ __all__ = [
     "is_from_gloo",
     "is_initialized",
     "is_parameter",
+    "is_raised_by_an_operator",
     "keeps_main_grad",
     "layout_of",
     "leaves_with_hooks",

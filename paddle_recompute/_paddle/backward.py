@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -104,3 +105,14 @@ def at_end_of_backward(owner: object, call: Callable[[], None]) -> None:
     """
     if _running.calls:
         _running.calls[0].at_end.setdefault(id(owner), call)
+
+
+_OPERATOR_ERROR = re.compile(
+    r"\((InvalidArgument|NotFound|OutOfRange|AlreadyExists|PreconditionNotMet|PermissionDenied|"
+    r"Unimplemented|Unavailable|Fatal|External)\) "
+)
+
+
+def is_raised_by_an_operator(error: BaseException) -> bool:
+    """Whether `error` was raised by C++ code of Paddle, which names the kind first (2.6, 3.x)."""
+    return _OPERATOR_ERROR.search(str(error)) is not None

@@ -60,6 +60,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     attributes of Layers that hold a function (``encoder.layers.*.activation``). ``*`` matches
     within one name between dots, ``**`` crosses dots: ``blocks.*`` selects the blocks and not their
     sublayers. If the patterns match a Layer and a part inside it, only the outer Layer is wrapped.
+    A container without a forward of its own (LayerList, LayerDict) stands for its members.
 
     A part without a weight matrix (a function, Dropout, LayerNorm) is cheap to compute. Its output
     is not kept either: it is recomputed for the later operators that need it. To name only such
@@ -250,7 +251,30 @@ def _matches(parts: dict[str, Any], aliases: dict[str, str], patterns: list[str]
         if not names:
             raise SelectionError(_no_match(pattern, list(parts)))
         matched |= {aliases.get(name, name) for name in names}
+    for name in list(matched):
+        if _is_container(parts[name]):
+            matched.remove(name)
+            matched |= {aliases.get(member, member) for member in _members(parts[name], name)}
+    if not matched:
+        raise SelectionError(
+            f"recompute.checkpoints: {', '.join(map(repr, patterns))} selects only containers "
+            "without members, which are never called; name Layers that the model calls"
+        )
     return [name for name in parts if name in matched]
+
+
+def _is_container(part: Any) -> bool:
+    """Whether `part` is a Layer that cannot be called, such as a LayerList: it has no forward."""
+    return isinstance(part, paddle.nn.Layer) and type(part).forward is paddle.nn.Layer.forward
+
+
+def _members(container: paddle.nn.Layer, name: str) -> Iterator[str]:
+    """The names of the Layers in `container` that can be called."""
+    for child_name, child in _paddle.children_of(container):
+        if _is_container(child):
+            yield from _members(child, _join(name, child_name))
+        else:
+            yield _join(name, child_name)
 
 
 @functools.cache

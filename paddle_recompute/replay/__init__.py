@@ -1,12 +1,13 @@
 """One call of a user's function and its exact repetition: random streams, flags, buffers."""
 
-from paddle_recompute.replay.call import Call, is_recomputing, name_of
+from paddle_recompute.replay.call import REPETITION_ADVICE, Call, is_recomputing, name_of
 from paddle_recompute.replay.random_streams import RngState
 from paddle_recompute.replay.reach import layers_of
 from paddle_recompute.replay.replay_state import ReplayState, StateWatch
 from paddle_recompute.replay.writes import Stamp, is_written_since, stamp, watch_writes
 
 __all__ = [
+    "REPETITION_ADVICE",
     "Call",
     "ReplayState",
     "RngState",

@@ -12,9 +12,10 @@ it uses ``getattr``); Layers, their sublayers, parameters and attributes. The se
 `MOST_SEARCHED` objects and leaves out containers of more than `LONGEST_SEARCHED` items: they
 hold data. Objects of libraries and of Python's own (locks, barriers, loggers) are left alone.
 
-**What the forward itself changes** is its own state. A number that it rebinds and a list or dict
-that it changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other
-object that it rebinds is put back, so a cache that it filled is filled again.
+**What the forward itself changes.** A number that it rebinds and a list or dict of numbers that it
+changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other object that
+it rebinds is put back, with the numbers beside it, and so is a list or dict of such objects. So a
+cache that it filled (keys and values of attention) is filled again.
 """
 
 from __future__ import annotations
