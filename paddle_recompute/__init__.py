@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
+    from paddle_recompute.patch import patch_fleet, unpatch_fleet
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
         apply_recompute,
+        forward_count,
+        is_recomputing,
         recompute,
         recompute_wrapper,
     )
@@ -56,10 +59,14 @@ __all__ = [
     "apply_recompute",
     "build_model",
     "errors",
+    "forward_count",
+    "is_recomputing",
     "load_config",
+    "patch_fleet",
     "recompute",
     "recompute_wrapper",
     "static_graph",
+    "unpatch_fleet",
 ]
 
 # Where each public name lives; those in the first table are usable without Paddle.
@@ -79,8 +86,12 @@ _WITH_PADDLE = {
     "all_gather_with_grad": "contrastive",
     "apply_recompute": "recompute",
     "build_model": "models",
+    "forward_count": "recompute",
+    "is_recomputing": "recompute",
+    "patch_fleet": "patch",
     "recompute": "recompute",
     "recompute_wrapper": "recompute",
+    "unpatch_fleet": "patch",
 }
 
 

@@ -24,6 +24,13 @@ from paddle_recompute._paddle.distributed import (
     store_publish,
     without_own_flags,
 )
+from paddle_recompute._paddle.fleet_recompute import (
+    FORWARDS_TO_FLEET,
+    custom_state_functions,
+    fleet_recompute,
+    fleet_recompute_hybrid,
+    holders_of,
+)
 from paddle_recompute._paddle.gradients import (
     has_unwatched_hooks,
     keeps_main_grad,
@@ -85,6 +92,7 @@ from paddle_recompute._paddle.writes import address_of, watch_writes
 __all__ = [
     "BATCH_NORMS",
     "FLAGS_SET_BY_PADDLE",
+    "FORWARDS_TO_FLEET",
     "NEWEST_KNOWN",
     "OLDEST_SUPPORTED",
     "PACK_LEAKS_A_REFERENCE",
@@ -100,12 +108,16 @@ __all__ = [
     "can_reset_host_memory_peak",
     "children_of",
     "current_backward",
+    "custom_state_functions",
+    "fleet_recompute",
+    "fleet_recompute_hybrid",
     "forward_post_hooks",
     "forward_pre_hooks",
     "generator_states",
     "give_back_pack_references",
     "hand_on",
     "has_unwatched_hooks",
+    "holders_of",
     "host_memory",
     "hybrid_parallel_tracker",
     "init_parallel_env",

@@ -5,7 +5,8 @@
 that a configuration selects.
 """
 
-from paddle_recompute.recompute.function import recompute
+from paddle_recompute.recompute._offload import SomeOnHost
+from paddle_recompute.recompute.function import RecomputeOptions, recompute, run_recomputed
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
@@ -17,12 +18,15 @@ from paddle_recompute.replay import is_recomputing
 
 __all__ = [
     "RecomputeLayer",
+    "RecomputeOptions",
     "RecomputeReport",
     "RecomputedFunction",
+    "SomeOnHost",
     "apply_recompute",
     "check_patterns",
     "forward_count",
     "is_recomputing",
     "recompute",
     "recompute_wrapper",
+    "run_recomputed",
 ]

@@ -1,7 +1,7 @@
 """`recompute.engine: fleet`: Paddle's own recompute around a Layer, as a reference to compare with.
 
 ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x) does the work, in its default form, a
-PyLayer. What that form gets wrong without a word is refused here; what it refuses itself is left to
+PyLayer; also where that name was given our function since. What that form gets wrong without a word is refused here; what it refuses itself is left to
 it. ``docs/recompute_cases.md`` has the cases.
 """
 
@@ -43,9 +43,7 @@ class FleetRecomputeLayer(WrappedLayer):
         bound = inspect.signature(self.forward).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs  # 2.6 takes positional arguments only
         self._refuse_lost_gradients(args, kwargs)
-        from paddle.distributed.fleet.utils import recompute
-
-        return recompute(
+        return _paddle.fleet_recompute(
             super().__call__, *args, preserve_rng_state=self._recompute_preserves_rng, **kwargs
         )
 

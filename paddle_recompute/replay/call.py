@@ -25,7 +25,6 @@ from paddle_recompute.replay.layer_state import LayerState
 from paddle_recompute.replay.random_streams import Draws
 from paddle_recompute.replay.reach import Reach
 
-
 REPETITION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, a global "
     "that it reads, or randomness outside Paddle, NumPy and Python's random."

@@ -128,7 +128,11 @@ class Entries:
         self._left = {
             name
             for name in changed
-            if (_is_built(now.get(name)) if is_cache else _is_own_state(before.get(name), now.get(name)))
+            if (
+                _is_built(now.get(name))
+                if is_cache
+                else _is_own_state(before.get(name), now.get(name))
+            )
         }
         self._size = len(now) if self._size == len(now) else -1
 
