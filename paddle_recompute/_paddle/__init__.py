@@ -8,6 +8,7 @@ function names the Paddle versions that it serves, why a public API does not, an
 from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of, operator_names
 from paddle_recompute._paddle.backward import (
     Backward,
+    after_each_backward,
     at_end_of_backward,
     current_backward,
     hand_on,
@@ -100,6 +101,7 @@ __all__ = [
     "Backward",
     "Layout",
     "address_of",
+    "after_each_backward",
     "amp_state",
     "amp_state_of",
     "at_end_of_backward",

@@ -94,8 +94,31 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
             _running.calls.pop()
             for end in call.at_end.values():
                 end()
+            if _after and not _running.calls:
+                for tell in list(_after):
+                    tell()
 
     return run
+
+
+_after: list[Callable[[], None]] = []
+
+
+def after_each_backward(tell: Callable[[], None]) -> Callable[[], None]:
+    """Have `tell` called, in the thread of the caller, when an outermost backward has ended.
+
+    Needs `watch_backward`.
+
+    Returns:
+        Ends it; may be called more than once.
+    """
+    _after.append(tell)
+
+    def stop() -> None:
+        if tell in _after:
+            _after.remove(tell)
+
+    return stop
 
 
 def at_end_of_backward(owner: object, call: Callable[[], None]) -> None:

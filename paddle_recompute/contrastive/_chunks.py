@@ -59,7 +59,7 @@ class Chunk:
     def _trimmed(self, path: str, leaf: Any) -> Any:
         for axis in self.cut.get(path, ()):
             if leaf.shape[axis] != self.columns:
-                leaf = leaf[(*[slice(None)] * axis, slice(self.columns))]
+                leaf = leaf[tuple([slice(None)] * axis + [slice(self.columns)])]
         return leaf
 
 
@@ -209,7 +209,7 @@ def cut_to(whole: paddle.Tensor, axes: Sequence[int], like: paddle.Tensor) -> pa
     """`whole` without what is behind the end of `like` along `axes`."""
     for axis in axes:
         if whole.shape[axis] != like.shape[axis]:
-            whole = whole[(*[slice(None)] * axis, slice(like.shape[axis]))]
+            whole = whole[tuple([slice(None)] * axis + [slice(like.shape[axis])])]
     return whole
 
 

@@ -125,7 +125,7 @@ def texts_of(batch: Any, name: str) -> Texts:
     # What nobody knows might be no text at all, and have this width by chance.
     unknown = [leaf for leaf in same if leaf.name not in _ALONGSIDE]
     read = [*deciding, *unknown] if deciding else same
-    cut = {leaf.path: (1,) for leaf in same}
+    cut: dict[str, tuple[int, ...]] = {leaf.path: (1,) for leaf in same}
     for leaf in leaves:
         axes = _axes_of_mask(leaf, width, name)
         if axes:

@@ -1,4 +1,4 @@
-"""Functions with the arguments of fleet's ``recompute`` and ``recompute_hybrid``, served by ours."""
+"""Functions with the arguments of fleet's ``recompute`` and ``recompute_hybrid``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """`recompute.engine: fleet`: Paddle's own recompute around a Layer, as a reference to compare with.
 
 ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x) does the work, in its default form, a
-PyLayer; also where that name was given our function since. What that form gets wrong without a word is refused here; what it refuses itself is left to
-it. ``docs/recompute_cases.md`` has the cases.
+PyLayer; fleet's own function, also where that name was given ours since. What that form gets wrong
+without a word is refused here; what it refuses itself is left to it. ``docs/recompute_cases.md``
+has the cases.
 """
 
 from __future__ import annotations

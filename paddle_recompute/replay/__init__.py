@@ -1,6 +1,7 @@
 """One call of a user's function and its exact repetition: random streams, flags, buffers."""
 
 from paddle_recompute.replay.call import REPETITION_ADVICE, Call, is_recomputing, name_of
+from paddle_recompute.replay.called_layers import on_every_call
 from paddle_recompute.replay.random_streams import RngState
 from paddle_recompute.replay.reach import layers_of
 from paddle_recompute.replay.replay_state import ReplayState, StateWatch
@@ -17,6 +18,7 @@ __all__ = [
     "is_written_since",
     "layers_of",
     "name_of",
+    "on_every_call",
     "stamp",
     "watch_writes",
 ]

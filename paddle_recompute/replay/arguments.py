@@ -42,8 +42,8 @@ class Opaque:
         if not names:
             return ""
         return (
-            f"The forward has changed its {'; its '.join(names)}. A cache of keys and values, which "
-            "serves generation alone, would be filled twice: call the model with use_cache=False. "
+            f"The forward has changed its {'; its '.join(names)}. A cache of keys and values, "
+            "which serves generation alone, would be filled twice: use_cache=False avoids it. "
             "Let other arguments stay as they are."
         )
 

@@ -42,9 +42,31 @@ def telling(called: Tell, built: Tell | None = None) -> Iterator[None]:
         _thread.built.pop()
 
 
+_everywhere: list[Tell] = []
+
+
+def on_every_call(called: Tell) -> Callable[[], None]:
+    """From now on, in all threads, call ``called(layer)`` before each call of a Layer.
+
+    Returns:
+        Ends it; may be called more than once.
+    """
+    _paddle.watch_layers(_called, _built)
+    _everywhere.append(called)
+
+    def stop() -> None:
+        with contextlib.suppress(ValueError):
+            _everywhere.remove(called)
+
+    return stop
+
+
 def _called(layer: paddle.nn.Layer) -> None:
     for tell in _thread.called:
         tell(layer)
+    if _everywhere:
+        for tell in list(_everywhere):
+            tell(layer)
 
 
 def _built(layer: paddle.nn.Layer) -> None:

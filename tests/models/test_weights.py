@@ -167,7 +167,7 @@ def test_where_only_names_differ_no_dimensions_are_to_be_changed(tmp_path: Path)
     other.third = other.second
     del other.second
     save_weights(other, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="missing: second.*The names differ") as caught:
+    with pytest.raises(CheckpointError, match=r"missing: second.*The names differ") as caught:
         load_weights(model, tmp_path / "model.safetensors")
     assert "dimensions" not in str(caught.value)
 
