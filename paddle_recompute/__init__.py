@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
+    from paddle_recompute.patch import patch_fleet, unpatch_fleet
     from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
         apply_recompute,
+        forward_count,
+        is_recomputing,
         recompute,
         recompute_wrapper,
     )
@@ -60,11 +63,15 @@ __all__ = [
     "build_model",
     "errors",
     "estimate",
+    "forward_count",
+    "is_recomputing",
     "load_config",
+    "patch_fleet",
     "plan",
     "recompute",
     "recompute_wrapper",
     "static_graph",
+    "unpatch_fleet",
 ]
 
 # Where each public name lives; those in the first table are usable without Paddle.
@@ -88,8 +95,12 @@ _WITH_PADDLE = {
     "build_model": "models",
     "estimate": "planner",
     "plan": "planner",
+    "forward_count": "recompute",
+    "is_recomputing": "recompute",
+    "patch_fleet": "patch",
     "recompute": "recompute",
     "recompute_wrapper": "recompute",
+    "unpatch_fleet": "patch",
 }
 
 

@@ -19,7 +19,7 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute._nested import is_tensor, map_leaves, named_leaves, tensors_in
-from paddle_recompute.contrastive._chunks import Chunk, joined, rows_of
+from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, joined, padded, rows_of
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.replay import ReplayState, StateWatch, layers_of
 
@@ -60,6 +60,7 @@ class ChunkedEncoder:
         self._states: list[ReplayState] = []
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
+        self._cut: dict[int, tuple[int, ...]] = {}  # by head: the axes that are a chunk's length
         self._gradients: dict[int, paddle.Tensor] = {}
         self._first: dict[int, _Kept] = {}  # by head: the outputs of the first forwards
         self._deviations: list[paddle.Tensor] = []
@@ -131,11 +132,12 @@ class ChunkedEncoder:
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
             for place, gradient in self._gradients.items():
                 head = outputs[place]
+                axes = self._cut[place]
                 if not self._keeps_graph:
-                    self._record_deviation(head, self._first[place], chunk)
+                    self._record_deviation(head, self._first[place], chunk, axes)
                 if head.stop_gradient:
                     continue  # nothing on the path of this chunk is trained
-                part = rows_of(gradient, chunk.rows)
+                part = cut_to(rows_of(gradient, chunk.rows), axes, head)
                 # The engine refuses a tensor that is given twice.
                 part = heads[id(head)][1] + part if id(head) in heads else part
                 heads[id(head)] = head, part
@@ -208,7 +210,12 @@ class ChunkedEncoder:
         heads = []
         with paddle.no_grad(), _paddle.amp_off():
             for place in range(len(self._paths)):
-                heads.append(joined([part[place] for part in parts], self._chunks))
+                pieces = [part[place] for part in parts]
+                what = f"what the encoder of {self._name} returns as {self._paths[place]}"
+                axes, length = cut_axes(pieces, self._chunks, what)
+                self._cut[place] = axes
+                pieces = [padded(piece, axes, length) for piece in pieces]
+                heads.append(joined(pieces, self._chunks))
         return heads
 
     def _receive(
@@ -218,11 +225,13 @@ class ChunkedEncoder:
         when_reached()
 
     @paddle.no_grad()
-    def _record_deviation(self, now: paddle.Tensor, first: _Kept, chunk: Chunk) -> None:
+    def _record_deviation(
+        self, now: paddle.Tensor, first: _Kept, chunk: Chunk, axes: tuple[int, ...]
+    ) -> None:
         """Record the largest relative change of a row; on the device."""
         if first.is_changed:
             return
-        then = rows_of(first.tensor, chunk.rows)
+        then = cut_to(rows_of(first.tensor, chunk.rows), axes, now)
         if now.dtype in (paddle.float16, paddle.bfloat16):
             then, now = then.astype("float32"), now.astype("float32")
         same = (now == then) | (paddle.isnan(now) & paddle.isnan(then))

@@ -84,10 +84,13 @@ class GradCache:
             each at the same time.
         chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
             Rows are sorted by length, and integer or boolean tensors ``[batch, length]`` (ids,
-            masks, token types; floating-point ones if "mask" is in their name) are cut to the
-            longest row of the chunk. Less padding is computed, which can pay for the second
-            forward. The encoder must not depend on trailing padding. Costs one copy of the inputs'
-            lengths to the host per step.
+            masks, token types), floating-point ones if "mask" is in their name, are cut to the
+            longest row of the chunk, and so are masks of more axes, ``[batch, 1, 1, length]``. So
+            little is computed for padding, which can pay for the second forward. The encoder must
+            not depend on trailing padding. It should return nothing but a vector per row: hidden
+            states ``[batch, length, dim]`` are put together too, with zeros behind the short rows,
+            but all of them, and their gradient if the loss uses them, stay in memory. Costs one
+            copy of the inputs' lengths to the host per step.
         sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
             chunk runs. It must cover all trained parameters of the encoders and the loss. None:
             gradients are not synchronized.

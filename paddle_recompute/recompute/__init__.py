@@ -5,7 +5,8 @@
 that a configuration selects.
 """
 
-from paddle_recompute.recompute.function import recompute
+from paddle_recompute.recompute._offload import SomeOnHost
+from paddle_recompute.recompute.function import RecomputeOptions, recompute, run_recomputed
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
@@ -33,8 +34,10 @@ from paddle_recompute.replay import is_recomputing
 __all__ = [
     "PartOption",
     "RecomputeLayer",
+    "RecomputeOptions",
     "RecomputeReport",
     "RecomputedFunction",
+    "SomeOnHost",
     "Unit",
     "apply_recompute",
     "check_patterns",
@@ -46,6 +49,7 @@ __all__ = [
     "parts_of_block",
     "recompute",
     "recompute_wrapper",
+    "run_recomputed",
     "treat_calls",
     "treat_parts",
     "undo_recompute",
