@@ -21,6 +21,7 @@ from paddle_recompute._paddle.backward import (
 )
 from paddle_recompute._paddle.distributed import (
     FLAGS_SET_BY_PADDLE,
+    StoreConnection,
     init_parallel_env,
     is_from_gloo,
     make_gloo_group,
@@ -96,6 +97,7 @@ __all__ = [
     "AmpState",
     "Backward",
     "Layout",
+    "StoreConnection",
     "address_of",
     "amp_off",
     "amp_state",

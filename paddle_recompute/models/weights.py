@@ -7,7 +7,6 @@ as a whole or not at all: names and shapes are checked before the first paramete
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from paddle_recompute.errors import CheckpointError
+from paddle_recompute.models._pdparams import weights_in
 
 # By structured name. Paddle's bfloat16 tensors become uint16 arrays, and back.
 Arrays = dict[str, NDArray[Any]]
@@ -37,22 +37,6 @@ _SAFETENSORS_TYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-# What `paddle.load` raised on 8,000 files with changed bytes and on every truncation of one. The
-# bytes of a damaged pickle are an arbitrary program, so it raises nearly any exception.
-_DAMAGED = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    SystemError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-)
 _NAMES_SHOWN = 5
 # safetensors has no type hints.
 _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
@@ -96,8 +80,8 @@ def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     Each tensor is cast to the dtype of its parameter or buffer; floating point is never cast to
     integers.
 
-    Danger: ``.pdparams`` is a pickle, so its author can run code in this process. Load files that
-    you trust, or ``.safetensors``.
+    The file may come from a stranger: of a ``.pdparams`` nothing but arrays is read, and one that
+    would run code is refused.
 
     Args:
         model: Must have the names and shapes of the file, no more and no fewer.
@@ -111,7 +95,7 @@ def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     _check_suffix(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file")
-    arrays = _read_pdparams(path) if path.suffix == ".pdparams" else _read_safetensors(path)
+    arrays = weights_in(path) if path.suffix == ".pdparams" else _read_safetensors(path)
     targets = model.state_dict()
     _check_fit(path, arrays, targets)
     with paddle.no_grad():
@@ -133,18 +117,6 @@ def _for_safetensors(state: Mapping[str, paddle.Tensor]) -> Arrays:
         ).reshape(tensor.shape)  # ascontiguousarray turns a scalar into a vector
         for name, tensor in state.items()
     }
-
-
-def _read_pdparams(path: Path) -> Arrays:
-    try:
-        found = paddle.load(str(path), return_numpy=True)
-    except _DAMAGED as error:
-        raise _damaged(path, error) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(name, str) and isinstance(array, np.ndarray) for name, array in found.items()
-    ):
-        raise CheckpointError(f"{path}: contains no weights, which are a dict of arrays")
-    return found
 
 
 def _read_safetensors(path: Path) -> Arrays:

@@ -113,6 +113,8 @@ class Frame:
         self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, _Link]] = {}
         self._recording = False
         self._compare_values = False
+        self._num_unspent: int | None = None
+        """Tickets that operators still need, at most; None before the last backward asks."""
 
     def record(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call` for the first time, as the next part; returns its result."""
@@ -192,8 +194,13 @@ class Frame:
         if isinstance(value, RecomputeError):
             raise value
         if backward is not None and is_last:
+            if self._num_unspent is None:
+                self._num_unspent = len(self._tickets())
+                backward.at_end[id(self)] = self._release_if_spent
+            self._num_unspent -= not ticket.is_spent
             ticket.is_spent = True
-            backward.at_end[id(self)] = self._release_if_spent
+            if self._num_unspent <= 0:  # its inputs need not wait for the blocks before it
+                self._release_if_spent()
         return value
 
     def _release_if_spent(self) -> None:

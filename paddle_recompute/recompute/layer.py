@@ -13,6 +13,7 @@ from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._discarded import Keeper
 from paddle_recompute.recompute._hooks import are_free, innermost, recording
 from paddle_recompute.recompute._segments import Segment
+from paddle_recompute.recompute._turns import Turns
 from paddle_recompute.recompute.function import (
     DeterminismCheck,
     Offload,
@@ -75,18 +76,24 @@ class RecomputeLayer(WrappedLayer):
         "_recompute_name",
         "_recompute_segment",
         "_recompute_gives_up_outputs",
+        "_recompute_turns",
         "_recompute_forward_count",
     )
     _recompute_options: RecomputeOptions
     _recompute_name: str
     _recompute_segment: tuple[Segment, int] | None
     _recompute_gives_up_outputs: bool
+    _recompute_turns: Turns | None
     _recompute_forward_count: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, recomputed in the backward."""
         if not is_recomputing():
             self._recompute_forward_count += 1
+        if self._recompute_turns is not None:
+            return self._recompute_turns.run(
+                super().__call__, args, kwargs, self._recompute_options, self._recompute_name
+            )
         return run_recomputed(
             super().__call__,
             args,
@@ -194,6 +201,7 @@ def wrap(
     *,
     segment: tuple[Segment, int] | None = None,
     gives_up_outputs: bool = False,
+    turns: Turns | None = None,
 ) -> AnyLayer:
     """`recompute_wrapper` with all options of the policies."""
     if isinstance(layer, RecomputeLayer):
@@ -205,6 +213,7 @@ def wrap(
     layer._recompute_name = name
     layer._recompute_segment = segment
     layer._recompute_gives_up_outputs = gives_up_outputs
+    layer._recompute_turns = turns
     layer._recompute_forward_count = 0
     replace_class(layer, RecomputeLayer)
     return layer

@@ -9,7 +9,7 @@ from pathlib import Path
 import paddle
 from pydantic import ValidationError
 
-from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.checkpoint import find_checkpoint, has_checkpoint
 from paddle_recompute.config import ModelConfig
 from paddle_recompute.data import PairTokenizer, load_tokenizer
 from paddle_recompute.errors import CheckpointError
@@ -45,7 +45,7 @@ class TrainedEncoder:
 def load_encoder(folder: str | Path) -> TrainedEncoder:
     """Read the newest checkpoint of a run.
 
-    Danger: the weights are a pickle, which can run code; load folders that you trust.
+    The folder may come from a stranger: nothing in it is run.
 
     Args:
         folder: ``train.output_dir`` of the run, or the folder ``checkpoint`` in it.
@@ -56,7 +56,7 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
     """
     folder = Path(folder)
     inner = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-    if not any(inner.glob("step-*")):
+    if not has_checkpoint(inner):
         raise CheckpointError(
             f"{folder}: contains no trained model; name the train.output_dir of a run of "
             "`paddle-recompute train`"
@@ -74,7 +74,7 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
         ) from error
     tokenizer = load_tokenizer(checkpoint.tokenizer_file)
     model = build_model(dimensions, tokenizer.vocab_size)
-    weights = checkpoint.folder / "model.pdparams"
+    weights = checkpoint.weights_file
     load_weights(model, weights)
     model.eval()
     fingerprint = _checksum(weights, checkpoint.tokenizer_file)

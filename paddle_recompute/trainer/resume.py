@@ -10,9 +10,15 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
+from paddle_recompute._json_files import read_json
+from paddle_recompute.checkpoint import (
+    Checkpoint,
+    NoCheckpointError,
+    find_checkpoint,
+    save_checkpoint,
+)
 from paddle_recompute.config import Config
-from paddle_recompute.distributed import barrier, mean_over_ranks
+from paddle_recompute.distributed import barrier, mean_over_ranks, values_of_ranks
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.train_step import Step
 from paddle_recompute.trainer.objective import Chunks
@@ -46,22 +52,31 @@ class RunCheckpoints:
         self._rank = rank
         self._world_size = world_size
         self._say = say
+        self._num_own = 0
 
     @property
     def _folder(self) -> Path:
         return self._config.train.output_dir / "checkpoint"
 
     def find(self) -> Checkpoint | None:
-        """The newest checkpoint if the run must resume; says which settings changed.
+        """The newest checkpoint that is whole, the same on all ranks, if the run is to be resumed;
+        says what changed since. With ``train.resume: auto`` None where there is none.
 
         Raises:
-            CheckpointError: There is none; it is of another model; or it has a learned temperature
-                and the configuration does not, or the other way around.
+            CheckpointError: There is none, or all are damaged, or it is of another model, or has a
+                temperature that was learned where none is now, or the other way around.
         """
         if not self._config.train.resume:
             return None
-        checkpoint = find_checkpoint(self._folder)
+        checkpoint = self._newest_on_all_ranks()
+        if checkpoint is None:
+            self._say(f"train.resume: auto: {self._folder} holds no checkpoint; starting anew")
+            return None
+        self._num_own = self._config.train.keep
         self._say(f"Resuming after step {checkpoint.step} from {checkpoint.folder}")
+        before = checkpoint.state["world_size"]
+        if before != self._world_size:
+            self._say(_other_ranks(before, self._world_size, self._config))
         changes = list(_changes(checkpoint.state["config"], self._config.to_dict()))
         if any(path.startswith("model.") for path, _, _ in changes):
             raise CheckpointError(
@@ -84,6 +99,36 @@ class RunCheckpoints:
             instead = f", which has no effect here: {kept}" if kept else ""
             self._say(f"  changed since: {path} was {old!r}, is {new!r}{instead}")
         return checkpoint
+
+    def _newest_on_all_ranks(self) -> Checkpoint | None:
+        """As `find`. Every rank looks for itself, and all take what the last of them can read."""
+        at_most: int | None = None
+        while True:
+            found: Checkpoint | None = None
+            fault, is_there = None, True
+            try:
+                found = find_checkpoint(self._folder, at_most=at_most, tell=self._say)
+                _check_state(found)
+            except CheckpointError as error:
+                fault, is_there = str(error), not isinstance(error, NoCheckpointError)
+            step = found.step if found is not None else None
+            digest = found.digest if found is not None else None
+            everywhere = values_of_ranks([step, digest, fault, is_there], "the newest checkpoint")
+            if self._config.train.resume == "auto" and not any(there for *_, there in everywhere):
+                return None
+            for rank, (*_, theirs, _) in enumerate(everywhere):
+                if theirs is not None:
+                    who = f"rank {rank}: " if fault is None or fault != theirs else ""
+                    raise CheckpointError(f"{who}{theirs}")
+            if all(one == everywhere[0] for one in everywhere):
+                return found
+            steps = [step for step, *_ in everywhere]
+            if len(set(steps)) == 1:
+                raise CheckpointError(
+                    f"{self._folder}: the ranks read different checkpoints of step {step}; all "
+                    "machines must share train.output_dir, or have copies of the same"
+                )
+            at_most = min(steps)
 
     def record_of_ended(self, checkpoint: Checkpoint, total: int) -> dict[str, Any] | None:
         """The final record of a finished run, on every rank; says how it is used.
@@ -134,10 +179,17 @@ class RunCheckpoints:
             CheckpointError: The files are damaged or belong to another model.
         """
         checkpoint.load_into(model, loss)
+        moments = checkpoint.optimizer_state()
+        if checkpoint.step and not moments:
+            raise CheckpointError(
+                f"{checkpoint.folder / 'optimizer.safetensors'}: holds no tensor, and AdamW cannot "
+                "go on without its moments; start anew from the weights with model.init_from: "
+                f"{checkpoint.weights_file}"
+            )
         train_step.set_state_dict(
             {
                 **checkpoint.state.get("train_step", {}),
-                "optimizer": checkpoint.optimizer_state(),
+                "optimizer": moments,
                 "sync": self._sync_state(checkpoint),
             }
         )
@@ -176,7 +228,10 @@ class RunCheckpoints:
             rank=self._rank,
             sync_state=sync_state if sync_state.get("residuals") else None,
             barrier=barrier,
+            # What an earlier run left in this folder is none of this one's.
+            keep=min(self._config.train.keep, self._num_own + 1),
         )
+        self._num_own += 1
         barrier()
 
     def _sync_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -207,10 +262,56 @@ def remove_record(folder: Path) -> None:
 
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and "recall@1" in record else None
+
+
+def _check_state(checkpoint: Checkpoint) -> None:
+    """Look at what a run will read of ``state.json``, which anybody may have written.
+
+    Raises:
+        CheckpointError: It is not what `RunCheckpoints.save` writes.
+    """
+    state = checkpoint.state
+    file = checkpoint.folder / "state.json"
+    config = state.get("config")
+    kinds = {"untrained": dict, "figures": dict, "train_step": dict, "chunks": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(state.get(key, {}), kind)]
+    ranks = state.setdefault("world_size", 1)
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        wrong.append("world_size")
+    if not isinstance(config, dict) or not all(
+        isinstance(config.get(section), dict) for section in ("model", "contrastive", "train")
+    ):
+        wrong.append("config")
+    chunks = state.get("chunks", {})
+    if isinstance(chunks, dict) and not (
+        set(chunks) <= {"size", "tokens"}
+        and all(value is None or (type(value) is int and value > 0) for value in chunks.values())
+    ):
+        wrong.append("chunks")
+    if wrong:
+        raise CheckpointError(
+            f"{file}: is damaged ({', '.join(wrong)} is not what a run writes there)"
+        )
+    state.setdefault("untrained", {})
+
+
+def _other_ranks(before: int, now: int, config: Config) -> str:
+    """What is no longer the same bits where another number of ranks goes on."""
+    text = (
+        f"  {before} {'rank' if before == 1 else 'ranks'} saved it, and {now} go on: each step has "
+        "the same pairs, but dropout draws other masks and sums are taken in another order, so the "
+        "bits are not those of a run that was not interrupted"
+    )
+    if config.contrastive.negatives == "local":
+        text += (
+            f"; with contrastive.negatives: local a query meets the {config.local_batch} pairs of "
+            "its rank now, which is another loss"
+        )
+    return text
 
 
 def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -16,9 +16,10 @@ import contextlib
 import itertools
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import paddle
@@ -34,8 +35,13 @@ from paddle_recompute.data import (
     build_loader,
     prepare_data,
 )
-from paddle_recompute.distributed import barrier, broadcast_from_rank0, mean_over_ranks
-from paddle_recompute.errors import ConfigError, DataError, DivergenceError
+from paddle_recompute.distributed import (
+    StopRequest,
+    barrier,
+    broadcast_from_rank0,
+    mean_over_ranks,
+)
+from paddle_recompute.errors import ConfigError, DataError, DivergenceError, StoppedError
 from paddle_recompute.models import build_model
 from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
@@ -94,6 +100,8 @@ class Trainer:
                 cannot honour a setting.
             DataError: The pairs cannot be read, or are too few for one step.
             CheckpointError: There is no checkpoint to resume from, or it is of another model.
+            StoppedError: SIGTERM or SIGINT reached a rank; all ranks have ended their step, and it
+                is saved.
             DivergenceError: The loss or the gradient is not finite (in float16: also after the loss
                 scale was lowered); the message names the step.
         """
@@ -234,7 +242,8 @@ class Trainer:
             figures |= checkpoint.state.get("figures", {})
         model.train()
         barrier()
-        with Progress(total, done=done, enabled=self._is_main) as progress:
+        stop = StopRequest(done + 1)
+        with stop, Progress(total, done=done, enabled=self._is_main) as progress:
             window.start()
             for step, epoch, micro_batches in self._steps(loader, done, total, ids):
                 paddle.seed(step_seed(settings.seed, step, self._rank))
@@ -249,10 +258,11 @@ class Trainer:
                 schedule.step()
                 window.stop()
                 progress.advance()
-                saves = step == total or step % (settings.save_every or total) == 0
+                stops = step < total and stop.after(step)
+                saves = stops or step == total or step % (settings.save_every or total) == 0
                 if saves:
                     figures = self._figures(_finite(result.loss), whole_run, window)
-                if step % settings.log_every == 0 or step == total:
+                if step % settings.log_every == 0 or stops or step == total:
                     record = {
                         "step": step,
                         "epoch": epoch,
@@ -287,13 +297,29 @@ class Trainer:
                             "figures": figures,
                         },
                     )
+                if stops:
+                    break
                 window.start()
+            if stop.signal_number is not None or (done < total and stop.at_end()):
+                self._stop(stop.signal_number)
         return {
             "steps": max(done, total),
             "skipped_steps": train_step.num_skipped,
             **figures,
             **self._learned_temperature(objective),
         }
+
+    def _stop(self, signal_number: int | None) -> NoReturn:
+        """Say how to go on, and end this rank, as all others do now."""
+        assert signal_number is not None
+        barrier()
+        name = signal.Signals(signal_number).name
+        text = (
+            f"Stopped by {name}; the steps so far are saved in {self._folder / 'checkpoint'}. The "
+            "same command with train.resume=auto goes on"
+        )
+        self._say(text)
+        raise StoppedError(text, 128 + signal_number)
 
     def _figures(self, loss: float | None, *meters: Meter) -> dict[str, Any]:
         """The figures of the final record for the steps of `meters`; `loss` is of the last step."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.errors import CheckpointError, DataError
 from paddle_recompute.retrieval import encoding as encode_module
 from paddle_recompute.retrieval.encoding import encode_file
@@ -384,5 +385,6 @@ def test_folder_without_a_model_is_told(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     file = tmp_path / "run" / "checkpoint" / "step-3" / "state.json"
     file.write_text('{"step": 3, "config": {"model": {"layers": 2}}}')
+    write_manifest(file.parent)
     with pytest.raises(CheckpointError, match=r"state.json: its configuration cannot be read"):
         load_encoder(tmp_path / "run")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from safetensors.numpy import load_file
 
 from paddle_recompute import _paddle
 from paddle_recompute._paddle import memory as _memory
@@ -100,8 +101,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def weights_of(output_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
-    found = find_checkpoint(output_dir / "checkpoint").folder / "model.pdparams"
-    return {key: value.numpy() for key, value in paddle.load(str(found)).items()}
+    return load_file(find_checkpoint(output_dir / "checkpoint").weights_file)
 
 
 def numbers_of(output_dir: Path) -> list[tuple[Any, ...]]:
@@ -615,7 +615,7 @@ def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(tiny(folder, train__max_steps=7, train__resume=True, **ON_TWO_RANKS)).run()
     assert "2 ranks saved the bfloat16 rounding errors of their" in capsys.readouterr().out
     of_one = checkpoint_files(folder / "run")
-    assert of_two - of_one == {"sync_rank0.pdparams", "sync_rank1.pdparams"}
+    assert of_two - of_one == {"sync_rank0.safetensors", "sync_rank1.safetensors"}
 
 
 def checkpoint_files(output_dir: Path) -> set[str]:
