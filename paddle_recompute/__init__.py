@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
+    from paddle_recompute.offload import OffloadSequential
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
@@ -46,6 +47,7 @@ __all__ = [
     "ContrastiveLoss",
     "GradCache",
     "GradientSync",
+    "OffloadSequential",
     "RecomputeConfig",
     "RecomputeLayer",
     "RecomputeReport",
@@ -72,6 +74,7 @@ _WITH_PADDLE = {
     "ContrastiveLoss": "contrastive",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
+    "OffloadSequential": "offload",
     "RecomputeLayer": "recompute",
     "RecomputeReport": "recompute",
     "TrainStep": "train_step",

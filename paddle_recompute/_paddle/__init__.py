@@ -41,6 +41,7 @@ from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
     attributes_of_every_layer,
     children_of,
+    clip_of_optimizer,
     forward_post_hooks,
     forward_pre_hooks,
     is_initialized,
@@ -73,6 +74,7 @@ from paddle_recompute._paddle.translation import (
     never_translate_files_below,
     set_translator,
 )
+from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute._paddle.version import (
     NEWEST_KNOWN,
     OLDEST_SUPPORTED,
@@ -98,12 +100,14 @@ __all__ = [
     "before_saved_tensors_hooks",
     "can_reset_host_memory_peak",
     "children_of",
+    "clip_of_optimizer",
     "current_backward",
     "forward_post_hooks",
     "forward_pre_hooks",
     "generator_states",
     "give_back_pack_references",
     "hand_on",
+    "has_memory",
     "has_unwatched_hooks",
     "host_memory",
     "hybrid_parallel_tracker",

@@ -5,6 +5,8 @@
 that a configuration selects.
 """
 
+from paddle_recompute.recompute._hooks import innermost
+from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept
 from paddle_recompute.recompute.function import recompute
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
@@ -16,12 +18,16 @@ from paddle_recompute.recompute.selection import RecomputeReport, apply_recomput
 from paddle_recompute.replay import is_recomputing
 
 __all__ = [
+    "OFFLOADS",
+    "InputStorage",
+    "Kept",
     "RecomputeLayer",
     "RecomputeReport",
     "RecomputedFunction",
     "apply_recompute",
     "check_patterns",
     "forward_count",
+    "innermost",
     "is_recomputing",
     "recompute",
     "recompute_wrapper",

@@ -4,7 +4,14 @@ from paddle_recompute.replay.call import Call, is_recomputing, name_of
 from paddle_recompute.replay.random_streams import RngState
 from paddle_recompute.replay.reach import layers_of
 from paddle_recompute.replay.replay_state import ReplayState, StateWatch
-from paddle_recompute.replay.writes import Stamp, is_written_since, stamp, watch_writes
+from paddle_recompute.replay.writes import (
+    Stamp,
+    is_written_since,
+    stamp,
+    stamp_in_place,
+    travels,
+    watch_writes,
+)
 
 __all__ = [
     "Call",
@@ -17,5 +24,7 @@ __all__ = [
     "layers_of",
     "name_of",
     "stamp",
+    "stamp_in_place",
+    "travels",
     "watch_writes",
 ]
