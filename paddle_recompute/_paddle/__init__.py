@@ -74,7 +74,6 @@ from paddle_recompute._paddle.translation import (
     never_translate_files_below,
     set_translator,
 )
-from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute._paddle.version import (
     NEWEST_KNOWN,
     OLDEST_SUPPORTED,
@@ -107,7 +106,6 @@ __all__ = [
     "generator_states",
     "give_back_pack_references",
     "hand_on",
-    "has_memory",
     "has_unwatched_hooks",
     "host_memory",
     "hybrid_parallel_tracker",

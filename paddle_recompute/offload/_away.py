@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute._paddle import travelling
 from paddle_recompute.offload._storage import Slot
 from paddle_recompute.replay import Stamp, is_written_since, stamp_in_place, travels, watch_writes
@@ -24,6 +25,7 @@ class Away:
         watch_writes()
         # Weakly: a parameter refers to this object.
         self._tensor = weakref.ref(tensor)
+        self.key = id(tensor)
         self._slot = slot
         self._arrived: Stamp | None = None
         """As the tensor was when it came from the slot; None: the slot does not have its value."""
@@ -40,7 +42,7 @@ class Away:
     @property
     def is_here(self) -> bool:
         """Whether it is on the device."""
-        return travelling.has_memory(self.tensor)
+        return _paddle.is_initialized(self.tensor)
 
     def _is_written(self) -> bool:
         return self._arrived is None or is_written_since(self.tensor, self._arrived)
@@ -113,7 +115,10 @@ def let_travel(parameter: paddle.Tensor, slot: Slot) -> Away:
 
     def set_value(value: Any) -> None:
         was_here = away.is_here
-        if isinstance(value, paddle.Tensor) and not travelling.has_memory(value):
+        if not was_here:  # it needs memory to write to
+            empty = paddle.empty(away.tensor.shape, away.tensor.dtype)
+            travelling.take_memory(away.tensor, empty)
+        if isinstance(value, paddle.Tensor) and not _paddle.is_initialized(value):
             value = value.numpy()
         travelling.set_values_of(away.tensor, value)
         if not was_here:

@@ -18,12 +18,16 @@ class Shard:
     Attributes:
         gradients: Theirs.
         state: Tensors of the optimizer that come with them when it makes its step.
+        has_stepped: Whether it has made one.
+        make_slot: Where they are when they are not on the device.
     """
 
     def __init__(self, name: str, parameters: Sequence[Away], make_slot: MakeSlot) -> None:
         self.name = name
         self.parameters = list(parameters)
-        self.state: dict[str, Away] = {}
+        self.state: list[Away] = []
+        self.has_stepped = False
+        self.make_slot = make_slot
         self.gradients = ShardGradients(name, [p.tensor for p in parameters], make_slot)
 
     @property
@@ -67,7 +71,6 @@ class Chain:
         *,
         prefetch: int,
     ) -> None:
-        self.make_slot = make_slot
         self.prefetch = prefetch
         self.shards = [Shard(name, parameters, make_slot) for name, parameters in groups]
         self.gradients = ChainGradients([shard.gradients for shard in self.shards])

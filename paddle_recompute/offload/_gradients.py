@@ -81,6 +81,7 @@ class ShardGradients:
         self.parameters = list(parameters)
         self.squares: dict[int, paddle.Tensor] = {}
         self.num_backwards = 0
+        self.is_sent = False
         self.is_complete = False
         self.present_here: set[int] = set()
         """The indices of the parameters that have a gradient on this rank."""
@@ -93,9 +94,9 @@ class ShardGradients:
         return self._kept.present
 
     @property
-    def is_late(self) -> bool:
-        """Whether a gradient was added to when it had been taken for complete."""
-        return bool(self._late.present)
+    def late(self) -> set[int]:
+        """The indices of the parameters whose gradient was added to after it was sent."""
+        return self._late.present
 
     def take(self) -> dict[int, paddle.Tensor]:
         """What is in ``.grad``, which is empty then.
@@ -118,17 +119,23 @@ class ShardGradients:
     @paddle.no_grad()
     def keep(self, taken: dict[int, paddle.Tensor]) -> None:
         """Add `taken` to what is kept."""
-        kept = self._late if self.is_complete else self._kept
+        kept = self._late if self.is_sent else self._kept
         while taken:
             index, gradient = taken.popitem()
             kept.add(index, gradient)
 
     @paddle.no_grad()
     def totals(self, taken: dict[int, paddle.Tensor]) -> list[paddle.Tensor | None]:
-        """What is kept and `taken` together, one for each parameter."""
-        kept = self._late if self.is_complete else self._kept
+        """What is kept and `taken` together, one for each parameter, to be sent; what comes from
+        now on is late.
+        """
+        kept = self._late if self.is_sent else self._kept
         kept.begin()
-        return [kept.with_added(i, taken.pop(i, None)) for i in range(len(self.parameters))]
+        totals = [kept.with_added(i, taken.pop(i, None)) for i in range(len(self.parameters))]
+        self.present_here |= {i for i, total in enumerate(totals) if total is not None}
+        kept.present = set()
+        self.is_sent = True
+        return totals
 
     @paddle.no_grad()
     def complete(self, gradients: list[paddle.Tensor | None], how: Finishing) -> None:
@@ -147,7 +154,6 @@ class ShardGradients:
             if how.norm_dtype is not None:
                 self.squares[index] = gradient.astype(how.norm_dtype).square().sum()
             self._kept.put(index, gradient)
-        self._late.forget()
         self.is_complete = True
 
     def without(self, indices: set[int]) -> None:
@@ -180,7 +186,7 @@ class ShardGradients:
         self.squares = {}
         self.present_here = set()
         self.num_backwards = 0
-        self.is_complete = False
+        self.is_sent = self.is_complete = False
 
 
 class ChainGradients:
@@ -222,7 +228,7 @@ class ChainGradients:
     def collect(self, shard: ShardGradients) -> None:
         """`shard` will leave the device, or the backward has ended."""
         taken = shard.take()
-        if self._armed and not shard.is_complete and self._is_next(shard):
+        if self._armed and not shard.is_sent and self._is_next(shard):
             self._complete(shard, taken)
             self._next += 1
             while self._next < len(self._order) and self._is_next(self._order[self._next]):
@@ -235,14 +241,14 @@ class ChainGradients:
         for shard in self._order:
             shard.keep(shard.take())
         for shard in self._order:
-            if not shard.is_complete:
+            if not shard.is_sent:
                 self._complete(shard, {})
         self._settle()
         self._armed = False
         counts = [shard.num_backwards for shard in self._order]
-        late = [shard.is_late for shard in self._order]
+        late = [bool(shard.late) for shard in self._order]
         if self._sender is not None:
-            present = [sorted(shard.present_here) for shard in self._order]
+            present = [sorted(shard.present_here | shard.late) for shard in self._order]
             told = self._sender.exchange([counts, late, present], "the gradients of the shards")
             counts = [max(count) for count in zip(*(one[0] for one in told), strict=True)]
             late = [any(flags) for flags in zip(*(one[1] for one in told), strict=True)]
@@ -262,7 +268,6 @@ class ChainGradients:
 
     def _complete(self, shard: ShardGradients, taken: dict[int, paddle.Tensor]) -> None:
         totals = shard.totals(taken)
-        shard.present_here |= {i for i, total in enumerate(totals) if total is not None}
         if self._sender is None:
             shard.complete(totals, self.finishing)
             return

@@ -146,8 +146,12 @@ class OffloadOptimizer:
             self._rest.set_state_dict(_of(state, owners, rest))
         for shard, optimizer in self._shards():
             own = {parameter.name for parameter in shard.gradients.parameters}
+            for away in shard.state:
+                away.come()
             optimizer.set_state_dict(_of(state, owners, own))
-            self._let_state_leave(shard, optimizer)
+            # Before its first step an optimizer has master weights alone; the rest of the given
+            # state waits, where it is, until the accumulators are made.
+            self._let_state_leave(shard, optimizer, only_masters=not shard.has_stepped)
 
     def _shards(self) -> list[tuple[Shard, paddle.optimizer.Optimizer]]:
         return [
@@ -164,27 +168,30 @@ class OffloadOptimizer:
         optimizer = self._of_shard[id(shard)]
         chain.use(index, [index - 1])
         shard.gradients.begin()
-        for away in shard.state.values():
+        for away in shard.state:
             away.begin()
-        for away in shard.state.values():
+        for away in shard.state:
             away.come()
         if index > 0 and chain.prefetch:
             following = chain.shards[index - 1]
             following.gradients.begin()
-            for away in following.state.values():
+            for away in following.state:
                 away.begin()
         shard.gradients.give(self._factor)
         optimizer.step()
         shard.gradients.forget()
+        shard.has_stepped = True
         self._let_state_leave(shard, optimizer)
-        chain.shards[index].write()
+        shard.write()
 
-    def _let_state_leave(self, shard: Shard, optimizer: paddle.optimizer.Optimizer) -> None:
-        make_slot = next(c.make_slot for c in self._chains if shard in c.shards)
-        for tensor in _tensors_of(optimizer):
-            away = shard.state.get(tensor.name)
-            if away is None or away.tensor is not tensor:
-                away = shard.state[tensor.name] = Away(tensor, make_slot())
+    def _let_state_leave(
+        self, shard: Shard, optimizer: paddle.optimizer.Optimizer, *, only_masters: bool = False
+    ) -> None:
+        known = {away.key: away for away in shard.state}
+        shard.state = []
+        for tensor in _tensors_of(optimizer, only_masters):
+            away = known.get(id(tensor)) or Away(tensor, shard.make_slot())
+            shard.state.append(away)
             away.touch()
             away.leave()
 
@@ -204,23 +211,27 @@ def _checked(optimizer: paddle.optimizer.Optimizer) -> paddle.optimizer.Optimize
     return optimizer
 
 
-def _tensors_of(optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
+def _tensors_of(
+    optimizer: paddle.optimizer.Optimizer, only_masters: bool
+) -> list[paddle.Tensor]:
     """The state of the size of parameters, which is where the parameters are."""
     state = optimizer.state_dict()
     state.pop(_SCHEDULE, None)
-    found = [*state.pop(_MASTERS, {}).values(), *state.values()]
+    found = list(state.pop(_MASTERS, {}).values())
+    if not only_masters:
+        found += state.values()
     on_cpu = str(paddle.get_device()) == "cpu"
     return [
         tensor
         for tensor in found
         if isinstance(tensor, paddle.Tensor)
         and tensor.size > 1
-        and (on_cpu or not _paddle.has_memory(tensor) or not device.is_on_host(tensor))
+        and (on_cpu or not _paddle.is_initialized(tensor) or not device.is_on_host(tensor))
     ]
 
 
 def _value(shard: Shard, tensor: Any) -> Any:
-    away = shard.state.get(getattr(tensor, "name", ""))
+    away = next((one for one in shard.state if one.key == id(tensor)), None)
     if away is None or away.is_here:
         return tensor
     return on_host(away.numpy(), tensor.name, tensor.dtype)
