@@ -26,6 +26,12 @@ def take_memory(tensor: paddle.Tensor, source: paddle.Tensor) -> None:
     source._share_buffer_to(tensor)
 
 
+def has_memory(tensor: paddle.Tensor) -> bool:
+    """Whether `tensor` has memory now: ``Tensor._is_initialized`` (2.6, 3.x) of the class, where
+    the object has another one.
+    """
+    return bool(type(tensor)._is_initialized(tensor))
+
 
 def over_same_memory(tensor: paddle.Tensor) -> paddle.Tensor:
     """A new tensor over the memory of `tensor`, which keeps it when that of `tensor` is released.

@@ -9,6 +9,7 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute._paddle import device
+from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import keeper_of
 from paddle_recompute.offload._away import Away
@@ -226,7 +227,7 @@ def _tensors_of(
         for tensor in found
         if isinstance(tensor, paddle.Tensor)
         and tensor.size > 1
-        and (on_cpu or not _paddle.is_initialized(tensor) or not device.is_on_host(tensor))
+        and (on_cpu or not has_memory(tensor) or not device.is_on_host(tensor))
     ]
 
 
