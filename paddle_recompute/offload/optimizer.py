@@ -173,14 +173,15 @@ class OffloadOptimizer:
             away.begin()
         for away in shard.state:
             away.come()
-        if index > 0 and chain.prefetch:
-            following = chain.shards[index - 1]
-            following.gradients.begin()
+        following = chain.shards[index - 1] if index > 0 and chain.prefetch else None
+        if following is not None:
             for away in following.state:
                 away.begin()
         shard.gradients.give(self._factor)
         optimizer.step()
         shard.gradients.forget()
+        if following is not None:  # now, as the gradients of two shards would raise the peak
+            following.gradients.begin()
         shard.has_stepped = True
         self._let_state_leave(shard, optimizer)
         shard.write()
