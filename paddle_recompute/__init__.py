@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
+    from paddle_recompute.offload import OffloadSequential
     from paddle_recompute.patch import patch_fleet, unpatch_fleet
     from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan
     from paddle_recompute.recompute import (
@@ -51,6 +52,7 @@ __all__ = [
     "GradCache",
     "GradientSync",
     "MemoryEstimate",
+    "OffloadSequential",
     "RecomputeConfig",
     "RecomputeLayer",
     "RecomputePlan",
@@ -85,6 +87,7 @@ _WITH_PADDLE = {
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
     "MemoryEstimate": "planner",
+    "OffloadSequential": "offload",
     "RecomputeLayer": "recompute",
     "RecomputePlan": "planner",
     "RecomputeReport": "recompute",

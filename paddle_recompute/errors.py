@@ -74,3 +74,7 @@ class StoppedError(PaddleRecomputeError, SystemExit):
 
 class StaticGraphError(PaddleRecomputeError, RuntimeError):
     """A Program cannot be trained as asked: its checkpoints, operators or Paddle version."""
+
+
+class OffloadError(PaddleRecomputeError, OSError):
+    """What is kept off the device cannot be stored there, or cannot be used where it is."""

@@ -5,7 +5,8 @@
 that a configuration selects.
 """
 
-from paddle_recompute.recompute._offload import SomeOnHost
+from paddle_recompute.recompute._hooks import innermost
+from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept, SomeOnHost
 from paddle_recompute.recompute.function import RecomputeOptions, recompute, run_recomputed
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
@@ -32,6 +33,9 @@ from paddle_recompute.recompute.treatment import (
 from paddle_recompute.replay import is_recomputing
 
 __all__ = [
+    "OFFLOADS",
+    "InputStorage",
+    "Kept",
     "PartOption",
     "RecomputeLayer",
     "RecomputeOptions",
@@ -42,6 +46,7 @@ __all__ = [
     "apply_recompute",
     "check_patterns",
     "forward_count",
+    "innermost",
     "is_recomputing",
     "is_treated",
     "layers_matching",

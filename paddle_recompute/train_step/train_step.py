@@ -15,6 +15,7 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import mean_over_ranks
 from paddle_recompute.errors import ConfigError, DivergenceError
 from paddle_recompute.grad_sync import GradientSync, SyncMode
+from paddle_recompute.offload import Finishing, OffloadOptimizer
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
 from paddle_recompute.train_step.mixed_precision import MixedPrecision, to_float32
 from paddle_recompute.train_step.optimizer_state import (
@@ -24,6 +25,7 @@ from paddle_recompute.train_step.optimizer_state import (
 )
 from paddle_recompute.train_step.parameters import (
     check_all_synchronized,
+    offload_optimizer,
     refuse_main_grad,
     synchronization_of,
     trained,
@@ -80,7 +82,7 @@ class TrainStep:
     def __init__(
         self,
         model: paddle.nn.Layer,
-        optimizer: paddle.optimizer.Optimizer,
+        optimizer: paddle.optimizer.Optimizer | OffloadOptimizer,
         *,
         loss_fn: LossFn | None = None,
         grad_cache: GradCache | None = None,
@@ -147,6 +149,7 @@ class TrainStep:
             )
         self._model = model
         self._optimizer = optimizer
+        self._offloaded = offload_optimizer(model, optimizer)
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
         self._scaler = self._amp.scaler if self._amp is not None else None
         self._trained = trained(model, optimizer)
@@ -195,6 +198,15 @@ class TrainStep:
         # accumulate_steps where all counts are equal: then it is the plain mean, to the bit.
         divisors = [per_rank / count for count in counts]
         loss_scale = self._scaler.scale if self._scaler is not None else None
+        if self._offloaded is not None:
+            is_double = any(p.dtype == paddle.float64 for p in self._trained)
+            self._offloaded.finish_with(
+                Finishing(
+                    loss_scale,
+                    widen=self._amp is not None,
+                    norm_dtype="float64" if is_double else "float32",
+                )
+            )
         last = self._accumulate_steps - 1
         losses = [
             self._backward(
@@ -316,11 +328,17 @@ class TrainStep:
         if self._scaler is not None:
             for gradient in gradients:
                 gradient.scale_(1.0 / self._scaler.scale)
-        if not gradients:
-            return 0.0
         is_double = any(gradient.dtype == paddle.float64 for gradient in gradients)
         dtype = "float64" if is_double else "float32"
-        squares = [gradient.astype(dtype).square().sum() for gradient in gradients]
+        # In the order of the parameters, offloaded or not: so that the sum has the same bits.
+        offloaded = self._offloaded.squares() if self._offloaded is not None else {}
+        squares = [
+            p.grad.astype(dtype).square().sum() if p.grad is not None else offloaded[id(p)]
+            for p in self._updated
+            if p.grad is not None or id(p) in offloaded
+        ]
+        if not squares:
+            return 0.0
         return float(paddle.add_n(squares).sqrt().item())
 
     @paddle.no_grad()
@@ -329,6 +347,8 @@ class TrainStep:
         if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
             for gradient in self._gradients():
                 gradient.scale_(self._clip_grad_norm / norm)
+            if self._offloaded is not None:
+                self._offloaded.scale_gradients(self._clip_grad_norm / norm)
 
     def _scale_residuals(self, ratio: float) -> None:
         """Rescale the accumulated rounding errors to the new loss scale."""
