@@ -517,7 +517,8 @@ def test_init_parallel_env_lists_the_flags_that_paddle_sets_itself(
     assert {flag.name for flag in listed} <= _paddle.FLAGS_SET_BY_PADDLE
     parallel._print_modified_flags(listed)
     assert _paddle.without_own_flags("before\n" + capsys.readouterr().err) == "before\n"
-    parallel._print_modified_flags([*listed, make("FLAGS_mine", 1, 0)])
+    by_launch = make("FLAGS_use_stride_kernel", False, True)
+    parallel._print_modified_flags([*listed, by_launch, make("FLAGS_mine", 1, 0)])
     shown = _paddle.without_own_flags(capsys.readouterr().err)
     assert shown.count("FLAGS(") == 1 and "FLAGS_mine" in shown and shown.count("===\n") == 2
 
