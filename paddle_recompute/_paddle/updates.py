@@ -60,11 +60,13 @@ def learning_rate_times(optimizer: Any, factor: paddle.Tensor) -> Iterator[None]
 @paddle.no_grad()
 def zero_if(condition: paddle.Tensor, tensors: Sequence[paddle.Tensor]) -> None:
     """Write zeros into `tensors` where `condition` is true, on the device; else they stay as they
-    are, without a pass over them on a CPU.
+    are.
 
     ``_C_ops.update_loss_scaling_`` (2.6, 3.x) does this to the gradients of a step that overflowed,
-    before it moves the scale, which is left out here. ``paddle.where`` would take more time than
-    AdamW. Can go when a public in-place operator takes a condition of one element.
+    before it moves the scale, which is left out here. On a CPU it makes no pass over them, where
+    ``paddle.where`` takes more time than AdamW. It has kernels for CPUs and GPUs; where Paddle runs
+    the kernel of the CPU for another device, the zeros stay on the host (seen with the simulated
+    one). Can go when a public in-place operator takes a condition of one element.
 
     Args:
         condition: Bool, one element.
@@ -72,10 +74,12 @@ def zero_if(condition: paddle.Tensor, tensors: Sequence[paddle.Tensor]) -> None:
     """
     by_dtype: dict[Any, list[paddle.Tensor]] = {}
     for tensor in tensors:
-        if tensor.dtype in (paddle.float16, paddle.bfloat16):  # no kernel for them on a CPU
-            wide = tensor.astype("float32")
+        place, is_half = tensor.place, tensor.dtype in (paddle.float16, paddle.bfloat16)
+        has_kernel = place.is_gpu_place() or (place.is_cpu_place() and not is_half)
+        if not has_kernel:
+            wide = tensor.astype("float32") if is_half else tensor
             wide = paddle.where(condition, paddle.zeros_like(wide), wide)
-            paddle.assign(wide.astype(tensor.dtype), tensor)
+            paddle.assign(wide.astype(tensor.dtype) if is_half else wide, tensor)
         else:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for dtype, alike in by_dtype.items():

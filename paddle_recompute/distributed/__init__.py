@@ -17,13 +17,16 @@ from paddle_recompute.distributed.ranks import (
     run_collective,
     scope_of,
     sum_over_ranks,
+    values_of_ranks,
 )
+from paddle_recompute.distributed.stop_request import StopRequest
 
 __all__ = [
     "GlooLane",
     "Job",
     "Limits",
     "Scope",
+    "StopRequest",
     "agree_on_options",
     "agree_on_parameters",
     "barrier",
@@ -36,5 +39,6 @@ __all__ = [
     "run_collective",
     "scope_of",
     "sum_over_ranks",
+    "values_of_ranks",
     "watched_on_device",
 ]

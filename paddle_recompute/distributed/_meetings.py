@@ -50,7 +50,15 @@ class Meetings:
         self._given_up: set[str] = set()
 
     def come(
-        self, rank: int, channel: str, size: int, scope: str, label: str, digest: str, clean: bool
+        self,
+        rank: int,
+        channel: str,
+        size: int,
+        scope: str,
+        label: str,
+        digest: str,
+        clean: bool,
+        everything: bool = False,
     ) -> None:
         """`rank` is at a meeting of `size` ranks; the last one to come brings the answer."""
         if scope in self._given_up:
@@ -70,7 +78,8 @@ class Meetings:
             for one in arrived:
                 self._tell(one, {"kind": "met", "channel": channel, "clean": clean})
             return
-        for (said, _), ranks in [*by_content.items()][:MOST_CONTENTS]:
+        most = None if everything else MOST_CONTENTS
+        for (said, _), ranks in [*by_content.items()][:most]:
             meeting.asked[ranks[0]] = (said, ranks)
         for one in meeting.asked:
             self._tell(one, {"kind": "say", "channel": channel})

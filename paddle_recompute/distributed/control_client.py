@@ -113,7 +113,13 @@ class ControlClient:
     # ------------------------------------------------------------------------------ waiting
 
     def meet(
-        self, label: str, scope: Scope, content: Any = None, *, lane: str = "main"
+        self,
+        label: str,
+        scope: Scope,
+        content: Any = None,
+        *,
+        lane: str = "main",
+        everything: bool = False,
     ) -> list[Said] | None:
         """Wait for all ranks of `scope`, and compare what they say.
 
@@ -126,10 +132,12 @@ class ControlClient:
             content: What JSON can hold. Its digest travels, and itself only where they differ.
             lane: Each thread that meets others has its own; that of the main thread is the same for
                 all scopes of the same ranks, so that a rank that is elsewhere is noticed.
+            everything: Whether all contents are wanted, however many there are; the same on all
+                ranks.
 
         Returns:
             None where all have said the same; else who has said what, of at most 8 different
-            contents, in the order of the ranks.
+            contents (without `everything`), in the order of the ranks.
 
         Raises:
             SyncError: The ranks are in different places of the program: their labels differ.
@@ -147,6 +155,7 @@ class ControlClient:
                 "label": label,
                 "digest": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
                 "clean": all(one.is_clean for one in lanes),
+                "everything": everything,
             }
         )
         self.wait(answer.here, label, scope, tells=lane == "main")

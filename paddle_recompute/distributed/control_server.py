@@ -230,6 +230,7 @@ class ControlServer:
                 text_of(message, "label"),
                 text_of(message, "digest"),
                 message.get("clean") is True,
+                message.get("everything") is True,
             )
         elif kind == "content":
             self._meetings.take_content(rank, text_of(message, "channel"), message.get("content"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import paddle
 import paddle.distributed as dist
@@ -169,6 +169,28 @@ def sum_over_ranks(values: Sequence[float], what: str, group: Group | None = Non
         return job.wait()
     with watched_on_device(what, scope):
         return _paddle.all_reduce_numbers(group or dist.get_group(0), list(values), "sum")
+
+
+def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[Any]:
+    """The `value` (for JSON) of every rank of `group`, in rank order.
+
+    Through rank 0, and not for every step: where all values differ, each rank gets all of them.
+
+    Args:
+        value: Of this rank; it may differ.
+        what: Names the exchange, for messages; the same on every rank.
+        group: The ranks; None is all of them.
+
+    Raises:
+        PeerError: A rank has died, stopped or failed.
+        SyncError: Another rank does something else.
+    """
+    if not is_distributed(group):
+        return [value]
+    scope = scope_of(group)
+    said = peers().meet(what, scope, value, everything=True)
+    by_rank = {rank: one.content for one in said or () for rank in one.ranks}
+    return [by_rank.get(rank, value) for rank in scope.ranks]
 
 
 def _tensors_of(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:

@@ -63,10 +63,17 @@ class AllReducer(Protocol):
 
 
 class ThreadAllReducer:
-    """For gloo, whose collectives ignore ``sync_op=False`` but let go of the GIL (2.6, 3.3)."""
+    """For gloo, whose collectives ignore ``sync_op=False`` but let go of the GIL (2.6, 3.3).
+
+    Args:
+        name: That of its lane; the same on all ranks.
+    """
+
+    def __init__(self, name: str = _LANE) -> None:
+        self._name = name
 
     def send(self, tensor: paddle.Tensor, label: str, scope: Scope, place: str) -> AllReduceTask:
-        return lane_of(scope, _LANE).begin(
+        return lane_of(scope, self._name).begin(
             lambda group: dist.all_reduce(tensor, group=group),
             label,
             scope,
@@ -91,7 +98,7 @@ class ThreadAllReducer:
 
         place = label.partition(":")[0]
         code = f"{numbers.size} numbers"
-        lane_of(scope, _LANE).begin(reduce, label, scope, place=place, code=code).wait()
+        lane_of(scope, self._name).begin(reduce, label, scope, place=place, code=code).wait()
         return [float(value) for value in numbers.tolist()]
 
 

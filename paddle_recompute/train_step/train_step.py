@@ -17,6 +17,7 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import mean_over_ranks
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode
+from paddle_recompute.offload import Finishing, OffloadOptimizer
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
 from paddle_recompute.train_step.clipping import scale_to_norm
 from paddle_recompute.train_step.mixed_precision import MixedPrecision, to_float32
@@ -27,6 +28,7 @@ from paddle_recompute.train_step.optimizer_state import (
 )
 from paddle_recompute.train_step.parameters import (
     check_all_synchronized,
+    offload_optimizer,
     refuse_main_grad,
     synchronization_of,
     trained,
@@ -91,7 +93,7 @@ class TrainStep:
     def __init__(
         self,
         model: paddle.nn.Layer,
-        optimizer: paddle.optimizer.Optimizer,
+        optimizer: paddle.optimizer.Optimizer | OffloadOptimizer,
         *,
         loss_fn: LossFn | None = None,
         grad_cache: GradCache | None = None,
@@ -158,6 +160,7 @@ class TrainStep:
             )
         self._model = model
         self._optimizer = optimizer
+        self._offloaded = offload_optimizer(model, optimizer)
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
         self._scaler = self._amp.scaler if self._amp is not None else None
         self._trained = trained(model, optimizer)
@@ -203,15 +206,25 @@ class TrainStep:
                 f"TrainStep got {len(micro_batches)} micro-batches; accumulate_steps is "
                 f"{self._accumulate_steps}"
             )
-        if self._amp is not None:
-            self._amp.advise(micro_batches[0])
         began = time.perf_counter()
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
+        total = math.fsum(counts)
+        if self._offloaded is not None:  # shards are sent and gone before the backward ends
+            total = mean_over_ranks(total, self._sync.group)
         # Exactly accumulate_steps where all counts are equal: then it is the plain mean, to the
         # bit. The synchronization weighs the ranks, where theirs differ.
-        divisors = [math.fsum(counts) / count for count in counts]
+        divisors = [total / count for count in counts]
         loss_scale = self._scaler.scale if self._scaler is not None else None
-        self._sync.report = StepReport(math.fsum(counts), self._terms())
+        self._sync.report = StepReport(total if self._offloaded is None else None, self._terms())
+        if self._offloaded is not None:
+            is_double = any(p.dtype == paddle.float64 for p in self._trained)
+            self._offloaded.finish_with(
+                Finishing(
+                    loss_scale,
+                    widen=self._amp is not None,
+                    norm_dtype="float64" if is_double else "float32",
+                )
+            )
         last = self._accumulate_steps - 1
         losses = []
         for place, micro_batch in enumerate(micro_batches):
@@ -339,19 +352,27 @@ class TrainStep:
         if self._scaler is not None:
             for gradient in gradients:
                 gradient.scale_(1.0 / self._scaler.scale)
-        if not gradients:
-            return paddle.zeros([1])
         is_double = any(gradient.dtype == paddle.float64 for gradient in gradients)
         dtype = "float64" if is_double else "float32"
-        squares = [gradient.astype(dtype).square().sum() for gradient in gradients]
-        return paddle.add_n(squares).sqrt()
+        # In the order of the parameters, offloaded or not: so that the sum has the same bits.
+        offloaded = self._offloaded.squares() if self._offloaded is not None else {}
+        squares = [
+            p.grad.astype(dtype).square().sum() if p.grad is not None else offloaded[id(p)]
+            for p in self._updated
+            if p.grad is not None or id(p) in offloaded
+        ]
+        return paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
 
     @property
     def _must_read(self) -> bool:
         """Whether the host must know loss and norm before it can go on: for the next loss scale,
         or to leave out the step of an optimizer that would change parameters all the same.
         """
-        return self._scaler is not None or not _paddle.stands_still_at_rate_0(self._optimizer)
+        return (
+            self._scaler is not None
+            or self._offloaded is not None
+            or not _paddle.stands_still_at_rate_0(self._optimizer)
+        )
 
     def _is_finite_everywhere(self, loss: float, norm: float) -> bool:
         """With a loss scale the ranks make sure of it: a step that one of them skipped alone would
@@ -369,6 +390,8 @@ class TrainStep:
             if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
                 for gradient in self._gradients():
                     gradient.scale_(self._clip_grad_norm / norm)
+                if self._offloaded is not None:
+                    self._offloaded.scale_gradients(self._clip_grad_norm / norm)
             self._optimizer.step()
             return
         self._backward.explain()
