@@ -136,6 +136,7 @@ bench: venv
 	done
 
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
+# bench-control_plane, bench-control_port, bench-gloo_starts,
 # bench-batch_size_study, bench-peers_that_die, bench-static_graph, bench26-static_graph,
 # bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-real_models,
 # bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling; with Paddle 2.6:
