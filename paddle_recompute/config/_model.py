@@ -96,7 +96,8 @@ class ModelConfig(Section):
     )
     init_from: UserPath | None = Field(
         None,
-        description="file with initial weights, .pdparams or .safetensors; none: random weights",
+        description="file with initial weights, .pdparams or .safetensors, of this library, of "
+        "PaddleNLP (Ernie, Bert) or Hugging Face (BERT); none: random weights",
     )
 
     @classmethod

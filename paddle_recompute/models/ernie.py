@@ -16,7 +16,7 @@ from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 
 from paddle_recompute.config import ModelConfig
 from paddle_recompute.errors import ConfigError, DataError
-from paddle_recompute.models.weights import load_weights
+from paddle_recompute.models.weights import init_weights
 
 # What is added to the score of a padded position. Finite, or a softmax could meet nothing but
 # -inf; within float16, or a cast would make it -inf; and exp(-1e4) is 0 in every float type.
@@ -44,7 +44,7 @@ def build_model(config: ModelConfig, vocab_size: int) -> ErnieEncoder:
         )
     model = ErnieEncoder(config, rows)
     if config.init_from is not None:
-        load_weights(model, config.init_from)
+        init_weights(model, config.init_from)
     return model
 
 
