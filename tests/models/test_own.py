@@ -100,7 +100,7 @@ def test_it_is_trained_evaluated_and_encodes(mode: str, tmp_path: Path) -> None:
 mode: {mode}
 model: {{name: "my_package.model:Mean", options: {{width: 16}}}}
 contrastive: {{global_batch: 8}}
-data: {{source: files, train_file: pairs.tsv, valid_pairs: 8, cache_dir: cache}}
+data: {{source: files, train_file: pairs.tsv, valid_pairs: 8, pool_size: 32, cache_dir: cache}}
 train: {{max_steps: 2, learning_rate: 0.001, measure_plain: false, output_dir: out}}
 """
     )
