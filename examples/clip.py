@@ -3,8 +3,8 @@
 python examples/clip.py                                      # one process, about a minute on a CPU
 fleetrun --nproc_per_node 2 examples/clip.py                 # two ranks
 
-The images are the handwritten digits that come with scikit-learn; each is paired with one of several
-words for its digit, in English or German. The image tower is a ResNet-18 of paddle.vision, the text
+The images are the handwritten digits that come with scikit-learn; each is paired with one of
+several words for its digit, in English or German. The image tower is a ResNet-18 of paddle.vision, the text
 tower a small Transformer over letters. The batch is encoded 64 rows at a time, in which the blocks
 of both towers are recomputed. Retrieval is measured on images that were not trained on.
 """
@@ -84,8 +84,12 @@ def retrieval(image: ImageTower, text: TextTower, pixels: paddle.Tensor, digits:
     scores = paddle.matmul(F.normalize(image(pixels)), scores, transpose_y=True).numpy()
     image.train()
     text.train()
-    to_word = np.mean([names[best][1] == d for best, d in zip(scores.argmax(1), digits)])
-    to_image = np.mean([digits[best] == d for best, (_, d) in zip(scores.argmax(0), names)])
+    to_word = np.mean(
+        [names[best][1] == d for best, d in zip(scores.argmax(1), digits, strict=True)]
+    )
+    to_image = np.mean(
+        [digits[best] == d for best, (_, d) in zip(scores.argmax(0), names, strict=True)]
+    )
     return f"image to word R@1 {to_word:.3f}  word to image R@1 {to_image:.3f}"
 
 
