@@ -4,9 +4,9 @@ python examples/clip.py                                      # one process, abou
 fleetrun --nproc_per_node 2 examples/clip.py                 # two ranks
 
 The images are the handwritten digits that come with scikit-learn; each is paired with one of
-several words for its digit, in English or German. The image tower is a ResNet-18 of paddle.vision, the text
-tower a small Transformer over letters. The batch is encoded 64 rows at a time, in which the blocks
-of both towers are recomputed. Retrieval is measured on images that were not trained on.
+several words for its digit, in English or German. The image tower is a ResNet-18 of paddle.vision,
+the text tower a small Transformer over letters. The batch is encoded 64 rows at a time, in which
+the blocks of both towers are recomputed. Retrieval is measured on images that were not trained on.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
+    from paddle_recompute.offload import OffloadSequential
     from paddle_recompute.patch import patch_fleet, unpatch_fleet
+    from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
@@ -49,8 +51,11 @@ __all__ = [
     "ContrastiveLoss",
     "GradCache",
     "GradientSync",
+    "MemoryEstimate",
+    "OffloadSequential",
     "RecomputeConfig",
     "RecomputeLayer",
+    "RecomputePlan",
     "RecomputeReport",
     "TrainStep",
     "Trainer",
@@ -59,10 +64,12 @@ __all__ = [
     "apply_recompute",
     "build_model",
     "errors",
+    "estimate",
     "forward_count",
     "is_recomputing",
     "load_config",
     "patch_fleet",
+    "plan",
     "recompute",
     "recompute_wrapper",
     "static_graph",
@@ -79,13 +86,18 @@ _WITH_PADDLE = {
     "ContrastiveLoss": "contrastive",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
+    "MemoryEstimate": "planner",
+    "OffloadSequential": "offload",
     "RecomputeLayer": "recompute",
+    "RecomputePlan": "planner",
     "RecomputeReport": "recompute",
     "TrainStep": "train_step",
     "Trainer": "trainer",
     "all_gather_with_grad": "contrastive",
     "apply_recompute": "recompute",
     "build_model": "models",
+    "estimate": "planner",
+    "plan": "planner",
     "forward_count": "recompute",
     "is_recomputing": "recompute",
     "patch_fleet": "patch",

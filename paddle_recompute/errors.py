@@ -40,6 +40,10 @@ class RecomputeError(PaddleRecomputeError, RuntimeError):
     """A recomputed function cannot be repeated, or its second forward differs from the first."""
 
 
+class PlanError(PaddleRecomputeError, ValueError):
+    """No plan keeps within the memory budget, or the step cannot be measured or planned."""
+
+
 class SyncError(PaddleRecomputeError, RuntimeError):
     """The ranks differ in what they synchronize, or synchronization failed."""
 
@@ -49,8 +53,35 @@ class PeerError(SyncError):
 
 
 class DivergenceError(PaddleRecomputeError, ArithmeticError):
-    """The loss or the gradient is not finite."""
+    """The loss or the gradient is not finite.
+
+    Attributes:
+        steps_ago: In which step: 0 is the one that was just made, or whose result was looked at,
+            1 the one before it.
+    """
+
+    steps_ago = 0
+
+
+class StoppedError(PaddleRecomputeError, SystemExit):
+    """The run was asked to stop by a signal, and has saved its state.
+
+    Uncaught, it ends the process without a traceback, with the exit code of that signal.
+
+    Attributes:
+        code: 128 + the number of the signal: 143 for SIGTERM, 130 for SIGINT.
+    """
+
+    code: int
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class StaticGraphError(PaddleRecomputeError, RuntimeError):
     """A Program cannot be trained as asked: its checkpoints, operators or Paddle version."""
+
+
+class OffloadError(PaddleRecomputeError, OSError):
+    """What is kept off the device cannot be stored there, or cannot be used where it is."""

@@ -5,7 +5,13 @@ function names the Paddle versions that it serves, why a public API does not, an
 ``tests/test_paddle_private.py`` names each private symbol, so a release that moves one is noticed.
 """
 
-from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of, operator_names
+from paddle_recompute._paddle.amp import (
+    AmpState,
+    amp_off,
+    amp_state,
+    amp_state_of,
+    operator_names,
+)
 from paddle_recompute._paddle.backward import (
     Backward,
     after_each_backward,
@@ -17,6 +23,7 @@ from paddle_recompute._paddle.backward import (
 )
 from paddle_recompute._paddle.distributed import (
     FLAGS_SET_BY_PADDLE,
+    StoreConnection,
     init_parallel_env,
     is_from_gloo,
     make_gloo_group,
@@ -50,6 +57,7 @@ from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
     attributes_of_every_layer,
     children_of,
+    clip_of_optimizer,
     forward_post_hooks,
     forward_pre_hooks,
     is_initialized,
@@ -82,6 +90,11 @@ from paddle_recompute._paddle.translation import (
     never_translate_files_below,
     set_translator,
 )
+from paddle_recompute._paddle.updates import (
+    learning_rate_times,
+    stands_still_at_rate_0,
+    zero_if,
+)
 from paddle_recompute._paddle.version import (
     NEWEST_KNOWN,
     OLDEST_SUPPORTED,
@@ -100,8 +113,10 @@ __all__ = [
     "AmpState",
     "Backward",
     "Layout",
+    "StoreConnection",
     "address_of",
     "after_each_backward",
+    "amp_off",
     "amp_state",
     "amp_state_of",
     "at_end_of_backward",
@@ -109,6 +124,7 @@ __all__ = [
     "before_saved_tensors_hooks",
     "can_reset_host_memory_peak",
     "children_of",
+    "clip_of_optimizer",
     "current_backward",
     "custom_state_functions",
     "fleet_recompute",
@@ -130,6 +146,7 @@ __all__ = [
     "is_raised_by_an_operator",
     "keeps_main_grad",
     "layout_of",
+    "learning_rate_times",
     "leaves_with_hooks",
     "make_gloo_group",
     "make_unscaling_visible",
@@ -150,6 +167,7 @@ __all__ = [
     "set_own_parameters",
     "set_translator",
     "shares_memory",
+    "stands_still_at_rate_0",
     "statistics_among_parameters",
     "store_await",
     "store_publish",
@@ -159,4 +177,5 @@ __all__ = [
     "watch_writes",
     "with_layout",
     "without_own_flags",
+    "zero_if",
 ]

@@ -30,13 +30,14 @@ def init_parallel_env() -> None:
 
 
 def without_own_flags(text: str) -> str:
-    """`text` less what it says about flags that Paddle has modified itself."""
-    for name in FLAGS_SET_BY_PADDLE - os.environ.keys():
+    """`text` less what it says about flags that Paddle, or `launch`, has modified itself."""
+    for name in (FLAGS_SET_BY_PADDLE - os.environ.keys()) | _SHOWN_BEFORE:
         text = re.sub(rf"^FLAGS\(name='{name}'.*\n", "", text, flags=re.MULTILINE)
     return re.sub(r"^=+ Modified FLAGS detected =+\n=+\n", "", text, flags=re.MULTILINE)
 
 
 FLAGS_SET_BY_PADDLE = {"FLAGS_enable_pir_in_executor"}
+_SHOWN_BEFORE = {"FLAGS_use_stride_kernel"}  # in the first line of a run that `launch` starts
 
 
 def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
@@ -103,3 +104,22 @@ def store_await(key: str) -> str:
     while not store.add(f"{key}/published", 0):
         time.sleep(0.05)
     return str(store.get(key).decode())
+
+
+class StoreConnection:
+    """A connection to the launch's TCP store for one thread (``core.TCPStore``, 2.6, 3.x).
+
+    Two threads mix up each other's answers on one connection. Can go with a public store.
+    """
+
+    def __init__(self) -> None:
+        host, _, port = _master_endpoint().rpartition(":")
+        self._store = core.TCPStore(host, int(port), False, 0)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add `amount` to the number under `key`, 0 at first; returns the sum.
+
+        Raises:
+            RuntimeError: The store, which is in rank 0, is gone.
+        """
+        return int(self._store.add(key, amount))

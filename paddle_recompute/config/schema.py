@@ -270,10 +270,15 @@ class TrainConfig(Section):
     save_every: Count | None = Field(
         None, description="optimizer steps between checkpoints; none: one checkpoint, at the end"
     )
-    resume: bool = Field(
+    keep: Count = Field(
+        2,
+        description="checkpoints that stay, the newest ones; where one is damaged, the one before "
+        "it is resumed",
+    )
+    resume: bool | Literal["auto"] = Field(
         False,
         description="true: continue from the newest checkpoint in output_dir/checkpoint; every "
-        "rank must be able to read it",
+        "rank must be able to read it; auto: the same, and start anew where there is none",
     )
     measure_plain: bool = Field(
         True,

@@ -1,5 +1,6 @@
 """The text encoder and its weights on disk."""
 
+from paddle_recompute.models._pdparams import read_pdparams
 from paddle_recompute.models.ernie import ErnieEncoder, build_model
 from paddle_recompute.models.weights import (
     convert_weights,
@@ -14,5 +15,6 @@ __all__ = [
     "convert_weights",
     "init_weights",
     "load_weights",
+    "read_pdparams",
     "save_weights",
 ]

@@ -16,7 +16,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.models import load_weights, save_weights
+from paddle_recompute.models import _pdparams, load_weights, save_weights
 from paddle_recompute.models import weights as weights_module
 
 Array = NDArray[Any]
@@ -220,10 +220,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, suffix: str) -> None:
         IndexError("list index out of range"),
         KeyError("x"),
         MemoryError(),
-        ModuleNotFoundError("No module named 'numpx'"),
-        NotImplementedError(),
         OverflowError("too large"),
-        SystemError("error return without exception set"),
         TypeError("'NoneType' object is not callable"),
         ValueError("cannot parse\nand more lines"),
     ],
@@ -235,10 +232,10 @@ def test_whatever_a_damaged_pickle_raises_is_one_line(
     def damaged(*_: object, **__: object) -> None:
         raise error
 
-    (tmp_path / "model.pdparams").touch()
-    monkeypatch.setattr(weights_module.paddle, "load", damaged)
+    save_weights(Small(1), tmp_path / "model.pdparams")
+    monkeypatch.setattr(_pdparams, "_finished", damaged)
     with pytest.raises(
-        CheckpointError, match=r"is damaged, or no \.pdparams file at all \([^\n]+\)$"
+        CheckpointError, match=r"is damaged, or is not a \.pdparams file \([^\n]+\)$"
     ):
         load_weights(Small(1), tmp_path / "model.pdparams")
 
@@ -247,7 +244,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.pdparams"
     for content in ([1, 2, 3], {"weight": {"nested": 1}}, {"weight": "text"}):
         paddle.save(content, str(file))
-        with pytest.raises(CheckpointError, match="holds no weights, which are arrays by name"):
+        with pytest.raises(CheckpointError, match="contains no weights"):
             load_weights(Small(1), file)
 
 
