@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -261,6 +262,33 @@ def parity(
         click.echo(json.dumps(report.to_dict()) if as_json else str(report))
         if report.faults:
             sys.exit(1)
+
+
+@main.command()
+@click.option(
+    "--to",
+    "naming",
+    required=True,
+    type=click.Choice(["paddle_recompute", "paddlenlp", "huggingface"]),
+    help="Whose names the new file has.",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("source")
+@click.argument("target")
+def convert(naming: Any, debug: bool, source: str, target: str) -> None:
+    """Write the weights in SOURCE to TARGET under other names (.pdparams or .safetensors).
+
+    For example: paddle-recompute convert --to huggingface model.pdparams model.safetensors
+
+    SOURCE holds an encoder of this library, PaddleNLP's Ernie or Bert, or Hugging Face's BERT.
+    model.init_from reads all of these as they are.
+    """
+    with _errors_in_one_paragraph(debug, "interrupted"):
+        _prepare_one_process()
+        from paddle_recompute.models import convert_weights
+
+        count = convert_weights(source, target, to=naming)
+        click.echo(f"{count} arrays with the names of {naming}: {target}")
 
 
 def _prepare_one_process() -> None:
