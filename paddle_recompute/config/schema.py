@@ -17,7 +17,7 @@ from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._model import ModelConfig
 from paddle_recompute.config._section import Broken, Section, Values
 from paddle_recompute.config._strategy import STATIC_AMP, AmpConfigs, StrategyConfig
-from paddle_recompute.config._types import Count, UserPath
+from paddle_recompute.config._types import ByteCount, Count, UserPath
 from paddle_recompute.config._without_effect import without_effect
 
 
@@ -57,13 +57,23 @@ class RecomputeConfig(Section):
         if v["engine"] == "fleet" and v["offload"] != "none":
             yield Broken("offload", v["offload"], "is not supported by engine: fleet; remove it")
 
-    rules = (_settings_need_their_policy, _fleet_has_no_more)
-    refused_values: ClassVar[Any] = {
-        "policy": {"budget": "policy budget is not available yet; use all, every_n or segments"}
-    }
-    refused_keys: ClassVar[Any] = {
-        "memory_budget": "a memory budget for recompute is not available yet; use policy",
-    }
+    @staticmethod
+    def _budget_and_its_bytes(v: Values) -> Iterator[Broken]:
+        given = v["memory_budget"]
+        if v["policy"] == "budget" and given is None:
+            yield Broken("memory_budget", None, "required with policy: budget, for example 8GiB")
+        if v["policy"] != "budget" and given is not None:
+            yield Broken(
+                "memory_budget",
+                given,
+                f"has no effect with policy: {v['policy']}; set policy: budget or remove it",
+            )
+        if v["policy"] == "budget" and v["engine"] == "fleet":
+            yield Broken("policy", "budget", "is not supported by engine: fleet; use all, every_n")
+        if v["policy"] == "budget" and v["offload"] != "none":
+            yield Broken("offload", v["offload"], "is not supported by policy: budget; remove it")
+
+    rules = (_settings_need_their_policy, _fleet_has_no_more, _budget_and_its_bytes)
 
     enable: bool = Field(True, description="false: the model is left as it is")
     engine: Literal["paddle_recompute", "fleet"] = Field(
@@ -78,10 +88,16 @@ class RecomputeConfig(Section):
         description="glob patterns over sublayer names; * stays within one name, ** crosses dots; "
         "auto: the repeated blocks of the model, found by its structure",
     )
-    policy: Literal["all", "every_n", "segments"] = Field(
+    policy: Literal["all", "every_n", "segments", "budget"] = Field(
         "all",
         description="all: each selected sublayer on its own; every_n: the 1st, (n+1)th, ... of "
-        "them; segments: consecutive ones are joined and recomputed together",
+        "them; segments: consecutive ones are joined and recomputed together; budget: what is "
+        "fastest within memory_budget, by measurement",
+    )
+    memory_budget: ByteCount | None = Field(
+        None,
+        description="with policy: budget, the most bytes that a rank may hold on its device, all "
+        "in all, as in 8GiB",
     )
     every_n: Count = Field(2, description="the n of policy every_n, in selected sublayers")
     segments: Count | Literal["auto"] = Field(
