@@ -43,7 +43,11 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 FAIRSCALE = [
     ["models", "`nn.Sequential` only", "a chain of Layers, or named sublayers of any model"],
-    ["inputs and outputs", "a tensor or a tuple", "nested tensors; one that is passed on; integers"],
+    [
+        "inputs and outputs",
+        "a tensor or a tuple",
+        "nested tensors; one that is passed on; integers",
+    ],
     ["ranks", "one device", "data parallel; a shard's gradients travel while the next computes"],
     ["numbers", "float32", "float32; half precision with float32 masters and loss scale"],
     ["where the rest is", "host memory", "host memory (pinned), or a file"],
@@ -90,9 +94,7 @@ def make_step(options: dict[str, Any] | None) -> Callable[[], float]:
 
 def block() -> paddle.nn.Layer:
     """The next block."""
-    return paddle.nn.TransformerEncoderLayer(
-        HIDDEN, 6, 4 * HIDDEN, dropout=0.1, activation="gelu"
-    )
+    return paddle.nn.TransformerEncoderLayer(HIDDEN, 6, 4 * HIDDEN, dropout=0.1, activation="gelu")
 
 
 def num_bytes_moved() -> int:
@@ -178,9 +180,7 @@ def main() -> None:
         *table(["", "FairScale", "here"], FAIRSCALE),
     ]
     print("\n".join(body))
-    path = write_record(
-        "offload", "A chain larger than the device", f"python -m {module}", body
-    )
+    path = write_record("offload", "A chain larger than the device", f"python -m {module}", body)
     assert hardware_tag() in path.name
     print(f"\n{path.relative_to(RESULTS.parent.parent)}")
 

@@ -121,9 +121,7 @@ class _Passage:
         self._is_over = False
         self._parts: _Parts | None = None
 
-    def first(
-        self, function: Callable[..., Any], parts: _Parts, storage: InputStorage
-    ) -> Any:
+    def first(self, function: Callable[..., Any], parts: _Parts, storage: InputStorage) -> Any:
         """Run the call; returns its outputs, without a gradient history."""
         self._parts = parts
         outputs = []
@@ -153,7 +151,9 @@ class _Passage:
         made = list(_nested.tensors_in(outputs))
         own = self._own = [place for place in range(len(made)) if place not in self._passed]
         if not own:
-            return _nested.map_tensors(_next_of([tensors[i] for i in self._passed.values()]), outputs)
+            return _nested.map_tensors(
+                _next_of([tensors[i] for i in self._passed.values()]), outputs
+            )
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False  # an input that needs a gradient, if no other does
         self._made = tuple(made[place] for place in own)
@@ -207,9 +207,7 @@ class _Passage:
             paddle.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         return [tensor.grad for tensor in _nested.tensors_in(inputs)]
 
-    def _joined(
-        self, of_parts: list[list[paddle.Tensor | None]]
-    ) -> list[paddle.Tensor | None]:
+    def _joined(self, of_parts: list[list[paddle.Tensor | None]]) -> list[paddle.Tensor | None]:
         if len(of_parts) == 1:
             return of_parts[0]
         assert self._parts is not None

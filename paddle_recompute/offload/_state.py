@@ -23,7 +23,7 @@ def show_values_in_state_dict(layer: paddle.nn.Layer) -> None:
     def show(state: MutableMapping[str, Any]) -> None:
         for key, value in state.items():
             away = away_of(value)
-            if away is not None and not away.is_here:
+            if away is not None:
                 state[key] = on_host(away.numpy(), value.name, value.dtype)
 
     layer.register_state_dict_hook(show)

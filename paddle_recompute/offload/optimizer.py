@@ -213,9 +213,7 @@ def _checked(optimizer: paddle.optimizer.Optimizer) -> paddle.optimizer.Optimize
     return optimizer
 
 
-def _tensors_of(
-    optimizer: paddle.optimizer.Optimizer, only_masters: bool
-) -> list[paddle.Tensor]:
+def _tensors_of(optimizer: paddle.optimizer.Optimizer, only_masters: bool) -> list[paddle.Tensor]:
     """The state of the size of parameters, which is where the parameters are."""
     state = optimizer.state_dict()
     state.pop(_SCHEDULE, None)

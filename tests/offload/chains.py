@@ -57,9 +57,7 @@ def offloaded(**options: Any) -> OffloadSequential:
     return OffloadSequential(encoder_layers(), **{"num_shards": 3, "offload": "disk", **options})
 
 
-def optimizer_of(
-    model: paddle.nn.Layer, make: Callable[..., Any] = adamw
-) -> Any:
+def optimizer_of(model: paddle.nn.Layer, make: Callable[..., Any] = adamw) -> Any:
     if isinstance(model, OffloadSequential):
         return model.optimizer(make)
     return make(model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,9 @@ def test_state_travels_between_plain_and_offloaded(tmp_path: Path) -> None:
     """A checkpoint after two steps; either continues that of the other."""
 
     def start(model: paddle.nn.Layer) -> TrainStep:
-        optimizer = model.optimizer(adamw) if hasattr(model, "optimizer") else adamw(model.parameters())
+        optimizer = (
+            model.optimizer(adamw) if hasattr(model, "optimizer") else adamw(model.parameters())
+        )
         return TrainStep(model, optimizer, loss_fn=cross_entropy)
 
     def two_steps(step: TrainStep, first: int) -> None:
@@ -213,6 +216,13 @@ def test_a_parameter_can_be_read_and_set_where_it_is_not_on_the_device() -> None
     assert not has_memory(parameter)
     assert np.array_equal(parameter.numpy(), value)
     assert np.array_equal(np.asarray(parameter), value)
+
+
+def test_a_copy_is_refused() -> None:
+    model = offloaded()
+    for value in (model, model[1].linear1.weight):
+        with pytest.raises(OffloadError, match=r"state_dict\(\)"):
+            copy.deepcopy(value)
 
 
 def test_a_tied_parameter_stays_on_the_device() -> None:
