@@ -30,10 +30,14 @@ if TYPE_CHECKING:
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
     from paddle_recompute.offload import OffloadSequential
+    from paddle_recompute.patch import patch_fleet, unpatch_fleet
+    from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
         apply_recompute,
+        forward_count,
+        is_recomputing,
         recompute,
         recompute_wrapper,
     )
@@ -47,9 +51,11 @@ __all__ = [
     "ContrastiveLoss",
     "GradCache",
     "GradientSync",
+    "MemoryEstimate",
     "OffloadSequential",
     "RecomputeConfig",
     "RecomputeLayer",
+    "RecomputePlan",
     "RecomputeReport",
     "TrainStep",
     "Trainer",
@@ -58,10 +64,16 @@ __all__ = [
     "apply_recompute",
     "build_model",
     "errors",
+    "estimate",
+    "forward_count",
+    "is_recomputing",
     "load_config",
+    "patch_fleet",
+    "plan",
     "recompute",
     "recompute_wrapper",
     "static_graph",
+    "unpatch_fleet",
 ]
 
 # Where each public name lives; those in the first table are usable without Paddle.
@@ -74,16 +86,24 @@ _WITH_PADDLE = {
     "ContrastiveLoss": "contrastive",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
+    "MemoryEstimate": "planner",
     "OffloadSequential": "offload",
     "RecomputeLayer": "recompute",
+    "RecomputePlan": "planner",
     "RecomputeReport": "recompute",
     "TrainStep": "train_step",
     "Trainer": "trainer",
     "all_gather_with_grad": "contrastive",
     "apply_recompute": "recompute",
     "build_model": "models",
+    "estimate": "planner",
+    "plan": "planner",
+    "forward_count": "recompute",
+    "is_recomputing": "recompute",
+    "patch_fleet": "patch",
     "recompute": "recompute",
     "recompute_wrapper": "recompute",
+    "unpatch_fleet": "patch",
 }
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 
 import click
 from tqdm import tqdm
@@ -16,13 +16,14 @@ from tqdm import tqdm
 from paddle_recompute import __version__
 from paddle_recompute._installed import require_paddle
 from paddle_recompute.config import Config, load_config
-from paddle_recompute.errors import LaunchError, PaddleRecomputeError
+from paddle_recompute.errors import ConfigError, LaunchError, PaddleRecomputeError, StoppedError
 from paddle_recompute.launch import (
     RankFailedError,
     RankRefusedError,
     is_launched,
     is_rank,
     launch,
+    leave_error,
     prepare_rank,
     require_paddle_and_devices,
     speed_settings,
@@ -43,9 +44,22 @@ def main() -> None:
 @click.option(
     "--rank", "node_rank", type=int, default=0, help="Several machines: number of this one, from 0."
 )
+@click.option(
+    "--max-restart",
+    "--max_restart",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often to start the ranks again, from the last checkpoint, when one of them died.",
+)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def train(
-    config_file: str, debug: bool, master: str | None, node_rank: int, overrides: tuple[str, ...]
+    config_file: str,
+    debug: bool,
+    master: str | None,
+    node_rank: int,
+    max_restart: int,
+    overrides: tuple[str, ...],
 ) -> None:
     """Train, evaluate and write a report, as FILE configures; KEY=VALUE overrides a setting.
 
@@ -55,10 +69,17 @@ def train(
     the process is one of the ranks and starts none. On several machines, run the command on every
     machine with --master HOST:PORT and --rank N. The last line on standard output is the final
     record, one JSON object.
+
+    SIGTERM and Ctrl-C finish the step and save it; the exit code is 143 or 130 then. With
+    train.resume=auto the same command goes on.
     """
     if is_launched():
         prepare_rank()
-        _train_here(load_config(config_file, overrides))
+        try:
+            _train_here(load_config(config_file, overrides))
+        except StoppedError as error:  # no excepthook is called for what ends a process in order
+            leave_error(type(error), error, None)
+            raise
         return
     with _errors_in_one_paragraph(debug):
         config = load_config(config_file, overrides)
@@ -66,7 +87,7 @@ def train(
             record = _train_here(config)
         else:
             again = ["-m", "paddle_recompute.cli", "train", "--config", config_file, *overrides]
-            record = _train_on_ranks(config, again, master, node_rank)
+            record = _train_on_ranks(config, again, master, node_rank, max_restart)
         if record is not None:
             click.echo(record)
 
@@ -126,6 +147,39 @@ def encode(
             if record[key]:
                 click.echo(f"  {what}: {record[key]}")
         click.echo(json.dumps(record))
+
+
+@main.command()
+@click.option(
+    "--model", "folder", required=True, metavar="FOLDER", help="The train.output_dir of a run."
+)
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["pdparams", "safetensors"]),
+    default="pdparams",
+    show_default=True,
+    help="pdparams: for Paddle's own tools (paddle.load).",
+)
+@click.option("--output", required=True, metavar="FILE", help="The file to write.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def export(folder: str, file_format: str, output: str, debug: bool) -> None:
+    """Write the weights of the newest checkpoint of FOLDER for other programs.
+
+    For example: paddle-recompute export --model outputs/run --output encoder.pdparams
+    """
+    with _errors_in_one_paragraph(debug, "interrupted"):
+        if not output.endswith(f".{file_format}"):
+            raise ConfigError(
+                f"--output {output}: must end in .{file_format}, as --format {file_format} says"
+            )
+        _prepare_one_process()
+        from paddle_recompute.models import save_weights
+        from paddle_recompute.retrieval import load_encoder
+
+        encoder = load_encoder(folder)
+        save_weights(encoder.model, output)
+        click.echo(f"{len(encoder.model.state_dict())} tensors of {encoder.folder}: {output}")
 
 
 @main.command()
@@ -193,6 +247,10 @@ def parity(
     launch.num_ranks ranks, from the same weights on the same pairs. Compares losses, gradients and
     parameters. Exits with code 1 if they differ by more than the tolerance, and names the first
     parameter that differs.
+
+    The runs named "fleet" are the reference: dygraph with Paddle's own recompute and gradient
+    synchronization (recompute.engine: fleet, sync.mode: fleet). Dygraph with recompute must equal
+    the reference bit by bit on up to two ranks. If fleet cannot train FILE, the report says why.
     """
     with _errors_in_one_paragraph(debug, "interrupted; all processes have ended"):
         config = load_config(config_file, overrides)
@@ -231,10 +289,31 @@ def _train_here(config: Config) -> str | None:
 
 
 def _train_on_ranks(
-    config: Config, command: Sequence[str], master: str | None, node_rank: int
+    config: Config,
+    command: Sequence[str],
+    master: str | None,
+    node_rank: int,
+    max_restart: int = 0,
 ) -> str | None:
-    """Train on ranks started here; on the first machine, returns the record."""
-    launch(config, command, master=master, node_rank=node_rank)
+    """Train on ranks started here; on the first machine, returns the record.
+
+    A rank that died (not one that refused the configuration, the data or the checkpoint) is no end
+    of the run, `max_restart` times.
+    """
+    before = _checkpoints(config)
+    for attempt in range(max_restart + 1):
+        try:
+            launch(config, command, master=master, node_rank=node_rank)
+            break
+        except (RankFailedError, RankRefusedError) as error:
+            died = isinstance(error, RankFailedError) or error.kind == "PeerError"
+            if not died or attempt == max_restart:
+                raise
+            click.echo(f"paddle-recompute: {error}", err=True)
+            click.echo(f"Starting again ({attempt + 1} of {max_restart})", err=True)
+            # A checkpoint of an earlier run in the folder is none that this one goes on from.
+            if _checkpoints(config) != before:
+                command = [*command, "train.resume=auto"]
     if node_rank:
         return None
     result = config.train.output_dir / "result.json"
@@ -244,6 +323,16 @@ def _train_on_ranks(
         raise LaunchError(f"{result}: cannot read the record of rank 0 ({error})") from error
 
 
+def _checkpoints(config: Config) -> set[tuple[str, int]]:
+    """The checkpoints of the run's folder, and when each was written."""
+    folder = config.train.output_dir / "checkpoint"
+    found = set()
+    for path in folder.glob("step-*"):
+        with suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
+
+
 @contextmanager
 def _errors_in_one_paragraph(
     debug: bool, interrupted: str = "interrupted; all ranks have ended"
@@ -251,6 +340,8 @@ def _errors_in_one_paragraph(
     """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed)."""
     try:
         yield
+    except StoppedError as error:  # rank 0 has said so
+        sys.exit(error.code)
     except PaddleRecomputeError as error:
         if isinstance(error, RankRefusedError) and debug:
             click.echo(error.traceback, err=True)

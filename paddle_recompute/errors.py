@@ -40,6 +40,10 @@ class RecomputeError(PaddleRecomputeError, RuntimeError):
     """A recomputed function cannot be repeated, or its second forward differs from the first."""
 
 
+class PlanError(PaddleRecomputeError, ValueError):
+    """No plan keeps within the memory budget, or the step cannot be measured or planned."""
+
+
 class SyncError(PaddleRecomputeError, RuntimeError):
     """The ranks differ in what they synchronize, or synchronization failed."""
 
@@ -50,6 +54,22 @@ class PeerError(SyncError):
 
 class DivergenceError(PaddleRecomputeError, ArithmeticError):
     """The loss or the gradient is not finite."""
+
+
+class StoppedError(PaddleRecomputeError, SystemExit):
+    """The run was asked to stop by a signal, and has saved its state.
+
+    Uncaught, it ends the process without a traceback, with the exit code of that signal.
+
+    Attributes:
+        code: 128 + the number of the signal: 143 for SIGTERM, 130 for SIGINT.
+    """
+
+    code: int
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class StaticGraphError(PaddleRecomputeError, RuntimeError):

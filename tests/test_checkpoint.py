@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
+import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
+from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint, saving
+from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.train_step.optimizer_state import set_state_of, state_of
 
@@ -41,7 +45,9 @@ def step(model: paddle.nn.Layer, optimizer: paddle.optimizer.AdamW) -> None:
 
 def save(folder: Path, number: int, **others: Any) -> Checkpoint:
     model, optimizer = others.pop("trained", None) or trained()
-    of_ranks = {key: others.pop(key) for key in ("rank", "sync_state", "barrier") if key in others}
+    of_ranks = {
+        key: others.pop(key) for key in ("rank", "sync_state", "barrier", "keep") if key in others
+    }
     return save_checkpoint(
         folder,
         model=model,
@@ -139,7 +145,7 @@ def test_damaged_state(tmp_path: Path, text: str) -> None:
 def test_damaged_moments(tmp_path: Path) -> None:
     file = save(tmp_path, 1).folder / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: is damaged"):
         load(find_checkpoint(tmp_path), *trained(steps=0))
 
 
@@ -179,11 +185,11 @@ def test_every_rank_gets_its_own_back(tmp_path: Path) -> None:
         own = checkpoint.sync_state(rank)["residuals"]["0.weight"]
         np.testing.assert_array_equal(own, [rank, rank])
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
-    assert (checkpoint.folder / "sync_rank1.pdparams").stat().st_mode & 0o777 == 0o644
+    assert (checkpoint.folder / "sync_rank1.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_rank_0_waits_for_the_files_of_the_others(tmp_path: Path) -> None:
-    barriers = iter([None, tmp_path / ".unfinished-step-1" / "sync_rank1.pdparams"])
+    barriers = iter([None, tmp_path / ".unfinished-step-1" / "sync_rank1.safetensors"])
 
     def barrier() -> None:
         """At the first one the folder is there, before the second one rank 1 writes into it."""
@@ -192,22 +198,22 @@ def test_rank_0_waits_for_the_files_of_the_others(tmp_path: Path) -> None:
             file.write_bytes(b"of rank 1")
 
     folder = save(tmp_path, 1, sync_state={"residuals": {}}, barrier=barrier).folder
-    assert (folder / "sync_rank0.pdparams").exists()
-    assert (folder / "sync_rank1.pdparams").read_bytes() == b"of rank 1"
+    assert (folder / "sync_rank0.safetensors").exists()
+    assert (folder / "sync_rank1.safetensors").read_bytes() == b"of rank 1"
 
 
 def test_rank_that_does_not_see_the_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1 does not see .*on a disk that all machines"):
         save(tmp_path / "elsewhere", 1, rank=1, sync_state={"residuals": {}}, barrier=int)
-    assert not list(tmp_path.rglob("*.pdparams"))
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", None])
 def test_damaged_sync_state(tmp_path: Path, content: bytes | None) -> None:
     checkpoint = save(tmp_path, 1, sync_state={"residuals": {}})
-    file = checkpoint.folder / "sync_rank0.pdparams"
+    file = checkpoint.folder / "sync_rank0.safetensors"
     file.unlink() if content is None else file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"sync_rank0\.pdparams: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"sync_rank0\.safetensors: cannot be read"):
         checkpoint.sync_state(0)
 
 
@@ -217,9 +223,197 @@ def test_files_are_named_by_structure(tmp_path: Path) -> None:
     folder = save(tmp_path, 1).folder
     moments = set(load_file(folder / "optimizer.safetensors"))
     assert {"0.weight:moment1", "1.bias:moment2"} <= moments
-    assert set(paddle.load(str(folder / "model.pdparams"))) == {
+    assert set(load_file(folder / "model.safetensors")) == {
         f"{layer}.{kind}" for layer in "01" for kind in ("weight", "bias")
     }
-    assert json.loads((folder / "state.json").read_text()) == {"step": 1}
+    state = json.loads((folder / "state.json").read_text())
+    assert state == {"step": 1, "optimizer_tensors": len(moments)}
     assert folder.stat().st_mode & 0o777 == 0o755
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
+
+
+# ------------------------------------------------------------------------- damage and fallback
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "tokenizer.json", "state.json"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_one_flipped_bit_is_told_and_the_checkpoint_before_is_used(
+    tmp_path: Path, name: str
+) -> None:
+    save(tmp_path, 1)
+    file = save(tmp_path, 2, keep=2).folder / name
+    whole = file.read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 30)):
+        content = bytearray(whole)
+        content[place] ^= 1
+        file.write_bytes(content)
+        told: list[str] = []
+        found = find_checkpoint(tmp_path, tell=told.append)
+        if name == "manifest.json" and found.step == 2:
+            continue  # a space of the list, say, which means nothing
+        assert found.step == 1, place
+        assert str(file.parent) in told[0] and "is used: step-1" in told[0]
+    file.write_bytes(whole)
+    assert find_checkpoint(tmp_path).step == 2
+
+
+def test_a_missing_file_is_damage_too(tmp_path: Path) -> None:
+    (save(tmp_path, 1).folder / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: is missing, and manifest"):
+        find_checkpoint(tmp_path)
+    (save(tmp_path, 2).folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is damaged"):
+        find_checkpoint(tmp_path)
+
+
+def test_the_newest_of_many_damaged_ones_is_told(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        (save(tmp_path, number, keep=3).folder / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"step-3/state\.json: .*\(and 2 before it are dam"):
+        find_checkpoint(tmp_path)
+
+
+def test_as_many_as_asked_for_stay(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        save(tmp_path, number, keep=3)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-3", "step-4", "step-5"}
+    save(tmp_path, 4, keep=3)  # 5 is of an earlier run then
+    assert {path.name for path in tmp_path.iterdir()} == {"step-3", "step-4"}
+
+
+STATES = {
+    "step is infinite": '{"step": Infinity}',
+    "step is 1e999": '{"step": 1e999}',
+    "step is negative": '{"step": -1}',
+    "step is true": '{"step": true}',
+    "step is a fraction": '{"step": 1.5}',
+    "step has 5,000 digits": '{"step": 1' + "0" * 5000 + "}",
+    "step is 2**63": '{"step": 9223372036854775808}',
+    "nested 100,000 deep": '{"step": 1, "a": ' + "[" * 100_000,
+    "not UTF-8": '{"step": 1, "a": "\udc80"}',
+    "null": "null",
+    "a list": "[1]",
+    "empty": "",
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_bad_state_is_told_within_a_second(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1).folder
+    file = folder / "state.json"
+    file.write_text(STATES[name], encoding="utf-8", errors="surrogateescape")
+    write_manifest(folder)  # its writer has listed what it wrote
+    began = time.perf_counter()
+    with pytest.raises(CheckpointError, match=r"state\.json: is damaged"):
+        find_checkpoint(tmp_path)
+    assert time.perf_counter() - began < 1
+
+
+# ----------------------------------------------------------------------- kills while it is saved
+
+
+def kill_points(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Save step 2 again, and die at the `number`-th operation on files."""
+    counter = iter(range(number))
+
+    def or_die(operation: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            if next(counter, None) is None:
+                os._exit(9)
+            return operation(*arguments, **named)
+
+        return counted
+
+    monkeypatch.setattr(Path, "rename", or_die(Path.rename))
+    monkeypatch.setattr(Path, "write_text", or_die(Path.write_text))
+    monkeypatch.setattr(saving, "save_weights", or_die(saving.save_weights))
+    monkeypatch.setattr(saving, "save_file", or_die(saving.save_file))
+    monkeypatch.setattr(shutil, "rmtree", or_die(shutil.rmtree))
+    save(folder, 2, note="new")
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_kill_at_any_moment_of_saving_a_step_again_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    save(tmp_path, 2, note="old")
+    child = os.fork()
+    if child == 0:
+        try:
+            kill_points(tmp_path, monkeypatch, number)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    found = find_checkpoint(tmp_path)
+    assert found.step == 2 and found.state["note"] in ("old", "new")
+    save(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+    assert find_checkpoint(tmp_path).step == 3
+
+
+def test_a_complete_unfinished_folder_is_found_again(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2, keep=2).folder.rename(tmp_path / ".unfinished-step-2")
+    assert find_checkpoint(tmp_path).step == 2
+    save(tmp_path, 3, keep=3)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2", "step-3"}
+
+
+# ------------------------------------------------------------------------------- half a state
+
+
+def test_half_of_the_moments_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    file = checkpoint.folder / "optimizer.safetensors"
+    moments = load_file(file)
+    for dropped in ({"0.weight:moment2"}, set(list(moments)[::2])):
+        half = {name: array for name, array in moments.items() if name not in dropped}
+        parameters = dict(trained()[0].named_parameters())
+        with pytest.raises(CheckpointError, match="the optimizer state lacks"):
+            set_state_of(trained(steps=0)[1], parameters, half)
+        save_file(half, file)
+        with pytest.raises(CheckpointError, match=r"holds \d+ tensors, and 16 were saved"):
+            Checkpoint(checkpoint.folder, {"step": 1, "optimizer_tensors": 16}).optimizer_state()
+
+
+def test_a_moment_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    parameters = dict(model.named_parameters())
+    state = {key: value.numpy() for key, value in state_of(optimizer, parameters).items()}
+    state["0.weight:moment1"] = np.zeros([4, 5], "float32")
+    with pytest.raises(CheckpointError, match=r"0\.weight:moment1 of the shape \[4, 5\]"):
+        set_state_of(trained(steps=0)[1], parameters, state)
+
+
+# --------------------------------------------------------------------- those of earlier versions
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    folder = tmp_path / "step-7"
+    folder.mkdir()
+    paddle.save(model.state_dict(), str(folder / "model.pdparams"))
+    state = state_of(optimizer, dict(model.named_parameters()))
+    save_file(
+        {name: np.asarray(value) for name, value in state.items()},
+        folder / "optimizer.safetensors",
+    )
+    residuals = {"0.weight": np.ones(3, "float32")}
+    for rank in range(2):
+        paddle.save(
+            {"num_synchronized": 7, "residuals": residuals},
+            str(folder / f"sync_rank{rank}.pdparams"),
+        )
+    write_tokenizer(folder / "tokenizer.json")
+    (folder / "state.json").write_text('{"step": 7}')
+    found = find_checkpoint(tmp_path)
+    other, fresh = trained(steps=0)
+    load(found, other, fresh)
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        np.testing.assert_array_equal(left.numpy(), right.numpy())
+    assert found.has_sync_states
+    sync = found.sync_state(1)
+    np.testing.assert_array_equal(sync["residuals"]["0.weight"], residuals["0.weight"])
+    assert sync["num_synchronized"] == 7

@@ -706,6 +706,30 @@ def test_the_peak_of_a_device_can_begin_anew() -> None:
     assert hasattr(core, "device_memory_stat_reset_peak_value") != IS_26
 
 
+def test_where_fleets_recompute_lives() -> None:
+    """The package attribute is the function; the module of the same name has it, too."""
+    from paddle.distributed import fleet
+
+    inner = sys.modules["paddle.distributed.fleet.recompute.recompute"]
+    assert fleet.recompute.recompute is inner.recompute is _paddle.fleet_recompute
+    assert fleet.utils.recompute is _paddle.FORWARDS_TO_FLEET is not _paddle.fleet_recompute
+    assert inner.recompute.__module__ == inner.__name__
+    assert _paddle.fleet_recompute_hybrid is fleet.recompute.recompute_hybrid
+    assert hasattr(inner, "custom_state_manager") != IS_26
+    if not IS_26:
+        manager = inner.custom_state_manager
+        assert manager.custom_get_state_func is manager.custom_set_state_func is None
+    assert _paddle.custom_state_functions() is None
+    assert (inner, "recompute") in list(_paddle.holders_of(_paddle.fleet_recompute))
+
+
+def test_is_raised_by_an_operator_knows_the_text_of_its_errors() -> None:
+    with pytest.raises(ValueError) as caught:
+        paddle.ones([2, 3]) + paddle.ones([4])
+    assert _paddle.is_raised_by_an_operator(caught.value)
+    assert not _paddle.is_raised_by_an_operator(ValueError("(my) own words"))
+
+
 # --------------------------------------------------------------------------------- nothing else
 
 

@@ -5,16 +5,25 @@ function names the Paddle versions that it serves, why a public API does not, an
 ``tests/test_paddle_private.py`` names each private symbol, so a release that moves one is noticed.
 """
 
-from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of, operator_names
+from paddle_recompute._paddle.amp import (
+    AmpState,
+    amp_off,
+    amp_state,
+    amp_state_of,
+    operator_names,
+)
 from paddle_recompute._paddle.backward import (
     Backward,
+    after_each_backward,
     at_end_of_backward,
     current_backward,
     hand_on,
+    is_raised_by_an_operator,
     watch_backward,
 )
 from paddle_recompute._paddle.distributed import (
     FLAGS_SET_BY_PADDLE,
+    StoreConnection,
     init_parallel_env,
     is_from_gloo,
     make_gloo_group,
@@ -22,6 +31,13 @@ from paddle_recompute._paddle.distributed import (
     store_await,
     store_publish,
     without_own_flags,
+)
+from paddle_recompute._paddle.fleet_recompute import (
+    FORWARDS_TO_FLEET,
+    custom_state_functions,
+    fleet_recompute,
+    fleet_recompute_hybrid,
+    holders_of,
 )
 from paddle_recompute._paddle.gradients import (
     has_unwatched_hooks,
@@ -85,13 +101,17 @@ from paddle_recompute._paddle.writes import address_of, watch_writes
 __all__ = [
     "BATCH_NORMS",
     "FLAGS_SET_BY_PADDLE",
+    "FORWARDS_TO_FLEET",
     "NEWEST_KNOWN",
     "OLDEST_SUPPORTED",
     "PACK_LEAKS_A_REFERENCE",
     "AmpState",
     "Backward",
     "Layout",
+    "StoreConnection",
     "address_of",
+    "after_each_backward",
+    "amp_off",
     "amp_state",
     "amp_state_of",
     "at_end_of_backward",
@@ -101,12 +121,16 @@ __all__ = [
     "children_of",
     "clip_of_optimizer",
     "current_backward",
+    "custom_state_functions",
+    "fleet_recompute",
+    "fleet_recompute_hybrid",
     "forward_post_hooks",
     "forward_pre_hooks",
     "generator_states",
     "give_back_pack_references",
     "hand_on",
     "has_unwatched_hooks",
+    "holders_of",
     "host_memory",
     "hybrid_parallel_tracker",
     "init_parallel_env",
@@ -114,6 +138,7 @@ __all__ = [
     "is_from_gloo",
     "is_initialized",
     "is_parameter",
+    "is_raised_by_an_operator",
     "keeps_main_grad",
     "layout_of",
     "leaves_with_hooks",

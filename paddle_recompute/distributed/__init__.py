@@ -15,13 +15,16 @@ from paddle_recompute.distributed.ranks import (
     mean_over_ranks,
     run_collective,
     scope_of,
+    values_of_ranks,
 )
+from paddle_recompute.distributed.stop_request import StopRequest
 from paddle_recompute.distributed.watched_collective import Run, run_watched
 
 __all__ = [
     "Limits",
     "Run",
     "Scope",
+    "StopRequest",
     "agree_on_options",
     "agree_on_parameters",
     "barrier",
@@ -34,4 +37,5 @@ __all__ = [
     "run_collective",
     "run_watched",
     "scope_of",
+    "values_of_ranks",
 ]

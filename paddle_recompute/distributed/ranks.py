@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import paddle
 import paddle.distributed as dist
@@ -126,6 +126,23 @@ def mean_over_ranks(value: float, group: Group | None = None) -> float:
         return value
     values = peers().exchange(float(value), "mean_over_ranks()", scope_of(group))
     return math.fsum(values) / len(values)
+
+
+def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[Any]:
+    """The `value` (for JSON) of every rank of `group`, in rank order; about 0.2 ms.
+
+    Args:
+        value: Of this rank; it may differ.
+        what: Names the exchange, for messages; the same on every rank.
+        group: The ranks; None is all of them.
+
+    Raises:
+        PeerError: A rank has died, stopped or failed.
+        SyncError: Another rank does something else.
+    """
+    if not is_distributed(group):
+        return [value]
+    return peers().exchange(value, what, scope_of(group))
 
 
 def _tensors_of(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:

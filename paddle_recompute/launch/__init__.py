@@ -5,6 +5,7 @@ from paddle_recompute.launch._rank_process import (
     RankError,
     die_with_parent,
     is_launched,
+    leave_error,
     prepare_rank,
     read_errors,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "is_launched",
     "is_rank",
     "launch",
+    "leave_error",
     "prepare_rank",
     "quiet_settings",
     "read_errors",

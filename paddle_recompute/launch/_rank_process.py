@@ -7,6 +7,7 @@ launcher, which sees those of all ranks, tells the user about the one that came 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from paddle_recompute.errors import PaddleRecomputeError
+from paddle_recompute.errors import PaddleRecomputeError, StoppedError
 
 LOG_DIR = "PADDLE_RECOMPUTE_LOG_DIR"
 ON_TERMINAL = "PADDLE_RECOMPUTE_ON_TERMINAL"
@@ -36,6 +37,9 @@ class RankError:
         message: What the exception says, with its type unless it is one of the library's own.
         is_users: Whether it is one of the library's own, meant for the user's eyes.
         traceback: As Python prints it.
+        kind: The name of its class.
+        exit_code: What the rank ended with, where it was asked to stop by a signal and has saved
+            its state.
     """
 
     rank: int
@@ -43,6 +47,8 @@ class RankError:
     message: str
     is_users: bool
     traceback: str
+    kind: str = ""
+    exit_code: int | None = None
 
 
 def is_launched() -> bool:
@@ -53,7 +59,10 @@ def is_launched() -> bool:
 def prepare_rank() -> None:
     """To be called first in a process that `launch` started."""
     die_with_parent(signal.SIGKILL)
-    sys.excepthook = _leave_error
+    sys.excepthook = leave_error
+    folder = Path(os.environ[LOG_DIR])
+    with contextlib.suppress(OSError):  # a full disk: then a signal to the launcher ends the rank
+        (folder / f"pid.{_rank_on_machine()}").write_text(str(os.getpid()))
     if ON_TERMINAL in os.environ:
         sys.stderr = _TerminalStream(sys.stderr)
 
@@ -76,21 +85,47 @@ def die_with_parent(signal_number: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal_number))
 
 
-def _leave_error(
+def signal_ranks(log_dir: Path, number: int) -> bool:
+    """Send a signal to every rank that runs; False where none could be found."""
+    found = False
+    for path in log_dir.glob("pid.*"):
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int(path.read_text()), number)
+            found = True
+    return found
+
+
+def leave_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    """Write what ends this rank into the log folder, for the launcher; ``sys.excepthook`` of ranks.
+
+    Where the disk is full it goes to standard error.
+    """
     is_users = isinstance(error, PaddleRecomputeError)
     left = RankError(
-        rank=int(os.environ.get("PADDLE_RANK_IN_NODE", "0")),
+        rank=_rank_on_machine(),
         time=time.time(),
         message=str(error) if is_users else f"{kind.__name__}: {error}",
         is_users=is_users,
-        traceback="".join(traceback.format_exception(kind, error, trace)),
+        traceback=""
+        if isinstance(error, StoppedError)
+        else "".join(traceback.format_exception(kind, error, trace)),
+        kind=kind.__name__,
+        exit_code=error.code if isinstance(error, StoppedError) else None,
     )
     path = Path(os.environ[LOG_DIR]) / f"error.{left.rank}.json"
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(asdict(left)), encoding="utf-8")
-    unfinished.rename(path)
+    try:
+        unfinished.write_text(json.dumps(asdict(left)), encoding="utf-8")
+        unfinished.rename(path)
+    except OSError as fault:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{left.traceback}({path} cannot be written: {fault.strerror})\n")
+
+
+def _rank_on_machine() -> int:
+    return int(os.environ.get("PADDLE_RANK_IN_NODE", "0"))
 
 
 class _TerminalStream:

@@ -8,6 +8,7 @@ the first and what it has to say.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -23,18 +24,21 @@ from typing import BinaryIO
 
 from paddle_recompute._installed import require_paddle
 from paddle_recompute.config import Config
-from paddle_recompute.errors import LaunchError
+from paddle_recompute.errors import LaunchError, StoppedError
 from paddle_recompute.launch._rank_process import (
     LOG_DIR,
     ON_TERMINAL,
     RankError,
     die_with_parent,
     read_errors,
+    signal_ranks,
 )
 from paddle_recompute.launch._rank_settings import quiet_settings, speed_settings
 
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 20.0  # the launcher gives the ranks a few seconds to end before it kills them
+_SAVE_SECONDS = 600.0
+"""For the step that runs and the checkpoint that is written after a signal."""
 _TAIL_LINES = 30
 _FAILED_RANK = re.compile(r"^Container rank (\d+) status failed .* code (-?\d+) log ", re.MULTILINE)
 
@@ -52,11 +56,13 @@ class RankRefusedError(LaunchError):
 
     Attributes:
         traceback: The rank's, as Python prints it.
+        kind: The name of the class of the rank's error.
     """
 
     def __init__(self, error: RankError) -> None:
         super().__init__(error.message)
         self.traceback = error.traceback
+        self.kind = error.kind
 
 
 def is_rank() -> bool:
@@ -82,8 +88,9 @@ def launch(
 ) -> None:
     """Run ``python COMMAND`` on ``config.launch.num_ranks`` ranks of this machine, to their end.
 
-    What rank 0 of the machine writes appears on standard output while it runs. Whatever ends this
-    call early, Ctrl-C included, ends all ranks.
+    What rank 0 of the machine writes appears on standard output while it runs. SIGTERM, SIGHUP and
+    Ctrl-C go to the ranks, which finish their step, save it and end; a second one ends them at
+    once.
 
     Args:
         config: Says how many ranks, on which device, and where the logs go.
@@ -94,6 +101,7 @@ def launch(
 
     Raises:
         DependencyError: There is no Paddle, or it is too old.
+        StoppedError: A rank got a signal; all have saved their step and ended.
         RankRefusedError: A rank ended with one of the library's own errors.
         RankFailedError: A rank ended otherwise; the message holds the end of its traceback.
         LaunchError: The ranks cannot be started here.
@@ -196,7 +204,7 @@ def _environment(config: Config, log_dir: Path) -> tuple[dict[str, str], dict[st
 def _remove_old_logs(log_dir: Path) -> None:
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        for pattern in ("workerlog.*", "error.*.json", "launcher.log"):
+        for pattern in ("workerlog.*", "error.*.json", "pid.*", "launcher.log"):
             for path in log_dir.glob(pattern):
                 path.unlink()
     except OSError as error:
@@ -221,14 +229,29 @@ def _run(command: list[str], environment: dict[str, str], log_dir: Path) -> int:
         )
         try:
             with _copying(log_dir / "workerlog.0") as copy:
-                while launcher.poll() is None:
-                    copy()
-                    time.sleep(_POLL_SECONDS)
-                copy()
+                try:
+                    _wait(launcher, copy)
+                except (SystemExit, KeyboardInterrupt) as asked:
+                    is_by_keyboard = isinstance(asked, KeyboardInterrupt)
+                    number = signal.SIGINT if is_by_keyboard else signal.SIGTERM
+                    if signal_ranks(log_dir, number):
+                        _wait(launcher, copy, _SAVE_SECONDS)
+                    raise
         finally:
             _stop(launcher)
             _complete_logs(log_dir)
     return launcher.returncode
+
+
+def _wait(
+    launcher: subprocess.Popen[bytes], copy: Callable[[], None], seconds: float = math.inf
+) -> None:
+    """Copy what rank 0 writes until the launcher has ended, or so many seconds are over."""
+    deadline = time.monotonic() + seconds
+    while launcher.poll() is None and time.monotonic() < deadline:
+        copy()
+        time.sleep(_POLL_SECONDS)
+    copy()
 
 
 @contextmanager
@@ -286,7 +309,7 @@ def _complete_logs(log_dir: Path) -> None:
     The launcher writes all variables, and with them whatever secret is among them, beside logs
     that people attach to bug reports (2.6: into its own output as well).
     """
-    for pattern in ("envlog.*", "backup_env.*.json", "default.*.log"):
+    for pattern in ("envlog.*", "backup_env.*.json", "default.*.log", "pid.*"):
         for path in log_dir.glob(pattern):
             path.unlink()
     own = log_dir / "launcher.log"
@@ -297,9 +320,11 @@ def _complete_logs(log_dir: Path) -> None:
             log.write(error.traceback)
 
 
-def _failure(log_dir: Path, num_ranks: int, code: int) -> LaunchError:
+def _failure(log_dir: Path, num_ranks: int, code: int) -> LaunchError | StoppedError:
     """The error that tells what went wrong first."""
     errors = read_errors(log_dir)
+    if errors and errors[0].exit_code is not None:
+        return StoppedError(errors[0].message, errors[0].exit_code)
     if errors and errors[0].is_users:
         return RankRefusedError(errors[0])
     if errors:

@@ -6,29 +6,56 @@ that a configuration selects.
 """
 
 from paddle_recompute.recompute._hooks import innermost
-from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept
-from paddle_recompute.recompute.function import recompute
+from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept, SomeOnHost
+from paddle_recompute.recompute.function import RecomputeOptions, recompute, run_recomputed
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
     forward_count,
     recompute_wrapper,
 )
-from paddle_recompute.recompute.selection import RecomputeReport, apply_recompute, check_patterns
+from paddle_recompute.recompute.selection import (
+    RecomputeReport,
+    apply_recompute,
+    check_patterns,
+    layers_matching,
+)
+from paddle_recompute.recompute.treatment import (
+    PartOption,
+    Unit,
+    is_treated,
+    offers_its_output,
+    parts_of_block,
+    treat_calls,
+    treat_parts,
+    undo_recompute,
+)
 from paddle_recompute.replay import is_recomputing
 
 __all__ = [
     "OFFLOADS",
     "InputStorage",
     "Kept",
+    "PartOption",
     "RecomputeLayer",
+    "RecomputeOptions",
     "RecomputeReport",
     "RecomputedFunction",
+    "SomeOnHost",
+    "Unit",
     "apply_recompute",
     "check_patterns",
     "forward_count",
     "innermost",
     "is_recomputing",
+    "is_treated",
+    "layers_matching",
+    "offers_its_output",
+    "parts_of_block",
     "recompute",
     "recompute_wrapper",
+    "run_recomputed",
+    "treat_calls",
+    "treat_parts",
+    "undo_recompute",
 ]

@@ -1,8 +1,9 @@
-"""`recompute.engine: fleet`: Paddle's own recompute around a Layer, as a reference to compare with.
+"""`recompute.engine: fleet`: Paddle's own recompute around a Layer, as a reference.
 
 ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x) does the work, in its default form, a
-PyLayer. What that form gets wrong without a word is refused here; what it refuses itself is left to
-it. ``docs/recompute_cases.md`` has the cases.
+PyLayer; fleet's own function, also where that name was given ours since. What that form gets wrong
+without a word is refused here; what it refuses itself is left to it. ``docs/recompute_cases.md``
+has the cases.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
 from paddle_recompute.recompute.layer import WrappedLayer, replace_class
 
-_ADVICE = "Use recompute.engine: paddle_recompute, which is right there."
+_ADVICE = "Use recompute.engine: paddle_recompute, which supports this case."
 
 
 class FleetRecomputeLayer(WrappedLayer):
-    """A Layer each of whose calls is a call of fleet's ``recompute``."""
+    """A Layer whose every call is a call of fleet's ``recompute``."""
 
     _added: ClassVar[tuple[str, ...]] = ("_recompute_name", "_recompute_preserves_rng")
     _recompute_name: str
@@ -43,9 +44,7 @@ class FleetRecomputeLayer(WrappedLayer):
         bound = inspect.signature(self.forward).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs  # 2.6 takes positional arguments only
         self._refuse_lost_gradients(args, kwargs)
-        from paddle.distributed.fleet.utils import recompute
-
-        return recompute(
+        return _paddle.fleet_recompute(
             super().__call__, *args, preserve_rng_state=self._recompute_preserves_rng, **kwargs
         )
 

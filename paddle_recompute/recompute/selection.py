@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import logging
 import math
 import re
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,17 +15,18 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.config import RecomputeConfig
-from paddle_recompute.errors import SelectionError
+from paddle_recompute.config import AUTO, RecomputeConfig
+from paddle_recompute.errors import RecomputeError, SelectionError
+from paddle_recompute.recompute._auto import find_blocks, is_container
+from paddle_recompute.recompute._first_step import FirstStep
 from paddle_recompute.recompute._fleet import FleetRecomputeLayer, wrap_with_fleet
+from paddle_recompute.recompute._parts import is_cheap, join, named_parts
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import RecomputeOptions
-from paddle_recompute.recompute.layer import (
-    RecomputedFunction,
-    RecomputeLayer,
-    wrap,
-    wrap_scope,
-)
+from paddle_recompute.recompute.layer import RecomputedFunction, RecomputeLayer
+from paddle_recompute.recompute.treatment import wrap_part
+
+_logger = logging.getLogger("paddle_recompute")
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,41 @@ class RecomputeReport:
         segments: The same names, grouped: the parts of a group are recomputed together.
         left_out: Names that match a pattern but are not wrapped, each with the reason.
         gives_up_outputs: Names of the cheap parts whose outputs are recomputed too.
+        chosen: What ``checkpoints: auto`` found, as ``"encoder.layers.* (12 x EncoderLayer)"``.
+
+    The first backward of the model checks the selection: a part that no forward has called, or that
+    the model recomputes as well, is named in the log. `verify` raises for it.
     """
 
     wrapped: tuple[str, ...] = ()
     segments: tuple[tuple[str, ...], ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     gives_up_outputs: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
+    _first_step: FirstStep | None = field(default=None, repr=False, compare=False)
+
+    def verify(self) -> None:
+        """Check, after a step, that what was wrapped is called, and recomputed once.
+
+        Raises:
+            SelectionError: A part was not called in the first step, or is recomputed by the model
+                as well (three forwards). The message names the parts.
+            RecomputeError: No backward of the model has ended yet.
+        """
+        if self._first_step is None:
+            return
+        if not self._first_step.is_over:
+            raise RecomputeError(
+                "RecomputeReport.verify() tells what the first step did, and no backward has given "
+                "a gradient to a parameter of the model yet; call it after one"
+            )
+        faults = self._first_step.faults()
+        if faults:
+            raise SelectionError("; ".join(faults))
 
     def __str__(self) -> str:
         lines = [f"recompute: {len(self.wrapped)} parts in {len(self.segments)} segments"]
+        lines += [f"  checkpoints: auto chose {one}" for one in self.chosen]
         for segment in self.segments:
             note = "" if segment[0] not in self.gives_up_outputs else " (and its output)"
             lines.append(f"  {' + '.join(segment)}{note}")
@@ -56,10 +83,12 @@ class RecomputeReport:
 def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> RecomputeReport:
     """Recompute the parts of `model` that `config` selects.
 
-    Patterns are globs over the names of ``model.named_sublayers()``, and over the names of
-    attributes of Layers that hold a function (``encoder.layers.*.activation``). ``*`` matches
+    With ``checkpoints: auto``, the default, the repeated blocks of the model are found by its
+    structure. Patterns are globs over the names of ``model.named_sublayers()``, and over the names
+    of attributes of Layers that hold a function (``encoder.layers.*.activation``). ``*`` matches
     within one name between dots, ``**`` crosses dots: ``blocks.*`` selects the blocks and not their
     sublayers. If the patterns match a Layer and a part inside it, only the outer Layer is wrapped.
+    A container without a forward of its own (LayerList, LayerDict) stands for its members.
 
     A part without a weight matrix (a function, Dropout, LayerNorm) is cheap to compute. Its output
     is not kept either: it is recomputed for the later operators that need it. To name only such
@@ -85,8 +114,15 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     """
     if not config.enable:
         return RecomputeReport()
-    parts, aliases = _named_parts(model)
-    matches = _matches(parts, aliases, config.checkpoints)
+    parts, aliases = named_parts(model)
+    found: tuple[str, ...] = ()
+    if config.checkpoints == [AUTO]:
+        blocks = find_blocks(model)
+        found = tuple(str(one) for one in blocks)
+        matches = [name for one in blocks for name in one.names]
+        _logger.info("recompute.checkpoints: auto chose %s", ", ".join(found))
+    else:
+        matches = _matches(parts, aliases, config.checkpoints)
     left_out = _inside_another(matches)
     candidates = [name for name in matches if name not in left_out]
     for name in candidates:
@@ -101,22 +137,26 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     wrapped = tuple(name for name in candidates if name in chosen)
     if config.engine == "fleet":
         _wrap_with_fleet({name: parts[name] for name in candidates if name in chosen}, config)
-        return RecomputeReport(wrapped, segments, left_out)
-    cheap = tuple(name for name in wrapped if _is_cheap(parts[name]))
+        watch = FirstStep(model, {name: parts[name] for name in wrapped}, is_ours=False)
+        return RecomputeReport(wrapped, segments, left_out, (), found, watch)
+    cheap = tuple(name for name in wrapped if is_cheap(parts[name]))
     options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
+    owners = dict(model.named_sublayers(include_self=True))
     for names in segments:
         segment = Segment(names) if len(names) > 1 else None
         for position, name in enumerate(names):
             joined = (segment, position) if segment is not None else None
-            _wrap_part(model, name, parts[name], options, joined, name in cheap)
-    return RecomputeReport(wrapped, segments, left_out, cheap)
+            wrap_part(owners, name, parts[name], options, joined, name in cheap)
+    now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
+    watch = FirstStep(model, {name: now[name] for name in wrapped}, is_ours=True)
+    return RecomputeReport(wrapped, segments, left_out, cheap, found, watch)
 
 
 def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
     for name, part in parts.items():
         if not isinstance(part, paddle.nn.Layer):
             raise SelectionError(
-                f"recompute.engine: fleet wraps Layers, and '{name}' is a function; name its Layer "
+                f"recompute.engine: fleet wraps Layers, but '{name}' is a function; name its Layer "
                 "in recompute.checkpoints, or use recompute.engine: paddle_recompute"
             )
     for name, part in parts.items():
@@ -127,10 +167,25 @@ def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
     """Check that every pattern of `config` matches a part of `model`; nothing is changed.
 
     Raises:
-        SelectionError: One matches nothing.
+        SelectionError: A pattern matches nothing.
     """
-    parts, aliases = _named_parts(model)
-    _matches(parts, aliases, config.checkpoints)
+    if config.checkpoints != [AUTO]:
+        parts, aliases = named_parts(model)
+        _matches(parts, aliases, config.checkpoints)
+
+
+def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
+    """The names of the outermost Layers of `model` that `patterns` select, in its order.
+
+    Raises:
+        SelectionError: A pattern matches nothing.
+    """
+    parts, aliases = named_parts(model)
+    matches = _matches(parts, aliases, patterns)
+    inside = _inside_another(matches)
+    return [
+        name for name in matches if name not in inside and isinstance(parts[name], paddle.nn.Layer)
+    ]
 
 
 # ------------------------------------------------------------------------------------ policies
@@ -147,8 +202,8 @@ def _every_n(candidates: list[str], config: RecomputeConfig) -> Segments:
 
 
 def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
-    """`config.segments` runs of nearly equal length; sqrt(n) of them minimize the sum of what is
-    kept and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
+    """`config.segments` runs of nearly equal length; sqrt(n) runs minimize the sum of what is kept
+    and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
     """
     wanted = config.segments
     count = round(math.sqrt(len(candidates))) if wanted == "auto" else wanted
@@ -167,77 +222,6 @@ _POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
 }
 
 
-# --------------------------------------------------------------------------------------- parts
-
-
-def _named_parts(model: paddle.nn.Layer) -> tuple[dict[str, Any], dict[str, str]]:
-    """Sublayers, and the functions that Layers hold as attributes, by name.
-
-    A Layer that has several names (a tower that is shared) stands under the first of them, as in
-    ``named_sublayers``; its other names, and those of its parts, are returned as aliases of it.
-    """
-    parts: dict[str, Any] = {}
-    aliases: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    for name, layer in _walk(model, "", ()):
-        first = first_names.setdefault(id(layer), name)
-        functions = [
-            attribute
-            for attribute, value in vars(layer).items()
-            if isinstance(value, _FUNCTIONS) and not attribute.startswith("_")
-        ]
-        if first != name:
-            aliases[name] = first
-            aliases.update({_join(name, one): _join(first, one) for one in functions})
-            continue
-        if name:
-            parts[name] = layer
-        parts.update({_join(name, one): getattr(layer, one) for one in functions})
-    return parts, aliases
-
-
-def _walk(
-    layer: paddle.nn.Layer, name: str, path: tuple[int, ...]
-) -> Iterator[tuple[str, paddle.nn.Layer]]:
-    """`layer` and all below it, a shared Layer once for each way to it."""
-    yield name, layer
-    for child_name, child in _paddle.children_of(layer):
-        if id(child) not in path:
-            yield from _walk(child, _join(name, child_name), (*path, id(layer)))
-
-
-def _join(name: str, attribute: str) -> str:
-    return f"{name}.{attribute}" if name else attribute
-
-
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, RecomputedFunction)
-
-
-def _is_cheap(part: Any) -> bool:
-    """Whether the part has no weight matrix, so that running it again costs next to nothing."""
-    if not isinstance(part, paddle.nn.Layer):
-        return True
-    return all(len(parameter.shape) < 2 for parameter in part.parameters())
-
-
-def _wrap_part(
-    model: paddle.nn.Layer,
-    name: str,
-    part: Any,
-    options: RecomputeOptions,
-    segment: tuple[Segment, int] | None,
-    cheap: bool,
-) -> None:
-    owner_name, _, attribute = name.rpartition(".")
-    owner = dict(model.named_sublayers(include_self=True))[owner_name]
-    if cheap:
-        wrap_scope(owner)
-    if isinstance(part, paddle.nn.Layer):
-        wrap(part, options, name, segment=segment, gives_up_outputs=cheap)
-    else:
-        setattr(owner, attribute, RecomputedFunction(part, options, name))
-
-
 # ------------------------------------------------------------------------------------ patterns
 
 
@@ -250,7 +234,25 @@ def _matches(parts: dict[str, Any], aliases: dict[str, str], patterns: list[str]
         if not names:
             raise SelectionError(_no_match(pattern, list(parts)))
         matched |= {aliases.get(name, name) for name in names}
+    for name in list(matched):
+        if is_container(parts[name]):
+            matched.remove(name)
+            matched |= {aliases.get(member, member) for member in _members(parts[name], name)}
+    if not matched:
+        raise SelectionError(
+            f"recompute.checkpoints: {', '.join(map(repr, patterns))} selects only containers "
+            "without members, which are never called; name Layers that the model calls"
+        )
     return [name for name in parts if name in matched]
+
+
+def _members(container: paddle.nn.Layer, name: str) -> Iterator[str]:
+    """The names of the Layers in `container` that can be called."""
+    for child_name, child in _paddle.children_of(container):
+        if is_container(child):
+            yield from _members(child, join(name, child_name))
+        else:
+            yield join(name, child_name)
 
 
 @functools.cache

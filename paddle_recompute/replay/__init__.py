@@ -1,6 +1,7 @@
-"""One call of a user's function and its exact repetition: random streams, flags, buffers."""
+"""Run a user's function once and repeat it exactly: random streams, flags, buffers."""
 
-from paddle_recompute.replay.call import Call, is_recomputing, name_of
+from paddle_recompute.replay.call import REPETITION_ADVICE, Call, is_recomputing, name_of
+from paddle_recompute.replay.called_layers import on_every_call
 from paddle_recompute.replay.random_streams import RngState
 from paddle_recompute.replay.reach import layers_of
 from paddle_recompute.replay.replay_state import ReplayState, StateWatch
@@ -14,6 +15,7 @@ from paddle_recompute.replay.writes import (
 )
 
 __all__ = [
+    "REPETITION_ADVICE",
     "Call",
     "ReplayState",
     "RngState",
@@ -23,6 +25,7 @@ __all__ = [
     "is_written_since",
     "layers_of",
     "name_of",
+    "on_every_call",
     "stamp",
     "stamp_in_place",
     "travels",

@@ -1,7 +1,8 @@
-"""Places that a function looks into, and putting back what was there: see `_reach`."""
+"""Places (attributes, globals, cells...) that a function reads, and how to restore them."""
 
 from __future__ import annotations
 
+import enum
 import operator
 import types
 import weakref
@@ -18,22 +19,22 @@ _NUMBERS = (int, float, str, bytes, complex)  # bool is an int
 
 
 class Place(Protocol):
-    """Something that can be given another content."""
+    """Something with content that can be replaced."""
 
     def after_forward(self) -> None:
-        """Forget what the first forward changed and the second one is not to undo."""
+        """Accept what the first forward changed and the second one must not undo."""
 
     def put_back(self) -> Callable[[], None] | None:
-        """Make the content what it was; returns what undoes that, None if nothing had changed."""
+        """Restore the old content; returns the function that undoes this, None if unchanged."""
 
 
 # ------------------------------------------------------------------------------------- contents
 
 
 class _Held:
-    """A tensor with a graph, as content of a place: the graph is not kept for it.
+    """A tensor with a graph, held without its graph.
 
-    A place that is filled in every step would otherwise chain each graph to the one before.
+    Otherwise a place that is assigned in every step would link each graph to the one before.
     """
 
     __slots__ = ("_original", "_value")
@@ -51,7 +52,7 @@ class _Held:
 
 
 class _HeldTuple:
-    """A tuple with such tensors."""
+    """A tuple that contains such tensors."""
 
     __slots__ = ("_items", "_kind")
 
@@ -106,7 +107,7 @@ def _is_same(held: Any, now: Any) -> bool:
 
 
 class Entries:
-    """Entries of a dict that is looked up by name: attributes or globals; `names` says which."""
+    """Entries of a dict that code looks up by name (attributes or globals); `names` lists them."""
 
     __slots__ = ("_before", "_entries", "_left", "_names", "_size")
 
@@ -118,20 +119,27 @@ class Entries:
         self._size = len(entries)
 
     def after_forward(self) -> None:
-        """See `Place`: numbers, and Layers and parameters that the forward has built, stay."""
-        before, now = self._before, self._entries
-        self._left = {n for n in self._changed() if _is_own_state(before.get(n), now.get(n))}
+        """See `Place`: numbers, and Layers and parameters that the forward has built, stay.
+
+        Numbers beside a tensor that the forward rebinds are part of the same state (the length of a
+        cache, whether it is filled): they are put back with it.
+        """
+        before, now, changed = self._before, self._entries, self._changed()
+        is_cache = any(isinstance(now.get(name), paddle.Tensor) for name in changed)
+        self._left = {
+            name
+            for name in changed
+            if (
+                _is_built(now.get(name))
+                if is_cache
+                else _is_own_state(before.get(name), now.get(name))
+            )
+        }
         self._size = len(now) if self._size == len(now) else -1
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        changed = self._changed()
-        if not changed:
-            return None
-        entries = self._entries
-        now = {name: entries.get(name, _ABSENT) for name in changed}
-        _assign(entries, {name: _content(self._before.get(name, _ABSENT)) for name in changed})
-        return lambda: _assign(entries, now)
+        return _put_back(self._entries, self._before, self._changed())
 
     def _changed(self) -> list[str]:
         entries, before = self._entries, self._before
@@ -145,8 +153,19 @@ class Entries:
 
 
 def _are(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether two rows of equal length hold the same objects."""
+    """Whether two iterables of equal length hold the same objects."""
     return all(map(operator.is_, some, others))
+
+
+def _put_back(
+    entries: dict[str, Any], before: dict[str, Any], changed: list[str]
+) -> Callable[[], None] | None:
+    """`Place.put_back` of the entries named `changed`."""
+    if not changed:
+        return None
+    now = {name: entries.get(name, _ABSENT) for name in changed}
+    _assign(entries, {name: _content(before.get(name, _ABSENT)) for name in changed})
+    return lambda: _assign(entries, now)
 
 
 def _assign(entries: dict[str, Any], values: dict[str, Any]) -> None:
@@ -159,15 +178,28 @@ def _assign(entries: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _is_own_state(before: Any, now: Any) -> bool:
     """Whether what a forward has put into a place stays there for the second forward."""
-    return (
-        isinstance(before, _NUMBERS)
-        or isinstance(now, paddle.nn.Layer)
-        or _paddle.is_parameter(now)
-    )
+    return isinstance(before, _NUMBERS) or _is_built(now)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether `value` holds no tensor, and no object that could: numbers, text, dtypes, shapes."""
+    if isinstance(value, paddle.Tensor | _Held):
+        return False
+    if isinstance(value, _HeldTuple):
+        value = value.get()
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(map(_is_data, value))
+    if isinstance(value, dict):
+        return all(map(_is_data, value.keys())) and all(map(_is_data, value.values()))
+    return isinstance(value, type | enum.Enum) or not hasattr(value, "__dict__")
+
+
+def _is_built(value: Any) -> bool:
+    return isinstance(value, paddle.nn.Layer) or _paddle.is_parameter(value)
 
 
 class Globals:
-    """Some globals of a module. What is added later is not looked for: a module is large."""
+    """Some globals of a module. Globals that are added later are ignored: a module is large."""
 
     __slots__ = ("_before", "_entries")
 
@@ -183,13 +215,7 @@ class Globals:
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        changed = self._changed()
-        if not changed:
-            return None
-        entries = self._entries
-        now = {name: entries.get(name, _ABSENT) for name in changed}
-        _assign(entries, {name: _content(self._before[name]) for name in changed})
-        return lambda: _assign(entries, now)
+        return _put_back(self._entries, self._before, self._changed())
 
     def _changed(self) -> list[str]:
         get = self._entries.get
@@ -199,9 +225,9 @@ class Globals:
 
 
 class Members:
-    """A whole dict of a Layer: sublayers, parameters or hooks. Their order counts, too.
+    """A whole dict of a Layer: sublayers, parameters or hooks, in order.
 
-    `find` gets the dict from the Layer each time: deleting from a LayerList gives it a new one.
+    `find` reads the dict from the Layer each time: ``del`` on a LayerList replaces the dict.
     """
 
     __slots__ = ("_find", "_layer", "_names", "_values")
@@ -211,12 +237,12 @@ class Members:
     ) -> None:
         self._layer = layer
         self._find = find
-        self._note()
+        self._capture()
 
     def after_forward(self) -> None:
-        """What the forward has built or replaced itself stays."""
+        """Accept what the forward built or replaced."""
         if not self._is_unchanged():
-            self._note()
+            self._capture()
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
@@ -227,7 +253,7 @@ class Members:
         _fill_dict(entries, dict(zip(self._names, self._values, strict=True)))
         return lambda: _fill_dict(entries, now)
 
-    def _note(self) -> None:
+    def _capture(self) -> None:
         entries = self._find(self._layer)
         self._names, self._values = (*entries,), (*entries.values(),)
 
@@ -242,7 +268,7 @@ def _fill_dict(entries: dict[Any, Any], values: dict[Any, Any]) -> None:
 
 
 class Items:
-    """The items of a list, or of a dict that is no `__dict__`."""
+    """The items of a list, or of a dict that is not a `__dict__`."""
 
     __slots__ = ("_before", "_container", "_is_own")
 
@@ -252,8 +278,16 @@ class Items:
         self._is_own = False
 
     def after_forward(self) -> None:
-        """A list or dict that the forward changes is its own state."""
-        self._is_own = not self._is_unchanged()
+        """A list of data that the forward changes is its own state, and so is one into which it
+        puts Layers that it builds. Tensors and objects, such as those of a cache, are put back.
+        """
+        if self._is_unchanged():
+            return
+        now = _items(self._container)
+        known = {id(item) for item in self._before}
+        self._is_own = all(map(_is_data, (*self._before, *now))) or any(
+            _is_built(item) for item in now if id(item) not in known
+        )
         if self._is_own:
             self._before = []
 
@@ -271,7 +305,7 @@ class Items:
 
 
 def _items(container: list[Any] | dict[Any, Any]) -> list[Any]:
-    """Of a dict: keys, then values."""
+    """The items of a list; of a dict, its keys and then its values."""
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
     return list(container)
@@ -336,7 +370,7 @@ class Defaults:
         self._before = _defaults(function)
 
     def after_forward(self) -> None:
-        """Nothing: no forward changes its defaults."""
+        """Do nothing: a forward does not change its defaults."""
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""

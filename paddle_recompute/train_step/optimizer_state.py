@@ -19,6 +19,7 @@ from paddle_recompute.train_step.step import OF_LOSS
 # Paddle numbers them: "moment1_0", and "fp32_master_0_moment1_0" where there is a master weight.
 _ACCUMULATOR = re.compile(r"(?:fp32_master_\d+_)?(.+)_\d+")
 _MASTER = "fp32_master"
+_OF_ADAM = {"moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc"}
 _HALF = (paddle.float16, paddle.bfloat16)
 
 
@@ -74,14 +75,14 @@ def set_state_of(
     The learning rate is left alone.
 
     Raises:
-        CheckpointError: There is no parameter of a name in `state`.
+        CheckpointError: There is no parameter of a name in `state`, a parameter has some of its
+            moments only, or one of another shape.
     """
+    _check_complete(parameters, state, optimizer)
     moments: dict[str, Any] = {}
     masters: dict[str, paddle.Tensor] = {}
     for key, value in state.items():
         name, _, accumulator = key.partition(":")
-        if name not in parameters:
-            raise CheckpointError(f"the optimizer state holds {key}, and the model has no {name}")
         parameter = parameters[name]
         is_half = parameter.dtype in _HALF
         # The moments are named after the master weight, where the optimizer keeps one.
@@ -101,3 +102,33 @@ def set_state_of(
         # Of LinearWarmup's own state it says that it holds "unused values" (2.6, 3.x).
         warnings.filterwarnings("ignore", "There are some unused values", UserWarning)
         optimizer.set_state_dict({**moments, **({"LR_Scheduler": schedule} if schedule else {})})
+
+
+def _check_complete(
+    parameters: Mapping[str, paddle.Tensor],
+    state: Mapping[str, Any],
+    optimizer: paddle.optimizer.Optimizer,
+) -> None:
+    """A parameter has all kinds of moments or, if it never had a gradient, none."""
+    found: dict[str, set[str]] = {}
+    for key, value in state.items():
+        name, _, accumulator = key.partition(":")
+        if name not in parameters:
+            raise CheckpointError(f"the optimizer state holds {key}, and the model has no {name}")
+        shape = list(parameters[name].shape)
+        if list(value.shape) not in (shape, [1], []):
+            raise CheckpointError(
+                f"the optimizer state holds {key} of the shape {list(value.shape)}, and the "
+                f"parameter has the shape {shape}"
+            )
+        if accumulator != _MASTER:
+            found.setdefault(name, set()).add(accumulator)
+    kinds = set().union(*found.values())
+    if isinstance(optimizer, paddle.optimizer.Adam | paddle.optimizer.AdamW):
+        kinds |= _OF_ADAM
+    for name, accumulators in found.items():
+        if missing := sorted(kinds - accumulators):
+            raise CheckpointError(
+                f"the optimizer state lacks {name}:{missing[0]}: it is not whole; resume from "
+                "another checkpoint"
+            )

@@ -1,4 +1,4 @@
-"""What a run writes into its checkpoints, and with what another one goes on from them."""
+"""What a run saves in its checkpoints, and how it resumes from one."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute.checkpoint import Checkpoint, find_checkpoint, save_checkpoint
+from paddle_recompute._json_files import read_json
+from paddle_recompute.checkpoint import (
+    Checkpoint,
+    NoCheckpointError,
+    find_checkpoint,
+    save_checkpoint,
+)
 from paddle_recompute.config import Config
-from paddle_recompute.distributed import barrier, mean_over_ranks
+from paddle_recompute.distributed import barrier, mean_over_ranks, values_of_ranks
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.train_step import Step
 from paddle_recompute.trainer.objective import Chunks
 
 RECORD = "result.json"
-"""In ``train.output_dir``: the final record of a run that has ended."""
+"""In ``train.output_dir``: the final record of a finished run."""
 
 _KEPT = {
-    "data.vocab_size": "the vocabulary is that of the checkpoint",
+    "data.vocab_size": "the vocabulary of the checkpoint is used",
     "train.eval_before": "the model is not untrained any more",
-    "contrastive.temperature": "the learned one is that of the checkpoint",
-    "strategy.amp_configs.init_loss_scaling": "the loss scale is that of the checkpoint",
+    "contrastive.temperature": "the learned temperature of the checkpoint is used",
+    "strategy.amp_configs.init_loss_scaling": "the loss scale of the checkpoint is used",
 }
-"""Settings that a run which is resumed takes over from before, by dotted path."""
+"""Settings that a resumed run takes from the checkpoint, by dotted path."""
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. Every rank has one, and calls its methods when the others do.
+    """The checkpoints of one run. All ranks call the methods together.
 
     Args:
-        config: Of the run. It is saved, and compared with the one of before.
+        config: The configuration of the run. It is saved, and compared with the saved one.
         rank: Number of this rank.
-        world_size: How many ranks there are.
-        say: Tells the user something; does so on rank 0 alone.
+        world_size: Number of ranks.
+        say: Shows the user a sentence, on rank 0 only.
     """
 
     def __init__(
@@ -46,22 +52,31 @@ class RunCheckpoints:
         self._rank = rank
         self._world_size = world_size
         self._say = say
+        self._num_own = 0
 
     @property
     def _folder(self) -> Path:
         return self._config.train.output_dir / "checkpoint"
 
     def find(self) -> Checkpoint | None:
-        """The newest checkpoint if the run is to be resumed; says what changed since.
+        """The newest checkpoint that is whole, the same on all ranks, if the run is to be resumed;
+        says what changed since. With ``train.resume: auto`` None where there is none.
 
         Raises:
-            CheckpointError: There is none, or it is of another model, or has a temperature that was
-                learned where none is now, or the other way around.
+            CheckpointError: There is none, or all are damaged, or it is of another model, or has a
+                temperature that was learned where none is now, or the other way around.
         """
         if not self._config.train.resume:
             return None
-        checkpoint = find_checkpoint(self._folder)
+        checkpoint = self._newest_on_all_ranks()
+        if checkpoint is None:
+            self._say(f"train.resume: auto: {self._folder} holds no checkpoint; starting anew")
+            return None
+        self._num_own = self._config.train.keep
         self._say(f"Resuming after step {checkpoint.step} from {checkpoint.folder}")
+        before = checkpoint.state["world_size"]
+        if before != self._world_size:
+            self._say(_other_ranks(before, self._world_size, self._config))
         changes = list(_changes(checkpoint.state["config"], self._config.to_dict()))
         if any(path.startswith("model.") for path, _, _ in changes):
             raise CheckpointError(
@@ -72,8 +87,8 @@ class RunCheckpoints:
             if path == "contrastive.learnable_temperature":
                 raise CheckpointError(
                     f"{checkpoint.folder} is of a run with {path}: {str(old).lower()}, and its "
-                    "optimizer knows no other; resume with that, or start anew from its weights "
-                    "with model.init_from"
+                    "optimizer state fits no other value; resume with that value, or start a new "
+                    "run from its weights with model.init_from"
                 )
             kept = _KEPT.get(path)
             if (
@@ -85,15 +100,45 @@ class RunCheckpoints:
             self._say(f"  changed since: {path} was {old!r}, is {new!r}{instead}")
         return checkpoint
 
+    def _newest_on_all_ranks(self) -> Checkpoint | None:
+        """As `find`. Every rank looks for itself, and all take what the last of them can read."""
+        at_most: int | None = None
+        while True:
+            found: Checkpoint | None = None
+            fault, is_there = None, True
+            try:
+                found = find_checkpoint(self._folder, at_most=at_most, tell=self._say)
+                _check_state(found)
+            except CheckpointError as error:
+                fault, is_there = str(error), not isinstance(error, NoCheckpointError)
+            step = found.step if found is not None else None
+            digest = found.digest if found is not None else None
+            everywhere = values_of_ranks([step, digest, fault, is_there], "the newest checkpoint")
+            if self._config.train.resume == "auto" and not any(there for *_, there in everywhere):
+                return None
+            for rank, (*_, theirs, _) in enumerate(everywhere):
+                if theirs is not None:
+                    who = f"rank {rank}: " if fault is None or fault != theirs else ""
+                    raise CheckpointError(f"{who}{theirs}")
+            if all(one == everywhere[0] for one in everywhere):
+                return found
+            steps = [step for step, *_ in everywhere]
+            if len(set(steps)) == 1:
+                raise CheckpointError(
+                    f"{self._folder}: the ranks read different checkpoints of step {step}; all "
+                    "machines must share train.output_dir, or have copies of the same"
+                )
+            at_most = min(steps)
+
     def record_of_ended(self, checkpoint: Checkpoint, total: int) -> dict[str, Any] | None:
-        """The final record of a run that has no step left, on every rank; says what becomes of it.
+        """The final record of a finished run, on every rank; says how it is used.
 
         Args:
-            checkpoint: With at least `total` steps.
-            total: Steps that are asked for.
+            checkpoint: A checkpoint of at least `total` steps.
+            total: Configured number of steps.
 
         Returns:
-            None where the run has none, or one of another step, which it did not end with.
+            None if there is no record, or if it is of another step.
         """
         path = self._config.train.output_dir / RECORD
         record = _read_record(path)
@@ -102,16 +147,16 @@ class RunCheckpoints:
             f"The run has ended: {checkpoint.step} steps are done, and {total} are asked for. To "
             "train on, raise train.max_steps (and train.num_epochs, if it is set)"
         )
-        # All ranks or none: one that alone went on to the evaluation would wait for the others.
+        # All ranks or none: a rank that evaluates alone would wait for the others.
         if mean_over_ranks(float(found)) < 1:
             self._say(f"  {path} has no record of step {checkpoint.step}: the model is evaluated")
             return None
-        self._say(f"  its record is kept as it is; to evaluate anew, remove {path}")
+        self._say(f"  its record is kept; to evaluate again, remove {path}")
         return record
 
     def chunks_of(self, checkpoint: Checkpoint | None) -> Chunks | None:
-        """The chunks that the run of `checkpoint` has measured; None where they are to be measured:
-        there was none, or its loss, its batch or the number of ranks was another one.
+        """The chunks that the run of `checkpoint` measured; None if they must be measured: there is
+        no checkpoint, or its loss, its batch or its number of ranks was different.
         """
         if checkpoint is None or checkpoint.state.get("world_size") != self._world_size:
             return None
@@ -127,17 +172,24 @@ class RunCheckpoints:
         loss: paddle.nn.Layer,
         train_step: Step,
     ) -> None:
-        """Put everything back. `train_step` has been made: level O2 has cast the parameters and
-        given the optimizer its master weights. `loss` may have a temperature of its own.
+        """Restore the whole state. Call it after `train_step` is built: level O2 has then cast the
+        parameters and created the master weights. `loss` may have a learned temperature.
 
         Raises:
             CheckpointError: The files are damaged or belong to another model.
         """
         checkpoint.load_into(model, loss)
+        moments = checkpoint.optimizer_state()
+        if checkpoint.step and not moments:
+            raise CheckpointError(
+                f"{checkpoint.folder / 'optimizer.safetensors'}: holds no tensor, and AdamW cannot "
+                "go on without its moments; start anew from the weights with model.init_from: "
+                f"{checkpoint.weights_file}"
+            )
         train_step.set_state_dict(
             {
                 **checkpoint.state.get("train_step", {}),
-                "optimizer": checkpoint.optimizer_state(),
+                "optimizer": moments,
                 "sync": self._sync_state(checkpoint),
             }
         )
@@ -152,8 +204,8 @@ class RunCheckpoints:
         save_tokenizer: Callable[[Path], None],
         about: dict[str, Any],
     ) -> None:
-        """Write a checkpoint; returns when it is complete. `about` are JSON values, by name, that
-        another run is to know of this one.
+        """Write a checkpoint; returns when it is complete. `about` are JSON values, by name, for
+        runs that resume from it.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -176,16 +228,19 @@ class RunCheckpoints:
             rank=self._rank,
             sync_state=sync_state if sync_state.get("residuals") else None,
             barrier=barrier,
+            # What an earlier run left in this folder is none of this one's.
+            keep=min(self._config.train.keep, self._num_own + 1),
         )
+        self._num_own += 1
         barrier()
 
     def _sync_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """What this rank's `GradientSync` goes on with, said where something of it is lost."""
+        """The state of this rank's `GradientSync`; says so if a part of it is lost."""
         sync, saved_by = self._config.sync, checkpoint.state.get("world_size", 0)
         if checkpoint.has_sync_states and saved_by != self._world_size:
             self._say(
-                f"  {saved_by} ranks saved what the bfloat16 rounding of their gradients still "
-                f"owed, and now there are {self._world_size}: it is dropped, and starts at zero"
+                f"  {saved_by} ranks saved the bfloat16 rounding errors of their gradients (error "
+                f"feedback), and now there are {self._world_size}: the errors are reset to zero"
             )
         elif checkpoint.has_sync_states and sync.compression == "bf16" and sync.error_feedback:
             return checkpoint.sync_state(self._rank)
@@ -193,7 +248,7 @@ class RunCheckpoints:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write the final record of a run into its folder, the file whole or not at all."""
+    """Write the final record of a run into its folder, complete or not at all."""
     path = folder / RECORD
     being_written = path.with_name(f".{RECORD}.{os.getpid()}")
     being_written.write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -207,10 +262,56 @@ def remove_record(folder: Path) -> None:
 
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and "recall@1" in record else None
+
+
+def _check_state(checkpoint: Checkpoint) -> None:
+    """Look at what a run will read of ``state.json``, which anybody may have written.
+
+    Raises:
+        CheckpointError: It is not what `RunCheckpoints.save` writes.
+    """
+    state = checkpoint.state
+    file = checkpoint.folder / "state.json"
+    config = state.get("config")
+    kinds = {"untrained": dict, "figures": dict, "train_step": dict, "chunks": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(state.get(key, {}), kind)]
+    ranks = state.setdefault("world_size", 1)
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        wrong.append("world_size")
+    if not isinstance(config, dict) or not all(
+        isinstance(config.get(section), dict) for section in ("model", "contrastive", "train")
+    ):
+        wrong.append("config")
+    chunks = state.get("chunks", {})
+    if isinstance(chunks, dict) and not (
+        set(chunks) <= {"size", "tokens"}
+        and all(value is None or (type(value) is int and value > 0) for value in chunks.values())
+    ):
+        wrong.append("chunks")
+    if wrong:
+        raise CheckpointError(
+            f"{file}: is damaged ({', '.join(wrong)} is not what a run writes there)"
+        )
+    state.setdefault("untrained", {})
+
+
+def _other_ranks(before: int, now: int, config: Config) -> str:
+    """What is no longer the same bits where another number of ranks goes on."""
+    text = (
+        f"  {before} {'rank' if before == 1 else 'ranks'} saved it, and {now} go on: each step has "
+        "the same pairs, but dropout draws other masks and sums are taken in another order, so the "
+        "bits are not those of a run that was not interrupted"
+    )
+    if config.contrastive.negatives == "local":
+        text += (
+            f"; with contrastive.negatives: local a query meets the {config.local_batch} pairs of "
+            "its rank now, which is another loss"
+        )
+    return text
 
 
 def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

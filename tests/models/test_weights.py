@@ -16,7 +16,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.models import load_weights, save_weights
+from paddle_recompute.models import _pdparams, load_weights, save_weights
 from paddle_recompute.models import weights as weights_module
 
 Array = NDArray[Any]
@@ -162,6 +162,16 @@ def test_every_fault_is_named_and_nothing_is_loaded(tmp_path: Path, suffix: str)
     assert bits(model) == before
 
 
+def test_where_only_names_differ_no_dimensions_are_to_be_changed(tmp_path: Path) -> None:
+    model, other = Small(1), Small(2)
+    other.third = other.second
+    del other.second
+    save_weights(other, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: second.*The names differ") as caught:
+        load_weights(model, tmp_path / "model.safetensors")
+    assert "dimensions" not in str(caught.value)
+
+
 def test_long_lists_are_cut(tmp_path: Path) -> None:
     save_weights(paddle.nn.Linear(2, 2), tmp_path / "model.pdparams")
     many = paddle.nn.LayerList([paddle.nn.Linear(2, 2) for _ in range(6)])
@@ -210,10 +220,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, suffix: str) -> None:
         IndexError("list index out of range"),
         KeyError("x"),
         MemoryError(),
-        ModuleNotFoundError("No module named 'numpx'"),
-        NotImplementedError(),
         OverflowError("too large"),
-        SystemError("error return without exception set"),
         TypeError("'NoneType' object is not callable"),
         ValueError("cannot parse\nand more lines"),
     ],
@@ -225,10 +232,10 @@ def test_whatever_a_damaged_pickle_raises_is_one_line(
     def damaged(*_: object, **__: object) -> None:
         raise error
 
-    (tmp_path / "model.pdparams").touch()
-    monkeypatch.setattr(weights_module.paddle, "load", damaged)
+    save_weights(Small(1), tmp_path / "model.pdparams")
+    monkeypatch.setattr(_pdparams, "_finished", damaged)
     with pytest.raises(
-        CheckpointError, match=r"is damaged, or no \.pdparams file at all \([^\n]+\)$"
+        CheckpointError, match=r"is damaged, or is not a \.pdparams file \([^\n]+\)$"
     ):
         load_weights(Small(1), tmp_path / "model.pdparams")
 
@@ -237,7 +244,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.pdparams"
     for content in ([1, 2, 3], {"weight": {"nested": 1}}, {"weight": "text"}):
         paddle.save(content, str(file))
-        with pytest.raises(CheckpointError, match="holds no weights, which are arrays by name"):
+        with pytest.raises(CheckpointError, match="contains no weights"):
             load_weights(Small(1), file)
 
 

@@ -10,7 +10,7 @@ import paddle
 import pytest
 from pydantic import ValidationError
 
-from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute import RecomputeConfig, _paddle, apply_recompute, recompute
 from paddle_recompute.config import ModelConfig
 from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
 from paddle_recompute.models import build_model
@@ -45,12 +45,12 @@ def test_the_encoder_with_dropout_has_the_plain_gradients() -> None:
 
 
 def test_fleets_recompute_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paddle.distributed.fleet import utils
-
     calls = []
-    original = utils.recompute
+    original = _paddle.fleet_recompute
     monkeypatch.setattr(
-        utils, "recompute", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+        _paddle,
+        "fleet_recompute",
+        lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs),
     )
     model = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4))
     report = apply_recompute(model, FLEET)
@@ -130,7 +130,7 @@ def test_unwrap_gives_the_bare_layer_back() -> None:
 
 
 def test_use_reentrant_is_accepted_and_noted_once(caplog: pytest.LogCaptureFixture) -> None:
-    function._note_reentrant_once.cache_clear()
+    function._log_reentrant_once.cache_clear()
     layer, x = paddle.nn.Linear(4, 4), paddle.ones([2, 4])
     with caplog.at_level(logging.INFO, logger="paddle_recompute"):
         for _ in range(2):  # no input needs a gradient: Paddle's reentrant form would give none

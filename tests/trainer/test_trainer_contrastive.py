@@ -69,7 +69,7 @@ def test_resumed_run_repeats_the_bits(
         interrupt_in_step(patch, 4)
         with pytest.raises(Interrupted):
             Trainer(tiny(folder, **settings)).run()
-    assert (find_checkpoint(folder / "run" / "checkpoint").folder / "loss.pdparams").exists()
+    assert (find_checkpoint(folder / "run" / "checkpoint").folder / "loss.safetensors").exists()
     resumed = Trainer(tiny(folder, train__resume=True, **settings)).run()
     assert_same_run(folder / "run", folder / "whole")
     seen = temperatures(folder / "run")

@@ -1,0 +1,221 @@
+"""Find the newest checkpoint that is whole, and read it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paddle
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
+
+from paddle_recompute._json_files import read_json
+from paddle_recompute.checkpoint.manifest import MANIFEST, check_manifest
+from paddle_recompute.errors import CheckpointError
+from paddle_recompute.models import load_weights, read_pdparams
+
+FOLDER = re.compile(r"step-(\d{1,18})")
+LEFT_OVER = re.compile(r"\.(?:unfinished|replaced)-step-(\d{1,18})")
+"""What a run that was killed while it saved may leave: complete if there is a manifest in it."""
+TREE = "tree"
+"""The key of the metadata of a sync file that says what is not an array."""
+
+
+class NoCheckpointError(CheckpointError):
+    """There is none in the folder, not even a damaged one."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk.
+
+    Attributes:
+        folder: Where it is.
+        state: What was given as `state` to `save_checkpoint`, ``"step"`` included.
+        digest: Two checkpoints with the same one are the same.
+    """
+
+    folder: Path
+    state: dict[str, Any]
+    digest: str = ""
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps done."""
+        return int(self.state["step"])
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The vocabulary of the run."""
+        return self.folder / "tokenizer.json"
+
+    @property
+    def weights_file(self) -> Path:
+        """The parameters and buffers of the model."""
+        return self._arrays("model")
+
+    @property
+    def has_sync_states(self) -> bool:
+        """Whether the ranks saved something of their gradient synchronization."""
+        return self._arrays(sync_name(0)).exists()
+
+    def sync_state(self, rank: int) -> dict[str, Any]:
+        """What `rank` gave as `sync_state` to `save_checkpoint`.
+
+        Raises:
+            CheckpointError: There is no such file, or it is damaged.
+        """
+        file = self._arrays(sync_name(rank))
+        if file.suffix == ".safetensors":
+            return _read_sync_state(file)
+        if not file.is_file():
+            raise CheckpointError(f"{file}: cannot be read (there is no such file)")
+        try:
+            state = read_pdparams(file)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file}: cannot be read ({error})") from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{file}: holds no state, which is a dict")
+        return state
+
+    def load_into(self, model: paddle.nn.Layer, loss: paddle.nn.Layer | None = None) -> None:
+        """Put parameters and buffers back, bit by bit.
+
+        Args:
+            model: Of the same structure; how its sublayers are wrapped does not matter. At AMP
+                level O2 it has been decorated.
+            loss: The loss, which may have parameters of its own.
+
+        Raises:
+            CheckpointError: The files are damaged or belong to another model.
+        """
+        load_weights(model, self.weights_file)
+        if loss is not None and loss.parameters():
+            load_weights(loss, self._arrays("loss"))
+
+    def optimizer_state(self) -> dict[str, NDArray[Any]]:
+        """What was given as `optimizer_state` to `save_checkpoint`.
+
+        Raises:
+            CheckpointError: The file is damaged, or holds another number of tensors than were
+                saved.
+        """
+        file = self.folder / "optimizer.safetensors"
+        try:
+            state: dict[str, NDArray[Any]] = load_file(file)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{file}: cannot be read ({error})") from error
+        saved = self.state.get("optimizer_tensors")
+        if saved is not None and saved != len(state):
+            raise CheckpointError(
+                f"{file}: holds {len(state)} tensors, and {saved} were saved: it is of another "
+                "checkpoint; resume from one that is whole"
+            )
+        return state
+
+    def _arrays(self, name: str) -> Path:
+        old = self.folder / f"{name}.pdparams"
+        return old if old.exists() else self.folder / f"{name}.safetensors"
+
+
+def find_checkpoint(
+    folder: Path, *, at_most: int | None = None, tell: Callable[[str], None] | None = None
+) -> Checkpoint:
+    """The newest checkpoint in `folder` that is whole. Reads all its bytes.
+
+    What a run left that was killed while it saved counts if it is complete.
+
+    Args:
+        folder: The folder of all checkpoints of a run.
+        at_most: The largest step to consider; None: all of them.
+        tell: Is told of every damaged checkpoint that is passed over.
+
+    Raises:
+        NoCheckpointError: There is none.
+        CheckpointError: All there are, are damaged. The message says what is wrong with the newest.
+    """
+    faults: list[str] = []
+    for candidate in _candidates(folder, at_most):
+        try:
+            found = _open(candidate)
+        except CheckpointError as error:
+            faults.append(str(error))
+            continue
+        for fault in faults if tell else ():
+            assert tell is not None
+            tell(f"{fault}; the checkpoint before it is used: {candidate.name}")
+        return found
+    if faults:
+        others = f" (and {len(faults) - 1} before it are damaged too)" if len(faults) > 1 else ""
+        raise CheckpointError(f"{faults[0]}{others}")
+    raise NoCheckpointError(
+        f"{folder}: holds no checkpoint to resume from; set train.resume: false to start anew, "
+        "or train.output_dir to the folder of the run to continue"
+    )
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is one in `folder`, damaged or not."""
+    return any(True for _ in _candidates(folder, None))
+
+
+def step_of(name: str, pattern: re.Pattern[str] = FOLDER) -> int | None:
+    """The step that the name of a folder stands for, if it does."""
+    match = pattern.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def sync_name(rank: int) -> str:
+    """The name of the file of a rank, without its suffix."""
+    return f"sync_rank{rank}"
+
+
+def _candidates(folder: Path, at_most: int | None) -> Iterator[Path]:
+    """Folders of checkpoints, the newest first."""
+    found = []
+    for path in folder.glob("*") if folder.is_dir() else ():
+        step = step_of(path.name)
+        left_over = step_of(path.name, LEFT_OVER)
+        if step is not None:
+            found.append((step, 2, path))
+        elif left_over is not None and (path / MANIFEST).exists():
+            # Of one that was replaced and the one that was to replace it, the latter.
+            found.append((left_over, int(path.name.startswith(".unfinished")), path))
+    for step, _, path in sorted(found, reverse=True):
+        if at_most is None or step <= at_most:
+            yield path
+
+
+def _open(folder: Path) -> Checkpoint:
+    is_of_earlier_version = (folder / "model.pdparams").exists()
+    digest = "" if is_of_earlier_version else check_manifest(folder)
+    file = folder / "state.json"
+    try:
+        state = read_json(file)
+        step = state["step"]
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
+            raise ValueError(f"step is {str(step)[:40]!r}, which is no number of steps")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{file}: is damaged ({str(error)[:200] or error!r})") from error
+    digest = digest or hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    return Checkpoint(folder, state, digest)
+
+
+def _read_sync_state(file: Path) -> dict[str, Any]:
+    try:
+        with safe_open(file, "numpy") as opened:
+            state = json.loads((opened.metadata() or {})[TREE])
+            for key in opened.keys():  # noqa: SIM118 - it is no dict
+                section, _, name = key.partition("/")
+                state[section][name] = opened.get_tensor(key)
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file}: holds no state, which is a dict")
+    return state
