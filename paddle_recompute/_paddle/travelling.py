@@ -20,7 +20,7 @@ def release_memory(tensor: paddle.Tensor) -> None:
 def take_memory(tensor: paddle.Tensor, source: paddle.Tensor) -> None:
     """Give `tensor`, which may have none, the memory of the contiguous `source`.
 
-    ``Tensor._share_buffer_to`` (2.6, 3.x). It does not raise ``inplace_version``, so a backward that
+    ``Tensor._share_buffer_to`` (2.6, 3.x). It does not raise ``inplace_version``: a backward that
     needs `tensor` goes on. Can go with `release_memory`.
     """
     source._share_buffer_to(tensor)

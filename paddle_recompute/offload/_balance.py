@@ -33,7 +33,8 @@ def _num_needed(sizes: Sequence[int], limit: int) -> int:
 
 def _ranges(sizes: Sequence[int], limit: int, num_shards: int) -> list[range]:
     """Shards of at most `limit`, none of them empty."""
-    ranges, begin, filled = [], 0, 0
+    ranges: list[range] = []
+    begin, filled = 0, 0
     for index, size in enumerate(sizes):
         # What is left must be enough for one Layer in each shard that is left.
         must_cut = len(sizes) - index == num_shards - len(ranges) - 1

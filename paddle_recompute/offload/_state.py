@@ -18,7 +18,7 @@ def on_host(values: Any, name: str, dtype: Any) -> paddle.Tensor:
 
 
 def show_values_in_state_dict(layer: paddle.nn.Layer) -> None:
-    """Let ``layer.state_dict()``, and that of a Layer that has it, hold copies of the parameters."""
+    """Let ``state_dict()`` of `layer`, and of its owners, hold copies of the parameters."""
 
     def show(state: MutableMapping[str, Any]) -> None:
         for key, value in state.items():

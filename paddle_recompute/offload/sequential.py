@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import paddle
 
@@ -18,10 +18,10 @@ from paddle_recompute.offload._storage import PLACES, Place, slots
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
 from paddle_recompute.recompute import OFFLOADS
 
-LayerOrFactory = paddle.nn.Layer | Callable[[], paddle.nn.Layer]
+LayerOrFactory: TypeAlias = paddle.nn.Layer | Callable[[], paddle.nn.Layer]
 
 
-class OffloadSequential(paddle.nn.Sequential):  # type: ignore[misc]
+class OffloadSequential(paddle.nn.Sequential):
     """A chain of Layers whose parameters, gradients and optimizer state are not on the device.
 
     The chain is cut into shards. One of them is on the device, and those that come next are on
