@@ -18,6 +18,7 @@ from paddle_recompute.config import AmpConfigs, Config
 from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.models import build_model
+from paddle_recompute.offload import offload_layers
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.trainer.build import build_step
 from paddle_recompute.trainer.objective import Batch, Chunks, Objective
@@ -151,7 +152,9 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     paddle.seed(config.train.seed)
     model = build_model(config.model, vocab_size)
     model.train()
-    if recompute:
+    if recompute and config.recompute.offload_parameters != "none":
+        offload_layers(model, config.recompute)
+    elif recompute:
         apply_recompute(model, config.recompute)
     objective = Objective(config, chunks)
     # A Program takes recompute from its configuration, not from the wrapping of this model.

@@ -43,6 +43,7 @@ from paddle_recompute.distributed import (
 )
 from paddle_recompute.errors import ConfigError, DataError, DivergenceError, StoppedError
 from paddle_recompute.models import build_model
+from paddle_recompute.offload import offload_layers
 from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
 from paddle_recompute.train_step import StepResult, build_schedule
@@ -192,7 +193,9 @@ class Trainer:
         paddle.seed(self.config.train.seed)
         model = build_model(self.config.model, vocab_size)
         broadcast_from_rank0(model)
-        if self.config.recompute.enable:
+        if self.config.recompute.offload_parameters != "none":
+            self._say(str(offload_layers(model, self.config.recompute)))
+        elif self.config.recompute.enable:
             self._say(str(apply_recompute(model, self.config.recompute)))
         else:
             check_patterns(model, self.config.recompute)
