@@ -214,6 +214,8 @@ def test_a_parameter_can_be_read_and_set_where_it_is_not_on_the_device() -> None
     assert not has_memory(parameter)
     assert np.array_equal(parameter.numpy(), value)
     assert np.array_equal(np.asarray(parameter), value)
+    model.state_dict()["3.linear1.weight"].set_value(2 * value)
+    assert np.array_equal(parameter.numpy(), 2 * value)
 
 
 def test_a_copy_is_refused() -> None:
