@@ -43,6 +43,7 @@ from paddle_recompute.distributed import (
 )
 from paddle_recompute.errors import ConfigError, DataError, DivergenceError, StoppedError
 from paddle_recompute.models import build_model
+from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
@@ -207,6 +208,8 @@ class Trainer:
         if self._plan is not None:
             if self.config.mode == "dygraph":
                 self._plan.apply(model)
+        elif self.config.recompute.offload_parameters != "none":
+            self._say(str(offload_layers(model, self.config.recompute)))
         elif self.config.recompute.enable:
             self._say(str(apply_recompute(model, self.config.recompute)))
         else:
