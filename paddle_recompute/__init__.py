@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
+    from paddle_recompute.offload import OffloadSequential
+    from paddle_recompute.patch import patch_fleet, unpatch_fleet
     from paddle_recompute.planner import (
         BatchSize,
         MemoryEstimate,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
         RecomputeLayer,
         RecomputeReport,
         apply_recompute,
+        forward_count,
+        is_recomputing,
         recompute,
         recompute_wrapper,
     )
@@ -56,6 +60,7 @@ __all__ = [
     "GradCache",
     "GradientSync",
     "MemoryEstimate",
+    "OffloadSequential",
     "RecomputeConfig",
     "RecomputeLayer",
     "RecomputePlan",
@@ -69,11 +74,15 @@ __all__ = [
     "errors",
     "estimate",
     "find_batch_size",
+    "forward_count",
+    "is_recomputing",
     "load_config",
+    "patch_fleet",
     "plan",
     "recompute",
     "recompute_wrapper",
     "static_graph",
+    "unpatch_fleet",
 ]
 
 # Where each public name lives; those in the first table are usable without Paddle.
@@ -88,6 +97,7 @@ _WITH_PADDLE = {
     "GradientSync": "grad_sync",
     "BatchSize": "planner",
     "MemoryEstimate": "planner",
+    "OffloadSequential": "offload",
     "RecomputeLayer": "recompute",
     "RecomputePlan": "planner",
     "RecomputeReport": "recompute",
@@ -99,8 +109,12 @@ _WITH_PADDLE = {
     "estimate": "planner",
     "find_batch_size": "planner",
     "plan": "planner",
+    "forward_count": "recompute",
+    "is_recomputing": "recompute",
+    "patch_fleet": "patch",
     "recompute": "recompute",
     "recompute_wrapper": "recompute",
+    "unpatch_fleet": "patch",
 }
 
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -334,6 +335,33 @@ def parity(
             sys.exit(1)
 
 
+@main.command()
+@click.option(
+    "--to",
+    "naming",
+    required=True,
+    type=click.Choice(["paddle_recompute", "paddlenlp", "huggingface"]),
+    help="Whose names the new file has.",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("source")
+@click.argument("target")
+def convert(naming: Any, debug: bool, source: str, target: str) -> None:
+    """Write the weights in SOURCE to TARGET under other names (.pdparams or .safetensors).
+
+    For example: paddle-recompute convert --to huggingface model.pdparams model.safetensors
+
+    SOURCE holds an encoder of this library, PaddleNLP's Ernie or Bert, or Hugging Face's BERT.
+    model.init_from reads all of these as they are.
+    """
+    with _errors_in_one_paragraph(debug, "interrupted"):
+        _prepare_one_process()
+        from paddle_recompute.models import convert_weights
+
+        count = convert_weights(source, target, to=naming)
+        click.echo(f"{count} arrays with the names of {naming}: {target}")
+
+
 def _show_memory(
     config_file: str,
     memory_budget: str | None,
@@ -383,7 +411,7 @@ def _prepare_one_process() -> None:
 
 def _train_here(config: Config) -> str | None:
     """Train in this process; on rank 0, returns the record as one line of JSON."""
-    chosen = speed_settings(config.launch.num_ranks, os.environ)
+    chosen = speed_settings(config.launch.num_ranks, os.environ, device=config.launch.device)
     os.environ.update(chosen)
     if is_rank():
         require_paddle()

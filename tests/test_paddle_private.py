@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import gc
 import inspect
+import math
 import os
 import random
 import re
@@ -23,7 +24,7 @@ from paddle.base import core, framework
 from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
 from paddle_recompute import _paddle
-from paddle_recompute._paddle import gradients
+from paddle_recompute._paddle import gradients, travelling
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import DependencyError
 from tests.ranks import run_ranks
@@ -151,6 +152,40 @@ def test_writes_that_raise_no_version(how: str) -> None:
     version = x.inplace_version
     assert written_by(writes[how]) == [id(x)]
     assert x.inplace_version == version and float(x.sum()) > 0
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW"])
+def test_optimizer_create_param_lr(kind: str) -> None:
+    """At rate 0, with a gradient of 0, these optimizers leave a parameter as it is, bit by bit."""
+    layer = paddle.nn.Linear(3, 3)
+    optimizer = getattr(paddle.optimizer, kind)(0.1, parameters=layer.parameters())
+    assert _paddle.stands_still_at_rate_0(optimizer)
+
+    def step(rate: float, gradient: float) -> Any:
+        for parameter in layer.parameters():
+            parameter.grad = paddle.full_like(parameter, gradient)
+        with _paddle.learning_rate_times(optimizer, paddle.to_tensor(rate)):
+            optimizer.step()
+        return [parameter.numpy().tobytes() for parameter in layer.parameters()]
+
+    moved, stood = step(1.0, 0.5), step(0.0, 0.0)
+    assert moved == stood
+    assert step(1.0, 0.0) != stood or kind == "SGD"
+    assert "_create_param_lr" not in vars(optimizer)
+    assert not _paddle.stands_still_at_rate_0(
+        paddle.optimizer.RMSProp(0.1, parameters=[layer.bias])
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_update_loss_scaling(dtype: str) -> None:
+    """Zeros into all tensors where a condition of one element is true; else nothing."""
+    tensors = [paddle.to_tensor([1.0, math.nan, -2.0]).astype(dtype) for _ in range(2)]
+    before = [tensor.astype("float32").numpy().tobytes() for tensor in tensors]
+    _paddle.zero_if(paddle.to_tensor(False), tensors)
+    assert [tensor.astype("float32").numpy().tobytes() for tensor in tensors] == before
+    _paddle.zero_if(paddle.to_tensor(True), tensors)
+    assert all(not tensor.astype("float32").numpy().any() for tensor in tensors)
 
 
 def test_optimizer_create_optimization_pass() -> None:
@@ -445,11 +480,11 @@ def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:
 
 
 def group_of_our_own() -> list[float]:
+    from paddle_recompute.distributed.gloo_group import make_gloo_group
     from paddle_recompute.distributed.ranks import scope_of
-    from paddle_recompute.grad_sync._groups import make_gloo_group
 
     number = paddle.ones([1]) * (paddle.distributed.get_rank() + 1)
-    paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None)))
+    paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None), "test"))
     return number.tolist()
 
 
@@ -482,7 +517,8 @@ def test_init_parallel_env_lists_the_flags_that_paddle_sets_itself(
     assert {flag.name for flag in listed} <= _paddle.FLAGS_SET_BY_PADDLE
     parallel._print_modified_flags(listed)
     assert _paddle.without_own_flags("before\n" + capsys.readouterr().err) == "before\n"
-    parallel._print_modified_flags([*listed, make("FLAGS_mine", 1, 0)])
+    by_launch = make("FLAGS_use_stride_kernel", False, True)
+    parallel._print_modified_flags([*listed, by_launch, make("FLAGS_mine", 1, 0)])
     shown = _paddle.without_own_flags(capsys.readouterr().err)
     assert shown.count("FLAGS(") == 1 and "FLAGS_mine" in shown and shown.count("===\n") == 2
 
@@ -577,10 +613,45 @@ def test_memory_of_a_device_that_is_not_counted_is_refused(monkeypatch: pytest.M
             _memory.peak_bytes()
 
 
-def test_tensor_copy_to() -> None:
-    """``Tensor._copy_to(place, blocking)`` takes another tensor's place (`device.Arriving`)."""
-    x = paddle.ones([3])
-    assert x._copy_to(x.place, False).tolist() == [1.0, 1.0, 1.0]
+def test_tensor_copy_into_memory_that_is_there() -> None:
+    """``Tensor.copy_(source, blocking)`` keeps the memory (`device.Arriving`)."""
+    x = paddle.zeros([3])
+    address = x.data_ptr()
+    x.copy_(paddle.ones([3]), False)
+    assert x.tolist() == [1.0, 1.0, 1.0] and x.data_ptr() == address
+
+
+def test_memory_of_a_parameter_is_released_and_taken() -> None:
+    """``_clear_data`` and ``_share_buffer_to`` leave all else of a parameter as it is, also what
+    an operator has saved (`_paddle.travelling`)."""
+    weight = paddle.nn.Linear(2, 3).weight
+    x = paddle.ones([1, 2])
+    x.stop_gradient = False
+    y, values = paddle.matmul(x, weight), paddle.to_tensor(weight.numpy())
+    travelling.release_memory(weight)
+    assert not travelling.has_memory(weight)
+    assert list(weight.shape) == [2, 3] and not weight.stop_gradient
+    travelling.take_memory(weight, values)
+    y.sum().backward()
+    assert weight.inplace_version == 0 and x.grad.tolist() == [values.numpy().sum(1).tolist()]
+
+
+def test_a_gradient_is_taken_with_its_memory() -> None:
+    """``get_tensor()._share_data_with`` keeps what ``clear_gradient`` frees (`_paddle.travelling`),
+    and a gradient of another dtype can be put where none is."""
+    weight = paddle.nn.Linear(2, 3).weight
+    (weight.t() * 2).sum().backward()
+    taken = travelling.take_gradient(weight)
+    assert weight.grad is None and taken is not None and taken.tolist() == [[2.0] * 3] * 2
+    travelling.set_gradient(weight, taken.astype("float64"))
+    assert weight.grad.dtype == paddle.float64
+
+
+def test_optimizer_grad_clip() -> None:
+    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
+    weight = paddle.nn.Linear(2, 3).weight
+    optimizer = paddle.optimizer.SGD(parameters=[weight], grad_clip=clip)
+    assert _paddle.clip_of_optimizer(optimizer) is clip
 
 
 # -------------------------------------------------------------------------- translated bytecode
@@ -669,6 +740,30 @@ def test_places_by_kind_and_number() -> None:
 def test_the_peak_of_a_device_can_begin_anew() -> None:
     """``core.device_memory_stat_reset_peak_value``, from 3.0 on."""
     assert hasattr(core, "device_memory_stat_reset_peak_value") != IS_26
+
+
+def test_where_fleets_recompute_lives() -> None:
+    """The package attribute is the function; the module of the same name has it, too."""
+    from paddle.distributed import fleet
+
+    inner = sys.modules["paddle.distributed.fleet.recompute.recompute"]
+    assert fleet.recompute.recompute is inner.recompute is _paddle.fleet_recompute
+    assert fleet.utils.recompute is _paddle.FORWARDS_TO_FLEET is not _paddle.fleet_recompute
+    assert inner.recompute.__module__ == inner.__name__
+    assert _paddle.fleet_recompute_hybrid is fleet.recompute.recompute_hybrid
+    assert hasattr(inner, "custom_state_manager") != IS_26
+    if not IS_26:
+        manager = inner.custom_state_manager
+        assert manager.custom_get_state_func is manager.custom_set_state_func is None
+    assert _paddle.custom_state_functions() is None
+    assert (inner, "recompute") in list(_paddle.holders_of(_paddle.fleet_recompute))
+
+
+def test_is_raised_by_an_operator_knows_the_text_of_its_errors() -> None:
+    with pytest.raises(ValueError) as caught:
+        paddle.ones([2, 3]) + paddle.ones([4])
+    assert _paddle.is_raised_by_an_operator(caught.value)
+    assert not _paddle.is_raised_by_an_operator(ValueError("(my) own words"))
 
 
 # --------------------------------------------------------------------------------- nothing else

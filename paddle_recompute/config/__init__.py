@@ -6,6 +6,7 @@ from paddle_recompute.config._strategy import AmpConfigs, GradientMergeConfigs, 
 from paddle_recompute.config._types import byte_count
 from paddle_recompute.config.loading import load_config
 from paddle_recompute.config.schema import (
+    AUTO,
     Config,
     DataConfig,
     LaunchConfig,
@@ -15,6 +16,7 @@ from paddle_recompute.config.schema import (
 )
 
 __all__ = [
+    "AUTO",
     "PRESETS",
     "AmpConfigs",
     "Config",

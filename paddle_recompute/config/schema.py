@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._model import ModelConfig
@@ -24,6 +24,14 @@ from paddle_recompute.config._without_effect import without_effect
 def default_cache_dir() -> Path:
     """``$PADDLE_RECOMPUTE_CACHE``, or ``~/.cache/paddle_recompute`` where that is not set."""
     return Path(os.environ.get("PADDLE_RECOMPUTE_CACHE") or "~/.cache/paddle_recompute")
+
+
+AUTO = "auto"
+"""``checkpoints: auto``, which is read as the list of this one word."""
+
+
+def _auto_is_a_list(given: Any) -> Any:
+    return [AUTO] if given == AUTO else given
 
 
 class RecomputeConfig(Section):
@@ -65,7 +73,36 @@ class RecomputeConfig(Section):
         if v["policy"] == "budget" and v["offload"] != "none":
             yield Broken("offload", v["offload"], "is not supported by policy: budget; remove it")
 
-    rules = (_settings_need_their_policy, _fleet_has_no_more, _budget_and_its_bytes)
+    @staticmethod
+    def _offloaded_layers_are_all_recomputed(v: Values) -> Iterator[Broken]:
+        place, shards = v["offload_parameters"], v["num_shards"]
+        if place == "none":
+            if shards != RecomputeConfig.model_fields["num_shards"].default:
+                yield Broken(
+                    "num_shards", shards, "has no effect without offload_parameters; remove it"
+                )
+            return
+        for name, allowed in (
+            ("enable", True),
+            ("engine", "paddle_recompute"),
+            ("policy", "all"),
+            ("offload", "none"),
+            ("preserve_rng_state", True),
+        ):
+            if v[name] != allowed:
+                yield Broken(
+                    name,
+                    v[name],
+                    f"does not go with offload_parameters: {place}, which recomputes every "
+                    f"offloaded sublayer and keeps its inputs there too; remove it",
+                )
+
+    rules = (
+        _settings_need_their_policy,
+        _fleet_has_no_more,
+        _budget_and_its_bytes,
+        _offloaded_layers_are_all_recomputed,
+    )
 
     enable: bool = Field(True, description="false: the model is left as it is")
     engine: Literal["paddle_recompute", "fleet"] = Field(
@@ -74,10 +111,11 @@ class RecomputeConfig(Section):
         "recompute around each sublayer, as a reference. Cases that fleet computes wrong "
         "without an error are refused",
     )
-    checkpoints: list[str] = Field(
-        default_factory=lambda: ["encoder.layers.*"],
+    checkpoints: Annotated[list[str], BeforeValidator(_auto_is_a_list)] = Field(
+        default_factory=lambda: [AUTO],
         min_length=1,
-        description="glob patterns over sublayer names; * stays within one name, ** crosses dots",
+        description="glob patterns over sublayer names; * stays within one name, ** crosses dots; "
+        "auto: the repeated blocks of the model, found by its structure",
     )
     policy: Literal["all", "every_n", "segments", "budget"] = Field(
         "all",
@@ -99,6 +137,14 @@ class RecomputeConfig(Section):
         "none",
         description="where the inputs of recomputed parts are kept until the backward; none: on "
         "the device; host: pinned memory; disk: a temporary file",
+    )
+    offload_parameters: Literal["none", "host", "disk"] = Field(
+        "none",
+        description="where parameters, gradients and optimizer state of the selected sublayers are "
+        "while others compute; none: on the device; host: pinned memory; disk: a temporary file",
+    )
+    num_shards: Count = Field(
+        1, description="with offload_parameters: one of so many parts is on the device at a time"
     )
     preserve_rng_state: bool = Field(
         True,
@@ -373,7 +419,26 @@ class Config(Section):
                     path, v[path], "is a setting of the static graph; remove it in mode: dygraph"
                 )
 
+    @staticmethod
+    def _parameters_leave_in_dygraph(v: Values) -> Iterator[Broken]:
+        place = v["recompute.offload_parameters"]
+        if v["mode"] == "static" and place != "none":
+            yield Broken(
+                "recompute.offload_parameters",
+                place,
+                "is not supported by mode: static, whose Program owns its parameters; use dygraph",
+            )
+        if place != "none" and v["sync.mode"] == "fleet":
+            yield Broken("sync.mode", "fleet", "does not go with recompute.offload_parameters")
+        if place != "none" and v["sync.compression"] != "none":
+            yield Broken(
+                "sync.compression",
+                v["sync.compression"],
+                "is not supported with recompute.offload_parameters; use none",
+            )
+
     rules = (
+        _parameters_leave_in_dygraph,
         _batch_divides,
         _chunks_instead_of_micro_batches,
         _a_chunk_holds_a_text,

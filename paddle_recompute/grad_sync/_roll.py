@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 
 import paddle
@@ -9,6 +10,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.distributed import Scope, agree_on_parameters
 from paddle_recompute.errors import SyncError
+from paddle_recompute.grad_sync._pieces import GradientKeeper, keeper_of
 
 Source = Callable[[], Iterable[tuple[str, paddle.Tensor]]]
 """Lists name and parameter anew at each call."""
@@ -33,8 +35,12 @@ class Roll:
         self.names: list[str] = []
         self.gradients: list[paddle.Tensor | None] = []
         """As they were when `read` was called."""
+        self.keepers: dict[int, GradientKeeper] = {}
+        """Who has the gradients that are not in ``.grad``; their parameters take no part here."""
         self.trained: tuple[int, ...] = ()
         """Indices of those that took part in the last step, in the order of the source."""
+        self.digest = 0
+        """The same number on all ranks where the same parameters take part."""
         self.read()
 
     def read(self) -> bool:
@@ -46,6 +52,10 @@ class Roll:
         self.gradients = [None] * len(self.parameters)
         trained: dict[int, None] = {}  # by identity: a tied weight is one
         for name, parameter in self._source():
+            keeper = keeper_of(parameter)
+            if keeper is not None:
+                self.keepers[id(keeper)] = keeper
+                continue
             gradient = parameter.grad
             if gradient is None and parameter.stop_gradient:
                 continue
@@ -61,7 +71,18 @@ class Roll:
             trained[index] = None
         changed = tuple(trained) != self.trained
         self.trained = tuple(trained)
+        if changed:
+            self.digest = self._digest()
         return changed
+
+    def _digest(self) -> int:
+        """Names that Paddle gives by itself are left out: they may differ between the ranks."""
+        told = [
+            f"{index} {self.names[index] if self.structured else ''} "
+            f"{list(self.parameters[index].shape)} {self.parameters[index].dtype}"
+            for index in self.trained
+        ]
+        return zlib.crc32("\n".join(told).encode())
 
     def _join(self, name: str, parameter: paddle.Tensor) -> int:
         index = self._index_of[id(parameter)] = len(self.parameters)

@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.distributed import exchange_long, is_distributed, scope_of
+from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.batch_size import extrapolated, probe, with_rows
@@ -124,4 +124,4 @@ def smallest_of_ranks(rows: int) -> int:
     """The smallest of the ranks' numbers, on all of them."""
     if not is_distributed():
         return rows
-    return min(int(n) for n in exchange_long(rows, "the rows of a batch", scope_of(None)))
+    return min(int(n) for n in values_of_ranks(rows, "the rows of a batch"))

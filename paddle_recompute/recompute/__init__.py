@@ -5,12 +5,17 @@
 that a configuration selects.
 """
 
-from paddle_recompute.recompute.function import recompute
+from paddle_recompute.recompute._auto import find_blocks
+from paddle_recompute.recompute._hooks import innermost
+from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept, SomeOnHost
+from paddle_recompute.recompute.function import RecomputeOptions, recompute, run_recomputed
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
+    WrappedLayer,
     forward_count,
     recompute_wrapper,
+    replace_class,
 )
 from paddle_recompute.recompute.selection import (
     RecomputeReport,
@@ -31,14 +36,22 @@ from paddle_recompute.recompute.treatment import (
 from paddle_recompute.replay import is_recomputing
 
 __all__ = [
+    "OFFLOADS",
+    "InputStorage",
+    "Kept",
     "PartOption",
     "RecomputeLayer",
+    "RecomputeOptions",
     "RecomputeReport",
     "RecomputedFunction",
+    "SomeOnHost",
     "Unit",
+    "WrappedLayer",
     "apply_recompute",
     "check_patterns",
+    "find_blocks",
     "forward_count",
+    "innermost",
     "is_recomputing",
     "is_treated",
     "layers_matching",
@@ -46,6 +59,8 @@ __all__ = [
     "parts_of_block",
     "recompute",
     "recompute_wrapper",
+    "replace_class",
+    "run_recomputed",
     "treat_calls",
     "treat_parts",
     "undo_recompute",

@@ -18,6 +18,7 @@ from paddle_recompute.config import AmpConfigs, Config
 from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.models import build_model
+from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.trainer.build import build_step
@@ -160,7 +161,9 @@ def measure_step(
     paddle.seed(config.train.seed)
     model = build_model(config.model, vocab_size)
     model.train()
-    if recompute:
+    if recompute and config.recompute.offload_parameters != "none":
+        offload_layers(model, config.recompute)
+    elif recompute:
         if plan is None:
             if config.recompute.policy == "budget":  # the plan is made when the chunks are known
                 config = _with_all_blocks(config)

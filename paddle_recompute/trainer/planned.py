@@ -17,7 +17,7 @@ from paddle_recompute._nested import tensors_in
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
 from paddle_recompute.contrastive import GradCache
-from paddle_recompute.distributed import exchange_long, is_distributed, scope_of
+from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import PlanError
 from paddle_recompute.models import build_model
 from paddle_recompute.planner import (
@@ -139,7 +139,7 @@ class BudgetPlanner:
         """The largest bytes of all ranks, call by call; the same on every rank."""
         if not is_distributed():
             return own
-        everywhere = exchange_long(own.to_dict(), "the costs of a step", scope_of(None))
+        everywhere = values_of_ranks(own.to_dict(), "the costs of a step")
         return maximum([StepCosts.from_dict(json.loads(json.dumps(one))) for one in everywhere])
 
     def _agree(self, plan: RecomputePlan) -> None:
@@ -150,7 +150,7 @@ class BudgetPlanner:
         """
         if not is_distributed():
             return
-        hashes = exchange_long(plan.hash, "the hash of the plan", scope_of(None))
+        hashes = values_of_ranks(plan.hash, "the hash of the plan")
         if len(set(hashes)) > 1:
             raise PlanError(f"the ranks made different plans: {', '.join(hashes)}")
 

@@ -43,6 +43,7 @@ from paddle_recompute.distributed import (
 )
 from paddle_recompute.errors import ConfigError, DataError, DivergenceError, StoppedError
 from paddle_recompute.models import build_model
+from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
@@ -207,6 +208,8 @@ class Trainer:
         if self._plan is not None:
             if self.config.mode == "dygraph":
                 self._plan.apply(model)
+        elif self.config.recompute.offload_parameters != "none":
+            self._say(str(offload_layers(model, self.config.recompute)))
         elif self.config.recompute.enable:
             self._say(str(apply_recompute(model, self.config.recompute)))
         else:
@@ -263,11 +266,15 @@ class Trainer:
             window.start()
             for step, epoch, micro_batches in self._steps(loader, done, total, ids):
                 paddle.seed(step_seed(settings.seed, step, self._rank))
+                saves = step == total or step % (settings.save_every or total) == 0
+                logs = step == total or step % settings.log_every == 0
                 try:
                     result = train_step(micro_batches)
+                    if logs or saves:
+                        result.loss  # noqa: B018  waits for the device: the time is that of steps
                 except DivergenceError as error:
                     raise DivergenceError(
-                        f"step {step}: {error}. The last checkpoint is as it was"
+                        f"step {step - error.steps_ago}: {error}. The last checkpoint is as it was"
                     ) from error
                 self._say_if_skipped(step, result)
                 rate = float(schedule())
@@ -275,10 +282,9 @@ class Trainer:
                 window.stop()
                 progress.advance()
                 stops = step < total and stop.after(step)
-                saves = stops or step == total or step % (settings.save_every or total) == 0
-                if saves:
+                if saves or stops:
                     figures = self._figures(_finite(result.loss), whole_run, window)
-                if step % settings.log_every == 0 or stops or step == total:
+                if logs or stops:
                     record = {
                         "step": step,
                         "epoch": epoch,
@@ -299,7 +305,7 @@ class Trainer:
                     progress.show({**record, "loss": result.loss})
                     if log is not None:
                         log.write(record)
-                if saves:
+                if saves or stops:
                     train_step.write_back()
                     self._checkpoints.save(
                         step,
