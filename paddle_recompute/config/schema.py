@@ -320,6 +320,11 @@ class TrainConfig(Section):
         Path("outputs"), description="folder for checkpoints, metrics and report"
     )
     log_every: Count = Field(10, description="optimizer steps between metrics records")
+    on_oom: Literal["stop", "replan"] = Field(
+        "stop",
+        description="when a step runs out of memory; replan, with recompute.policy: budget on one "
+        "rank in dygraph: reserve 5 % more, plan again and repeat the step; stop: end the run",
+    )
     save_every: Count | None = Field(
         None, description="optimizer steps between checkpoints; none: one checkpoint, at the end"
     )
@@ -437,7 +442,24 @@ class Config(Section):
                 "is not supported with recompute.offload_parameters; use none",
             )
 
+    @staticmethod
+    def _replans_what_is_planned(v: Values) -> Iterator[Broken]:
+        if v["train.on_oom"] != "replan":
+            return
+        if v["recompute.policy"] != "budget" or not v["recompute.enable"]:
+            yield Broken("train.on_oom", "replan", "needs recompute.policy: budget")
+        if v["mode"] != "dygraph":
+            yield Broken("train.on_oom", "replan", "is for mode: dygraph; a Program is built once")
+        if v["launch.num_ranks"] * v["launch.num_nodes"] > 1:
+            yield Broken(
+                "train.on_oom",
+                "replan",
+                "is for one rank: the others would wait in a collective for the one that failed; "
+                "lower recompute.memory_budget instead",
+            )
+
     rules = (
+        _replans_what_is_planned,
         _parameters_leave_in_dygraph,
         _batch_divides,
         _chunks_instead_of_micro_batches,

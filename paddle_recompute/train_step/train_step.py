@@ -175,6 +175,8 @@ class TrainStep:
             assert loss_fn is not None
             self._backward = PlainBackward(model, loss_fn, self._sync, self.autocast)
         self._loss = loss
+        self.is_updating = False
+        """Whether the optimizer changes parameters now; true after an update that failed."""
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
         self._num_examples = num_examples or self._backward.count
@@ -392,7 +394,9 @@ class TrainStep:
                     gradient.scale_(self._clip_grad_norm / norm)
                 if self._offloaded is not None:
                     self._offloaded.scale_gradients(self._clip_grad_norm / norm)
+            self.is_updating = True
             self._optimizer.step()
+            self.is_updating = False
             return
         self._backward.explain()
         if self._scaler is None:
@@ -412,7 +416,9 @@ class TrainStep:
             scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)
         rate = finite.astype("float32").reshape([])
         with _paddle.learning_rate_times(self._optimizer, rate):
+            self.is_updating = True
             self._optimizer.step()
+            self.is_updating = False
 
     def _scale_residuals(self, ratio: float) -> None:
         """Rescale the accumulated rounding errors to the new loss scale."""

@@ -18,7 +18,7 @@ from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
-from paddle_recompute.errors import PlanError
+from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.models import build_model
 from paddle_recompute.planner import (
     JOINED,
@@ -32,7 +32,7 @@ from paddle_recompute.planner import (
     simulate,
     uniform,
 )
-from paddle_recompute.train_step import build_optimizer
+from paddle_recompute.train_step import Step, build_optimizer
 from paddle_recompute.trainer.memory_probe import (
     BATCHES_AHEAD,
     largest_batch,
@@ -204,3 +204,44 @@ def _autocast(config: Config) -> Any:
     return paddle.amp.auto_cast(
         enable=config.strategy.amp and config.mode == "dygraph", level=amp.level, dtype=amp.dtype
     )
+
+
+RESERVED_AGAIN = 0.05
+"""Part of the budget that is reserved more after a step ran out of memory."""
+
+
+def planned_again(
+    config: Config, plan: RecomputePlan | None, step: Step, error: MemoryError, number: int
+) -> RecomputePlan:
+    """The plan with which step `number`, which ran out of memory, is repeated.
+
+    Raises:
+        ConfigError: The run does not plan again, or the parameters are half updated.
+        PlanError: Nothing stays within the budget with 5 % less.
+    """
+    if getattr(step, "is_updating", False):
+        raise ConfigError(
+            f"step {number} ran out of memory in the optimizer's update, so the parameters are "
+            "half updated: continue from the last checkpoint with train.resume=true and a lower "
+            "recompute.memory_budget"
+        ) from error
+    if plan is None or config.train.on_oom != "replan":
+        held = _memory.format_bytes(_memory.current_bytes()) if _memory.is_counted() else "?"
+        advice = (
+            "set train.on_oom: replan, or lower recompute.memory_budget"
+            if plan is not None
+            else "set recompute.policy: budget with recompute.memory_budget at what the device has "
+            f"to give (Paddle holds {held} now), which finds what must be recomputed"
+        )
+        raise ConfigError(f"step {number} ran out of memory ({error}); {advice}") from error
+    return plan.recalibrated(max(1, int(RESERVED_AGAIN * plan.memory_budget)))
+
+
+def apply_again(plan: RecomputePlan, model: paddle.nn.Layer) -> None:
+    """Drop what a step that failed has left (gradients, graphs that errors held); wrap anew."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.clear_gradient(False)
+    gc.collect()
+    plan.remove(model)
+    plan.apply(model)

@@ -47,12 +47,12 @@ from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
-from paddle_recompute.train_step import StepResult, build_schedule
+from paddle_recompute.train_step import Step, StepResult, build_schedule
 from paddle_recompute.trainer.build import build_step, check_mode
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
-from paddle_recompute.trainer.planned import BudgetPlanner
+from paddle_recompute.trainer.planned import BudgetPlanner, apply_again, planned_again
 from paddle_recompute.trainer.report import retrieval_table, write_report
 from paddle_recompute.trainer.resume import RunCheckpoints, remove_record, write_record
 
@@ -269,7 +269,7 @@ class Trainer:
                 saves = step == total or step % (settings.save_every or total) == 0
                 logs = step == total or step % settings.log_every == 0
                 try:
-                    result = train_step(micro_batches)
+                    result = self._survivor(train_step, micro_batches, model, step)
                     if logs or saves:
                         result.loss  # noqa: B018  waits for the device: the time is that of steps
                 except DivergenceError as error:
@@ -331,6 +331,21 @@ class Trainer:
             **figures,
             **self._learned_temperature(objective),
         }
+
+    def _survivor(
+        self, train_step: Step, micro_batches: list[Batch], model: paddle.nn.Layer, step: int
+    ) -> StepResult:
+        """One step; if it runs out of memory, an error says so, or it is planned again."""
+        while True:
+            try:
+                return train_step(micro_batches)
+            except MemoryError as error:
+                self._plan = planned_again(self.config, self._plan, train_step, error, step)
+                error.__traceback__ = None
+            apply_again(self._plan, model)
+            self._plan.save(self._folder / "plan.json")
+            self._say(f"Step {step} ran out of memory and is repeated with another {self._plan}")
+            paddle.seed(step_seed(self.config.train.seed, step, self._rank))
 
     def _stop(self, signal_number: int | None) -> NoReturn:
         """Say how to go on, and end this rank, as all others do now."""

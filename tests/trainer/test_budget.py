@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paddle_recompute import Trainer, load_config
+from paddle_recompute import Trainer, TrainStep, load_config
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.planner import RecomputePlan
@@ -93,8 +93,37 @@ def test_a_budget_that_is_too_small_ends_the_run(tmp_path: Path) -> None:
             ["recompute.policy=budget", "recompute.memory_budget=1GiB", "recompute.engine=fleet"],
             "not supported by engine: fleet",
         ),
+        (["train.on_oom=replan"], "needs recompute.policy: budget"),
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(CONFIG, overrides)
+
+
+@needs_peaks
+def test_a_step_that_runs_out_of_memory_is_planned_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "once").mkdir(), (tmp_path / "never").mkdir()
+    planned = ["recompute.policy=budget", "recompute.memory_budget=1GiB"]
+    undisturbed = run(tmp_path / "never", *planned)
+    own_step = TrainStep.__call__
+    calls = []
+
+    def fails_once(self: TrainStep, micro_batches: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 4:  # two steps of the measurement, one of training
+            self._model(micro_batches[0]["query"]).sum().backward()
+            raise MemoryError("out of memory")
+        return own_step(self, micro_batches)
+
+    monkeypatch.setattr(TrainStep, "__call__", fails_once)
+    found = run(tmp_path / "once", *planned, "train.on_oom=replan")
+    assert len(calls) == 7
+    assert found["loss"] == undisturbed["loss"]  # the same bits
+    plan = RecomputePlan.load(tmp_path / "once" / "out" / "plan.json")
+    assert plan.costs.excess >= 0.05 * 2**30
+    calls.clear()
+    with pytest.raises(ConfigError, match=r"ran out of memory.*on_oom: replan"):
+        run(tmp_path / "once", *planned)
