@@ -857,3 +857,16 @@ def test_the_backward_of_a_leaf_alone_runs_its_hooks_and_adds() -> None:
     for _ in range(2):
         paddle.autograd.backward([parameter], [paddle.ones([2])])
     assert seen == [[1.0, 1.0], "added"] * 2 and parameter.grad.tolist() == [4.0, 4.0]
+
+
+def test_optimizer_grad_clip_and_multi_precision() -> None:
+    layer = paddle.nn.Linear(2, 2)
+    plain = paddle.optimizer.AdamW(parameters=layer.parameters())
+    assert hasattr(plain, "_grad_clip") and hasattr(plain, "_multi_precision")
+    assert not _paddle.clips_gradients(plain) and not _paddle.keeps_master_weights(plain)
+    other = paddle.optimizer.AdamW(
+        parameters=layer.parameters(),
+        grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0),
+        multi_precision=True,
+    )
+    assert _paddle.clips_gradients(other) and _paddle.keeps_master_weights(other)

@@ -92,6 +92,8 @@ from paddle_recompute._paddle.translation import (
     set_translator,
 )
 from paddle_recompute._paddle.updates import (
+    clips_gradients,
+    keeps_master_weights,
     learning_rate_times,
     stands_still_at_rate_0,
     zero_if,
@@ -127,6 +129,7 @@ __all__ = [
     "can_reset_host_memory_peak",
     "children_of",
     "clip_of_optimizer",
+    "clips_gradients",
     "current_backward",
     "custom_state_functions",
     "fleet_recompute",
@@ -147,6 +150,7 @@ __all__ = [
     "is_parameter",
     "is_raised_by_an_operator",
     "keeps_main_grad",
+    "keeps_master_weights",
     "layout_of",
     "learning_rate_times",
     "leaves_with_hooks",

@@ -142,7 +142,7 @@ class Job:
                 2 * 4 * len(trained) if name in ("Adam", "AdamW", "Lamb", "NAdam", "RAdam") else 0
             )
             half = [p for p in trained if _nested.dtype_name(p.dtype) in ("float16", "bfloat16")]
-            if getattr(self.optimizer, "_multi_precision", False):
+            if _paddle.keeps_master_weights(self.optimizer):
                 held["masters"] = 4 * sum(int(p.size) for p in half)
         return held
 
@@ -155,8 +155,8 @@ class Job:
         return there + (held["moments"] + held["masters"] if moments else 0)
 
     def _update_bytes(self, gradients: int) -> int:
-        clip = getattr(self.optimizer, "_grad_clip", None)
-        return gradients if clip is not None else 0
+        clips = self.optimizer is not None and _paddle.clips_gradients(self.optimizer)
+        return gradients if clips else 0
 
     def signature(self) -> str:
         """A hash of the model's structure and the batch's shapes: a plan is for one of them."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,10 +22,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 from numpy.typing import NDArray
 
-from paddle_recompute import _paddle
 from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.config import Config
 from paddle_recompute.data import (
@@ -49,6 +46,7 @@ from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
 from paddle_recompute.train_step import Step, StepResult, build_schedule
 from paddle_recompute.trainer.build import build_step, check_mode
+from paddle_recompute.trainer.joining import join_ranks
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
@@ -109,7 +107,7 @@ class Trainer:
             DivergenceError: The loss or the gradient is not finite (in float16: also after the loss
                 scale was lowered); the message names the step.
         """
-        self._rank, self._world_size = _join_ranks(self.config)
+        self._rank, self._world_size = join_ranks(self.config)
         check_mode(self.config)
         self._make_folder()
         self._checkpoints = RunCheckpoints(
@@ -494,26 +492,6 @@ def total_steps(config: Config, steps_per_epoch: int) -> int:
 def step_seed(seed: int, step: int, rank: int) -> int:
     """The seed of the dropout masks of one step on one rank, in [0, 2**32)."""
     return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
-
-
-def _join_ranks(config: Config) -> tuple[int, int]:
-    """Choose the device, join the process group if there is one; returns (rank, world size)."""
-    if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
-        raise ConfigError(
-            "launch.device is gpu, but the installed Paddle is built without CUDA; install "
-            "paddlepaddle-gpu or set launch.device=cpu"
-        )
-    paddle.set_device(config.launch.device)
-    running = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-    if running != config.world_size:
-        raise ConfigError(
-            f"launch.num_ranks * launch.num_nodes is {config.world_size}, and {running} "
-            f"{'rank is' if running == 1 else 'ranks are'} running; start with `paddle-recompute "
-            f"train` or fleetrun, or set launch.num_ranks={running}"
-        )
-    if running > 1 and not dist.is_initialized():
-        _paddle.init_parallel_env()
-    return dist.get_rank(), running
 
 
 def _finite(value: float) -> float | None:
