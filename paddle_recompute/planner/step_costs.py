@@ -96,7 +96,8 @@ def check_measurable(model: paddle.nn.Layer) -> None:
     """
     if not memory.can_reset_peak():
         raise DependencyError(
-            f"Paddle {paddle.__version__} cannot start the peak of memory anew on "
+            "this Paddle cannot start the peak of memory anew on "
+            f
             f"'{paddle.get_device()}', so the calls of a step cannot be measured one by one; use "
             "Paddle 3, or load a plan that was made there"
         )
