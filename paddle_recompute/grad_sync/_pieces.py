@@ -7,6 +7,7 @@ last one of a step, and leaves its parameters out of its own buckets.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -43,13 +44,14 @@ class GradientKeeper(Protocol):
 
 
 def keep_elsewhere(parameter: paddle.Tensor, keeper: GradientKeeper) -> None:
-    """From now on, `keeper` has the gradient of `parameter`; `parameter` keeps `keeper`."""
-    setattr(parameter, _KEEPER, keeper)
+    """From now on, `keeper` has the gradient of `parameter`, as long as somebody keeps `keeper`."""
+    setattr(parameter, _KEEPER, weakref.ref(keeper))
 
 
 def keeper_of(parameter: paddle.Tensor) -> GradientKeeper | None:
     """Who has the gradient of `parameter`; None: it is in ``.grad``."""
-    return getattr(parameter, _KEEPER, None)
+    keeper: weakref.ref[GradientKeeper] | None = getattr(parameter, _KEEPER, None)
+    return keeper() if keeper is not None else None
 
 
 class PieceSender:
