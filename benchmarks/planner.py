@@ -118,8 +118,8 @@ def job_of(name: str) -> Job:
         model = nn.Sequential(*[Recurrent(96) for _ in range(8)])
         batch = paddle.randn([16, 24, 96])
     else:
-        model = nn.Sequential(encoder(6, 96, 4), Mean())
-        batch = paddle.randn([64, 24, 96]), paddle.randn([64, 24, 96])
+        model = nn.Sequential(encoder(4, 64, 4), Mean())
+        batch = paddle.randn([32, 16, 64]), paddle.randn([32, 16, 64])
         cache, loss = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=16), None
     optimizer = paddle.optimizer.AdamW(1e-4, parameters=model.parameters())
     patterns = {"resnet50": ["layer*.*"]}.get(name)
@@ -245,7 +245,7 @@ MODELS = {
     "resnet50": "ResNet-50, 8 images of 64 x 64",
     "unet": "U-Net, 7 double convolutions, 4 images of 48 x 48",
     "lstm": "8 residual LSTMs, width 96, 16 x 24",
-    "towers": "two towers, one encoder of 6 blocks, gradient cache in chunks of 16 of 64 pairs",
+    "towers": "two towers, one encoder of 4 blocks, gradient cache in chunks of 16 of 32 pairs",
 }
 
 

@@ -7,7 +7,6 @@ the gradients as it does there, and every byte is where it would be.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ import paddle
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import PlanError
+from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import PLAIN, WHOLE, OptionCost
 from paddle_recompute.planner.skeleton import HostTensor, RecordedCall
 from paddle_recompute.recompute import (
@@ -78,7 +78,11 @@ def measure_call(
         for option in wanted:
             with _under(block, option, parts.get(option, ()), preserve_rng_state):
                 runs[option].append(_run(block, call, gradients))
-    freed = _freed_input(block, call)
+    freed = {}
+    for option in wanted:
+        if option != WHOLE:  # which keeps its input whatever its operators do
+            with _under(block, option, parts.get(option, ()), preserve_rng_state):
+                freed[option] = _freed_input(block, call)
     plain = min(run.seconds for run in runs[PLAIN])
     return {
         option: replace(
@@ -87,8 +91,7 @@ def measure_call(
             seconds=max(plain, min(run.seconds for run in found)),
             forward_seconds=min(run.forward_seconds for run in found),
             takes_offers=option != PLAIN,
-            # A block that is recomputed keeps its input whatever its operators do.
-            frees_input=freed if option == PLAIN else 0,
+            frees_input=freed.get(option, 0),
         )
         for option, found in runs.items()
     }, gradients
@@ -145,12 +148,10 @@ def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) 
         given = {one.data_ptr() for one in _nested.tensors_in((args, kwargs))}
         before = memory.current_bytes()
         memory.reset_peak()
-        _wait()
-        began = time.perf_counter()
+        began = now()
         with _paddle.amp_state_of(call.amp):
             outputs = block(*args, **kwargs)
-        _wait()
-        forwarded = time.perf_counter()
+        forwarded = now()
         forward_peak = memory.peak_bytes() - before
         after = memory.current_bytes() - before
         fresh = {
@@ -171,10 +172,9 @@ def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) 
         held = memory.current_bytes() - before
         small = sum(one.size * one.element_size() for one in ends)
         memory.reset_peak()
-        continued = time.perf_counter()
+        continued = now()
         paddle.autograd.backward(ends)
-        _wait()
-        ended = time.perf_counter()
+        ended = now()
         backward_peak = memory.peak_bytes() - before - small
     for name, parameter in block.named_parameters():
         if parameter.grad is not None:
@@ -189,9 +189,3 @@ def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) 
         keeps_output=bool(output_bytes) and held - small >= after,
         offers_output=offers,
     )
-
-
-def _wait() -> None:
-    """For the kernels of a device, so that the clock reads theirs."""
-    if str(paddle.get_device()) != "cpu":
-        paddle.device.synchronize()

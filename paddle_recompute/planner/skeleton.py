@@ -8,7 +8,6 @@ plain step, and everything outside of the blocks (embedding, head, loss) is the 
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
+from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import Event
 from paddle_recompute.planner.signatures import structure_of
 
@@ -116,15 +116,15 @@ class _Recorder:
         self._restart()
 
     def event(self, kind: Any, call: int, leave: int | None = None) -> None:
-        now, start = memory.current_bytes(), self.skeleton.start
+        level, start = memory.current_bytes(), self.skeleton.start
         self.skeleton.events.append(
             Event(
                 kind,
                 call,
                 memory.peak_bytes() - start,
-                now - start,
-                now - start,
-                time.perf_counter() - self._since,
+                level - start,
+                level - start,
+                now() - self._since,
             )
         )
         self._restart()
@@ -141,7 +141,7 @@ class _Recorder:
 
     def _restart(self) -> None:
         memory.reset_peak()
-        self._since = time.perf_counter()
+        self._since = now()
 
     def call(self, name: str, forward: Callable[..., Any], inputs: Any) -> Any:
         place = len(self.skeleton.calls)
