@@ -2,10 +2,10 @@
 
 Encoders of two and of three blocks of BERT-large's shape (hidden 1024, 16 heads, feed-forward
 4096, vocabulary 30522, 76 masked positions per sequence, AdamW, float32) are measured with batches
-of 2, 3 and 4. Peaks are affine in blocks and batch, so they are extended to 24 blocks. Nothing is tuned to
-what Paddle has published (14 sequences plain, 53 with recompute, 87 with recompute and mixed
-precision, on a V100 of 32 GB), and no GPU is used: kernels there need workspace and keep other
-things (a fused attention keeps no scores).
+of 2, 3 and 4. Peaks are affine in blocks and batch, so they are extended to 24 blocks. Nothing is
+tuned to what Paddle has published (14 sequences plain, 53 with recompute, 87 with recompute and
+mixed precision, on a V100 of 32 GB), and no GPU is used: kernels there need workspace and keep
+other things (a fused attention keeps no scores).
 
     python -m benchmarks.bert_large
 """
