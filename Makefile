@@ -148,7 +148,7 @@ bench: venv
 	    module=benchmarks.$$(basename $$script .py); \
 	    case $$module in \
 	        *.sync_cost_model|*.batch_size_study) continue;; \
-	        *.contrastive_vs_sentence_transformers|*.third_party) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
+	        *.contrastive_vs_sentence_transformers|*.third_party|*.peers) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
 	        *.sync|*.sync_scaling) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
 	    esac; \
 	    echo "=== python -m $$module"; \
@@ -159,7 +159,7 @@ bench: venv
 # bench-control_plane, bench-control_port, bench-gloo_starts,
 # bench-batch_size_study, bench-peers_that_die, bench-static_graph, bench26-static_graph,
 # bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-offload, bench-real_models,
-# bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party; with Paddle 2.6:
+# bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
 bench-%: venv
 	.venv/bin/python -m benchmarks.$*
@@ -168,6 +168,10 @@ bench-%: venv
 bench-third_party: venv-nlp venv-formers
 	.venv-nlp/bin/python -m benchmarks.third_party --library paddlenlp $(ARGS)
 	.venv-formers/bin/python -m benchmarks.third_party --library paddleformers $(ARGS)
+
+# FairScale, torch's own and sentence-transformers beside fleet's and ours.
+bench-peers: venv venv-torch
+	.venv/bin/python -m benchmarks.peers $(ARGS)
 
 # Needs the environment of the other library too.
 bench-contrastive_vs_sentence_transformers: venv venv-torch

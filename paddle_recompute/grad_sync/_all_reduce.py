@@ -88,6 +88,8 @@ class ThreadAllReducer:
         return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
 
     def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
+        if not numbers:  # gloo refuses to reduce nothing
+            return []
         return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
 
     def _reduce(
@@ -135,6 +137,8 @@ class StreamAllReducer:
         return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
 
     def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
+        if not numbers:  # gloo refuses to reduce nothing
+            return []
         return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
 
     def _reduce(

@@ -97,7 +97,6 @@ def check_measurable(model: paddle.nn.Layer) -> None:
     if not memory.can_reset_peak():
         raise DependencyError(
             "this Paddle cannot start the peak of memory anew on "
-            f
             f"'{paddle.get_device()}', so the calls of a step cannot be measured one by one; use "
             "Paddle 3, or load a plan that was made there"
         )
