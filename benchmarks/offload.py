@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 FAIRSCALE = [
     ["models", "`nn.Sequential` only", "a chain of Layers, or named sublayers of any model"],
     ["ranks", "one device", "data parallel; a shard's gradients travel while the next computes"],
-    ["numbers", "float32", "float32; half precision with float32 masters and loss scale"],
+    ["numbers", "float32", "float32; operators in half precision (level O1) with a loss scale"],
     ["where the rest is", "host memory", "host memory, pinned on GPUs, or a file"],
 ]
 
