@@ -870,3 +870,20 @@ def test_optimizer_grad_clip_and_multi_precision() -> None:
         multi_precision=True,
     )
     assert _paddle.clips_gradients(other) and _paddle.keeps_master_weights(other)
+
+
+def test_init_parallel_env_makes_its_group_by_new_process_group_impl() -> None:
+    """`_paddle.start` puts its own in this place."""
+    source = inspect.getsource(paddle.distributed.parallel.init_parallel_env)
+    assert "_new_process_group_impl" in source or "_new_process_group_impl" in inspect.getsource(
+        paddle.distributed.collective
+    )
+    assert callable(paddle.distributed.parallel._new_process_group_impl)
+
+
+def test_core_has_what_numbers_are_reduced_with() -> None:
+    """``_paddle.all_reduce_numbers``."""
+    assert {"SUM", "MIN", "MAX"} <= set(dir(core.ReduceOp))
+    assert paddle.base.framework._current_expected_place() is not None
+    numbers = core.eager.Tensor(np.ones(2), core.CPUPlace())
+    assert numbers.numpy().tolist() == [1.0, 1.0]
