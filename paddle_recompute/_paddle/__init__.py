@@ -24,6 +24,7 @@ from paddle_recompute._paddle.backward import (
 from paddle_recompute._paddle.distributed import (
     FLAGS_SET_BY_PADDLE,
     StoreConnection,
+    all_reduce_numbers,
     init_parallel_env,
     is_from_gloo,
     make_gloo_group,
@@ -90,6 +91,11 @@ from paddle_recompute._paddle.translation import (
     never_translate_files_below,
     set_translator,
 )
+from paddle_recompute._paddle.updates import (
+    learning_rate_times,
+    stands_still_at_rate_0,
+    zero_if,
+)
 from paddle_recompute._paddle.version import (
     NEWEST_KNOWN,
     OLDEST_SUPPORTED,
@@ -111,6 +117,7 @@ __all__ = [
     "StoreConnection",
     "address_of",
     "after_each_backward",
+    "all_reduce_numbers",
     "amp_off",
     "amp_state",
     "amp_state_of",
@@ -141,6 +148,7 @@ __all__ = [
     "is_raised_by_an_operator",
     "keeps_main_grad",
     "layout_of",
+    "learning_rate_times",
     "leaves_with_hooks",
     "make_gloo_group",
     "make_unscaling_visible",
@@ -161,6 +169,7 @@ __all__ = [
     "set_own_parameters",
     "set_translator",
     "shares_memory",
+    "stands_still_at_rate_0",
     "statistics_among_parameters",
     "store_await",
     "store_publish",
@@ -170,4 +179,5 @@ __all__ = [
     "watch_writes",
     "with_layout",
     "without_own_flags",
+    "zero_if",
 ]

@@ -17,7 +17,7 @@ from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._model import ModelConfig
 from paddle_recompute.config._section import Broken, Section, Values
 from paddle_recompute.config._strategy import STATIC_AMP, AmpConfigs, StrategyConfig
-from paddle_recompute.config._types import Count, UserPath
+from paddle_recompute.config._types import ByteCount, Count, UserPath
 from paddle_recompute.config._without_effect import without_effect
 
 
@@ -58,6 +58,22 @@ class RecomputeConfig(Section):
             yield Broken("offload", v["offload"], "is not supported by engine: fleet; remove it")
 
     @staticmethod
+    def _budget_and_its_bytes(v: Values) -> Iterator[Broken]:
+        given = v["memory_budget"]
+        if v["policy"] == "budget" and given is None:
+            yield Broken("memory_budget", None, "required with policy: budget, for example 8GiB")
+        if v["policy"] != "budget" and given is not None:
+            yield Broken(
+                "memory_budget",
+                given,
+                f"has no effect with policy: {v['policy']}; set policy: budget or remove it",
+            )
+        if v["policy"] == "budget" and v["engine"] == "fleet":
+            yield Broken("policy", "budget", "is not supported by engine: fleet; use all, every_n")
+        if v["policy"] == "budget" and v["offload"] != "none":
+            yield Broken("offload", v["offload"], "is not supported by policy: budget; remove it")
+
+    @staticmethod
     def _offloaded_layers_are_all_recomputed(v: Values) -> Iterator[Broken]:
         place, shards = v["offload_parameters"], v["num_shards"]
         if place == "none":
@@ -84,14 +100,9 @@ class RecomputeConfig(Section):
     rules = (
         _settings_need_their_policy,
         _fleet_has_no_more,
+        _budget_and_its_bytes,
         _offloaded_layers_are_all_recomputed,
     )
-    refused_values: ClassVar[Any] = {
-        "policy": {"budget": "policy budget is not available yet; use all, every_n or segments"}
-    }
-    refused_keys: ClassVar[Any] = {
-        "memory_budget": "a memory budget for recompute is not available yet; use policy",
-    }
 
     enable: bool = Field(True, description="false: the model is left as it is")
     engine: Literal["paddle_recompute", "fleet"] = Field(
@@ -106,10 +117,16 @@ class RecomputeConfig(Section):
         description="glob patterns over sublayer names; * stays within one name, ** crosses dots; "
         "auto: the repeated blocks of the model, found by its structure",
     )
-    policy: Literal["all", "every_n", "segments"] = Field(
+    policy: Literal["all", "every_n", "segments", "budget"] = Field(
         "all",
         description="all: each selected sublayer on its own; every_n: the 1st, (n+1)th, ... of "
-        "them; segments: consecutive ones are joined and recomputed together",
+        "them; segments: consecutive ones are joined and recomputed together; budget: what is "
+        "fastest within memory_budget, by measurement",
+    )
+    memory_budget: ByteCount | None = Field(
+        None,
+        description="with policy: budget, the most bytes that a rank may hold on its device, all "
+        "in all, as in 8GiB",
     )
     every_n: Count = Field(2, description="the n of policy every_n, in selected sublayers")
     segments: Count | Literal["auto"] = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +11,15 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute.config import AmpConfigs
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import mean_over_ranks
-from paddle_recompute.errors import ConfigError, DivergenceError
-from paddle_recompute.grad_sync import GradientSync, SyncMode
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode
 from paddle_recompute.offload import Finishing, OffloadOptimizer
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
+from paddle_recompute.train_step.clipping import scale_to_norm
 from paddle_recompute.train_step.mixed_precision import MixedPrecision, to_float32
 from paddle_recompute.train_step.optimizer_state import (
     set_state_of,
@@ -33,6 +36,7 @@ from paddle_recompute.train_step.parameters import (
     warn_of_not_updated,
 )
 from paddle_recompute.train_step.step import StepResult
+from paddle_recompute.train_step.unread_steps import Outcome, UnreadSteps, divergence
 
 
 class TrainStep:
@@ -56,10 +60,17 @@ class TrainStep:
     2. backward,
     3. the ranks' gradients are averaged, still scaled: an overflow on one rank reaches all,
     4. gradients become float32 and are divided by the scale,
-    5. the ranks agree on whether loss and gradient are finite everywhere,
+    5. loss and gradient are finite, or not: the same on all ranks, which agreed on the loss and
+       have the same bits of the mean gradient,
     6. if they are: clipping, by the norm of the whole synchronized gradient, and the update; if
        not, neither, on any rank,
     7. the loss scale moves.
+
+    Reading a number of a device makes the host wait for all that the device has to do. With SGD,
+    Momentum, Adam or AdamW, a step reads none (the first one and every 64th does): clipping and the
+    decision of 6. stay on the device, and loss and norm do until the result is looked at. With a
+    loss scale or with another optimizer it reads once. Several ranks wait once for each other, at
+    the end of the backward, for the small collective in which they agree.
 
     Examples:
         >>> import paddle
@@ -167,6 +178,7 @@ class TrainStep:
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
         self._num_examples = num_examples or self._backward.count
+        self._unread = UnreadSteps(self._backward.explain)
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Run one optimizer step.
@@ -184,7 +196,10 @@ class TrainStep:
                 number of examples cannot be told, or the optimizer has got parameters that `sync`
                 does not synchronize.
             DivergenceError: Loss or gradient is not finite, without a loss scale or even after it
-                was lowered. The parameters are unchanged.
+                was lowered. The parameters are unchanged. Where nothing is read in a step, this
+                comes when the result is looked at, in `state_dict`, or 64 steps later; neither the
+                step nor those after it have changed the parameters then.
+            RecomputeError: `grad_cache` has found another number in a second forward; likewise.
         """
         if len(micro_batches) != self._accumulate_steps:
             raise ConfigError(
@@ -193,11 +208,14 @@ class TrainStep:
             )
         began = time.perf_counter()
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
-        per_rank = mean_over_ranks(math.fsum(counts), self._sync.group)
-        # The mean and not the sum, as the synchronization divides by the number of ranks. Exactly
-        # accumulate_steps where all counts are equal: then it is the plain mean, to the bit.
-        divisors = [per_rank / count for count in counts]
+        total = math.fsum(counts)
+        if self._offloaded is not None:  # shards are sent and gone before the backward ends
+            total = mean_over_ranks(total, self._sync.group)
+        # Exactly accumulate_steps where all counts are equal: then it is the plain mean, to the
+        # bit. The synchronization weighs the ranks, where theirs differ.
+        divisors = [total / count for count in counts]
         loss_scale = self._scaler.scale if self._scaler is not None else None
+        self._sync.report = StepReport(total if self._offloaded is None else None, self._terms())
         if self._offloaded is not None:
             is_double = any(p.dtype == paddle.float64 for p in self._trained)
             self._offloaded.finish_with(
@@ -208,28 +226,29 @@ class TrainStep:
                 )
             )
         last = self._accumulate_steps - 1
-        losses = [
-            self._backward(
-                micro_batch, divisor=divisors[place], loss_scale=loss_scale, last=place == last
+        losses = []
+        for place, micro_batch in enumerate(micro_batches):
+            divisor = self._sync.report.divisor = divisors[place]
+            losses.append(
+                self._backward(
+                    micro_batch, divisor=divisor, loss_scale=loss_scale, last=place == last
+                )
             )
-            for place, micro_batch in enumerate(micro_batches)
-        ]
         synchronized = time.perf_counter()
         self._look_through_parameters()
         timeline = self._sync.timeline
         computed = timeline.backward_ended if timeline is not None else synchronized
-        own_loss = sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True))
-        grad_norm = self._unscale()
-        loss, finite = self._agree(own_loss, grad_norm)
-        if finite:
-            self._clip(grad_norm)
-            self._optimizer.step()
-        elif self._scaler is None:
-            raise DivergenceError(
-                f"the loss is {loss} and the gradient norm {grad_norm}; the parameters are as they "
-                "were before this step. Lower the learning rate, lengthen its warm-up, or set "
-                "clip_grad_norm"
-            )
+        agreed = self._sync.agreed
+        outcome = Outcome(losses, divisors, self._unscale(), agreed.loss if agreed else None)
+        must_read = self._must_read
+        loss = norm = math.nan
+        finite = True
+        if must_read:
+            loss, norm = outcome.read()
+            finite = self._is_finite_everywhere(loss, norm)
+            self._update_if(finite, loss, norm)
+        else:
+            self._update_on_device(outcome)
         # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
         self._optimizer.clear_grad(set_to_zero=False)
         for parameter in self._model.parameters():
@@ -243,7 +262,10 @@ class TrainStep:
             "sync": synchronized - computed,
             "update": time.perf_counter() - synchronized,
         }
-        return StepResult(loss, grad_norm, seconds, not finite, loss_scale)
+        if must_read:
+            return StepResult(loss, norm, seconds, not finite, loss_scale)
+        self._unread.look_at_times()
+        return StepResult.unread(functools.partial(self._unread.look_at, outcome), seconds)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The mixed precision of the forward pass, for an evaluation of the model; without `amp`
@@ -267,7 +289,9 @@ class TrainStep:
         Raises:
             CheckpointError: The optimizer updates a parameter that is neither of `model` nor of
                 `loss`.
+            DivergenceError: A step was not finite that nobody has looked at.
         """
+        self._unread.look()
         state: dict[str, Any] = {
             "optimizer": state_of(self._optimizer, structured_parameters(self._model, self._loss)),
             "sync": self._sync.state_dict(),
@@ -317,8 +341,8 @@ class TrainStep:
         self._updated = updated(self._trained, self._optimizer)
 
     @paddle.no_grad()
-    def _unscale(self) -> float:
-        """Divide the gradients by the loss scale; returns their norm.
+    def _unscale(self) -> paddle.Tensor:
+        """Divide the gradients by the loss scale; returns their norm, one number.
 
         The norm is the test for overflow too: it is finite only if every element is.
         """
@@ -337,18 +361,58 @@ class TrainStep:
             for p in self._updated
             if p.grad is not None or id(p) in offloaded
         ]
-        if not squares:
-            return 0.0
-        return float(paddle.add_n(squares).sqrt().item())
+        return paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
+
+    @property
+    def _must_read(self) -> bool:
+        """Whether the host must know loss and norm before it can go on: for the next loss scale,
+        or to leave out the step of an optimizer that would change parameters all the same.
+        """
+        return (
+            self._scaler is not None
+            or self._offloaded is not None
+            or not _paddle.stands_still_at_rate_0(self._optimizer)
+        )
+
+    def _is_finite_everywhere(self, loss: float, norm: float) -> bool:
+        """With a loss scale the ranks make sure of it: a step that one of them skipped alone would
+        move the scales apart for good.
+        """
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if self._scaler is None:
+            return finite
+        return mean_over_ranks(float(finite), self._sync.group) == 1
 
     @paddle.no_grad()
-    def _clip(self, norm: float) -> None:
-        """Scale gradients as ``paddle.nn.ClipGradByGlobalNorm`` does."""
-        if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
-            for gradient in self._gradients():
-                gradient.scale_(self._clip_grad_norm / norm)
-            if self._offloaded is not None:
-                self._offloaded.scale_gradients(self._clip_grad_norm / norm)
+    def _update_if(self, finite: bool, loss: float, norm: float) -> None:
+        """Clip and update, or leave the parameters alone."""
+        if finite:
+            if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
+                for gradient in self._gradients():
+                    gradient.scale_(self._clip_grad_norm / norm)
+                if self._offloaded is not None:
+                    self._offloaded.scale_gradients(self._clip_grad_norm / norm)
+            self._optimizer.step()
+            return
+        self._backward.explain()
+        if self._scaler is None:
+            raise divergence(loss, norm)
+
+    @paddle.no_grad()
+    def _update_on_device(self, outcome: Outcome) -> None:
+        """The same without the host: bit by bit, as long as the step is finite.
+
+        Where it is not, the parameters stay, and the optimizer's moments decay as with a gradient
+        of 0.
+        """
+        finite = self._unread.add(outcome)
+        gradients = self._gradients()
+        _paddle.zero_if(paddle.logical_not(finite), gradients)
+        if self._clip_grad_norm is not None:
+            scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)
+        rate = finite.astype("float32").reshape([])
+        with _paddle.learning_rate_times(self._optimizer, rate):
+            self._optimizer.step()
 
     def _scale_residuals(self, ratio: float) -> None:
         """Rescale the accumulated rounding errors to the new loss scale."""
@@ -361,11 +425,12 @@ class TrainStep:
     def _gradients(self) -> list[paddle.Tensor]:
         return [p.grad for p in self._updated if p.grad is not None]
 
-    def _agree(self, own_loss: float, grad_norm: float) -> tuple[float, bool]:
-        """The loss over all ranks, and whether it and all ranks' gradients are finite."""
-        overflow = 0.0 if math.isfinite(grad_norm) else 1.0
-        overflows = mean_over_ranks(overflow, self._sync.group)
-        # Infinities of both signs on two ranks have no mean.
-        own_loss = math.nan if own_loss == -math.inf else own_loss
-        loss = mean_over_ranks(own_loss, self._sync.group)
-        return loss, math.isfinite(loss) and overflows == 0
+    def _terms(self) -> dict[str, Any]:
+        """What must be the same on all ranks in this step."""
+        rate = self._optimizer.get_lr()
+        return {
+            "accumulate_steps": self._accumulate_steps,
+            "clip_grad_norm": self._clip_grad_norm,
+            "the loss scale": self._scaler.scale if self._scaler is not None else None,
+            "the learning rate": rate if isinstance(rate, (int, float)) else None,
+        }
