@@ -46,12 +46,10 @@ def test_a_stack_that_the_device_cannot_hold_trains_on_it() -> None:
     assert offloaded["peak"] <= plain["peak"] / 6
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_mixed_precision_gives_the_bits_of_the_plain_chain(dtype: str, place: str) -> None:
+def test_mixed_precision_gives_the_bits_of_the_plain_chain(place: str) -> None:
     """The loss scale of float16 is taken out of a shard's gradients when they leave the device."""
-    scale = {"init_loss_scaling": 2.0**12} if dtype == "float16" else {}
-    amp = AmpConfigs(dtype=dtype, level="O1", **scale)
+    amp = AmpConfigs(dtype="float16", level="O1", init_loss_scaling=2.0**12)
     expected, losses = train(plain(), steps=3, amp=amp)
     actual, same_losses = train(offloaded(offload=place), steps=3, amp=amp)
     assert losses == same_losses
@@ -60,4 +58,4 @@ def test_mixed_precision_gives_the_bits_of_the_plain_chain(dtype: str, place: st
 
 def test_half_precision_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match="level O2 casts the parameters"):
-        train(offloaded(), steps=1, amp=AmpConfigs(dtype="bfloat16", level="O2"))
+        train(offloaded(), steps=1, amp=AmpConfigs(dtype="float16", level="O2"))
