@@ -104,7 +104,9 @@ def main() -> None:
             "",
             *table(("gradient cache", "memory / plain", "time / plain", "lines"), caches),
             "",
-            *table(("case", *cases), [(n, *(c.get(n, "-") for c in cases.values())) for n in names]),
+            *table(
+                ("case", *cases), [(n, *(one.get(n, "-") for one in cases.values())) for n in names]
+            ),
         ],
     )  # fmt: skip
     print(path.read_text(encoding="utf-8"))
