@@ -123,6 +123,7 @@ DEVICE_TESTS := tests/fake_device \
     $(addprefix tests/contrastive/test_,grad_cache.py grad_cache_replay.py gather.py) \
     tests/contrastive/test_grad_cache_memory.py \
     tests/grad_sync/test_gradient_sync.py \
+    tests/offload \
     $(addprefix tests/train_step/test_,train_step.py mixed_precision.py host_reads.py) \
     tests/test_checkpoint.py
 ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FAKE_COPY_US=200
@@ -155,8 +156,9 @@ bench: venv
 	done
 
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
+# bench-control_plane, bench-control_port, bench-gloo_starts,
 # bench-batch_size_study, bench-peers_that_die, bench-static_graph, bench26-static_graph,
-# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-real_models,
+# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-offload, bench-real_models,
 # bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
 bench-%: venv

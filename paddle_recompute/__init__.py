@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     from paddle_recompute.models import build_model
     from paddle_recompute.offload import OffloadSequential
     from paddle_recompute.patch import patch_fleet, unpatch_fleet
-    from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan
+    from paddle_recompute.planner import (
+        BatchSize,
+        MemoryEstimate,
+        RecomputePlan,
+        estimate,
+        find_batch_size,
+        plan,
+    )
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
@@ -47,6 +54,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchSize",
     "Config",
     "ContrastiveLoss",
     "GradCache",
@@ -65,6 +73,7 @@ __all__ = [
     "build_model",
     "errors",
     "estimate",
+    "find_batch_size",
     "forward_count",
     "is_recomputing",
     "load_config",
@@ -86,6 +95,7 @@ _WITH_PADDLE = {
     "ContrastiveLoss": "contrastive",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
+    "BatchSize": "planner",
     "MemoryEstimate": "planner",
     "OffloadSequential": "offload",
     "RecomputeLayer": "recompute",
@@ -97,6 +107,7 @@ _WITH_PADDLE = {
     "apply_recompute": "recompute",
     "build_model": "models",
     "estimate": "planner",
+    "find_batch_size": "planner",
     "plan": "planner",
     "forward_count": "recompute",
     "is_recomputing": "recompute",

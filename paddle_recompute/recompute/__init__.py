@@ -5,14 +5,17 @@
 that a configuration selects.
 """
 
+from paddle_recompute.recompute._auto import find_blocks
 from paddle_recompute.recompute._hooks import innermost
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept, SomeOnHost
 from paddle_recompute.recompute.function import RecomputeOptions, recompute, run_recomputed
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
+    WrappedLayer,
     forward_count,
     recompute_wrapper,
+    replace_class,
 )
 from paddle_recompute.recompute.selection import (
     RecomputeReport,
@@ -43,8 +46,10 @@ __all__ = [
     "RecomputedFunction",
     "SomeOnHost",
     "Unit",
+    "WrappedLayer",
     "apply_recompute",
     "check_patterns",
+    "find_blocks",
     "forward_count",
     "innermost",
     "is_recomputing",
@@ -54,6 +59,7 @@ __all__ = [
     "parts_of_block",
     "recompute",
     "recompute_wrapper",
+    "replace_class",
     "run_recomputed",
     "treat_calls",
     "treat_parts",
