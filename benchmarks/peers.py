@@ -105,7 +105,7 @@ def main() -> None:
             *table(("gradient cache", "memory / plain", "time / plain", "lines"), caches),
             "",
             *table(
-                ("case", *cases), [(n, *(c.get(n, "-") for c in cases.values())) for n in names]
+                ("case", *cases), [(n, *(one.get(n, "-") for one in cases.values())) for n in names]
             ),
         ],
     )  # fmt: skip

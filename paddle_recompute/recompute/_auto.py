@@ -25,10 +25,12 @@ class Blocks:
     Attributes:
         names: Their names, in the model's order.
         kind: The name of their class.
+        in_list: Whether they are in a LayerList or Sequential, not attributes side by side.
     """
 
     names: tuple[str, ...]
     kind: str
+    in_list: bool
 
     def __str__(self) -> str:
         parents = {name.rpartition(".")[0] for name in self.names}
@@ -64,7 +66,7 @@ def _blocks_in(layer: paddle.nn.Layer, name: str, seen: set[int]) -> list[Blocks
         if id(child) not in seen and _SIDE_BY_SIDE not in child_name.lower():
             seen.add(id(child))
             members.append((f"{name}.{child_name}" if name else child_name, child))
-    is_list = is_container(layer) or isinstance(layer, paddle.nn.Sequential)
+    is_list = isinstance(layer, (paddle.nn.LayerList, paddle.nn.Sequential))
     inside = {member_name: _blocks_in(member, member_name, seen) for member_name, member in members}
     lists: dict[type, list[str]] = {}
     for member_name, member in members:
@@ -73,12 +75,25 @@ def _blocks_in(layer: paddle.nn.Layer, name: str, seen: set[int]) -> list[Blocks
     found: list[Blocks] = []
     for member_name, member in members:
         same = lists.get(type(member), []) if _is_block(member) else []
-        longest = max((len(blocks.names) for one in same for blocks in inside[one]), default=0)
-        if len(same) < (1 if is_list else 2) or longest > max(len(same), 2):
+        inner = [blocks for one in same for blocks in inside[one]]
+        if len(same) < (1 if is_list else 2) or _are_better(inner, len(same), is_list):
             found += inside[member_name]
         elif member_name == same[0]:
-            found.append(Blocks(tuple(same), type(member).__name__))
+            found.append(Blocks(tuple(same), type(member).__name__, is_list))
     return found
+
+
+def _are_better(inner: list[Blocks], length: int, is_list: bool) -> bool:
+    """Whether to take lists inside the members of a list of `length` in place of these.
+
+    Attributes side by side, such as two towers, are no match for a list; two of them inside a
+    block, such as its two attentions, are no list.
+    """
+    lists = [len(blocks.names) for blocks in inner if blocks.in_list]
+    pairs = [len(blocks.names) for blocks in inner if not blocks.in_list]
+    if max(pairs, default=0) > max(length, 2):
+        return True
+    return max(lists, default=0) > (length if is_list else 1)
 
 
 def _is_block(layer: paddle.nn.Layer) -> bool:

@@ -85,6 +85,18 @@ MODELS: dict[str, tuple[Callable[[], paddle.nn.Layer], list[str]]] = {
         lambda: Holder(stem=Linear(4, 4), block1=Mlp(), block2=Mlp(), head=Linear(4, 4)),
         ["block1, block2 (2 x Mlp)"],
     ),
+    "two short towers": (
+        lambda: Holder(query=Holder(layers=mlps(2)), text=Holder(layers=mlps(2))),
+        ["query.layers.* (2 x Mlp)", "text.layers.* (2 x Mlp)"],
+    ),
+    "different towers in a dict": (
+        lambda: paddle.nn.LayerDict({"image": Sequential(Mlp(), Mlp()), "text": Holder(x=mlps(2))}),
+        ["image.* (2 x Mlp)", "text.x.* (2 x Mlp)"],
+    ),
+    "one block with two attentions": (
+        lambda: Holder(layers=LayerList([paddle.nn.TransformerDecoderLayer(8, 2, 16)])),
+        ["layers.* (1 x TransformerDecoderLayer)"],
+    ),
     "one block": (lambda: Holder(layers=mlps(1)), ["layers.* (1 x Mlp)"]),
     "a Sequential of blocks": (
         lambda: Sequential(Linear(4, 4), Mlp(), Mlp(), Linear(4, 4)),
