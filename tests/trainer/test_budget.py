@@ -123,7 +123,7 @@ def test_a_step_that_runs_out_of_memory_is_planned_again(
     assert len(calls) == 7
     assert found["loss"] == undisturbed["loss"]  # the same bits
     plan = RecomputePlan.load(tmp_path / "once" / "out" / "plan.json")
-    assert plan.costs.excess >= 0.05 * 2**30
+    assert plan.costs.excess >= int(0.05 * 2**30)
     calls.clear()
     with pytest.raises(ConfigError, match=r"ran out of memory.*on_oom: replan"):
         run(tmp_path / "once", *planned)
