@@ -43,18 +43,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 FAIRSCALE = [
     ["models", "`nn.Sequential` only", "a chain of Layers, or named sublayers of any model"],
-    [
-        "inputs and outputs",
-        "a tensor or a tuple",
-        "nested tensors; one that is passed on; integers",
-    ],
     ["ranks", "one device", "data parallel; a shard's gradients travel while the next computes"],
-    ["numbers", "float32", "float32; half precision with float32 masters and loss scale"],
-    ["where the rest is", "host memory", "host memory (pinned), or a file"],
-    ["optimizer state", "moved with the shard, one optimizer", "one Paddle optimizer per shard"],
-    ["clipping", "the user's", "by the norm of all gradients, measured when a shard leaves"],
-    ["random numbers", "preserved", "preserved, to the bit of the plain chain"],
-    ["checkpoints", "of the wrapped model's names", "of the plain model's names, both ways"],
+    ["numbers", "float32", "float32; operators in half precision (level O1) with a loss scale"],
+    ["where the rest is", "host memory", "host memory, pinned on GPUs, or a file"],
 ]
 
 
@@ -175,7 +166,7 @@ def main() -> None:
         f"- So the limit is {max(recomputed, moved) / plain:.2f} times plain with everything "
         f"overlapped, and {(recomputed + moved) / plain:.2f} with nothing overlapped.",
         "",
-        "## Against FairScale's OffloadModel (its documentation, 0.4)",
+        "## Against FairScale's OffloadModel (its documentation)",
         "",
         *table(["", "FairScale", "here"], FAIRSCALE),
     ]

@@ -31,6 +31,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.config import AmpConfigs
 from paddle_recompute.errors import ConfigError, DivergenceError
+from paddle_recompute.offload import OffloadOptimizer
 
 MAX_SKIPS_IN_A_ROW = 50
 """After so many steps without an update the loss scale is not what is wrong."""
@@ -217,6 +218,10 @@ def _decorate(
         raise ConfigError(
             "level O2 casts the parameters, which paddle.DataParallel has laid out in float32 "
             "buffers already; give TrainStep the bare model, it synchronizes gradients itself"
+        )
+    if isinstance(optimizer, OffloadOptimizer):
+        raise ConfigError(
+            "level O2 casts the parameters, and offloaded ones are not on the device; use level O1"
         )
     if not isinstance(optimizer, (paddle.optimizer.Adam, paddle.optimizer.AdamW)):
         raise ConfigError(

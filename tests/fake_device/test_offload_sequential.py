@@ -7,7 +7,12 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
+from paddle_recompute.config import AmpConfigs
+from paddle_recompute.errors import ConfigError
 from tests.fake_device import switches
+from tests.offload.chains import assert_same_bits, offloaded, plain, train
 from tests.ranks import ROOT
 
 PLENTY_MB = 1024
@@ -39,3 +44,20 @@ def test_a_stack_that_the_device_cannot_hold_trains_on_it() -> None:
     offloaded = told(run("offloaded", limit_mb))
     assert offloaded["losses"] == plain["losses"]
     assert offloaded["peak"] <= plain["peak"] / 6
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_mixed_precision_gives_the_bits_of_the_plain_chain(dtype: str, place: str) -> None:
+    """The loss scale of float16 is taken out of a shard's gradients when they leave the device."""
+    scale = {"init_loss_scaling": 2.0**12} if dtype == "float16" else {}
+    amp = AmpConfigs(dtype=dtype, level="O1", **scale)
+    expected, losses = train(plain(), steps=3, amp=amp)
+    actual, same_losses = train(offloaded(offload=place), steps=3, amp=amp)
+    assert losses == same_losses
+    assert_same_bits(expected, actual)
+
+
+def test_half_precision_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="level O2 casts the parameters"):
+        train(offloaded(), steps=1, amp=AmpConfigs(dtype="bfloat16", level="O2"))

@@ -53,6 +53,31 @@ def test_five_steps_give_the_bits_of_the_plain_chain(options: dict[str, Any]) ->
     assert_same_bits(expected, actual)
 
 
+def _lars(parameters: Any) -> Any:
+    from paddle.incubate.optimizer import LarsMomentumOptimizer
+
+    return LarsMomentumOptimizer(learning_rate=0.1, momentum=0.9, parameter_list=parameters)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: paddle.optimizer.SGD(0.1, parameters=parameters),
+        lambda parameters: paddle.optimizer.Momentum(0.1, parameters=parameters),
+        lambda parameters: paddle.optimizer.Adam(1e-2, parameters=parameters),
+        lambda parameters: paddle.optimizer.Adagrad(1e-2, parameters=parameters),
+        lambda parameters: paddle.optimizer.Lamb(1e-2, parameters=parameters),
+        _lars,
+    ],
+    ids=["SGD", "Momentum", "Adam", "Adagrad", "Lamb", "Lars"],
+)
+def test_any_optimizer_that_treats_each_parameter_by_itself(make: Any) -> None:
+    expected, losses = train(plain(), make=make, steps=3)
+    actual, same_losses = train(offloaded(), make=make, steps=3)
+    assert losses == same_losses
+    assert_same_bits(expected, actual)
+
+
 def _rank(is_offloaded: bool, accumulate: int, mode: str) -> Any:
     model = offloaded() if is_offloaded else plain()
     return train(model, accumulate=accumulate, sync=mode)
