@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
+    from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
@@ -46,8 +47,10 @@ __all__ = [
     "ContrastiveLoss",
     "GradCache",
     "GradientSync",
+    "MemoryEstimate",
     "RecomputeConfig",
     "RecomputeLayer",
+    "RecomputePlan",
     "RecomputeReport",
     "TrainStep",
     "Trainer",
@@ -56,7 +59,9 @@ __all__ = [
     "apply_recompute",
     "build_model",
     "errors",
+    "estimate",
     "load_config",
+    "plan",
     "recompute",
     "recompute_wrapper",
     "static_graph",
@@ -72,13 +77,17 @@ _WITH_PADDLE = {
     "ContrastiveLoss": "contrastive",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
+    "MemoryEstimate": "planner",
     "RecomputeLayer": "recompute",
+    "RecomputePlan": "planner",
     "RecomputeReport": "recompute",
     "TrainStep": "train_step",
     "Trainer": "trainer",
     "all_gather_with_grad": "contrastive",
     "apply_recompute": "recompute",
     "build_model": "models",
+    "estimate": "planner",
+    "plan": "planner",
     "recompute": "recompute",
     "recompute_wrapper": "recompute",
 }

@@ -247,6 +247,10 @@ def parity(
     launch.num_ranks ranks, from the same weights on the same pairs. Compares losses, gradients and
     parameters. Exits with code 1 if they differ by more than the tolerance, and names the first
     parameter that differs.
+
+    The runs named "fleet" are the reference: dygraph with Paddle's own recompute and gradient
+    synchronization (recompute.engine: fleet, sync.mode: fleet). Dygraph with recompute must equal
+    the reference bit by bit on up to two ranks. If fleet cannot train FILE, the report says why.
     """
     with _errors_in_one_paragraph(debug, "interrupted; all processes have ended"):
         config = load_config(config_file, overrides)

@@ -40,6 +40,10 @@ class RecomputeError(PaddleRecomputeError, RuntimeError):
     """A recomputed function cannot be repeated, or its second forward differs from the first."""
 
 
+class PlanError(PaddleRecomputeError, ValueError):
+    """No plan keeps within the memory budget, or the step cannot be measured or planned."""
+
+
 class SyncError(PaddleRecomputeError, RuntimeError):
     """The ranks differ in what they synchronize, or synchronization failed."""
 

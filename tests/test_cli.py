@@ -287,12 +287,12 @@ def test_run_that_was_moved_is_named(trained: Path, tmp_path: Path) -> None:
     gone = {**json.loads(about.read_text()), "model": "/gone/checkpoint/step-3"}
     about.write_text(json.dumps(gone))
     search = ("search", "--index", tmp_path, "dog")
-    assert_one_paragraph(command(*search), "/gone/checkpoint: holds no trained model")
+    assert_one_paragraph(command(*search), "/gone/checkpoint: contains no trained model")
     assert command(*search, "--model", trained / "run").exit_code == 0
 
 
 def test_errors_of_encode_and_search_are_one_paragraph(trained: Path, tmp_path: Path) -> None:
-    assert_one_paragraph(encoded(tmp_path, tmp_path / "pool.npy"), "holds no trained model")
+    assert_one_paragraph(encoded(tmp_path, tmp_path / "pool.npy"), "contains no trained model")
     assert_one_paragraph(encoded(trained, tmp_path / "pool.csv"), ".npy and .jsonl")
     missing = command("search", "--index", tmp_path / "pool.npy", "dog")
     assert_one_paragraph(missing, "there is no such file", "paddle-recompute encode")

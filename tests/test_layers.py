@@ -17,6 +17,10 @@ OPEN_ROOMS = {"_paddle"}
 FOR_ALL = {"errors"}
 """On the lowest floor too, there are errors to raise."""
 MOST_LOOSE_MODULES = 6
+BRANCHING = {"_paddle/static/__init__.py", "recompute/program/_backend.py"}
+"""The modules that may ask which representation Paddle builds Programs in."""
+QUESTIONS = {"representation", "use_pir_api", "in_pir_mode", "in_pir_executor_mode"}
+"""Functions that answer it, ours and Paddle's."""
 
 
 def floors() -> dict[str, int]:
@@ -89,6 +93,37 @@ def breaches(root: Path) -> list[str]:
             if room not in OPEN_ROOMS and not (is_package or is_loose):
                 found.append(f"{where}: past the __init__ of {room}")
     return found
+
+
+def branches_on_representation(root: Path) -> list[str]:
+    """Every module that names a function of `QUESTIONS`, by its path in the package."""
+    package = root / PACKAGE
+    return sorted(
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if {getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", "")}
+        & QUESTIONS
+    )
+
+
+def test_two_modules_branch_on_the_representation() -> None:
+    assert set(branches_on_representation(ROOT)) == BRANCHING
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "from paddle_recompute._paddle.static import representation as kind",
+        "def f():\n    return static.representation() == 'pir'",
+        "paddle.framework.use_pir_api()",
+    ],
+)
+def test_a_planted_branch_is_found(tmp_path: Path, planted: str) -> None:
+    module = tmp_path / PACKAGE / "static_graph" / "minimize.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(f"{planted}\n", encoding="utf-8")
+    assert branches_on_representation(tmp_path) == ["static_graph/minimize.py"]
 
 
 def test_every_import_points_down_and_through_the_door() -> None:

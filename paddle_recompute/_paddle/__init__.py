@@ -5,7 +5,13 @@ function names the Paddle versions that it serves, why a public API does not, an
 ``tests/test_paddle_private.py`` names each private symbol, so a release that moves one is noticed.
 """
 
-from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of, operator_names
+from paddle_recompute._paddle.amp import (
+    AmpState,
+    amp_off,
+    amp_state,
+    amp_state_of,
+    operator_names,
+)
 from paddle_recompute._paddle.backward import (
     Backward,
     at_end_of_backward,
@@ -93,6 +99,7 @@ __all__ = [
     "Layout",
     "StoreConnection",
     "address_of",
+    "amp_off",
     "amp_state",
     "amp_state_of",
     "at_end_of_backward",

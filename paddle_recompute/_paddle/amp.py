@@ -53,6 +53,12 @@ def _set_amp_state(state: AmpState) -> None:
     tracer._use_promote = state.use_promote
 
 
+def amp_off() -> contextlib.AbstractContextManager[None]:
+    """``auto_cast(enable=False)``, with a type: Paddle's has none."""
+    off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
+    return off
+
+
 @functools.cache
 def operator_names() -> frozenset[str]:
     """Every name that this Paddle has for an operator, in dygraph and in either kind of Program.

@@ -79,10 +79,6 @@ class Arriving:
             self._tensor: paddle.Tensor | None = copy._copy_to(place, False)
         self._done = to.recorded(to.stream)
 
-    def has_arrived(self) -> bool:
-        """Whether the device has made the copy."""
-        return bool(self._done.query())
-
     def tensor(self) -> paddle.Tensor:
         """The tensor; once. What is computed from now on waits for it on the device."""
         arrived, self._tensor = self._tensor, None
@@ -93,7 +89,7 @@ class Arriving:
 
     def __del__(self) -> None:
         if getattr(self, "_tensor", None) is not None:
-            self._done.synchronize()  # nobody took it: its memory must not be written any more
+            self._done.synchronize()  # it was not taken: its memory must not be written any more
 
 
 @functools.cache

@@ -112,8 +112,8 @@ def make_unscaling_visible() -> None:
     """From now on, what `paddle.amp.GradScaler` unscales in place has another ``inplace_version``.
 
     ``_legacy_C_ops.check_finite_and_unscale`` (2.6, 3.x; fleet's scaler calls it too) writes to the
-    gradients without raising it, unlike other operators, so nobody could tell. It is looked up at
-    each call, so it is wrapped, once. Can go when the kernel raises the version.
+    gradients without raising it, unlike other operators. It is looked up at each call, so it is
+    wrapped, once. Can go when the kernel raises the version.
     """
     unscale = paddle._legacy_C_ops.check_finite_and_unscale
 

@@ -29,7 +29,7 @@ def set_generator_states(states: tuple[Any, Any]) -> None:
 
 
 class _Probe(threading.local):
-    """A generator of nobody's, to look into the states of others."""
+    """A spare generator, to read the states of others."""
 
     def __init__(self) -> None:
         self.generator = core.Generator()

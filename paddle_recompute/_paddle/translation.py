@@ -34,7 +34,7 @@ def never_translate_files_below(directory: str) -> None:
 
 
 set_translator: Callable[[Any], Any] = core.set_eval_frame
-"""Make another function translate bytecode in this thread, None: nobody; returns the one before.
+"""Make another function translate bytecode in this thread, None: none; returns the one before.
 
 What `to_static` would compile inside a recomputed function keeps its activations in a scope of its
 own, where no saved-tensor hook sees them. ``core.set_eval_frame`` (2.6, 3.x) is what the translator

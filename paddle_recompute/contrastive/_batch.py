@@ -1,4 +1,4 @@
-"""What the two ways to compute the contrastive loss, whole and in tiles, start from."""
+"""The input of both forms of the contrastive loss, dense and tiled."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Scale = float | paddle.Tensor
 
 @dataclass(frozen=True)
 class ContrastiveBatch:
-    """The vectors that are scored with each other, those of this rank's pairs among them.
+    """The vectors that are scored with each other, this rank's pairs among them.
 
     Attributes:
-        queries: ``[pairs, dim]``; where positives do not search, they are this rank's alone.
+        queries: ``[pairs, dim]``; this rank's pairs only, unless positives search too.
         positives: ``[pairs, dim]``, row i belongs to query i.
-        own_queries: Where this rank's pairs stand in `queries`; None: they are all there is.
-        own_positives: Where they stand in `positives`; None likewise.
-        negatives: ``[negatives, dim]``, more candidates for the queries, of no one's own.
-        positive_ids: ``[pairs]``, int64: equal numbers are equal texts. None: nothing is masked.
-        negative_ids: ``[negatives]``, int64, likewise.
+        own_queries: This rank's rows in `queries`; None: all rows.
+        own_positives: This rank's rows in `positives`; None: all rows.
+        negatives: ``[negatives, dim]``, more candidates, for all queries.
+        positive_ids: ``[pairs]``, int64: equal ids mean equal texts. None: nothing is masked.
+        negative_ids: ``[negatives]``, int64, in the same numbering.
     """
 
     queries: paddle.Tensor
@@ -38,11 +38,11 @@ class LossOptions:
 
     Attributes:
         symmetric: Whether positives search for queries too; the loss is the mean of both.
-        label_smoothing: Share of the label that goes to all candidates alike.
+        label_smoothing: Share of the label that is spread evenly over all candidates.
         weight: Factor of the mean over this rank's pairs, so that the mean over the ranks is the
-            mean over the pairs of all of them: pairs of this rank / mean number of pairs.
-        normalize: Whether the vectors are still to be scaled to length 1; the loss in tiles does
-            it, without a second copy of them.
+            mean over all their pairs: pairs of this rank / mean number of pairs.
+        normalize: Whether the vectors must still be scaled to length 1; the tiled loss does this
+            per tile, without a second copy of all vectors.
     """
 
     symmetric: bool

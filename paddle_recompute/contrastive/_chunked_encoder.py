@@ -1,13 +1,12 @@
-"""One encoder and its batch during one step: encoded in chunks, and later once more with a graph.
+"""An encoder that runs in chunks: first without a graph, later once more with a graph.
 
-The second forward of a chunk repeats the first: the random streams, AMP state, train/eval flags and
-buffers are those that the first one saw, and it leaves no marks. BatchNorm's running statistics
-take in each chunk once.
+The second forward of a chunk repeats the first: random streams, AMP state, train/eval flags and
+buffers are those of the first forward and are restored afterwards. BatchNorm's running statistics
+are updated once per chunk.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
@@ -18,41 +17,51 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute._nested import is_tensor, map_leaves, named_leaves, tensors_in
 from paddle_recompute.contrastive._chunks import Chunk, joined, rows_of
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.replay import ReplayState, StateWatch, layers_of
 
-# Both forwards of a chunk are the same operations on the same numbers. Kernels of a GPU may add
-# them up in another order (a percent, in bfloat16); another dropout mask changes much more.
+# Both forwards of a chunk run the same operations on the same numbers. GPU kernels may sum in
+# another order (a difference of 1 % in bfloat16); another dropout mask makes a larger difference.
 REPETITION_TOLERANCE = 0.05
 
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
 class ChunkedEncoder:
-    """An encoder with the rows that it encodes in one step.
+    """An encoder and the rows that it encodes in one step.
 
     Args:
         encoder: A Layer or any callable.
-        batch: A Tensor or a structure of them.
-        chunks: How `batch` is cut; every row is in one of them.
-        name: How errors call the batch.
+        batch: A Tensor or a structure of Tensors.
+        chunks: The chunks of `batch`; every row is in one of them.
+        name: The name of the batch in errors.
+        keeps_graph: The first forward of the only chunk keeps its graph; there is no second one.
     """
 
     def __init__(
-        self, encoder: Callable[..., Any], batch: Any, chunks: Sequence[Chunk], name: str
+        self,
+        encoder: Callable[..., Any],
+        batch: Any,
+        chunks: Sequence[Chunk],
+        name: str,
+        *,
+        keeps_graph: bool = False,
     ) -> None:
         self.encoder = encoder
         self.num_chunks = len(chunks)
         self._batch = batch
         self._chunks = chunks
         self._name = name
-        self._moments: list[ReplayState] = []
+        self._keeps_graph = keeps_graph
+        self._outputs: list[paddle.Tensor] = []  # of the first forward, if it keeps its graph
+        self._states: list[ReplayState] = []
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
         self._gradients: dict[int, paddle.Tensor] = {}
-        self._first: dict[int, _Kept] = {}  # by head: what the first forwards returned
+        self._first: dict[int, _Kept] = {}  # by head: the outputs of the first forwards
         self._deviations: list[paddle.Tensor] = []
 
     def encode(self, when_reached: Callable[[], None]) -> Any:
@@ -60,10 +69,10 @@ class ChunkedEncoder:
 
         Args:
             when_reached: Called when the backward of the loss reaches an output, once for each
-                that needs a gradient.
+                output that needs a gradient.
 
         Returns:
-            What the encoder returns, with all rows in every tensor.
+            The encoder's output, with all rows in every tensor.
         """
         watch = StateWatch(layers_of(self.encoder, ()))
         structure: Any = None
@@ -71,11 +80,11 @@ class ChunkedEncoder:
         trained: set[int] = set()
         undecided = True
         for number, chunk in enumerate(self._chunks):
-            self._moments.append(watch.moment())
-            # With a graph until every output was seen to depend on something that is trained: that
-            # is one chunk, but for an encoder with a frozen or detached path. What a Layer's
-            # parameters say would miss those that it holds in other ways.
-            with paddle.set_grad_enabled(undecided), watch.forward():
+            self._states.append(watch.capture())
+            # With a graph until each output was found to depend on a trained parameter: usually one
+            # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer
+            # alone do not tell, because it may reach others.
+            with paddle.set_grad_enabled(undecided or self._keeps_graph), watch.forward():
                 output = self._call(chunk)
             leaves = self._leaves(output, chunk)
             if number == 0:
@@ -88,10 +97,12 @@ class ChunkedEncoder:
             del output
             # Copies: the output may be a view, hidden[:, 0], of something large.
             parts.append([leaf.detach().clone() for leaf in leaves])
+            if self._keeps_graph:
+                self._outputs = leaves
             del leaves
         self._trained = sorted(trained)
         if not trained:
-            self._moments = []
+            self._states, self._outputs = [], []
         heads = self._joined(parts)
         for place in self._trained:
             self._first[place] = _Kept(heads[place])
@@ -106,23 +117,26 @@ class ChunkedEncoder:
 
     @property
     def replays(self) -> range:
-        """The chunks that need a second forward: none of a frozen encoder."""
+        """The chunks that need a second forward; none for a frozen encoder."""
         return range(self.num_chunks if self._gradients else 0)
 
-    def replay(self, number: int) -> None:
-        """The second forward of a chunk, and its backward into ``.grad`` of the parameters."""
-        chunk, moment = self._chunks[number], self._moments[number]
-        with moment.replayed():
-            outputs = self._leaves(self._call(chunk), chunk, again=True)
-        with _amp_off():
+    def backward(self, number: int) -> None:
+        """The backward of a chunk into ``.grad``; runs a second forward if no graph was kept."""
+        chunk, state = self._chunks[number], self._states[number]
+        outputs, self._outputs = self._outputs, []
+        if not outputs:
+            with state.replayed():
+                outputs = self._leaves(self._call(chunk), chunk, again=True)
+        with _paddle.amp_off():
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
             for place, gradient in self._gradients.items():
                 head = outputs[place]
-                self._note_deviation(head, self._first[place], chunk)
+                if not self._keeps_graph:
+                    self._record_deviation(head, self._first[place], chunk)
                 if head.stop_gradient:
-                    continue  # this chunk took a path on which nothing is trained
+                    continue  # nothing on the path of this chunk is trained
                 part = rows_of(gradient, chunk.rows)
-                # The engine refuses the same tensor twice.
+                # The engine refuses a tensor that is given twice.
                 part = heads[id(head)][1] + part if id(head) in heads else part
                 heads[id(head)] = head, part
             del outputs, head
@@ -132,19 +146,19 @@ class ChunkedEncoder:
                 paddle.autograd.backward(list(tensors), list(gradients))
 
     def check_repetition(self) -> None:
-        """Compare the second forwards since the last call with the first; waits for the device.
+        """Compare the second forwards since the last call with the first; synchronizes the device.
 
         Raises:
-            RecomputeError: A second forward returned other numbers.
+            RecomputeError: A second forward returned other values.
         """
         if not self._deviations:
             return
-        with paddle.no_grad(), _amp_off():
+        with paddle.no_grad(), _paddle.amp_off():
             worst = float(paddle.stack(self._deviations).max().item())
         self._deviations = []
         if worst > REPETITION_TOLERANCE:
             raise RecomputeError(
-                f"the encoder of {self._name} returned other numbers in the second forward of a "
+                f"the encoder of {self._name} returned other values in the second forward of a "
                 f"chunk (they differ by {worst:.0%}), so its gradient would be wrong. An encoder "
                 "must do the same thing twice: look for state that it changes, a global that it "
                 "reads, or randomness outside Paddle, NumPy and Python's random."
@@ -157,13 +171,13 @@ class ChunkedEncoder:
         output = self.encoder(*arguments, **named)
         if any(tensor.inplace_version != version for tensor, version in versions):
             raise RecomputeError(
-                f"the encoder of {self._name} changes its input in place, so a second forward "
-                "would not see the values that the first one saw; let it change a copy"
+                f"the encoder of {self._name} changes its input in place, so the second forward "
+                "would read other values than the first; let it change a copy"
             )
         return output
 
     def _leaves(self, output: Any, chunk: Chunk, *, again: bool = False) -> list[paddle.Tensor]:
-        """The tensors of an output, checked."""
+        """The tensors of an output, after checks."""
         leaves = list(named_leaves(output, "output"))
         tensors = {path: leaf for path, leaf in leaves if is_tensor(leaf)}
         expected = len(chunk.rows)
@@ -171,13 +185,13 @@ class ChunkedEncoder:
             if not tensor.shape or tensor.shape[0] != expected:
                 raise DataError(
                     f"the encoder of {self._name} got {expected} rows and returned {path} of shape "
-                    f"{list(tensor.shape)}; the first axis of every tensor that it returns must be "
-                    "the batch, because the chunks are put together along it"
+                    f"{list(tensor.shape)}; the first axis of every returned tensor must be the "
+                    "batch, because the chunks are joined along it"
                 )
         if not any(tensor.is_floating_point() for tensor in tensors.values()):
             raise DataError(
-                f"the encoder of {self._name} returned no floating-point Tensor, so there is no "
-                "embedding to give to the loss"
+                f"the encoder of {self._name} returned no floating-point Tensor, so the loss would "
+                "get no embedding"
             )
         paths = list(tensors)
         if self._paths and paths != self._paths:
@@ -192,7 +206,7 @@ class ChunkedEncoder:
 
     def _joined(self, parts: list[list[paddle.Tensor]]) -> list[paddle.Tensor]:
         heads = []
-        with paddle.no_grad(), _amp_off():
+        with paddle.no_grad(), _paddle.amp_off():
             for place in range(len(self._paths)):
                 heads.append(joined([part[place] for part in parts], self._chunks))
         return heads
@@ -204,8 +218,8 @@ class ChunkedEncoder:
         when_reached()
 
     @paddle.no_grad()
-    def _note_deviation(self, now: paddle.Tensor, first: _Kept, chunk: Chunk) -> None:
-        """Look at every number of every row of a chunk; on the device."""
+    def _record_deviation(self, now: paddle.Tensor, first: _Kept, chunk: Chunk) -> None:
+        """Record the largest relative change of a row; on the device."""
         if first.is_changed:
             return
         then = rows_of(first.tensor, chunk.rows)
@@ -216,15 +230,15 @@ class ChunkedEncoder:
         change, size = (
             one.reshape([len(chunk.rows), -1]).max(axis=1) for one in (change, then.abs())
         )
-        # A row of zeros has changed if it is anything else; 0 / 0 must be 0 here.
+        # 0 / 0 must be 0: a row of zeros that is still zero has not changed.
         share = change / size.clip(min=float(np.finfo(np.float32).tiny))
         share = paddle.where(change == 0, paddle.zeros_like(share), share)
-        # Infinity against a number, or against the other one, is no number here.
+        # Infinity minus infinity is NaN: count it as infinite change.
         share = paddle.where(paddle.isnan(share), paddle.full_like(share, math.inf), share)
         self._deviations.append(share.max().astype("float32"))
 
     def _check_constants(self, first: Any, output: Any) -> None:
-        """What is no tensor is handed on as the first chunk has it, so all must have the same."""
+        """Check that outputs other than Tensors are equal for all chunks; the first is returned."""
         then, now = (
             {path: leaf for path, leaf in named_leaves(value, "output") if path not in self._paths}
             for value in (first, output)
@@ -234,23 +248,24 @@ class ChunkedEncoder:
             if missing or not _same_constant(then[path], now[path]):
                 raise DataError(
                     f"the encoder of {self._name} returned {path} = {then.get(path)!r} for its "
-                    f"first chunk and {now.get(path)!r} for another one; what is no Tensor is not "
-                    "put together from the chunks, so it must always be the same. Return a Tensor "
-                    "with one row per row."
+                    f"first chunk and {now.get(path)!r} for another one; only Tensors are joined "
+                    "over the chunks, so any other value must be the same for all of them. Return "
+                    "a Tensor with one row per row."
                 )
 
 
 def _same_constant(one: Any, other: Any) -> bool:
-    """Whether they are equal, of the types of which that can be told."""
+    """Whether two constants are equal; True for types that cannot be compared."""
     if one is other or not (isinstance(one, _CONSTANTS) and isinstance(other, _CONSTANTS)):
         return True
     return bool(one == other or (one != one and other != other))
 
 
 class _Kept:
-    """An embedding as the first forward returned it, to compare the second one with.
+    """An embedding of the first forward, to compare with the second.
 
-    The memory is the one that the loss is given. What the loss changes in place cannot be compared.
+    It shares memory with the embedding that the loss gets. If the loss writes to it in place, it
+    cannot be compared.
     """
 
     def __init__(self, embedding: paddle.Tensor) -> None:
@@ -259,15 +274,15 @@ class _Kept:
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody has written to it."""
+        """Whether the embedding was written to."""
         return bool(self.tensor.inplace_version != self._version)
 
 
 class _Source(paddle.autograd.PyLayer):
-    """The start of the graph over an embedding; its backward calls a function.
+    """The start of the graph on an embedding; its backward calls a function.
 
-    A leaf would do too, but for the order: the engine takes care of leaves before all others, and
-    of this node when it would of the concatenation of the chunks in a plain step.
+    A leaf would have another order: the engine processes leaves first, and this node at the point
+    at which a plain step would process the concatenation of the chunks.
     """
 
     @classmethod
@@ -275,11 +290,10 @@ class _Source(paddle.autograd.PyLayer):
         """`embedding` with a graph; `receive` is called with its gradient."""
         anchor = paddle.zeros([1])  # a PyLayer without an input that needs a gradient has no graph
         anchor.stop_gradient = False
-        # In a holder: Paddle would take a tensor among the arguments that is returned
-        # for one that is changed in place.
+        # In a holder: Paddle takes an argument that is returned for one that was changed in place.
         source = cls.apply(anchor, _Holder(embedding, receive))
-        # A copy: what a hook on the output of a PyLayer, or on a view of it, returns is dropped
-        # (2.6.2, 3.3.1).
+        # A copy: Paddle ignores the result of a hook on the output of a PyLayer, or on a view of
+        # it (2.6.2, 3.3.1).
         return paddle.assign(source)
 
     @staticmethod
@@ -295,7 +309,7 @@ class _Source(paddle.autograd.PyLayer):
 
 @dataclass
 class _Holder:
-    """An argument that Paddle does not look into."""
+    """An argument in which Paddle does not search for tensors."""
 
     embedding: paddle.Tensor
     receive: Callable[[paddle.Tensor], None]
@@ -304,11 +318,10 @@ class _Holder:
 def arguments_for(
     encoder: Callable[..., Any], batch: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How `batch` is given to the encoder: (positional arguments, keyword arguments).
+    """How `batch` is passed to the encoder: (positional arguments, keyword arguments).
 
-    A dict becomes keyword arguments if the encoder takes arguments of these names, a tuple or list
-    positional ones if it takes so many; everything else, and what the encoder does not take in
-    this way, is one argument.
+    A dict becomes keyword arguments if the encoder has arguments of these names; a tuple or list
+    becomes positional arguments if the encoder has that many. Anything else is one argument.
     """
     if isinstance(batch, dict) and all(isinstance(key, str) for key in batch):
         if _takes(encoder, (), batch):
@@ -322,7 +335,7 @@ def _takes(encoder: Callable[..., Any], args: tuple[Any, ...], named: dict[str, 
     function = encoder.forward if isinstance(encoder, paddle.nn.Layer) else encoder
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # compiled code has none: believe that it takes what it gets
+    except (TypeError, ValueError):  # compiled code has no signature: assume that it fits
         return True
     try:
         signature.bind(*args, **named)
@@ -332,13 +345,7 @@ def _takes(encoder: Callable[..., Any], args: tuple[Any, ...], named: dict[str, 
 
 
 def _filled(structure: Any, paths: list[str], tensors: list[paddle.Tensor]) -> Any:
-    """`structure` with the tensors at the places where it had tensors."""
+    """`structure` with its tensors replaced by `tensors`, in order."""
     by_path = dict(zip(paths, tensors, strict=True))
     order: Iterator[str] = (path for path, _ in named_leaves(structure, "output"))
     return map_leaves(lambda leaf: by_path.get(next(order), leaf), structure)
-
-
-def _amp_off() -> contextlib.AbstractContextManager[None]:
-    """Disable ``paddle.amp.auto_cast``, as for the backward of a plain step."""
-    off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
-    return off

@@ -1,11 +1,11 @@
-"""Cut a batch into chunks: so many rows each, or rows of about the same length.
+"""Cut a batch into chunks: by number of rows, or by number of tokens.
 
-A text that is padded to the longest of 4096 is mostly padding. With `by_length` the rows of a chunk
-have about the same length and are padded to the longest of these, so the encoder reads few pads;
-the caller's order is restored afterwards, and nobody else sees the sorting.
+If a text is padded to the longest of 4096 texts, most of it is padding. With `by_length` the rows
+of a chunk have about the same length and are padded to the longest of the chunk, so the encoder
+reads little padding. The results are in the caller's order.
 
-Rows may be NumPy arrays, too: they stay where they are, in host memory or in a file that is mapped
-(``numpy.memmap``), and only those of a chunk become a Tensor.
+Rows may be NumPy arrays: they stay in host memory or in a mapped file (``numpy.memmap``), and only
+the rows of one chunk become a Tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paddle_recompute._nested import is_tensor, map_leaves, named_leaves
 from paddle_recompute.contrastive._texts import LengthOf, lengths_of, texts_of
 from paddle_recompute.errors import DataError
 
-# Without uint16, which Paddle takes for the bits of bfloat16.
+# Without uint16, which Paddle reads as the bits of bfloat16.
 _ARRAY_TYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
 
 
@@ -31,9 +31,9 @@ class Chunk:
     """Some rows of a batch.
 
     Attributes:
-        rows: Their places in the batch: a range, or an array of them.
-        columns: How many tokens the longest has; None leaves the padding as it is.
-        cut: The paths of the tensors that have these columns.
+        rows: Their indices in the batch: a range or an array.
+        columns: Tokens of the longest row; None keeps the padding.
+        cut: Paths of the tensors that are cut to `columns`.
     """
 
     rows: range | NDArray[np.int64]
@@ -41,9 +41,10 @@ class Chunk:
     cut: frozenset[str] = frozenset()
 
     def of(self, batch: Any) -> Any:
-        """These rows of every tensor in `batch`, without the padding that they do not need.
+        """These rows of every tensor in `batch`, without unneeded padding.
 
-        Views of the caller's memory where it is a Tensor's and the rows are a range, else copies.
+        Views of the caller's memory if the tensor is a Tensor and the rows are a range, else
+        copies.
         """
         order: Iterator[str] = (path for path, _ in named_leaves(batch))
         return map_leaves(lambda leaf: self._of_leaf(next(order), leaf), batch)
@@ -52,7 +53,7 @@ class Chunk:
         if isinstance(leaf, np.ndarray):
             rows = self.rows
             part = leaf[rows.start : rows.stop] if isinstance(rows, range) else leaf[rows]
-            # A copy in any case: Paddle may use the memory of an array as it is.
+            # A copy in any case: Paddle may share the memory of an array.
             return paddle.to_tensor(np.array(self._trimmed(path, part)))
         return self._trimmed(path, rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
 
@@ -63,7 +64,7 @@ class Chunk:
 
 
 def by_rows(num_rows: int, chunk_size: int) -> list[Chunk]:
-    """`chunk_size` rows at a time, in order; the last chunk has what is left."""
+    """Chunks of `chunk_size` rows in order; the last chunk has the rest."""
     return [
         Chunk(range(first, min(first + chunk_size, num_rows)))
         for first in range(0, num_rows, chunk_size)
@@ -74,14 +75,14 @@ def by_length(batch: Any, chunk_tokens: int, length_of: LengthOf | None, name: s
     """Rows of about the same length, with at most `chunk_tokens` tokens, padding included.
 
     The shortest come first and the longest last. A row that is longer than `chunk_tokens` is a
-    chunk of its own. Chunks are filled from the longest row on, so that the last chunk, whose
-    backward hides the communication, is a full one, and what is left over is at the beginning.
+    chunk of its own. Chunks are filled from the longest row on: the last chunk, whose backward
+    overlaps with communication, is full, and the first chunk has the rest.
 
     Args:
         batch: Tensors with the same number of rows.
-        chunk_tokens: Rows times tokens of the longest of them.
+        chunk_tokens: The most tokens of a chunk: rows times tokens of its longest row.
         length_of: See `lengths_of`.
-        name: How errors call `batch`.
+        name: The name of `batch` in errors.
     """
     texts = texts_of(batch, name)
     lengths = lengths_of(batch, length_of, name, num_rows_of(batch, name)).clip(1, texts.width)
@@ -100,8 +101,8 @@ def num_rows_of(batch: Any, name: str) -> int:
     """The number of rows of every tensor in `batch`.
 
     Raises:
-        DataError: There is no tensor or no row, the tensors do not have the same number of rows,
-            one needs a gradient, or an array has a dtype that Tensors do not have.
+        DataError: There is no tensor or no row; the numbers of rows differ; a tensor needs a
+            gradient; or an array has a dtype that Tensors do not have.
     """
     found: tuple[str, int] | None = None
     for path, leaf in named_leaves(batch, name):
@@ -118,9 +119,9 @@ def num_rows_of(batch: Any, name: str) -> int:
             )
         if is_tensor(leaf) and not leaf.stop_gradient:
             raise DataError(
-                f"{path} needs a gradient (stop_gradient is False), and gradients end at the "
-                "encoder's inputs: they are given to it chunk by chunk. Make what computes it part "
-                "of the encoder, or detach it."
+                f"{path} needs a gradient (stop_gradient is False), but gradients end at the "
+                "encoder's inputs, because the encoder gets copies of chunks. Make what computes "
+                "it part of the encoder, or detach it."
             )
         if found is not None and found[1] != leaf.shape[0]:
             raise DataError(
@@ -129,14 +130,14 @@ def num_rows_of(batch: Any, name: str) -> int:
             )
         found = path, leaf.shape[0]
     if found is None:
-        raise DataError(f"{name} holds no Tensor and no array; give one, or a structure of them")
+        raise DataError(f"{name} contains no Tensor and no array; give at least one of them")
     if found[1] == 0:
         raise DataError(f"{found[0]} has 0 rows; a batch needs at least one")
     return int(found[1])
 
 
 def rows_of(tensor: paddle.Tensor, rows: range | NDArray[np.int64]) -> paddle.Tensor:
-    """Those rows of `tensor`, in the order of `rows`."""
+    """The given rows of `tensor`, in the order of `rows`."""
     if isinstance(rows, range):
         return tensor[rows.start : rows.stop]
     places = paddle.to_tensor(rows)
@@ -146,7 +147,7 @@ def rows_of(tensor: paddle.Tensor, rows: range | NDArray[np.int64]) -> paddle.Te
     return paddle.gather(tensor.astype(carrier), places, axis=0).astype(tensor.dtype)
 
 
-# On CPU, gather knows no float16 (2.6, 3.x) and no bool (2.6); these carry their values exactly.
+# On CPU, gather does not support float16 (2.6, 3.x) and bool (2.6); these dtypes are exact copies.
 _CARRIERS = {paddle.float16: "float32", paddle.bool: "int32"}
 
 

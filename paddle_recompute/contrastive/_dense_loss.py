@@ -1,6 +1,7 @@
-"""The contrastive loss from whole matrices of scores, in operators that Paddle differentiates.
+"""The contrastive loss from full matrices of scores, in operators that Paddle differentiates.
 
-In a Program as in dygraph, and as often as one likes. `_streaming` computes the same in tiles.
+It works in dygraph and in a Program, and its backward can run more than once. `_tiled_loss`
+computes the same in tiles.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, S
 
 
 def whole_loss(batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> paddle.Tensor:
-    """The loss of this rank's pairs, a scalar; the inner products are multiplied by `scale`."""
+    """The loss of this rank's pairs, a scalar; inner products are multiplied by `scale`."""
     query, positive = _rows(batch.queries, batch.own_queries), batch.positives
     own_positive = _rows(positive, batch.own_positives)
     query = query * scale
@@ -35,9 +36,9 @@ def whole_loss(batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> p
 def _competing(
     rows: paddle.Tensor, candidates: paddle.Tensor, excluded: paddle.Tensor | None
 ) -> paddle.Tensor:
-    """The scores [rows, candidates], -inf where `excluded` (bool, of that shape) says so.
+    """The scores [rows, candidates], -inf where `excluded` (bool, of that shape) is true.
 
-    By addition, whose gradient keeps neither operand: `masked_fill` would keep the mask.
+    By addition, whose backward saves no operand: `masked_fill` would save the mask.
     """
     if excluded is None:
         return paddle.matmul(rows, candidates, transpose_y=True)
@@ -48,10 +49,10 @@ def _competing(
 
 
 def _equal_pairs(batch: ContrastiveBatch, own: slice | None) -> paddle.Tensor:
-    """[own pairs, pairs], bool: a pair's own partner, and equal texts, are no negatives."""
+    """[own pairs, pairs], bool: true for a pair's own positive and for equal texts."""
     ids = batch.positive_ids
     if ids is None:
-        # Places, counted and not taken from the shape, which a Program may not know.
+        # Counted, because a Program may not know the shape.
         ids = paddle.cumsum(paddle.ones_like(batch.positives[:, 0], dtype="int64")) - 1
     return paddle.equal(_rows(ids, own).unsqueeze(1), ids.unsqueeze(0))
 
@@ -72,25 +73,26 @@ def _mean_surprise(
 ) -> paddle.Tensor:
     """Mean over the rows of ``log(1 + sum_j exp(others[i, j] - own[i]))``, plus the smoothing.
 
-    The 1 is the row's own score: kept out of the sum, it cannot swallow a small rest. With
+    The 1 is the row's own score. Inside the sum it would round away small terms. With
     top = max(own[i], max_j others[i, j]) and m = top - own[i] the logarithm is
-    ``m + log(exp(-m) + sum_j exp(others[i, j] - top))``, in which nothing overflows; log1p and
-    expm1 keep what is small. `top` is subtracted as it is, not as own[i] + m: that is rounded,
-    for scores of 1e9 by 64, and exp of 64 or of -64 is far from 1.
+    ``m + log(exp(-m) + sum_j exp(others[i, j] - top))``, which cannot overflow; log1p and expm1
+    keep small values exact. `top` is subtracted as it is, not as own[i] + m: for scores of 1e9 that
+    sum is rounded to multiples of 64, and exp(64) or exp(-64) is far from 1.
 
-    Smoothing moves the share e of the label to all n candidates of the row alike, which adds
+    Smoothing spreads the share e of the label evenly over all n candidates of the row, which adds
     ``e / n * sum_j (own[i] - others[i, j])``.
 
     Args:
         own: ``[batch]``, the score of each row with its partner.
-        others: ``[batch, candidates]``, -inf where j is no candidate, as for the row's partner.
+        others: ``[batch, candidates]``, -inf for excluded candidates and for the row's partner.
         label_smoothing: The e above.
     """
-    # The value does not depend on m, so no gradient has to go through it.
+    # The value does not depend on top, so no gradient flows through it.
     top = paddle.maximum(others.max(axis=1), own).detach()
     m = (top - own).detach()
-    # The derivative by own[i] is that of exp(others - own - m): 0 is added, but with a gradient.
-    # From a copy: in a Program (3.3) `own.detach()` is the memory of `own`, and may be written to.
+    # The derivative by own[i] is that of exp(others - own - m): add 0, but with a gradient.
+    # A copy: in a Program (3.3) `own.detach()` shares the memory of `own`, which may be
+    # overwritten.
     nothing = own - paddle.assign(own).detach()
     rest = paddle.exp(others - (top + nothing).unsqueeze(1)).sum(axis=1)
     surprise = m + paddle.log1p(paddle.expm1(-m) + rest)

@@ -1,4 +1,4 @@
-"""Rows of all ranks in a Program, where nothing that gathers them has a gradient."""
+"""Gather the rows of all ranks in a Program, where no gathering operator has a gradient."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from paddle_recompute._paddle.static import ranks
 
 Variable = Any
 _PART = 2**22
-"""An int64 is sent as three floats: 20 bits, and twice these. float32 has 24 bits."""
+"""An int64 is sent as three floats of 20, 22 and 22 bits; float32 has 24 bits."""
 
 
 def gather_in_program(tensors: dict[str, Variable]) -> dict[str, Variable]:
     """The rows of all ranks, for a loss that every rank computes over all of them.
 
-    The gradient of such a loss by a rank's own rows is complete, and it is that of one rank alone;
-    data-parallel averaging would divide it by the number of ranks R. So a rank's own rows pass on
-    R times their gradient, and other ranks' rows none. What the loss depends on besides, as on a
-    learned temperature, is not touched: each rank has its whole gradient.
+    Every rank computes the loss over all rows, so the gradient by a rank's own rows is complete on
+    that rank alone. Data-parallel averaging would divide it by the number of ranks R. So a rank's
+    own rows propagate R times their gradient, and the rows of other ranks propagate none. Other
+    inputs of the loss, such as a learned temperature, are not changed: every rank has their full
+    gradient.
 
-    One all-reduce of ``[R * rows, columns]``: with two, ranks could meet in different ones, since
-    the executor is free to start either first.
+    One all-reduce of ``[R * rows, columns]`` gathers all tensors. With two, the executor could
+    start them in different orders on different ranks.
 
     Args:
-        tensors: ``[rows, ...]`` each, floating point, or int64, which is sent without loss. The
-            number of rows may be unknown, but must be the same on all ranks.
+        tensors: ``[rows, ...]`` each, floating point or int64 (sent without loss). The number of
+            rows may be unknown, but must be the same on all ranks.
 
     Returns:
-        ``[R * rows, ...]`` each, in the order of the ranks.
+        ``[R * rows, ...]`` each, in rank order.
     """
     rank, num_ranks = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
     wide = any(tensor.dtype == paddle.float64 for tensor in tensors.values())
@@ -45,7 +46,7 @@ def gather_in_program(tensors: dict[str, Variable]) -> dict[str, Variable]:
 
     own = placed(mine.detach())
     others = (ranks.sum_over_ranks(own) - own).detach()
-    # In value `mine`, to the bit.
+    # The value is that of `mine`, bit by bit.
     boosted = mine + (mine - mine.detach()) * (num_ranks - 1)
     columns = paddle.split(
         placed(boosted) + others, [part.shape[1] for part in parts.values()], axis=1
@@ -69,7 +70,7 @@ def _as_columns(tensor: Variable) -> Variable:
 
 
 def _from_columns(columns: Variable, like: Variable) -> Variable:
-    """As `_as_columns` got it, with the rows of all ranks and the dtype of `like`."""
+    """The inverse of `_as_columns`, with the rows of all ranks and the dtype of `like`."""
     shape = [-1, *like.shape[1:]]
     if like.dtype != paddle.int64:
         return columns.astype(like.dtype).reshape(shape)

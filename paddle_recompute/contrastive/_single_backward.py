@@ -10,25 +10,25 @@ from paddle_recompute import _paddle
 
 
 class SingleBackwardGuard:
-    """A hook for the results of a PyLayer, which Paddle calls before the node itself.
+    """A hook for the outputs of a PyLayer, which Paddle calls before the node itself.
 
-    The second run of such a node is a segmentation fault, whatever is in its backward, and so is
+    A second run of such a node is a segmentation fault, whatever its backward does, and so is
     ``paddle.grad(create_graph=True)`` on 2.6 (seen with 2.6.2 and 3.3.1). Can go when
     ``backward(retain_graph=True)`` and a second ``backward()`` work through a PyLayer.
 
     Args:
-        error: What to raise, a type.
-        message: What to say.
+        error: The type to raise.
+        message: Its message.
     """
 
     def __init__(self, error: type[Exception], message: str) -> None:
         _paddle.watch_backward()
         self._error, self._message = error, message
-        # Weakly: what waits for the end of a backward should not live as long as the graph.
+        # A weak reference: the end-of-backward callbacks must not live as long as the graph.
         self._seen: weakref.ref[_paddle.Backward] | None = None
 
     def guard(self, *results: paddle.Tensor) -> None:
-        """Watch over the results of one node."""
+        """Guard the outputs of one node."""
         for result in results:
             if not result.stop_gradient:
                 result.register_hook(self)

@@ -1,9 +1,9 @@
-"""What waits for the end of a step of `GradCache`: hooks on parameters, and changes of them.
+"""Hooks on parameters and changes of parameters wait for the end of a step of `GradCache`.
 
-A plain step has one backward, which runs the hooks of a parameter once, on the sum of all that its
-uses owe to it. A step of `GradCache` has one backward per chunk. So while it lasts, the hooks of
-all leaves are muted and their ``.grad`` is put aside; at the end what has come together is handed
-to them in one more backward, of the leaf alone, in which everything happens as in a plain one.
+A plain step has one backward, which runs the hooks of a parameter once, on the sum of its
+gradients. A step of `GradCache` has one backward per chunk. So during the step the hooks of all
+leaves are muted and their ``.grad`` is set aside. At the end one more backward, of these leaves
+alone, receives the sums and runs the hooks as in a plain step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Step:
         self._before: list[tuple[paddle.Tensor, paddle.Tensor | None]] = []
         self._muted = contextlib.ExitStack()
         self.at_end: dict[int, Callable[[], None]] = {}
-        """What `at_end_of_step` was told."""
+        """The callbacks of `at_end_of_step`."""
 
     def __enter__(self) -> Step:
         leaves = _paddle.leaves_with_hooks()
@@ -37,11 +37,11 @@ class Step:
         return self
 
     def run_hooks(self) -> None:
-        """Give each leaf with hooks the sum of its gradients, which adds it to ``.grad``."""
+        """Pass each leaf with hooks the sum of its gradients, which adds it to ``.grad``."""
         sums = self._put_back()
         if sums:
             leaves, gradients = zip(*sums, strict=True)
-            with paddle.amp.auto_cast(enable=False):
+            with _paddle.amp_off():
                 paddle.autograd.backward(list(leaves), list(gradients))
 
     def __exit__(
@@ -56,7 +56,7 @@ class Step:
             call()
 
     def _put_back(self) -> list[tuple[paddle.Tensor, paddle.Tensor]]:
-        """End the muting; returns the leaves that have got a gradient, and the sums of these."""
+        """End the muting; returns the leaves that got a gradient, and their sums."""
         self._muted.close()
         sums = []
         for leaf, before in self._before:
@@ -71,20 +71,20 @@ class Step:
 
 @paddle.no_grad()
 def _take_gradient(leaf: paddle.Tensor) -> paddle.Tensor | None:
-    """What is in ``leaf.grad``, which is None afterwards."""
+    """The gradient in ``leaf.grad``, which is None afterwards."""
     if leaf.grad is None:
         return None
-    # A copy: what the engine has added up is emptied, whoever else holds it (2.6.2, 3.3.1).
+    # A copy: the engine clears the accumulated gradient, also for other references (2.6.2, 3.3.1).
     gradient = leaf.grad.clone()
     leaf.clear_gradient(False)
     return gradient
 
 
 def at_end_of_step(key: int, call: Callable[[], None]) -> None:
-    """Called in a backward: call `call` when the step is over, or this backward if there is none.
+    """Run `call` at the end of the step, or of this backward outside of a step.
 
     Args:
-        key: Of several with the same key, the last one is called.
+        key: Of several calls with one key, the last one runs.
         call: May write to parameters.
     """
     steps, backward = _steps(), _paddle.current_backward()

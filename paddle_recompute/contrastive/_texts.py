@@ -1,7 +1,7 @@
-"""Which tensors of a batch are texts, ``[batch, length]``: where lengths are read, what is cut.
+"""Find the tensors of a batch that are texts ``[batch, length]``: to read lengths from, and to cut.
 
-Decided by names and widths, never by the order of keys. A tensor that is not known to belong to the
-text is not cut where it holds anything but zeros.
+Names and widths decide, never the order of keys. A tensor with an unknown name is cut only where it
+contains zeros.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
+from paddle_recompute import _paddle
 from paddle_recompute._nested import is_tensor, named_leaves
 from paddle_recompute.errors import ConfigError, DataError
 
@@ -23,7 +24,7 @@ LengthOf = Callable[[Any], Any]
 _MASKS = ("attention_mask", "input_mask", "mask")
 _IDS = ("input_ids", "token_ids", "ids", "tokens")
 _DECIDING = (*_MASKS, *_IDS)
-"""The names that say where lengths are read; of those side by side in a dict the first one does."""
+"""The names from which lengths are read; in each dict the first of them is used."""
 
 _ALONGSIDE = (
     *_DECIDING,
@@ -34,7 +35,7 @@ _ALONGSIDE = (
     "special_tokens_mask",
     "global_attention_mask",
 )
-"""The names of what belongs to a text token by token, whatever its values at padding are."""
+"""The names of tensors with one value per token; they are cut whatever their padding is."""
 
 _WHOLE_NUMBERS = (paddle.bool, paddle.uint8, paddle.int8, paddle.int16, paddle.int32, paddle.int64)
 _SMALL = (paddle.uint8, paddle.int8, paddle.int16)
@@ -43,19 +44,19 @@ _HALF = (paddle.float16, paddle.bfloat16)
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A tensor or an array, where it stands and what it is called."""
+    """A tensor or an array, with its path and name."""
 
     path: str
     values: Any
 
     @property
     def container(self) -> str:
-        """The path of what holds it."""
+        """The path of its container."""
         return _LAST.sub("", self.path)
 
     @property
     def name(self) -> str:
-        """Its key or field, lower case; empty where it has none, as in a tuple."""
+        """Its key or field, lower case; empty in a tuple or list."""
         found = _LAST.search(self.path)
         return (found[1] or found[2] or "").lower() if found else ""
 
@@ -65,7 +66,7 @@ class _Leaf:
 
     @property
     def is_text(self) -> bool:
-        """Ids, token types, a mask; floating-point numbers only where they are called a mask."""
+        """Ids, token types and masks; floating-point numbers only if their name is a mask's."""
         if len(self.values.shape) != 2:
             return False
         if isinstance(self.values, np.ndarray):
@@ -75,7 +76,7 @@ class _Leaf:
         return whole or "mask" in self.name
 
 
-# ['key'], .field, or [0], which is no name
+# ['key'], .field, or [0], which is not a name
 _LAST = re.compile(r"""\[['"]([^'"\]]*)['"]\]$|\.(\w+)$|\[[^\[\]]*\]$""")
 
 
@@ -85,8 +86,8 @@ class Texts:
 
     Attributes:
         width: Columns, padding included.
-        read: The tensors in which a token may be seen; a row is as long as the longest says.
-        cut: The paths of the tensors that have these columns.
+        read: The tensors from which lengths are read; the longest length of a row counts.
+        cut: The paths of the tensors to cut.
     """
 
     width: int
@@ -95,10 +96,10 @@ class Texts:
 
 
 def texts_of(batch: Any, name: str) -> Texts:
-    """What is to be read and cut in `batch`, which errors call `name`.
+    """The tensors of `batch` to read and to cut; errors call the batch `name`.
 
     Raises:
-        ConfigError: There is none, or it is not clear which, or a mask has another shape.
+        ConfigError: There is no text, or several candidates, or a mask has another shape.
     """
     leaves = [
         _Leaf(path, leaf)
@@ -109,7 +110,7 @@ def texts_of(batch: Any, name: str) -> Texts:
     if not texts:
         raise ConfigError(
             f"chunk_tokens: {name} has no integer or boolean tensor of shape [batch, length], so "
-            "there are no tokens to count and no padding to cut off; use chunk_size"
+            "there are no tokens to count and no padding to cut; use chunk_size"
         )
     deciding = _first_names(texts)
     widths = {leaf.width for leaf in deciding or texts}
@@ -125,11 +126,11 @@ def texts_of(batch: Any, name: str) -> Texts:
         if "mask" in leaf.name and len(leaf.values.shape) > 2 and leaf.values.shape[-1] == width:
             raise ConfigError(
                 f"chunk_tokens: {name}{leaf.path} has shape {list(leaf.values.shape)}; a mask can "
-                "be cut together with the text if it is [batch, length]. Let the encoder give it "
-                "its other axes, or use chunk_size"
+                "be cut together with the text only if it is [batch, length]. Add its other axes "
+                "in the encoder, or use chunk_size"
             )
     same = [leaf for leaf in texts if leaf.width == width]
-    # What nobody knows might be no text at all, and have this width by chance.
+    # A tensor with an unknown name may have this width by chance.
     unknown = [leaf for leaf in same if leaf.name not in _ALONGSIDE]
     read = [*deciding, *unknown] if deciding else same
     return Texts(width, tuple(read), frozenset(leaf.path for leaf in same))
@@ -138,43 +139,43 @@ def texts_of(batch: Any, name: str) -> Texts:
 def lengths_of(
     batch: Any, length_of: LengthOf | None, name: str, num_rows: int | None = None
 ) -> NDArray[np.int64]:
-    """How many columns each row needs: up to its last token that is no padding.
+    """The number of columns that each row needs: up to its last token.
 
     Args:
-        batch: Where `length_of` is None, the tensors of `texts_of` are looked at, in which 0 is
-            padding.
-        length_of: Called with `batch`, returns the lengths, whole numbers ``[batch]``, for
+        batch: If `length_of` is None, lengths are read from the tensors of `texts_of`, in which 0
+            is padding.
+        length_of: ``length_of(batch)`` returns the lengths, whole numbers ``[batch]``; for
             padding that is not 0.
-        name: How errors call `batch`.
-        num_rows: Of the batch; for `length_of`.
+        name: The name of `batch` in errors.
+        num_rows: Rows of `batch`, to check the result of `length_of`.
 
     Returns:
-        ``[batch]``; 0 for a row that is padding alone.
+        ``[batch]``; 0 for a row of padding.
 
     Raises:
-        DataError: A mask holds what is added to scores, or `length_of` returned something else.
+        DataError: A mask contains scores to add, or `length_of` returned something else.
     """
     if length_of is not None:
         return _checked_lengths(length_of(batch), num_rows, name)
     read = texts_of(batch, name).read
     found = [_of_array(leaf) for leaf in read if isinstance(leaf.values, np.ndarray)]
     if tensors := [leaf for leaf in read if is_tensor(leaf.values)]:
-        with paddle.no_grad(), paddle.amp.auto_cast(enable=False):
+        with paddle.no_grad(), _paddle.amp_off():
             # One copy to the host for all of them.
             found.extend(paddle.stack([_of_tensor(leaf) for leaf in tensors]).numpy())
     for leaf, one in zip(sorted(read, key=lambda leaf: is_tensor(leaf.values)), found, strict=True):
         if one[-1]:
             raise DataError(
-                f"chunk_tokens: {name}{leaf.path} is no mask of 1 for tokens and 0 for padding: it "
-                "has negative numbers, or nothing but 0. What is added to scores cannot be read; "
-                "give a mask of 1 and 0, or length_of"
+                f"chunk_tokens: {name}{leaf.path} is not a mask of 1 for tokens and 0 for padding: "
+                "it has negative values, or only 0, like a mask that is added to scores. Give a "
+                "mask of 1 and 0, or length_of"
             )
     lengths: NDArray[np.int64] = np.max(found, axis=0)[:-1]
     return lengths
 
 
 def _first_names(texts: list[_Leaf]) -> list[_Leaf]:
-    """In every container the text with the first of the deciding names."""
+    """In every container, the text with the first name of `_DECIDING`."""
     first: dict[str, _Leaf] = {}
     for leaf in texts:
         if leaf.name not in _DECIDING:
@@ -182,7 +183,7 @@ def _first_names(texts: list[_Leaf]) -> list[_Leaf]:
         other = first.get(leaf.container)
         if other is None or _DECIDING.index(leaf.name) < _DECIDING.index(other.name):
             first[leaf.container] = leaf
-    # A width is no text's if another name that decides, beside it, has another one.
+    # If another deciding name in the container has another width, the width is not a text's.
     of_other_width = [
         leaf
         for leaf in texts
@@ -198,7 +199,7 @@ def _listed(leaves: list[_Leaf], name: str) -> str:
 
 
 def _of_array(leaf: _Leaf) -> NDArray[np.int64]:
-    """The lengths, and behind them whether it is a mask that is added to scores."""
+    """The lengths, followed by whether the tensor is a mask that is added to scores."""
     values = leaf.values
     filled = values[:, ::-1] != 0
     lengths = (values.shape[1] - filled.argmax(axis=1)) * filled.any(axis=1)
@@ -210,10 +211,10 @@ def _of_array(leaf: _Leaf) -> NDArray[np.int64]:
 
 
 def _of_tensor(leaf: _Leaf) -> paddle.Tensor:
-    """The same on the device."""
+    """`_of_array` on the device."""
     values = leaf.values
     if values.dtype in _SMALL:
-        values = values.astype("int32")  # no kernels for them on CPU
+        values = values.astype("int32")  # the CPU lacks kernels for these dtypes
     elif values.dtype in _HALF:
         values = values.astype("float32")
     filled = (values != 0).astype("int64")

@@ -1,21 +1,21 @@
 r"""The contrastive loss in tiles: no matrix of all scores, in the forward or in the backward.
 
-Two passes over the tiles of the score matrix. The forward keeps, for each row i, what the
-log-sum-exp needs of the scores seen so far (Milakov and Gimelshein, "Online normalizer calculation
-for softmax", arXiv:1805.02867), relative to the largest, the row's own score among them:
+Two passes over the tiles of the score matrix. The forward keeps, for each row i, the running terms
+of an online log-sum-exp (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+arXiv:1805.02867), relative to the largest score, the row's own score included:
 
 .. math:: t = \max_j s_{ij}, \quad r = \sum_{j \ne i} e^{s_{ij} - t}, \quad m = t - s_{ii}, \quad
     h = \log(1 + (e^{-m} - 1) + r), \quad \ell = m + h
 
 The backward computes each tile again and turns it into the softmax
-:math:`w_j = e^{s_{ij} - t - h}`; not :math:`e^{s_{ij} - s_{ii} - \ell}`, because next to a large m
-all of h is rounded away. The derivative by the own score is :math:`-\sum_{j \ne i} w_j`, summed
-and not taken as softmax - 1, so a small gradient keeps its digits as a small loss does.
+:math:`w_j = e^{s_{ij} - t - h}`; not :math:`e^{s_{ij} - s_{ii} - \ell}`, because a large m rounds
+h away. The derivative by the own score is :math:`-\sum_{j \ne i} w_j`. It is computed as this sum
+and not as softmax - 1, so a small gradient keeps its precision, as a small loss does.
 
 A tile of this rank's queries and this rank's positives serves both directions of a symmetric loss.
 
-The derivatives are our own, in a PyLayer, of which Programs know nothing and which Paddle runs but
-once. That is why there is `_whole` as well, which is used unless a tile is asked for.
+A PyLayer has the derivatives. Programs do not support it, and its backward can run only once, so
+`_dense_loss` is the default.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
 from paddle_recompute.contrastive._vector_blocks import Block, VectorBlocks
@@ -35,13 +36,13 @@ from paddle_recompute.errors import ConfigError
 
 QUERIES, POSITIVES, NEGATIVES = 0, 1, 2
 ROWS, COLUMNS = 1, 0
-"""The axis of a tile to sum over, where its rows or its columns search."""
+"""The axis of a tile to sum over if its rows, or its columns, search."""
 
 
 def streamed_loss(
     batch: ContrastiveBatch, scale: Scale, options: LossOptions, tile: int
 ) -> paddle.Tensor:
-    """As `whole_loss`, in tiles of at most [tile, tile] scores."""
+    """Like `whole_loss`, in tiles of at most [tile, tile] scores."""
     vectors = [batch.queries, batch.positives]
     if batch.negatives is not None:
         vectors.append(batch.negatives)
@@ -50,7 +51,7 @@ def streamed_loss(
     loss = _Streamed.apply(plan, None if learned else scale, *vectors, *[scale][: int(learned)])
     SingleBackwardGuard(
         ConfigError,
-        f"tile={tile}: the backward of the loss in tiles can run once only (received "
+        f"tile={tile}: the backward of the tiled loss can run only once (received "
         "retain_graph=True or create_graph=True); set tile=None",
     ).guard(loss)
     return loss
@@ -61,11 +62,11 @@ class _Tile:
     """Scores of a block of one side with a block of another.
 
     Attributes:
-        sides: Of rows and columns: `QUERIES`, `POSITIVES` or `NEGATIVES`.
-        blocks: Where rows and columns stand in the tensors of their sides.
-        searches: For whom the tile holds candidates: (side that searches, number of its own block,
+        sides: Sides of rows and columns: `QUERIES`, `POSITIVES` or `NEGATIVES`.
+        blocks: The rows and columns, as blocks of their sides' tensors.
+        searches: Whose candidates the tile contains: (side that searches, number of its own block,
             axis to sum over).
-        excluded: [rows, columns], bool: these are no candidates; None: all of them are.
+        excluded: [rows, columns], bool: true for a score that does not count; None: all count.
     """
 
     sides: tuple[int, int]
@@ -78,7 +79,7 @@ class _Tile:
 
 
 class _Plan:
-    """Which tiles there are; holds no vectors, so that what was saved can be taken away."""
+    """The tiles; holds no vectors, so that Paddle can free what was saved for the backward."""
 
     def __init__(self, batch: ContrastiveBatch, options: LossOptions, tile: int) -> None:
         self.options, self.tile = options, tile
@@ -140,13 +141,13 @@ class _Plan:
             return None if negative_ids is None else negative_ids[slice(*block)]
         if positive_ids is None:
             return None
-        # Where the queries are this rank's alone, they are counted from its first one.
+        # If the queries are this rank's alone, they are counted from its first one.
         shift = self._own_positives.start - self._own_queries.start if side == QUERIES else 0
         return positive_ids[block[0] + shift : block[1] + shift]
 
 
 class _Search:
-    """What is known about the candidates of each own row; one vector per block of rows."""
+    """The running sums of each own row; one vector per block of rows."""
 
     def __init__(self, own: list[paddle.Tensor], label_smoothing: float) -> None:
         self._own = own
@@ -158,7 +159,7 @@ class _Search:
         self._log: list[paddle.Tensor] = []
 
     def take(self, tile: _Tile, k: int, axis: int) -> None:
-        """Look at the candidates that `tile` holds for block `k`."""
+        """Add the candidates of `tile` for block `k`."""
         if self._smoothing:
             gaps = self._own[k].unsqueeze(axis) - tile.scores
             self._gap[k] += _without(tile.excluded, gaps, 0.0).sum(axis=axis)
@@ -172,7 +173,7 @@ class _Search:
         self._top[k] = top
 
     def finish(self) -> paddle.Tensor:
-        """All candidates were seen; returns the sum of the rows' losses."""
+        """Return the sum of the rows' losses, after all candidates."""
         self._log = [
             paddle.log1p(paddle.expm1(own - top) + rest)
             for own, top, rest in zip(self._own, self._top, self._rest, strict=True)
@@ -207,7 +208,7 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
         ctx.plan, ctx.scale = plan, scale
         ctx.needed = [not tensor.stop_gradient for tensor in tensors]
         ctx.save_for_backward(*tensors)
-        with paddle.amp.auto_cast(enable=False):
+        with _paddle.amp_off():
             sides, factor = _sides_and_scale(plan, tensors, scale, [False] * len(tensors))
             own = [
                 (sides[QUERIES].rows(rows) * factor * sides[POSITIVES].rows(columns)).sum(1)
@@ -225,7 +226,7 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         plan: _Plan = ctx.plan
-        with paddle.amp.auto_cast(enable=False):
+        with _paddle.amp_off():
             sides, scale = _sides_and_scale(plan, ctx.saved_tensor(), ctx.scale, ctx.needed)
             by_scale = paddle.zeros_like(upstream)
             totals = [paddle.zeros([rows[1] - rows[0]], upstream.dtype) for rows, _ in plan.own]
@@ -250,7 +251,7 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
 
 
 def _add_product(sides: list[VectorBlocks], tile: _Tile, weights: paddle.Tensor) -> paddle.Tensor:
-    """Add what `tile` gives to both of its sides; returns its derivative by the scale."""
+    """Add the gradients from `tile` to both of its sides; returns its derivative by the scale."""
     left_side, right_side = (sides[side] for side in tile.sides)
     left = paddle.matmul(weights, tile.right)
     by_scale = (left * tile.left).sum()
@@ -272,7 +273,7 @@ def _scored(plan: _Plan, sides: list[VectorBlocks], scale: Scale) -> Iterator[_T
 def _sides_and_scale(
     plan: _Plan, tensors: tuple[paddle.Tensor, ...], scale: float | None, needed: list[bool]
 ) -> tuple[list[VectorBlocks], Scale]:
-    """A scale that is learned comes last among the tensors."""
+    """The sides and the scale; a learned scale is the last tensor."""
     vectors = tensors[:-1] if scale is None else tensors
     sides = [
         VectorBlocks(one, normalize=plan.options.normalize, with_gradient=wanted)

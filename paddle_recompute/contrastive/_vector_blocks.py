@@ -1,7 +1,7 @@
-"""The vectors that tiles are cut from, and their gradients.
+"""The vectors of the tiled loss, block by block, and their gradients.
 
-Both are there once: no second copy of length 1, and no sum beside its parts. At [batch, dim]
-numbers each they are what limits the batch once the scores and the activations are gone.
+Each exists once: no normalised copy of all vectors, and no partial sums beside the gradient. With
+[batch, dim] numbers each, they limit the batch once scores and activations take no memory.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import paddle
 
 Block = tuple[int, int]
-"""The first row of a block, and the first one behind it."""
+"""The first row of a block, and the row after its last one."""
 
 SHORTEST = 1e-12
-"""A shorter vector is divided by this instead of by its length, as ``F.normalize`` does."""
+"""A vector that is shorter is divided by this instead of its length, like ``F.normalize``."""
 
 
 class VectorBlocks:
@@ -21,7 +21,7 @@ class VectorBlocks:
     Args:
         vectors: ``[rows, dim]``, float32 or float64.
         normalize: Whether a block's rows are scaled to length 1.
-        with_gradient: Whether there is one to add up.
+        with_gradient: Whether to accumulate a gradient.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class VectorBlocks:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether `add` does anything."""
+        """Whether `add` has an effect."""
         return self._sums is not None
 
     def rows(self, block: Block) -> paddle.Tensor:
@@ -42,18 +42,18 @@ class VectorBlocks:
         return rows if self._lengths is None else rows / self._divisors(block)
 
     def add(self, block: Block, gradient: paddle.Tensor) -> None:
-        """Add ``[rows of the block, dim]`` to the gradient by `rows`, at its place."""
+        """Add ``[rows of the block, dim]`` to the block's part of the gradient."""
         if self._sums is not None:
-            # Assigned: whether a slice is a view depends on a flag, FLAGS_use_stride_kernel.
+            # Assigned: FLAGS_use_stride_kernel decides whether a slice is a view.
             first, behind = block
             self._sums[first:behind] = self._sums[first:behind] + gradient
 
     def gradient(self, factor: paddle.Tensor, block_rows: int) -> paddle.Tensor | None:
-        """The gradient by the vectors as they were given; to be called once, at the end.
+        """The gradient by the given vectors; call it once, at the end.
 
         Args:
-            factor: What the sums are multiplied by; one number.
-            block_rows: How many rows are worked on at a time.
+            factor: Factor of the sums; one number.
+            block_rows: Rows per block.
         """
         sums, self._sums = self._sums, None
         if sums is None:
@@ -64,8 +64,8 @@ class VectorBlocks:
         for first in range(0, sums.shape[0], block_rows):
             behind = min(first + block_rows, sums.shape[0])
             unit, by_unit = self.rows((first, behind)), sums[first:behind]
-            # What lies along the vector would only make it longer. Those that are shorter than
-            # `SHORTEST` are divided by a constant, and made longer they are.
+            # The component along the vector only changes its length, so it is removed. Vectors
+            # shorter than `SHORTEST` are divided by a constant and keep it.
             along = (unit * by_unit).sum(axis=1, keepdim=True)
             along = along * (self._lengths[first:behind] > SHORTEST).astype(along.dtype)
             sums[first:behind] = (by_unit - unit * along) / self._divisors((first, behind))

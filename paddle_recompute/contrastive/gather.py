@@ -19,21 +19,21 @@ from paddle_recompute.errors import DataError, StaticGraphError, SyncError
 
 
 def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> paddle.Tensor:
-    """Join the rows of all ranks, in the order of the ranks; the result is differentiable.
+    """Join the rows of all ranks, in rank order; the result is differentiable.
 
-    The gradient is exact: what any rank's loss owes to this rank's rows comes back to them, so the
-    gradient of `tensor` is the *sum* over the ranks of their gradients by these rows. After
-    data-parallel averaging a parameter then has the gradient of the mean of the ranks' losses.
+    The gradient of `tensor` is exact: the *sum* over the ranks of the gradients of their losses by
+    this rank's rows. After data-parallel averaging a parameter then has the gradient of the mean of
+    the ranks' losses.
 
-    Collectives: one small one to agree on the numbers of rows (ranks may hold different numbers),
-    one all-gather, and in the backward one all-reduce of the joined gradient, in float32 at least;
-    all of them in `group`, from the thread that calls. Every rank must call this as often as the
-    others, and run the backward if the others do.
+    Collectives, all in `group` and from the calling thread: a small one to agree on the numbers of
+    rows (ranks may hold different numbers), one all-gather, and in the backward one all-reduce of
+    the joined gradient, in float32 at least. Every rank must call this equally often, and every
+    rank must run the backward if one does.
 
     Args:
-        tensor: ``[rows, ...]``, per rank; any floating dtype. All but the number of rows is the
-            same on every rank. A rank may have no rows.
-        group: The ranks; None is all of them.
+        tensor: ``[rows, ...]``, per rank; any floating dtype. Only the number of rows may differ
+            between ranks; it may be 0.
+        group: The ranks; None: all ranks.
 
     Returns:
         ``[rows of all ranks, ...]``, global, of the dtype of `tensor`; in a single process `tensor`
@@ -41,8 +41,8 @@ def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> p
 
     Raises:
         DataError: `tensor` is a scalar or not of a floating dtype.
-        SyncError: The ranks' tensors differ in more than the number of rows, or this process is no
-            member of `group`, or is a rank that has not joined the others.
+        SyncError: The ranks' tensors differ in more than the number of rows; or this process is not
+            a member of `group`, or was launched as a rank and did not join the others.
         StaticGraphError: A Program is being built.
 
     Examples:
@@ -60,8 +60,8 @@ def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> p
         return tensor
     if not _paddle.is_dygraph():
         raise StaticGraphError(
-            "all_gather_with_grad works in dygraph only: Paddle has no gather with a gradient for "
-            "Programs; ContrastiveLoss(negatives='global') works in them without one"
+            "all_gather_with_grad works in dygraph only, because Paddle's gather has no gradient "
+            "in Programs; in a Program use ContrastiveLoss(negatives='global')"
         )
     rows = agree_on_rows([tensor], group)
     return gather_rows([tensor], rows, group)[0]
@@ -69,11 +69,11 @@ def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> p
 
 @dataclass(frozen=True)
 class RowsOfRanks:
-    """Which rows of a joined tensor belong to which rank.
+    """The numbers of rows of the ranks in a joined tensor.
 
     Attributes:
         counts: Rows of each rank.
-        rank: This one.
+        rank: This rank.
     """
 
     counts: tuple[int, ...]
@@ -91,7 +91,7 @@ class RowsOfRanks:
         return slice(first, first + self.counts[self.rank])
 
     def restore(self, padded: paddle.Tensor) -> paddle.Tensor:
-        """Remove the padding that made the ranks' numbers of rows equal."""
+        """Remove the padding to equal numbers of rows from a joined tensor."""
         longest = max(self.counts)
         if min(self.counts) == longest:
             return padded
@@ -109,8 +109,8 @@ def has_other_ranks(group: Group | None) -> bool:
     """Whether there are other ranks to gather from.
 
     Raises:
-        SyncError: This process was launched as one of several ranks and has not joined them, or it
-            is no member of `group`.
+        SyncError: This process was launched as one of several ranks and did not join them, or it
+            is not a member of `group`.
     """
     launched = int(os.environ.get("PADDLE_TRAINERS_NUM") or 1)
     joined = bool(dist.is_initialized())
@@ -118,23 +118,23 @@ def has_other_ranks(group: Group | None) -> bool:
         return False
     if not joined:
         raise SyncError(
-            f"this process is one of {launched} ranks (PADDLE_TRAINERS_NUM) and has not joined the "
+            f"this process is one of {launched} ranks (PADDLE_TRAINERS_NUM) and did not join the "
             "others; call paddle.distributed.init_parallel_env() first"
         )
     if dist.get_rank(group) < 0:
-        raise SyncError(f"rank {dist.get_rank()} is no member of the group {group}")
+        raise SyncError(f"rank {dist.get_rank()} is not a member of the group {group}")
     return True
 
 
 def agree_on_rows(tensors: Sequence[paddle.Tensor], group: Group | None) -> RowsOfRanks:
-    """How many rows each rank has; the first axis of all `tensors` is that of the rows.
+    """The number of rows of each rank; the first axis of all `tensors` is the rows.
 
     Raises:
         SyncError: On every rank, if the ranks' tensors differ in anything else.
     """
     described = "; ".join(
         f"[rows{''.join(f', {size}' for size in tensor.shape[1:])}] {tensor.dtype}"
-        # A rank that expects no gradient would stay away from the backward's all-reduce.
+        # A rank that expects no gradient would not join the all-reduce in the backward.
         f"{'' if tensor.stop_gradient or not paddle.is_grad_enabled() else ' with gradient'}"
         for tensor in tensors
     )
@@ -151,9 +151,9 @@ def agree_on_rows(tensors: Sequence[paddle.Tensor], group: Group | None) -> Rows
 def gather_rows(
     tensors: Sequence[paddle.Tensor], rows: RowsOfRanks, group: Group | None
 ) -> list[paddle.Tensor]:
-    """Each of `tensors` with the rows of all ranks; those of a floating dtype with gradients.
+    """Each of `tensors` with the rows of all ranks; floating dtypes with gradients.
 
-    They are differentiated by one node, so that the ranks cannot meet in different collectives.
+    One node has all their gradients, so all ranks call the collectives in the same order.
     """
     if rows.total == 0:
         return list(tensors)
@@ -199,12 +199,12 @@ def _joined(tensor: paddle.Tensor, rows: RowsOfRanks, group: Group | None) -> pa
 def _summed(gradient: paddle.Tensor, rows: RowsOfRanks, group: Group | None) -> paddle.Tensor:
     """This rank's rows of the sum over the ranks of `gradient`.
 
-    A reduce-scatter would send half as much; gloo has none (2.6, 3.3), nor would it take different
+    A reduce-scatter would send half as much, but gloo has none (2.6, 3.3), and it needs equal
     numbers of rows.
     """
     dtype = gradient.dtype
     half = dtype in (paddle.float16, paddle.bfloat16)  # gloo's sum of float16 is wrong
-    # A copy in any case: the engine may have given the same tensor to another node.
+    # A copy in any case: the engine may pass the same tensor to another node.
     gradient = (gradient.astype("float32") if half else gradient.clone()).contiguous()
     what = "the sum of gradients of gathered rows"
     run_collective(lambda: dist.all_reduce(gradient, group=group), what, group)
@@ -212,7 +212,7 @@ def _summed(gradient: paddle.Tensor, rows: RowsOfRanks, group: Group | None) -> 
 
 
 def _all_gather(tensor: paddle.Tensor, group: Group | None) -> paddle.Tensor:
-    """Equal numbers of rows from each rank, joined."""
+    """The rows of all ranks, joined; all ranks have equal numbers."""
     num_ranks = dist.get_world_size(group)
     joined = paddle.empty([num_ranks * tensor.shape[0], *tensor.shape[1:]], tensor.dtype)
     own = tensor.contiguous()

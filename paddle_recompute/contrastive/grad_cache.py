@@ -19,7 +19,7 @@ from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.replay import layers_of
 
-# Before anybody registers a hook on a parameter, so that it can be made to wait for the sum.
+# Before any hook on a parameter is registered: later hooks can then wait for the sum.
 _paddle.watch_leaf_hooks()
 
 Encoder = Callable[..., Any]
@@ -27,10 +27,10 @@ _NAMES = ("query", "positive")
 
 
 class GradCache:
-    r"""Computes the gradient of a loss over all rows of a batch, encoding the batch chunk by chunk.
+    r"""Computes the gradient of a loss over all rows of a batch, with the encoder in chunks.
 
-    A contrastive loss needs the embeddings of the whole batch at once, but the activations of one
-    chunk at a time. So: (1) every chunk is encoded without a graph; (2) the
+    A contrastive loss needs the embeddings of the whole batch at once, but the encoder's
+    activations of one chunk at a time. So: (1) every chunk is encoded without a graph; (2) the
     loss is computed on all embeddings E, and its backward leaves :math:`\partial L / \partial E`,
     the cache; (3) every chunk is encoded again, with a graph, and its rows of the cache are
     propagated into the parameters. By the chain rule the sum is the gradient of the whole batch:
@@ -42,65 +42,69 @@ class GradCache:
 
     Cost: one extra forward; memory for the activations of one chunk, the embeddings and their
     gradients ``[batch, dim]``, and what the loss needs (`ContrastiveLoss` with ``tile`` needs no
-    ``[batch, batch]`` matrix). Beside that, a chunk leaves 4.4 kB on a CPU (the state of Paddle's
-    generator; less on a GPU) until its second forward, and 31 kB more where the encoder draws from
-    NumPy's or Python's streams. Not worth it where the whole batch fits: use a plain step.
+    ``[batch, batch]`` matrix). Each chunk also keeps 4.4 kB on a CPU (the state of Paddle's
+    generator; less on a GPU) until its second forward, and 31 kB more if the encoder draws from
+    NumPy's or Python's streams. If the whole batch fits, a plain step is faster.
 
     Exactness: the gradients are bit by bit those of a plain step whose loss is over the same
-    chunks, ``loss(concat(encoder(chunk) for each chunk)).backward()``, dropout included. Only where
-    a parameter is used more than once in a call of its encoder, or by two encoders that share some
-    parameters but not all, or where ``.grad`` held something before, the order of a sum, and so its
-    last bit, may differ. Against one call of the encoder on the whole batch they differ by
-    rounding, and dropout draws other masks.
+    chunks, ``loss(concat(encoder(chunk) for each chunk)).backward()``, dropout included. The order
+    of a sum, and so its last bit, may differ in three cases: a parameter is used more than once in
+    a call of its encoder; two encoders share some parameters but not all; ``.grad`` held a gradient
+    before. Compared with one call of the encoder on the whole batch, gradients differ by rounding,
+    and dropout draws other masks.
 
-    BatchNorm: a Layer that normalises over the batch sees the rows of a chunk, in both forwards,
-    and its running statistics take in every chunk once, in order, as if the chunks were
-    micro-batches. The statistics of the whole batch would need the chunks to wait for each other
-    at every such Layer, forward and backward, which is what ``paddle.nn.SyncBatchNorm`` does for
-    ranks; it would keep all activations, so it is not offered. Use LayerNorm.
+    BatchNorm: a Layer that normalises over the batch sees the rows of one chunk in both forwards,
+    and its running statistics are updated once per chunk, in order, as if the chunks were
+    micro-batches. Statistics of the whole batch are not offered: the chunks would have to wait for
+    each other at every such Layer, as ranks do in ``paddle.nn.SyncBatchNorm``, and all activations
+    would be kept. Use LayerNorm.
 
     Hooks on parameters (``parameter.register_hook``) run once per call of `backward`, on the sum
-    over all chunks and both sides, as in a plain step. Where `sync` sends gradients during the
-    backward, those of such parameters are the last. Hooks on tensors inside the encoder run once
+    over all chunks and both sides, as in a plain step. If `sync` sends gradients during the
+    backward, those of such parameters are sent last. Hooks on tensors inside the encoder run once
     per chunk.
 
     Effects of the encoder in Python (counters, hooks, logging) happen twice per chunk;
-    ``is_recomputing()`` is true the second time. That
-    the second forward returns the numbers of the first is looked at for every row; what `loss`
-    changes in place is not.
+    ``is_recomputing()`` is true the second time. Every row of the second forward is compared with
+    the first; embeddings that `loss` changes in place are not.
 
     Args:
-        encoders: One encoder for both sides (tied), or a pair: (of the queries, of the positives).
-            Each is a Layer, or another callable, such as a method of a Layer. An encoder without
-            trained parameters runs only once.
+        encoders: One encoder for both sides (tied), or a pair: (for queries, for positives). Each
+            is a Layer or another callable, such as a method of a Layer. An encoder without trained
+            parameters runs only once.
         loss: ``loss(query_embeddings, positive_embeddings)`` returns a scalar Tensor; a Layer or
             any callable. It is called once per step, with what the encoders return (a Tensor, or
             a structure of them) for all rows in the caller's order. Its own parameters, such as a
             learnable temperature, get their gradients too. Normalise the embeddings here or in
             the encoder.
-        chunk_size: Rows of a chunk.
+        chunk_size: Rows of a chunk. Without `chunk_size` and `chunk_tokens` each input is one
+            chunk, which is encoded once, with its graph: there is no extra forward, and the
+            encoders' backwards run one after the other. In a plain ``loss.backward()`` Paddle's
+            engine alternates between the encoders' operators, so it holds a recomputed block of
+            each at the same time.
         chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
             Rows are sorted by length, and integer or boolean tensors ``[batch, length]`` (ids,
-            masks, token types), floating-point ones if "mask" is in their name, are cut to the
-            longest row of the chunk. So little is computed for padding, which can pay for the
-            second forward. The encoder must not depend on trailing padding. Costs one copy of the
-            inputs' lengths to the host per step.
+            masks, token types; floating-point ones if "mask" is in their name) are cut to the
+            longest row of the chunk. Less padding is computed, which can pay for the second
+            forward. The encoder must not depend on trailing padding. Costs one copy of the inputs'
+            lengths to the host per step.
         sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
-            chunk runs. It must be over all trained parameters of the encoders and the loss. None:
-            the gradients stay this rank's own.
+            chunk runs. It must cover all trained parameters of the encoders and the loss. None:
+            gradients are not synchronized.
         length_of: With `chunk_tokens`: ``length_of(input)`` returns the number of tokens of each
-            row, ``[batch]``, trailing padding not counted. Without it 0 is padding, in the first
-            that there is of attention_mask, input_mask, mask, input_ids, token_ids, ids, tokens;
-            beside it token_type_ids, segment_ids, task_type_ids, position_ids,
-            special_tokens_mask and global_attention_mask are cut like it, and a tensor of any other
-            name that has its width is cut only where it is 0, too. With none of these names, as in
-            a tuple, all are read, and a column is padding where all of them are 0; they must have
-            the same width. The order of keys does not matter.
+            row, ``[batch]``, without trailing padding. None: 0 is padding, in the first of these
+            that exists: attention_mask, input_mask, mask, input_ids, token_ids, ids, tokens. Beside
+            it token_type_ids, segment_ids, task_type_ids, position_ids, special_tokens_mask and
+            global_attention_mask are cut in the same way; a tensor of the same width with any other
+            name is cut only where it is 0, too. If none of these names exists, as in a tuple, all
+            tensors are read, and a column is padding if all are 0 there; they must have the same
+            width. The order of keys does not matter.
 
     Raises:
-        ConfigError: Not one of `chunk_size` and `chunk_tokens` was given, it is less than 1,
-            `encoders` is not one or a pair of callables, one is in ``paddle.DataParallel``
-            without a `sync`, or a parameter had a hook before this module was imported.
+        ConfigError: Both `chunk_size` and `chunk_tokens` were given; one of them is less than 1;
+            `encoders` is not one or a pair of callables; an encoder is in
+            ``paddle.DataParallel`` without a `sync`; or a parameter had a hook before this module
+            was imported.
 
     References:
         Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
@@ -135,7 +139,7 @@ class GradCache:
         self._chunk_tokens = chunk_tokens
         self._length_of = length_of
         self.sync = sync
-        """Synchronizes the gradients, where a call of `backward` is not given another one."""
+        """Synchronizes the gradients, unless `backward` is given another one."""
         self._parallel = [e for e in self._encoders if isinstance(e, paddle.DataParallel)]
         if self._parallel and sync is None and is_distributed():
             raise ConfigError(
@@ -144,7 +148,7 @@ class GradCache:
             )
         _check_hooks([*self._encoders, loss])
         self.num_chunks = 0
-        """How many chunks the last step had, both sides together."""
+        """Number of chunks in the last step, over all inputs."""
 
     def backward(
         self,
@@ -159,25 +163,24 @@ class GradCache:
         """Add the gradient of ``loss(encoders(query), encoders(positive))`` to ``.grad``.
 
         An input is a Tensor, or a structure (tuple, list, dict, dataclass, nested) whose tensors
-        all have the batch as their first axis. It is given to the encoder as in a plain call: a
-        dict as keyword arguments if the encoder takes arguments of these names, a tuple or list as
-        positional ones if it takes so many, everything else as one argument. ``(value,)`` is
+        all have the batch as their first axis. It is passed to the encoder as in a plain call: a
+        dict as keyword arguments if the encoder has arguments of these names, a tuple or list as
+        positional arguments if it has that many, anything else as one argument. ``(value,)`` is
         always the one argument `value`.
 
-        A NumPy array is given to the encoder as a Tensor; it need not fit the device, nor memory
-        if it is a ``numpy.memmap``: what stays on the device of a batch of arrays are the rows of
-        one chunk.
+        A NumPy array is passed to the encoder as a Tensor, chunk by chunk. It need not fit on the
+        device, nor in memory if it is a ``numpy.memmap``.
 
-        To be called as the rest of a step is, under the ``paddle.amp.auto_cast`` that the forward
-        is to have; the backward runs outside of it. Several calls before the optimizer's step
-        accumulate: the sum of their gradients, for losses with negatives of their own call each.
+        Call it under the ``paddle.amp.auto_cast`` of the forward; the backward runs outside of it.
+        Several calls before the optimizer's step accumulate the sum of their gradients; each call
+        has its own negatives.
 
         Args:
             query: ``[batch, ...]``, the input of the first encoder.
             positive: ``[batch, ...]``, the input of the second; row i belongs to query i.
-            *negatives: More inputs of the second encoder, of any number of rows, whose embeddings
-                `loss` gets after the first two. For n hard negatives of each query give
-                ``[batch * n, ...]``, and let `loss` make it ``[batch, n, dim]``.
+            *negatives: More inputs of the second encoder, with any number of rows; `loss` gets
+                their embeddings after the first two. For n hard negatives per query give
+                ``[batch * n, ...]``, and let `loss` reshape it to ``[batch, n, dim]``.
             last: Whether this is the last call before the optimizer's step: the one that
                 synchronizes. Without `sync` it has no effect.
             loss_scale: What the loss is multiplied by before its backward: ``1 / K`` for the mean
@@ -185,52 +188,56 @@ class GradCache:
                 (``scaler.scale(paddle.ones([]))``), or the product.
             loss_arguments: Keyword arguments of `loss` for this call, as they are:
                 ``{"positive_ids": ids}`` for all rows, in the caller's order.
-            sync: Synchronizes this call; None: that of the cache does, if it has one.
+            sync: Synchronizes this call; None: the cache's own `sync`.
 
         Returns:
-            The loss, a scalar without graph, not scaled; this rank's own. It may be infinite or
-            NaN; the caller or a GradScaler must check it.
+            The unscaled loss of this rank, a scalar without graph. It may be infinite or NaN; the
+            caller or a GradScaler must check it.
 
         Raises:
-            DataError: The inputs have no rows, not the same number of rows, or need a gradient; or
-                an encoder returns something that is not one row per row.
-            ConfigError: The loss is not a scalar, or nothing that is trained has to do with it; it
-                is not clear which input `chunk_tokens` is to cut; or this was called under
+            DataError: The inputs have no rows, different numbers of rows, or need a gradient; or an
+                encoder's output does not have one row per row.
+            ConfigError: The loss is not a scalar, or does not depend on a trained parameter; it is
+                not clear which input `chunk_tokens` must cut; or the call is under
                 ``paddle.no_grad`` or while a static graph is built.
             RecomputeError: The second forward of a chunk returned other values than the first.
             SyncError: See `GradientSync.last_backward`.
         """
         _check_mode()
         sync = sync or self.sync
-        towers = self._towers((query, positive, *negatives))
-        self.num_chunks = sum(tower.num_chunks for tower in towers)
+        encoders = self._chunked_encoders((query, positive, *negatives))
+        self.num_chunks = sum(encoder.num_chunks for encoder in encoders)
         with Step() as step:
             with self._no_sync(sync):
-                loss, in_order = self._backward_of_loss(towers, loss_scale, loss_arguments or {})
+                loss, in_order = self._backward_of_loss(encoders, loss_scale, loss_arguments or {})
                 earlier, final = _schedule(in_order)
-                for tower, chunk in earlier:
-                    tower.replay(chunk)
-                for tower in in_order:
-                    tower.check_repetition()
+                for encoder, chunk in earlier:
+                    encoder.backward(chunk)
+                for encoder in in_order:
+                    encoder.check_repetition()
             with self._last_backward(sync) if last else self._no_sync(sync):
-                for tower, chunk in final:
-                    tower.replay(chunk)
-                for tower in in_order:
-                    tower.check_repetition()
+                for encoder, chunk in final:
+                    encoder.backward(chunk)
+                for encoder in in_order:
+                    encoder.check_repetition()
                 step.run_hooks()
         return loss
 
-    def _towers(self, inputs: tuple[Any, ...]) -> list[ChunkedEncoder]:
+    def _chunked_encoders(self, inputs: tuple[Any, ...]) -> list[ChunkedEncoder]:
         names = [*_NAMES, *(f"negatives[{place}]" for place in range(len(inputs) - 2))]
         rows = [num_rows_of(batch, name) for batch, name in zip(inputs, names, strict=True)]
         if rows[0] != rows[1]:
             raise DataError(
-                f"query has {rows[0]} rows and positive has {rows[1]}; row i of one belongs to "
-                "row i of the other, so there must be as many"
+                f"query has {rows[0]} rows and positive has {rows[1]}; row i of query belongs to "
+                "row i of positive, so their numbers must be equal"
             )
         return [
             ChunkedEncoder(
-                self._encoders[min(place, 1)], batch, self._cut(batch, rows[place], name), name
+                self._encoders[min(place, 1)],
+                batch,
+                self._cut(batch, rows[place], name),
+                name,
+                keeps_graph=self._chunk_size is None and self._chunk_tokens is None,
             )
             for place, (batch, name) in enumerate(zip(inputs, names, strict=True))
         ]
@@ -238,25 +245,26 @@ class GradCache:
     def _cut(self, batch: Any, num_rows: int, name: str) -> list[Chunk]:
         if self._chunk_size is not None:
             return by_rows(num_rows, self._chunk_size)
-        assert self._chunk_tokens is not None
+        if self._chunk_tokens is None:
+            return by_rows(num_rows, num_rows)
         return by_length(batch, self._chunk_tokens, self._length_of, name)
 
     def _backward_of_loss(
         self,
-        towers: list[ChunkedEncoder],
+        encoders: list[ChunkedEncoder],
         loss_scale: float | paddle.Tensor,
         loss_arguments: Mapping[str, Any],
     ) -> tuple[paddle.Tensor, list[ChunkedEncoder]]:
-        """First forwards, loss, and the loss's backward, down to the embeddings.
+        """Run the first forwards, the loss, and the loss's backward to the embeddings.
 
         Returns:
-            The loss, and the towers in the order in which its backward reached them: that in
-            which the engine would go on into them, and add up what they have in common.
+            The loss, and the encoders in the order in which the backward reached them: the order in
+            which a plain step would continue into them and sum their shared gradients.
         """
         reached: list[int] = []
         embeddings = [
-            tower.encode(functools.partial(reached.append, place))
-            for place, tower in enumerate(towers)
+            encoder.encode(functools.partial(reached.append, place))
+            for place, encoder in enumerate(encoders)
         ]
         loss = self.loss(*embeddings, **loss_arguments)
         del embeddings
@@ -267,22 +275,22 @@ class GradCache:
             )
         if loss.stop_gradient:
             raise ConfigError(
-                "the loss does not depend on anything that is trained: "
+                "the loss does not depend on a trained parameter: "
                 + (
                     "it does not use the embeddings, or detaches them"
-                    if any(tower.is_trained for tower in towers)
+                    if any(encoder.is_trained for encoder in encoders)
                     else "no encoder's output needs a gradient. Are all parameters frozen "
                     "(stop_gradient), or does the encoder run under no_grad or detach its output?"
                 )
             )
-        with paddle.amp.auto_cast(enable=False):  # a plain step's backward is outside of it, too
+        with _paddle.amp_off():  # the backward of a plain step is outside of auto_cast, too
             scaled = loss
             if not (isinstance(loss_scale, float) and loss_scale == 1.0):
                 half = loss.dtype in (paddle.float16, paddle.bfloat16)
-                # In float32: times its scale a float16 loss could be infinite on its own.
+                # In float32: a scaled float16 loss could overflow.
                 scaled = (loss.astype("float32") if half else loss) * loss_scale
             scaled.backward()
-        in_order = [towers[place] for place in dict.fromkeys(reversed(reached))]
+        in_order = [encoders[place] for place in dict.fromkeys(reversed(reached))]
         return loss.detach(), in_order[::-1]
 
     @contextlib.contextmanager
@@ -305,20 +313,20 @@ class GradCache:
 
 
 Replays = list[tuple[ChunkedEncoder, int]]
-"""Encoders, each with the number of a chunk."""
+"""Encoders, each with a chunk number."""
 
 
-def _schedule(towers: list[ChunkedEncoder]) -> tuple[Replays, Replays]:
+def _schedule(encoders: list[ChunkedEncoder]) -> tuple[Replays, Replays]:
     """The second forwards in order: before the synchronization, and while it runs.
 
-    Every encoder's last chunk is in the second part, so that each trained parameter gets its last
-    gradient there, and equally often in every step, however many chunks it has.
+    The last chunk of every encoder is in the second part, so each trained parameter gets its last
+    gradient there, equally often in every step, whatever the number of chunks.
     """
-    tasks = [(tower, chunk) for tower in towers for chunk in tower.replays]
+    tasks = [(chunked, chunk) for chunked in encoders for chunk in chunked.replays]
     final: Replays = []
-    for tower, chunk in reversed(tasks):
-        if all(tower.encoder != other.encoder for other, _ in final):
-            final.insert(0, (tower, chunk))
+    for chunked, chunk in reversed(tasks):
+        if all(chunked.encoder != other.encoder for other, _ in final):
+            final.insert(0, (chunked, chunk))
     return [task for task in tasks if task not in final], final
 
 
@@ -331,8 +339,8 @@ def _check_hooks(functions: list[Any]) -> None:
         if not parameter.stop_gradient and _paddle.has_unwatched_hooks(parameter):
             raise ConfigError(
                 f"the parameter '{parameter.name}' got a hook (register_hook) before "
-                "paddle_recompute.contrastive was imported, so it would run once per chunk and not "
-                "once on the sum; import it before the hook is registered"
+                "paddle_recompute.contrastive was imported, so the hook would run once per chunk "
+                "and not once on the sum; import it before you register the hook"
             )
 
 
@@ -358,18 +366,20 @@ def _pair(encoders: Any) -> tuple[Encoder, Encoder]:
 def _check_sizes(
     chunk_size: int | None, chunk_tokens: int | None, length_of: LengthOf | None
 ) -> None:
-    if (chunk_size is None) == (chunk_tokens is None):
+    if chunk_size is not None and chunk_tokens is not None:
         raise ConfigError(
             f"received chunk_size={chunk_size} and chunk_tokens={chunk_tokens}; give one of them: "
             "a number of rows, or a number of tokens for texts of different lengths"
         )
+    if length_of is not None and chunk_tokens is None:
+        raise ConfigError("length_of has an effect with chunk_tokens only; give that, too")
+    if chunk_size is None and chunk_tokens is None:
+        return
     name, value = (
         ("chunk_size", chunk_size) if chunk_tokens is None else ("chunk_tokens", chunk_tokens)
     )
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name}: received {value!r}; allowed is a whole number of at least 1")
-    if length_of is not None and chunk_tokens is None:
-        raise ConfigError("length_of has no effect with chunk_size; use it with chunk_tokens")
 
 
 def _check_mode() -> None:
@@ -381,5 +391,5 @@ def _check_mode() -> None:
     if not paddle.is_grad_enabled():
         raise ConfigError(
             "GradCache.backward was called under paddle.no_grad, so there would be no gradient; "
-            "call it outside"
+            "call it outside of paddle.no_grad"
         )

@@ -1,8 +1,7 @@
-"""InfoNCE: each query is classified among the positives of its batch."""
+"""InfoNCE: the loss that classifies each query among the positives of its batch."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections.abc import Iterable
@@ -36,59 +35,59 @@ class ContrastiveLoss(paddle.nn.Layer):
 
     .. math:: L = \frac{1}{b} \sum_i -\log \frac{e^{s_{ii}}}{\sum_j e^{s_{ij}}}
 
-    The sum over j goes over the positives of all ranks (``negatives="global"``) or of this one
+    The sum over j is over the positives of all ranks (``negatives="global"``) or of this rank
     (``"local"``), and over hard negatives if there are any. ``symmetric`` takes the mean of this
-    and of the same with the roles exchanged (every positive must find its query among the queries;
-    hard negatives do not search); it does not double the scale.
+    loss and the one with exchanged roles (every positive must find its query; hard negatives do not
+    search); it does not double the scale.
 
-    Reduction: the mean over the b queries of this rank. With ``"global"`` it is times b and divided
-    by the mean b of the ranks, which is 1 unless the last batch is uneven.
+    Reduction: the mean over the b queries of this rank. With ``"global"`` it is multiplied by b and
+    divided by the mean b of the ranks; the factor is 1 unless the last batch is uneven.
 
-    Gradients: for data-parallel averaging, with nothing to multiply by the number of ranks R.
+    Gradients: for data-parallel averaging; no factor of the number of ranks R is needed.
 
-    - ``"global"``: the mean over the ranks of the gradients is that of the mean loss over the
-      *global* batch, as one process with all the pairs would compute it; uneven batches and the
-      learned temperature included. A rank computes the rows of its own pairs alone, [b, R*b]
-      scores; other ranks' vectors arrive by `all_gather_with_grad`, whose gradients are exact.
-    - ``"local"``: it is that of the mean of R losses, each a choice among b: of the same scale, but
-      *not* the gradient of one loss over all pairs, whose queries have R*b - 1 negatives.
+    - ``"global"``: the mean of the ranks' gradients is the gradient of the mean loss over the
+      *global* batch, as one process with all pairs computes it; also with uneven batches and a
+      learned temperature. A rank computes the rows of its own pairs only, [b, R*b] scores; the
+      vectors of other ranks come from `all_gather_with_grad`, whose gradients are exact.
+    - ``"local"``: the mean of the ranks' gradients is that of the mean of R losses with b
+      candidates each. Its scale is the same, but it is *not* the gradient of one loss over all
+      pairs, in which a query has R*b - 1 negatives.
 
-    In a Program, where nothing gathers rows with their gradients, each rank computes the loss of
-    the pairs of all ranks, [R*b, R*b] scores, and propagates what its own rows owe: the same
-    gradient for R times the work. All ranks must have the same number of pairs there.
+    In a Program, where no operator gathers rows with their gradients, each rank computes the loss
+    of the pairs of all ranks, [R*b, R*b] scores, and propagates the gradients of its own rows: the
+    same gradient for R times the work. All ranks must have the same number of pairs there.
 
-    K micro-batches of b give the mean of K such losses in either case: more negatives come from a
-    larger micro-batch (`GradCache`), not from accumulation.
+    K micro-batches of b pairs give the mean of K such losses in both cases: more negatives need a
+    larger micro-batch (`GradCache`), not accumulation.
 
-    Precision: the gradient of a query that has found its positive shrinks with its loss, and both
-    keep their relative precision as far down as float32 goes, where softmax cross-entropy in
-    float32 rounds them to 0 at 6e-8. Finite scores do not overflow. It is computed in float32 at
-    least, under mixed precision too.
+    Precision: the gradient of a query that found its positive shrinks with its loss, and both keep
+    their relative precision down to the smallest float32; softmax cross-entropy in float32 rounds
+    them to 0 at 6e-8. Finite scores do not overflow. The loss is computed in float32 at least, also
+    under mixed precision.
 
-    Memory, with m candidates per query: without `tile` one matrix [b, m] until the backward, three
-    at the peak of the forward; two and four with ``symmetric``. With `tile` no such matrix: beyond
-    the gradients, a few blocks [tile, tile] and [tile, dim], for one more matrix product per tile.
-    The backward of tiles, and of vectors that were gathered, can run once (no ``retain_graph``),
-    and ``paddle.grad`` must ask for all of their vectors that need a gradient.
+    Memory, with m candidates per query: without `tile`, one matrix [b, m] until the backward and
+    three at the peak of the forward; two and four with ``symmetric``. With `tile`, no such matrix:
+    besides the gradients a few blocks [tile, tile] and [tile, dim], at the cost of one more matrix
+    product per tile. The backward of the tiled loss, and of gathered vectors, can run only once (no
+    ``retain_graph``), and ``paddle.grad`` must ask for all of their vectors that need a gradient.
 
     Args:
         temperature: :math:`\tau > 0`; with normalised vectors the scores are within 1/temperature.
         symmetric: Whether positives search for queries too.
-        negatives: ``"global"``, the pairs of all ranks' calls; ``"local"``, of this call alone. The
-            same in a single process.
+        negatives: ``"global"``: the pairs of all ranks; ``"local"``: of this rank. Equal in a
+            single process.
         learnable_temperature: Make 1/temperature a parameter of this Layer, ``logit_scale``, [1],
-            float32, which holds its logarithm as in CLIP. The loss uses at most log 100; in dygraph
-            the parameter itself is taken back to that when a backward through the loss has ended
-            (`GradCache`: when all chunks have theirs), before the optimizer's step. So between a
-            step and the next backward, in a ``state_dict`` too, it may be larger by that step. The
-            encoder may use the parameter as well; it sees it as it is, not clipped. Give it to the
-            optimizer (without weight decay)
-            and to `GradientSync`; its gradient is averaged as the others are.
+            float32, which holds its logarithm as in CLIP. The loss uses at most log 100. In dygraph
+            the parameter itself is clipped to that after a backward through the loss (`GradCache`:
+            after all chunks), before the optimizer's step. So between a step and the next backward,
+            also in a ``state_dict``, it may be larger by that step. An encoder that uses the
+            parameter sees it unclipped. Give it to the optimizer (without weight decay) and to
+            `GradientSync`; its gradient is averaged like the others.
         label_smoothing: Share of the label, in [0, 1), that is spread evenly over all candidates of
             a query, its own positive included and masked ones not.
         tile: Queries and candidates per block; None: one matrix. 512 to 2048 are fast on a CPU.
-        mask_false_negatives: Leave out candidates that are equal to the right one, which the ids
-            tell; the ids are required then. A row whose every candidate is masked has no loss.
+        mask_false_negatives: Exclude candidates that equal the query's positive, by their ids,
+            which are then required. A row whose every candidate is masked has no loss.
         normalize: Scale the vectors to length 1 first.
         group: The ranks of ``"global"``; None is all of them.
 
@@ -128,8 +127,8 @@ class ContrastiveLoss(paddle.nn.Layer):
             )
         if learnable_temperature and temperature < 1 / MAX_SCALE:
             raise ConfigError(
-                f"temperature: received {temperature!r}; with learnable_temperature it starts at "
-                f"{1 / MAX_SCALE} at least, where it is kept"
+                f"temperature: received {temperature!r}; with learnable_temperature allowed is at "
+                f"least {1 / MAX_SCALE}, the limit of the learned temperature"
             )
         if negatives not in ("global", "local"):
             raise ConfigError(
@@ -163,7 +162,7 @@ class ContrastiveLoss(paddle.nn.Layer):
 
     @property
     def temperature(self) -> float:
-        """The current temperature (the learned one, if it is learned)."""
+        """The current temperature, learned or not."""
         if self.logit_scale is None:
             return self._temperature
         return 1 / min(math.exp(float(self.logit_scale.item())), MAX_SCALE)
@@ -179,43 +178,43 @@ class ContrastiveLoss(paddle.nn.Layer):
     ) -> paddle.Tensor:
         """The loss of one batch of pairs.
 
-        With ``negatives="global"`` every rank must call this, with the same arguments but for the
-        number of pairs.
+        With ``negatives="global"`` every rank must call this, with the same arguments except for
+        the number of pairs.
 
         Args:
-            query: ``[local_batch, dim]``, floating point, per rank; normalised by the caller if
-                the scores are to be cosines. Row i of `positive` belongs to row i.
+            query: ``[local_batch, dim]``, floating point, per rank; row i of `positive` belongs to
+                row i. Normalise it if the scores must be cosines.
             positive: ``[local_batch, dim]``, like `query`.
-            hard_negatives: ``[local_batch, num_negatives, dim]``, more candidates: for all queries,
-                of all ranks with ``"global"``, not only for the query of their row.
+            hard_negatives: ``[local_batch, num_negatives, dim]``, more candidates for all queries
+                (with ``"global"`` of all ranks), not only for the query of their row.
             positive_ids: ``[local_batch]``, int64, with ``mask_false_negatives``: positives of
-                equal texts have equal numbers, on all ranks; `text_ids` makes them.
-            negative_ids: ``[local_batch, num_negatives]``, int64, likewise for `hard_negatives`,
+                equal texts have equal ids on all ranks, as from `text_ids`.
+            negative_ids: ``[local_batch, num_negatives]``, int64, the same for `hard_negatives`,
                 in the same numbering.
 
         Returns:
             A scalar, float32 (float64 from float64 input), at least 0.
 
         Raises:
-            DataError: Shapes or dtypes do not fit together; ids are missing, or not asked for; or
-                there is one pair only: it has no negatives, its loss would be 0 whatever the model
-                does. Or a rank has none.
+            DataError: Shapes or dtypes do not fit together; ids are missing or not used; a rank has
+                no pairs; or there is only one pair, which has no negatives, so its loss would be 0
+                for every model.
             SyncError: The ranks' arguments differ in more than the number of pairs.
-            StaticGraphError: In a Program, `tile` is set, or `group` is.
+            StaticGraphError: In a Program, `tile` or `group` is set.
         """
         given = (query, positive, hard_negatives, positive_ids, negative_ids)
         _check_shapes(query, positive, hard_negatives)
         self._check_ids(*given)
         if self.tile is not None and not _paddle.is_dygraph():
             raise StaticGraphError(
-                f"tile={self.tile}: tiles are streamed in dygraph only; in a Program set tile=None"
+                f"tile={self.tile}: the tiled loss runs in dygraph only; in a Program set tile=None"
             )
         if self.group is not None and not _paddle.is_dygraph():
             raise StaticGraphError(
                 f"{self.group}: in a Program negatives come from all ranks; set group=None, or "
                 "negatives='local'"
             )
-        with _amp_off():
+        with _paddle.amp_off() if _paddle.is_dygraph() else training.in_float32():
             batch, weight = self._batch(*given)
             options = LossOptions(self.symmetric, self.label_smoothing, weight, self.normalize)
             scale = self._scale(batch.queries.dtype)
@@ -231,7 +230,7 @@ class ContrastiveLoss(paddle.nn.Layer):
         positive_ids: paddle.Tensor | None,
         negative_ids: paddle.Tensor | None,
     ) -> tuple[ContrastiveBatch, float]:
-        """Everything that is scored, in float32 at least, and the weight of this rank's mean."""
+        """All vectors to score, in float32 at least, and the weight of this rank's mean."""
         query, positive = self._vectors(query), self._vectors(positive)
         tensors = {"queries": query, "positives": positive}
         if hard_negatives is not None:
@@ -246,7 +245,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             tensors = gather_in_program(tensors)
             num_pairs = tensors["queries"].shape[0]
         elif elsewhere:
-            # Queries that nobody searches for stay where they are.
+            # Queries are gathered only if positives search for them.
             staying = [] if self.symmetric else ["queries"]
             sent = [name for name in tensors if name not in staying]
             rows = agree_on_rows(list(tensors.values()), self.group)
@@ -264,22 +263,22 @@ class ContrastiveLoss(paddle.nn.Layer):
             weight = rows.counts[rows.rank] * len(rows.counts) / rows.total
         _check_number(num_pairs, lonely=hard_negatives is None or self.symmetric)
         for name in ("negatives", "negative_ids"):
-            if name in tensors:  # which pair one was given with does not matter any more
+            if name in tensors:  # they are candidates for all pairs
                 tensors[name] = tensors[name].flatten(0, 1)
         return ContrastiveBatch(**tensors, **places), weight
 
     def _vectors(self, vectors: paddle.Tensor) -> paddle.Tensor:
         if vectors.dtype not in (paddle.float32, paddle.float64):
             vectors = vectors.astype("float32")
-        # In tiles it is done to each tile instead, which saves a copy of all vectors.
+        # The tiled loss normalises each tile instead, which saves a copy of all vectors.
         whole = self.tile is None
         return F.normalize(vectors, axis=-1) if self.normalize and whole else vectors
 
     def _scale(self, dtype: Any) -> Scale:
         if self.logit_scale is None:
             return 1 / self._temperature
-        # The value is clipped, the gradient is not: at the limit it is the true one. Nothing is
-        # written: the encoder may use the parameter, too, and its backward comes later.
+        # The value is clipped, the gradient is not. Nothing is written to the parameter: an encoder
+        # that uses it has its backward later.
         beyond = (
             self.logit_scale - paddle.clip(self.logit_scale, max=math.log(MAX_SCALE))
         ).detach()
@@ -290,14 +289,14 @@ class ContrastiveLoss(paddle.nn.Layer):
         return paddle.exp(scale.astype(dtype))
 
     def _reached(self, gradient: paddle.Tensor) -> None:
-        """The backward is on its way, and behind it comes the optimizer's step."""
+        """The backward has begun; the optimizer's step comes after it."""
         at_end_of_step(id(self), self._clip_logit_scale)
 
     @paddle.no_grad()
     def _clip_logit_scale(self) -> None:
-        # The parameter itself, or it could wander off to where no gradient brings it back.
+        # Otherwise the parameter could grow to a value from which no gradient brings it back.
         assert self.logit_scale is not None
-        with _amp_off():
+        with _paddle.amp_off():
             self.logit_scale.clip_(max=math.log(MAX_SCALE))
 
     def _check_ids(
@@ -332,24 +331,17 @@ class ContrastiveLoss(paddle.nn.Layer):
 def text_ids(texts: Iterable[str]) -> paddle.Tensor:
     """Ids for `ContrastiveLoss`: equal texts have equal ids, on every rank.
 
-    64 bits of a hash: among a million texts some two agree by chance once in 37 million times.
+    The ids are 64-bit hashes: the probability that any two of a million texts collide is 1 in 37
+    million.
 
     Args:
-        texts: Compared letter by letter; bring them into a normal form first if need be.
+        texts: Compared letter by letter; normalise them first if necessary.
 
     Returns:
         ``[len(texts)]``, int64.
     """
     digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
     return paddle.to_tensor(np.frombuffer(digests, "<i8").astype(np.int64))
-
-
-def _amp_off() -> contextlib.AbstractContextManager[None]:
-    """Disable mixed precision inside."""
-    if not _paddle.is_dygraph():
-        return training.in_float32()
-    amp_off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
-    return amp_off
 
 
 def _check_shapes(
@@ -373,8 +365,8 @@ def _check_shapes(
 
 
 def _check_number(num_pairs: int, *, lonely: bool) -> None:
-    """`lonely`: whether one pair alone would have nobody to compete with, on one side at least."""
-    if num_pairs < 2 and num_pairs != -1 and lonely:  # -1: a Program does not know it yet
+    """`lonely`: whether a single pair has no negative in at least one direction."""
+    if num_pairs < 2 and num_pairs != -1 and lonely:  # -1: unknown while a Program is built
         raise DataError(
             f"received a batch of {num_pairs}; a pair needs at least one other pair for its "
             "negative; give every rank and micro-batch at least 2 pairs"

@@ -1,4 +1,4 @@
-"""Files in the cache folder: a reader finds a whole one or none."""
+"""Files in the cache folder: a reader finds a complete file or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paddle_recompute.errors import DataError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a UTF-8 file under another name and give it its own at the end, which is atomic.
+    """Write a UTF-8 file under another name, then rename it, which is atomic.
 
     Raises:
         DataError: The folder cannot be written to.
@@ -28,7 +28,7 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         raise DataError(
             f"{path}: cannot be written ({error.strerror}); set data.cache_dir, or the variable "
-            "PADDLE_RECOMPUTE_CACHE, to a folder that can"
+            "PADDLE_RECOMPUTE_CACHE, to a writable folder"
         ) from error
     finally:
         if unfinished is not None and os.path.exists(unfinished):
@@ -36,14 +36,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require_file(path: Path) -> Path:
-    """`path`, which the main rank has just written or found.
+    """`path`, which the main rank has written or found.
 
     Raises:
         DataError: This rank does not see it.
     """
     if not path.exists():
         raise DataError(
-            f"{path}: not there, although the main rank has written its own; all ranks must read "
-            "the same data files, and data.cache_dir must be a folder that all nodes share"
+            f"{path}: does not exist on this rank, although the main rank has it; all ranks must "
+            "read the same data files, and data.cache_dir must be a folder that all nodes share"
         )
     return path

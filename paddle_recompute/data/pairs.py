@@ -1,4 +1,4 @@
-"""Read text pairs from TSV and JSON Lines files, where no line is lost without a word.
+"""Read text pairs from TSV and JSON Lines files; every bad line is reported.
 
 A file is UTF-8, with or without a byte order mark, and may be compressed (``.gz``):
 
@@ -7,7 +7,7 @@ A file is UTF-8, with or without a byte order mark, and may be compressed (``.gz
 - ``.jsonl``: one object per line, with the strings ``query`` and ``positive`` and, if there are
   any, ``negatives``, a list of strings.
 
-Whitespace around a text does not belong to it. Blank lines are no data and are passed over.
+Whitespace around a text is removed. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pair:
     Attributes:
         query: Never empty.
         positive: Never empty.
-        negatives: Texts that do not answer the query although they look as if they did.
+        negatives: Texts that look like an answer to the query and are not.
     """
 
     query: str
@@ -44,11 +44,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairFile:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
-        pairs: In the order of the file, duplicates included.
-        skipped: ``"file:line: what is wrong"`` for each line that was left out.
+        pairs: In file order, duplicates included.
+        skipped: ``"file:line: what is wrong"`` for each line that was skipped.
     """
 
     pairs: list[Pair]
@@ -56,7 +56,7 @@ class PairFile:
 
 
 class _BadLine(Exception):
-    """A line that is no pair; the message says why."""
+    """A line that is not a pair; the message says why."""
 
 
 def read_pairs(path: str | Path, *, on_bad_line: Literal["raise", "skip"] = "raise") -> PairFile:
@@ -64,16 +64,16 @@ def read_pairs(path: str | Path, *, on_bad_line: Literal["raise", "skip"] = "rai
 
     Args:
         path: A ``.tsv`` or ``.jsonl`` file, also with ``.gz`` behind it.
-        on_bad_line: ``raise`` stops at the first line that is no pair; ``skip`` leaves such lines
-            out and lists them in the result.
+        on_bad_line: ``raise`` stops at the first line that is not a pair; ``skip`` skips such lines
+            and lists them in the result.
 
     Returns:
         The pairs, at least one, and the lines that were skipped.
 
     Raises:
-        DataError: The file cannot be read, has another format or holds no pair, or, with
-            ``raise``, a line is no pair.
-        ConfigError: `on_bad_line` is neither of the two.
+        DataError: The file cannot be read, has another format or contains no pair, or, with
+            ``raise``, a line is not a pair.
+        ConfigError: `on_bad_line` has another value.
 
     Examples:
         >>> import tempfile
@@ -98,8 +98,8 @@ def read_pairs(path: str | Path, *, on_bad_line: Literal["raise", "skip"] = "rai
             fault = f"{path}:{number}: {reason}"
             if on_bad_line == "raise":
                 raise DataError(
-                    f"{fault}; correct the line, or set data.on_bad_line: skip to leave out and "
-                    "count such lines"
+                    f"{fault}; correct the line, or set data.on_bad_line: skip to skip and count "
+                    "such lines"
                 ) from None
             skipped.append(fault)
         else:
@@ -107,24 +107,24 @@ def read_pairs(path: str | Path, *, on_bad_line: Literal["raise", "skip"] = "rai
                 pairs.append(pair)
     if not pairs:
         first = f" ({len(skipped)} bad lines, the first: {skipped[0]})" if skipped else ""
-        raise DataError(f"{path}: holds no pair{first}")
+        raise DataError(f"{path}: contains no pair{first}")
     return PairFile(pairs, skipped)
 
 
 def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
-    """The function from (line number, line) to a pair, or to None where there is no data."""
+    """The function from (line number, line) to a pair, or to None for a header or blank line."""
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     parsers = {".tsv": _from_tsv, ".jsonl": _from_json}
     if suffix not in parsers:
         raise DataError(
-            f"{path}: the format is told by the name, which must end in .tsv, .jsonl, .tsv.gz or "
+            f"{path}: the file name decides the format; it must end in .tsv, .jsonl, .tsv.gz or "
             ".jsonl.gz"
         )
     return parsers[suffix]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file and their numbers from 1, without the byte order mark."""
+    """The lines of a file with their numbers from 1, without the byte order mark."""
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -194,7 +194,7 @@ def _without_repeated_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(items):
         keys = [key for key, _ in items]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise _BadLine(f"key '{repeated}' is there twice")
+        raise _BadLine(f"key '{repeated}' appears twice")
     return found
 
 
@@ -207,12 +207,12 @@ def _text_of(found: dict[str, Any], key: str) -> str:
     if not text:
         raise _BadLine(f"empty {key}")
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise _BadLine(f"{key} holds half of a surrogate pair (an escape \\ud800 to \\udfff)")
+        raise _BadLine(f"{key} contains half of a surrogate pair (an escape \\ud800 to \\udfff)")
     return text
 
 
 def _kind(value: object) -> str:
-    """What JSON calls the type of `value`."""
+    """The JSON name of the type of `value`."""
     if value is None:
         return "null"
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}

@@ -33,18 +33,18 @@ _SHOWN_REASONS = 5
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a run needs of its data; equal on all ranks.
+    """The data of a run; equal on all ranks.
 
     Attributes:
         train: Pairs to train on.
-        valid: Pairs to evaluate on; they share no text with those of `train`, unless
-            ``data.valid_file`` brought such pairs, and then `notes` says so.
+        valid: Pairs to evaluate on. They share no text with `train`, unless ``data.valid_file``
+            contains such pairs; then `notes` says so.
         pool: Candidates, all different: the positives of `valid` first, then some of `train`.
-        target: For each pair of `valid`, the place of its positive in `pool`.
-        tokenizer: Trained on `train`, or that of the run that is resumed.
-        ceiling: What the tokens of `valid` and `pool` allow at best.
-        skipped: ``"file:line: what is wrong"`` for every line that was left out.
-        notes: Sentences for the user: what was left out, and how much of it.
+        target: For each pair of `valid`, the row of its positive in `pool`.
+        tokenizer: Trained on `train`, or that of the resumed run.
+        ceiling: The best recall that the tokens of `valid` and `pool` allow.
+        skipped: ``"file:line: what is wrong"`` for every line that was skipped.
+        notes: Sentences for the user about what was left out, with numbers.
     """
 
     train: list[Pair]
@@ -65,22 +65,22 @@ def prepare_data(
     barrier: Callable[[], None],
     tokenizer_file: Path | None = None,
 ) -> PreparedData:
-    """Read, split and tokenize; what takes long is done once and kept in ``config.cache_dir``.
+    """Read, split and tokenize; slow results are computed once and kept in ``config.cache_dir``.
 
     The main rank mines the pairs (``source: cedict``) and trains the tokenizer while the others
-    wait at `barrier`; then all read the same files. Errors in the user's own files are raised on
-    every rank, before anybody waits.
+    wait at `barrier`; then all ranks read the same files. Errors in the user's own files are raised
+    on every rank, before any rank waits.
 
     Args:
         config: The section ``data``.
         seed: Decides which groups are held out and which training positives fill the pool.
-        is_main_rank: Exactly one rank says True.
+        is_main_rank: True on exactly one rank.
         barrier: Returns when all ranks have called it.
-        tokenizer_file: The vocabulary of a run that is resumed; None: one is trained.
+        tokenizer_file: The vocabulary of a resumed run; None: a vocabulary is trained.
 
     Raises:
-        DataError: The pairs cannot be used or are too few, or the cache folder is not the same on
-            all ranks.
+        DataError: The pairs cannot be used or are too few, or the ranks have different cache
+            folders.
         DependencyError: A package that the source needs is not installed.
     """
     account = _Account()
@@ -89,7 +89,7 @@ def prepare_data(
     elif config.train_file is not None:
         train_file = config.train_file
     else:
-        raise DataError("data.source is files, and data.train_file is not given")
+        raise DataError("data.source is files, but data.train_file is not given")
     split = _split(config, train_file, seed, account)
     refuse_negatives(itertools.chain(split.train, split.valid))
     pool = build_pool(split, config.pool_size, seed)
@@ -100,7 +100,7 @@ def prepare_data(
         if is_main_rank and not tokenizer_file.exists():
             train_tokenizer(texts, tokenizer_file, config.vocab_size)
         barrier()
-        # A rank that has read other texts than the main rank looks for another file.
+        # A rank with other texts than the main rank looks for another file.
         require_file(tokenizer_file)
     tokenizer = load_tokenizer(tokenizer_file)
     queries = tokenizer.tokenize([pair.query for pair in split.valid], config.max_query_tokens)
@@ -119,15 +119,16 @@ def prepare_data(
 
 
 def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
-    """The candidates that a query is searched in, all different.
+    """The candidates among which queries search, all different.
 
     Args:
         split: All positives of its held-out pairs are in the pool.
-        pool_size: As many candidates, or more if the held-out pairs have more positives.
+        pool_size: Number of candidates; the pool is larger if the held-out pairs have more
+            positives.
         seed: Decides which positives of the training pairs fill the pool.
 
     Raises:
-        DataError: All pairs together have fewer different positives.
+        DataError: The pairs have fewer different positives in total.
     """
     held_out = dict.fromkeys(pair.positive for pair in split.valid)
     others = {pair.positive for pair in split.train}.difference(held_out)
@@ -142,7 +143,7 @@ def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
 
 @dataclass
 class _Account:
-    """What is left out on the way."""
+    """Sentences about what is left out."""
 
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

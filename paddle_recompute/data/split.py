@@ -1,9 +1,9 @@
-"""Hold pairs out for evaluation so that no text, nor a near copy of one, is on both sides.
+"""Hold out pairs for evaluation so that no text, nor a near copy of it, is on both sides.
 
 Two pairs belong together if they share a text: the same query, the same positive, or the query of
 one is the positive of the other. Texts are compared in a normal form without case, punctuation
-and width, so "The cat!" and "the cat" are one text. Groups are the connected components; a
-group is held out as a whole or not at all.
+and width: "The cat!" and "the cat" are equal. Groups are the connected components; a group is held
+out as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Split:
     """Pairs to train on and pairs to evaluate on.
 
     Attributes:
-        train: In the order in which they were given, without duplicates.
-        valid: Likewise.
-        num_duplicates: How many pairs were left out because an equal one came before.
-        num_groups: How many groups of pairs that share a text there are, in both together; None
-            for a split that was given and not made.
+        train: In the given order, without duplicates.
+        valid: In the given order, without duplicates.
+        num_duplicates: Pairs that were left out because an equal pair came before.
+        num_groups: Groups of pairs that share a text, of both sides; None if the user gave both
+            sides.
     """
 
     train: list[Pair]
@@ -38,18 +38,18 @@ class Split:
 def split_pairs(pairs: Iterable[Pair], *, valid_pairs: int, seed: int) -> Split:
     """Hold out `valid_pairs` pairs, by whole groups.
 
-    The groups are taken in an order that depends on `seed` and on their texts alone, so that the
-    order of the file does not matter, and a line that is added to it does not move the others to
-    the other side, unless it joins two groups. A group that is larger than the rest still to be
-    held out is passed over: it stays in the training pairs.
+    The order of the groups depends on `seed` and on their texts only. So the order of the file does
+    not matter, and a line that is added to the file moves no other pair to the other side, unless
+    it joins two groups. A group that is larger than the number of pairs still to hold out is
+    skipped: it stays in the training pairs.
 
     Args:
-        pairs: All of them. Negatives play no part in the grouping.
-        valid_pairs: How many pairs to hold out, at most; fewer only if no group fits the rest.
+        pairs: All pairs. Negatives do not affect the groups.
+        valid_pairs: The most pairs to hold out; fewer only if no group fits the rest.
         seed: Another seed holds out other groups.
 
     Raises:
-        DataError: There are not more than `valid_pairs` pairs, or every group is larger than that.
+        DataError: There are at most `valid_pairs` pairs, or every group is larger than that.
 
     Examples:
         >>> pairs = [Pair("猫", "cat"), Pair("貓", "Cat."), Pair("狗", "dog")]
@@ -62,8 +62,8 @@ def split_pairs(pairs: Iterable[Pair], *, valid_pairs: int, seed: int) -> Split:
     unique, num_duplicates = without_duplicates(pairs)
     if len(unique) <= valid_pairs:
         raise DataError(
-            f"data.valid_pairs is {valid_pairs}, and there are {len(unique)} different pairs in "
-            "all; hold out fewer or give more pairs"
+            f"data.valid_pairs is {valid_pairs}, but there are only {len(unique)} different pairs; "
+            "hold out fewer or give more pairs"
         )
     groups = _groups(unique)
     held_out: set[int] = set()
@@ -72,9 +72,9 @@ def split_pairs(pairs: Iterable[Pair], *, valid_pairs: int, seed: int) -> Split:
             held_out.update(groups[name])
     if not held_out:
         raise DataError(
-            f"data.valid_pairs is {valid_pairs}, and the smallest group of pairs that share a text "
-            f"has {min(map(len, groups.values()))} pairs, which cannot be held out as a whole; "
-            "raise data.valid_pairs, or give the pairs to evaluate on in data.valid_file"
+            f"data.valid_pairs is {valid_pairs}, but the smallest group of pairs that share a text "
+            f"has {min(map(len, groups.values()))} pairs, which must be held out together; raise "
+            "data.valid_pairs, or give the pairs to evaluate on in data.valid_file"
         )
     return Split(
         train=[pair for place, pair in enumerate(unique) if place not in held_out],
@@ -85,22 +85,22 @@ def split_pairs(pairs: Iterable[Pair], *, valid_pairs: int, seed: int) -> Split:
 
 
 def without_duplicates(pairs: Iterable[Pair]) -> tuple[list[Pair], int]:
-    """The pairs without those that are equal to an earlier one, and how many those were."""
+    """The pairs without duplicates of earlier pairs, and the number of duplicates."""
     every = list(pairs)
     unique = list(dict.fromkeys(every))
     return unique, len(every) - len(unique)
 
 
 def num_pairs_sharing_a_text(pairs: Iterable[Pair], others: Iterable[Pair]) -> int:
-    """How many of `pairs` have a text, in normal form, that `others` have too."""
+    """How many of `pairs` share a text, in normal form, with `others`."""
     theirs = {key for pair in others for key in _keys(pair)}
     return sum(not theirs.isdisjoint(_keys(pair)) for pair in pairs)
 
 
 def normal_form(text: str) -> str:
-    """`text` as it is compared: NFKC, case folded, letters, marks and numbers only.
+    """The form in which texts are compared: NFKC, case folded, only letters, marks and numbers.
 
-    A text of nothing but punctuation keeps it.
+    A text of punctuation only keeps it.
 
     Examples:
         >>> normal_form("Ｔhe  cat!") == normal_form("the CAT")
@@ -117,7 +117,7 @@ def rank_of(text: str, seed: int) -> bytes:
 
 
 class _Separators(dict[int, int | str]):
-    """For `str.translate`: a space for every character that is no letter, mark or number."""
+    """For `str.translate`: a space for every character that is not a letter, mark or number."""
 
     def __missing__(self, code: int) -> int | str:
         self[code] = code if unicodedata.category(chr(code))[0] in "LMN" else " "
@@ -132,7 +132,7 @@ def _keys(pair: Pair) -> tuple[str, str]:
 
 
 def _groups(pairs: Sequence[Pair]) -> dict[str, list[int]]:
-    """The places in `pairs` of each group, under the group's first text in sorting order."""
+    """The indices in `pairs` of each group, by the group's first text in sorting order."""
     parents: dict[str, str] = {}
     for query, positive in (keys := [_keys(pair) for pair in pairs]):
         one, other = _root(parents, query), _root(parents, positive)
@@ -144,7 +144,7 @@ def _groups(pairs: Sequence[Pair]) -> dict[str, list[int]]:
 
 
 def _root(parents: dict[str, str], key: str) -> str:
-    """The name of the set that `key` is in (union-find with path halving)."""
+    """The representative of the set of `key` (union-find with path halving)."""
     parents.setdefault(key, key)
     while parents[key] != key:
         parents[key] = parents[parents[key]]

@@ -1,12 +1,11 @@
-"""From texts to token numbers: a WordPiece vocabulary, trained once and shared through a file.
+"""Turn texts into token ids: a WordPiece vocabulary, trained once and shared through a file.
 
-The text is treated as BERT's uncased models do it: lower case, no accents, every Chinese
-character a word of its own. Pieces are made of bytes (UTF-8), not of characters: what is frequent
-is one piece, be it a word or a character, and a character that is rare, or was never seen, is a
-few pieces that others share, where a vocabulary of characters has nothing but ``[UNK]`` for it.
-Each byte is written as one visible letter, as in GPT-2's vocabulary. The file is the
-``tokenizer.json`` of Hugging Face's `tokenizers`, which does the work, and can be read by other
-programs.
+The text is normalised as in BERT's uncased models: lower case, no accents, every Chinese character
+is a word. Pieces consist of bytes (UTF-8), not of characters: a frequent word or character is one
+piece, and a rare or new character is a few shared pieces. A vocabulary of characters would make it
+``[UNK]``. Each byte is written as one visible letter, as in GPT-2's vocabulary. The file is the
+``tokenizer.json`` of Hugging Face's `tokenizers`, which does the work, so other programs can read
+it.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from paddle_recompute.errors import DataError, DependencyError
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD_ID = 0
 
-# Part of a vocabulary's key: to be raised with every change to what training makes.
+# Part of a vocabulary's key; raise it when training makes another vocabulary.
 _VERSION = 2
-_INNER = "##"  # stands before a piece that does not begin its word
+_INNER = "##"  # prefix of a piece that does not begin its word
 _TEXTS_AT_ONCE = 10_000
 _LONGEST_WORD = 100
-"""Characters; longer words are split there. WordPiece takes time that grows with the square."""
+"""Characters; longer words are divided. WordPiece takes time that grows with the square."""
 _BYTES_OF_A_CHARACTER = 4  # at most
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The token numbers of many texts, of unequal lengths, one behind the other.
+    """The token ids of many texts in one array.
 
     Attributes:
         ids: [all tokens] int32.
         starts: [texts + 1] int64; text ``i`` is ``ids[starts[i] : starts[i + 1]]``.
-        num_cut: How many texts were longer than allowed and lost their end.
-        num_unknown: How many texts hold a word that became ``[UNK]``.
+        num_cut: Number of texts that were cut.
+        num_unknown: Number of texts with a ``[UNK]`` token.
     """
 
     ids: npt.NDArray[np.int32]
@@ -57,10 +56,10 @@ class TokenRows:
     num_unknown: int
 
     def pad(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The texts at the places `rows` as a matrix.
+        """The texts with indices `rows` as a matrix.
 
         Returns:
-            [len(rows), tokens of the longest of them], padded with `PAD_ID` at the end.
+            [len(rows), tokens of the longest of them], int64, padded with `PAD_ID` at the end.
         """
         rows = np.asarray(rows, dtype=np.int64)
         first, lengths = self.starts[rows, None], self.starts[rows + 1] - self.starts[rows]
@@ -72,45 +71,45 @@ class TokenRows:
 
 
 class PairTokenizer:
-    """Turns texts into token numbers; made by `load_tokenizer`.
+    """Turns texts into token ids; made by `load_tokenizer`.
 
-    A text that reads ``[PAD]`` or ``[SEP]`` is text: it never becomes the special token.
+    A text ``[PAD]`` or ``[SEP]`` is text and never becomes the special token.
 
     Attributes:
         vocab_size: Rows that a word embedding needs.
-        unknown: The number of ``[UNK]``; None where there is none.
+        unknown: The id of ``[UNK]``; None if there is none.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._tokenizer.encode_special_tokens = True  # they are text, where texts hold them
+        self._tokenizer.encode_special_tokens = True  # in texts they are ordinary text
         self._first = tokenizer.token_to_id("[CLS]")
         self._last = tokenizer.token_to_id("[SEP]")
         self.unknown: int | None = tokenizer.token_to_id("[UNK]")
         self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> npt.NDArray[np.int64]:
-        """Token numbers, padded to the longest text.
+        """Token ids, padded to the longest text.
 
         Args:
-            texts: Any number of them.
+            texts: Any number of texts.
             max_tokens: The most tokens of one text, ``[CLS]`` and ``[SEP]`` included; at least 2.
 
         Returns:
-            [len(texts), tokens of the longest], int64, 0 behind the end of a text.
+            [len(texts), tokens of the longest], int64, 0 after the end of a text.
         """
         return self.tokenize(texts, max_tokens).pad(np.arange(len(texts)))
 
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> TokenRows:
-        """Token numbers without padding: 4 bytes for each token, for many texts.
+        """Token ids without padding, 4 bytes per token, for many texts.
 
         Args:
-            texts: Any number of them; some 70,000 short ones take a second on one core.
+            texts: Any number of texts; about 70,000 short ones take a second on one core.
             max_tokens: The most tokens of one text, ``[CLS]`` and ``[SEP]`` included; at least 2.
         """
         room = max_tokens - 2
         if room < 0:
-            raise ValueError(f"max_tokens is {max_tokens}; [CLS] and [SEP] alone are 2")
+            raise ValueError(f"max_tokens is {max_tokens}; [CLS] and [SEP] need at least 2")
         num_cut, num_unknown, lengths, parts = 0, 0, [0], []
         for some in _in_lots(texts):
             ids: list[int] = []
@@ -137,8 +136,8 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
     """Read a ``tokenizer.json``.
 
     Raises:
-        DataError: There is no such file, or it is none of a tokenizer with ``[PAD]`` = 0,
-            ``[CLS]`` and ``[SEP]``.
+        DataError: There is no such file, or it is not a tokenizer with ``[PAD]`` = 0, ``[CLS]`` and
+            ``[SEP]``.
         DependencyError: The package `tokenizers` is not installed.
     """
     tokenizers = _tokenizers()
@@ -149,7 +148,7 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
         raise DataError(f"{path}: the tokenizer cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise DataError(f"{path}: not a tokenizer.json ({error})") from error
-    # The library tells all that is wrong with a file by a bare Exception: look first.
+    # The library reports every fault of a file as a bare Exception: check first.
     if not isinstance(tree, dict) or "vocab" not in tree.get("model", {}):
         raise DataError(f"{path}: not a tokenizer.json (no model.vocab in it)")
     tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -157,47 +156,47 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
     tokenizer.no_padding()
     found = {name: tokenizer.token_to_id(name) for name in ("[PAD]", "[CLS]", "[SEP]")}
     if found["[PAD]"] != PAD_ID or None in found.values():
-        raise DataError(f"{path}: has {found}; [PAD] must be {PAD_ID}, [CLS] and [SEP] be there")
+        raise DataError(f"{path}: has {found}; [PAD] must be {PAD_ID}, and [CLS], [SEP] exist")
     return PairTokenizer(tokenizer)
 
 
 def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> None:
     """Learn a vocabulary from `texts` and write it to `path`, atomically.
 
-    The same texts give the same file. (Left alone, the library numbers the pieces inside words
-    in the order of a hash table, and breaks ties by number, so that no two trainings agree.)
+    The same texts give the same file. (By default the library numbers the pieces inside words in
+    the order of a hash table and breaks ties by number, so two trainings differ.)
 
     Args:
-        texts: What to learn from; leave the held-out texts out.
+        texts: The training texts, without the held-out texts.
         path: The ``tokenizer.json`` to write.
-        vocab_size: The most entries. Single bytes, most frequent first, take half of them at most:
-            with 900 entries there is room for all, and no word is ``[UNK]``. With fewer, a word
-            with another byte is.
+        vocab_size: The most entries. Single bytes, most frequent first, take at most half of them:
+            900 entries have room for all bytes, and no word is ``[UNK]``. With fewer entries, a
+            word with a missing byte is ``[UNK]``.
 
     Raises:
-        DataError: The texts hold nothing to learn from, or the file cannot be written.
+        DataError: The texts contain nothing to learn from, or the file cannot be written.
         DependencyError: The package `tokenizers` is not installed.
     """
     tokenizers = _tokenizers()
     tokenizer = _untrained(tokenizers, {token: i for i, token in enumerate(SPECIAL_TOKENS)})
     words = _count_words(tokenizer, texts)
     if not words:
-        raise DataError("the training texts hold no word to make a vocabulary of")
+        raise DataError("the training texts contain no word, so there is no vocabulary to learn")
     first, inner = _alphabet(words, _spelled_bytes(tokenizers), limit=vocab_size // 2)
     trained_on = sorted({*first, *inner})
-    only_inner = {*trained_on}.difference(first)  # the trainer wants them at the beginning too
+    only_inner = {*trained_on}.difference(first)  # the trainer needs them at the beginning too
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=vocab_size + len(only_inner),
         min_frequency=2,
         show_progress=False,
-        # Numbered here, in this order, and not by the hash table.
+        # Numbered here, in this order, instead of by the hash table.
         special_tokens=[*SPECIAL_TOKENS, *(_INNER + byte for byte in inner)],
         initial_alphabet=trained_on,
         limit_alphabet=len(trained_on),
         continuing_subword_prefix=_INNER,
     )
     tokenizer.train_from_iterator(texts, trainer, length=len(texts))
-    # Built anew: in the one that was trained, the pieces "##x" are special tokens.
+    # Built anew: in the trained tokenizer the pieces "##x" are special tokens.
     pieces = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     kept = [piece for piece, _ in pieces if piece not in only_inner]
     vocab = {piece: number for number, piece in enumerate(kept[:vocab_size])}
@@ -205,9 +204,9 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
 
 
 def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
-    """16 hexadecimal digits of all that decides what `train_tokenizer` writes.
+    """16 hexadecimal digits of everything that decides what `train_tokenizer` writes.
 
-    The texts stand for the files, the seed and the split that they came from.
+    The texts depend on the files, the seed and the split, so these need not be included.
     """
     decisive = f"{_VERSION} {_tokenizers().__version__} {vocab_size}"
     digest = hashlib.sha256(decisive.encode())
@@ -239,7 +238,7 @@ def _untrained(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.WordPiece(prefix=_INNER, cleanup=False),
-            decoders.Replace(" ", "Ġ"),  # what a space is written as, among bytes
+            decoders.Replace(" ", "Ġ"),  # the letter of the space byte
             decoders.ByteLevel(),
         ]
     )
@@ -251,7 +250,7 @@ def _untrained(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
 
 
 def _count_words(tokenizer: Any, texts: Sequence[str]) -> Counter[str]:
-    """How often each word occurs, as the trainer will see them."""
+    """How often each word occurs, in the form that the trainer reads."""
     chunks: Counter[str] = Counter()
     for some in _in_lots(texts):
         chunks.update(tokenizer.normalizer.normalize_str("\n".join(some)).split())
@@ -267,13 +266,13 @@ def _alphabet(
 ) -> tuple[list[str], list[str]]:
     """The bytes to keep at the beginning of words, and inside them, both sorted.
 
-    Those that occur come first, the most frequent before the others; then those of texts that are
-    yet to come. A byte that continues a character stands at no beginning.
+    Bytes that occur come first, the most frequent before the others; then bytes for future texts.
+    A byte that continues a character never begins a word.
 
     Args:
         words: Words, spelled in bytes, and how often they occur.
-        alphabet: All 256 bytes, in their order.
-        limit: The most entries of the vocabulary for both together.
+        alphabet: All 256 bytes, in order.
+        limit: The most entries for both together.
     """
     frequency: Counter[str] = Counter()
     inside: set[str] = set()
@@ -304,10 +303,10 @@ def _alphabet(
 
 
 def _spelled_bytes(tokenizers: types.ModuleType) -> list[str]:
-    """The letter that each byte is written as, in the order of the bytes.
+    """The letter of each byte, in byte order.
 
-    Those of Latin-1 that are visible stand for themselves; the others, in their order, are written
-    as the letters from U+0100 on.
+    Visible letters of Latin-1 stand for themselves; the other bytes, in order, are the letters from
+    U+0100 on.
     """
     letters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     others = iter(sorted(letter for letter in letters if ord(letter) >= 0x100))
@@ -321,17 +320,17 @@ def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _tokenizers() -> types.ModuleType:
-    """The package `tokenizers`, told to use one thread unless the user says otherwise.
+    """The package `tokenizers`, set to one thread unless the user decides otherwise.
 
-    Its threads do not survive a fork, which it says on the terminal (up to 0.22) in every worker
-    process of a DataLoader. One thread costs little: the ranks of a machine share its cores.
+    Its threads do not survive a fork, and it prints a warning (up to 0.22) in every worker process
+    of a DataLoader. One thread costs little: the ranks of a machine share its cores.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         import tokenizers
     except ModuleNotFoundError:
         raise DependencyError(
-            "texts are made into tokens by the package tokenizers, which is not installed; pip "
+            "data needs the package tokenizers, which is not installed; pip "
             "install tokenizers (or 'paddle-recompute[data]')"
         ) from None
     return tokenizers

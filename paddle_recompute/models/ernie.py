@@ -1,7 +1,7 @@
 """An ERNIE-style text encoder: embeddings, post-norm Transformer blocks, one vector per text.
 
-The blocks are Paddle's own ``TransformerEncoderLayer`` in a ``TransformerEncoder``, so that they
-answer to ``encoder.layers.N`` as in every other Paddle model.
+The blocks are Paddle's own ``TransformerEncoderLayer`` in a ``TransformerEncoder``, so their names
+are ``encoder.layers.N``, as in other Paddle models.
 
 References:
     Sun et al., "ERNIE 2.0: A Continual Pre-training Framework for Language Understanding",
@@ -18,8 +18,8 @@ from paddle_recompute.config import ModelConfig
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.models.weights import load_weights
 
-# What is added to the score of a padded position. Finite, or a softmax could meet nothing but
-# -inf; within float16, or a cast would make it -inf; and exp(-1e4) is 0 in every float type.
+# Added to the score of a padded position. It is finite, because a softmax over -inf alone is NaN;
+# it is within float16, where a cast must not make it -inf; and exp(-1e4) is 0 in every float type.
 # BERT and ERNIE use the same number.
 PADDED_SCORE = -1e4
 
@@ -34,7 +34,7 @@ def build_model(config: ModelConfig, vocab_size: int) -> ErnieEncoder:
 
     Raises:
         ConfigError: ``config.vocab_size`` is smaller than `vocab_size`.
-        CheckpointError: ``config.init_from`` cannot be read, or is of another model.
+        CheckpointError: ``config.init_from`` cannot be read, or does not fit the model.
     """
     rows = config.vocab_size or vocab_size
     if rows < vocab_size:
@@ -49,19 +49,19 @@ def build_model(config: ModelConfig, vocab_size: int) -> ErnieEncoder:
 
 
 class ErnieEncoder(paddle.nn.Layer):
-    """Turns token ids into one vector per text.
+    """Encodes token ids into one vector per text.
 
-    The weight matrices and embeddings are drawn from N(0, ``initializer_range``²), each on its
-    own, from Paddle's generator (``paddle.seed``); biases are 0, LayerNorm is the identity.
+    Weight matrices and embeddings are drawn independently from N(0, ``initializer_range``²) with
+    Paddle's generator (``paddle.seed``); biases are 0, LayerNorm is the identity.
 
     Sublayers: ``embeddings``, ``encoder`` (a ``paddle.nn.TransformerEncoder``; its blocks are
     ``encoder.layers.N``), ``pooler`` and, where ``projection_size`` is given, ``projection``.
 
     Args:
-        config: The dimensions. ``init_from`` and ``vocab_size`` are not looked at: `build_model`
-            does that.
+        config: The dimensions. ``init_from`` and ``vocab_size`` are ignored here; `build_model`
+            reads them.
         vocab_size: Rows of the word embedding.
-        pad_token_id: The id that fills a text up to the length of its batch.
+        pad_token_id: The id of padding.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, *, pad_token_id: int = 0) -> None:
@@ -76,14 +76,14 @@ class ErnieEncoder(paddle.nn.Layer):
             dropout=config.hidden_dropout,
             activation=config.activation,
             attn_dropout=config.attention_dropout,
-            act_dropout=0.0,  # as in BERT and ERNIE; Paddle's default would be `dropout`
+            act_dropout=0.0,  # as in BERT and ERNIE; Paddle's default is `dropout`
             normalize_before=False,
             weight_attr=_initial_weight(config),
         )
-        # TransformerEncoder copies no weights: it builds every further block anew.
+        # TransformerEncoder builds every further block anew and draws its weights.
         self.encoder = paddle.nn.TransformerEncoder(block, config.num_layers)
         for layer in self.encoder.layers:
-            # The block takes an epsilon from Paddle 3.0 on; can become an argument without 2.6.
+            # The block has an epsilon argument from Paddle 3.0 on; use it once 2.6 is dropped.
             layer.norm1 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)
             layer.norm2 = LayerNorm(config.hidden_size, epsilon=config.layer_norm_epsilon)
         self.pooler = FirstTokenPooler(config) if config.pooling == "cls" else MeanPooler()
@@ -104,19 +104,18 @@ class ErnieEncoder(paddle.nn.Layer):
         Args:
             input_ids: ``[batch, length]``, int64 or int32, with ``1 <= length <=
                 max_position_embeddings``.
-            token_type_ids: ``[batch, length]``, of the same dtype, the sentence that a token is of;
+            token_type_ids: ``[batch, length]``, of the same dtype, the sentence of each token;
                 None is all 0.
-            attention_mask: ``[batch, length]``, bool or int64, 1 where a token is read, 0 where
-                it is padding; None is ``input_ids != pad_token_id``. A row of zeros alone is
-                read as a row of ones: its vector means nothing, but is finite, and so are the
-                gradients.
+            attention_mask: ``[batch, length]``, bool or int64, 1 for a token, 0 for padding; None
+                is ``input_ids != pad_token_id``. A row of zeros is read as a row of ones: its
+                vector has no meaning, but vector and gradients are finite.
 
         Returns:
             ``[batch, projection_size or hidden_size]``, float32 (float64 from a float64 model),
             not normalised.
 
         Raises:
-            DataError: `input_ids` is not a matrix, is empty, or is longer than the model reads.
+            DataError: `input_ids` is not a matrix, is empty, or is longer than the model accepts.
         """
         self._check(input_ids)
         if attention_mask is None:
@@ -136,7 +135,7 @@ class ErnieEncoder(paddle.nn.Layer):
             raise DataError(f"input_ids: received the shape {shape}; allowed is [batch, length]")
         if shape[1] > self.max_tokens:
             raise DataError(
-                f"input_ids: received texts of {shape[1]} tokens; the model reads at most "
+                f"input_ids: received texts of {shape[1]} tokens; the model accepts at most "
                 f"{self.max_tokens}; cut the texts or raise model.max_position_embeddings"
             )
 
@@ -147,7 +146,7 @@ class Embeddings(paddle.nn.Layer):
     def __init__(self, config: ModelConfig, vocab_size: int, pad_token_id: int) -> None:
         super().__init__()
         weight, hidden = _initial_weight(config), config.hidden_size
-        # padding_idx: the row of the pad is 0 and has no gradient.
+        # padding_idx: the row of the padding is 0 and gets no gradient.
         self.word = Embedding(vocab_size, hidden, padding_idx=pad_token_id, weight_attr=weight)
         self.position = Embedding(config.max_position_embeddings, hidden, weight_attr=weight)
         self.token_type = Embedding(config.type_vocab_size, hidden, weight_attr=weight)
@@ -158,10 +157,10 @@ class Embeddings(paddle.nn.Layer):
         self, input_ids: paddle.Tensor, token_type_ids: paddle.Tensor | None
     ) -> paddle.Tensor:
         """From ids ``[batch, length]``, int64 or int32, to ``[batch, length, hidden]``."""
-        # Positions and the default types are made from the first row, once for the whole batch;
-        # made from its values and not from its shape, which a static Program may not know.
+        # Positions and default types are computed for one row and broadcast. They come from the
+        # row's values, because a static Program may not know the shape.
         first_row = paddle.ones_like(input_ids[:1])
-        # cumsum makes int64 of int32 (3.3.1), from which int32 cannot be subtracted.
+        # cumsum of int32 returns int64 (3.3.1), from which int32 cannot be subtracted.
         positions = paddle.cumsum(first_row, axis=1).astype(first_row.dtype) - first_row
         if token_type_ids is None:
             token_type_ids = paddle.zeros_like(first_row)
@@ -170,7 +169,7 @@ class Embeddings(paddle.nn.Layer):
 
 
 class FirstTokenPooler(paddle.nn.Layer):
-    """BERT's: a dense layer and tanh over the first token, which the tokenizer makes [CLS]."""
+    """BERT's pooler: a dense layer and tanh over the first token, [CLS]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -179,12 +178,12 @@ class FirstTokenPooler(paddle.nn.Layer):
         )
 
     def forward(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
-        """From ``[batch, length, hidden]`` to ``[batch, hidden]``; `keep` is not looked at."""
+        """From ``[batch, length, hidden]`` to ``[batch, hidden]``; `keep` is not used."""
         return paddle.tanh(self.dense(hidden[:, 0]))
 
 
 class MeanPooler(paddle.nn.Layer):
-    """The mean over the tokens that are no padding."""
+    """The mean over the tokens that are not padding."""
 
     def forward(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
         """From ``[batch, length, hidden]`` and `keep` ``[batch, length]`` to ``[batch, hidden]``.

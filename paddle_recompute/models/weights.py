@@ -1,7 +1,7 @@
-"""Weights on disk: Paddle's ``.pdparams``, and ``.safetensors`` for everybody else.
+"""Weights on disk: Paddle's ``.pdparams``, and ``.safetensors`` for other programs.
 
-A file is complete or absent: it is written beside its place and takes it in one rename. It is
-loaded whole or not at all: names and shapes are compared before the first parameter is written.
+A file is complete or absent: it is written under another name and renamed at the end. It is loaded
+as a whole or not at all: names and shapes are checked before the first parameter is changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.models._pdparams import weights_in
 
-# By structured name. Paddle shows bfloat16 to NumPy as uint16, and takes uint16 for bfloat16.
+# By structured name. Paddle's bfloat16 tensors become uint16 arrays, and back.
 Arrays = dict[str, NDArray[Any]]
 
 _SUFFIXES = (".pdparams", ".safetensors")
@@ -38,22 +38,22 @@ _SAFETENSORS_TYPES = {
     "BOOL": np.bool_,
 }
 _NAMES_SHOWN = 5
-# It comes without types.
+# safetensors has no type hints.
 _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
 
 
 def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     """Write parameters and persistable buffers of `model`, atomically, on this rank.
 
-    A ``.safetensors`` file holds bfloat16 tensors as float32, which loses nothing: NumPy, through
-    which they pass, has no bfloat16. `load_weights` gives them back bit by bit.
+    A ``.safetensors`` file holds bfloat16 tensors as float32, without loss, because NumPy has no
+    bfloat16. `load_weights` restores them bit by bit.
 
     Args:
-        model: Any Layer; wrapped sublayers and a ``DataParallel`` around it leave no trace.
-        path: Ends in ``.pdparams`` or ``.safetensors``. Its folder is made if need be.
+        model: Any Layer; wrapped sublayers and ``DataParallel`` do not change the names.
+        path: Ends in ``.pdparams`` or ``.safetensors``. Its folder is created if necessary.
 
     Raises:
-        CheckpointError: The suffix is another one, or the file cannot be written.
+        CheckpointError: The suffix is not allowed, or the file cannot be written.
     """
     path = Path(path)
     _check_suffix(path)
@@ -65,7 +65,7 @@ def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
             if path.suffix == ".pdparams":
                 paddle.save(state, str(unfinished))
             else:
-                # save_file would make a file that nobody else may read (safetensors 0.8).
+                # save_file creates a file that only the owner can read (safetensors 0.8).
                 unfinished.write_bytes(safetensors.numpy.save(_for_safetensors(state)))
             with unfinished.open("rb") as file:
                 os.fsync(file.fileno())
@@ -75,10 +75,10 @@ def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
 
 
 def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
-    """Put the weights of a file into `model`, all of them or, on an error, none.
+    """Load the weights of a file into `model`: all of them or, on an error, none.
 
-    A tensor takes the type of the parameter or buffer that it goes to, except that fractions never
-    become integers.
+    Each tensor is cast to the dtype of its parameter or buffer; floating point is never cast to
+    integers.
 
     The file may come from a stranger: of a ``.pdparams`` nothing but arrays is read, and one that
     would run code is refused.
@@ -88,8 +88,8 @@ def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
         path: Ends in ``.pdparams`` or ``.safetensors``.
 
     Raises:
-        CheckpointError: The file is missing, damaged or of another model, or has another suffix.
-            The message names the keys that are missing, unexpected or of another shape.
+        CheckpointError: The file is missing, damaged or has another suffix, or does not fit the
+            model. The message names the keys that are missing, unexpected or of another shape.
     """
     path = Path(path)
     _check_suffix(path)
@@ -114,13 +114,13 @@ def _for_safetensors(state: Mapping[str, paddle.Tensor]) -> Arrays:
     return {
         name: np.ascontiguousarray(
             (tensor.astype("float32") if tensor.dtype == paddle.bfloat16 else tensor).numpy()
-        ).reshape(tensor.shape)  # ascontiguousarray makes a scalar a vector
+        ).reshape(tensor.shape)  # ascontiguousarray turns a scalar into a vector
         for name, tensor in state.items()
     }
 
 
 def _read_safetensors(path: Path) -> Arrays:
-    # safetensors.numpy.load_file would do, if it did not refuse BF16.
+    # safetensors.numpy.load_file refuses BF16.
     try:
         found = _deserialize(path.read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
@@ -132,7 +132,7 @@ def _read_safetensors(path: Path) -> Arrays:
     ]
     if unknown:
         raise CheckpointError(
-            f"{path}: holds types that Paddle's layers do not have: {_listed(unknown)}"
+            f"{path}: contains dtypes that Paddle's layers do not have: {_listed(unknown)}"
         )
     return {
         name: np.frombuffer(entry["data"], _SAFETENSORS_TYPES[entry["dtype"]]).reshape(
@@ -144,7 +144,7 @@ def _read_safetensors(path: Path) -> Arrays:
 
 def _damaged(path: Path, error: BaseException) -> CheckpointError:
     reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return CheckpointError(f"{path}: is damaged, or no {path.suffix} file at all ({reason})")
+    return CheckpointError(f"{path}: is damaged, or is not a {path.suffix} file ({reason})")
 
 
 def _check_fit(path: Path, arrays: Arrays, targets: Mapping[str, paddle.Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""Do dygraph and the static graph train the same? One configuration, both modes, side by side.
+"""Do dygraph and the static graph train the same? One configuration is trained in both modes.
 
-`parity` is what the command of that name calls. It imports no Paddle: every training run has a
+`parity` is behind ``paddle-recompute parity``. It does not import Paddle: every training run has a
 process of its own.
 """
 
@@ -34,27 +34,29 @@ __all__ = ["ParityReport", "parity"]
 def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> ParityReport:
     """Train `config` in both modes, with and without recompute, and compare.
 
-    All start from the same weights (``train.seed``) and read the same pairs. On one process, and on
-    ``launch.num_ranks`` ranks where those are several: the global batch is dealt out to them as in
-    training. Each mode must equal itself without recompute, bit by bit. The two modes draw the same
-    dropout masks, as both are seeded in each step and draw in the order of the model, and are
-    compared with each other with the configuration's dropout and without. Several ranks draw other
-    masks than one process, each with a seed of its own, and are compared with it without dropout.
-    Dygraph with recompute must also equal the reference, Paddle's own recompute and gradient
-    synchronization: bit by bit, on up to two ranks. Where Paddle's own cannot train the
-    configuration, a note says why, and there is no reference.
+    All runs start from the same weights (``train.seed``) and read the same pairs: on one process
+    and, if ``launch.num_ranks`` is larger, on that many ranks, which share the global batch as in
+    training. These runs are compared:
 
-    Logs go to ``train.output_dir/parity``; files as large as 4 times the parameters for each
-    variant are there meanwhile.
+    - each mode with itself without recompute, bit by bit;
+    - dygraph with the static graph, with dropout and without. Both seed the generator in each step
+      and draw in the order of the model, so they draw the same dropout masks;
+    - several ranks with one process, without dropout: each rank has a seed of its own;
+    - dygraph with recompute and the reference, Paddle's own recompute and gradient synchronization
+      (``fleet``), bit by bit on up to two ranks. If fleet cannot train the configuration, there is
+      no reference and a note gives the reason.
+
+    Logs go to ``train.output_dir/parity``. During the call each variant has files there of 4 times
+    the size of the parameters.
 
     Args:
-        config: Its ``mode`` is not looked at.
+        config: Its ``mode`` is ignored.
         steps: Optimizer steps of each training run; differences grow with them.
-        show_progress: Whether to show on standard error what is running.
+        show_progress: Whether to show the current run on standard error.
 
     Raises:
         ConfigError: A mode cannot honour the configuration.
-        DataError: The pairs cannot be read, or do not last for `steps`.
+        DataError: The pairs cannot be read, or are too few for `steps`.
         LaunchError: A process could not be started, or failed.
     """
     planned = plan(config)
@@ -64,8 +66,8 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
         folder.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(
-            f"train.output_dir: {folder} cannot be made ({error.strerror}); name a folder that can "
-            "be written to"
+            f"train.output_dir: {folder} cannot be made ({error.strerror}); name a folder that is "
+            "writable"
         ) from error
     try:
         return _judge(folder, _run_all(folder, config, steps, planned, show_progress))
@@ -75,7 +77,7 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
 
 
 def _run_all(folder: Path, config: Config, steps: int, planned: Plan, show_progress: bool) -> Plan:
-    """Run what is planned; returns what was run: all, or all but the reference."""
+    """Run the plan; returns what was run: the whole plan, or the plan without the reference."""
     jobs: list[Variant | None] = [None, *planned.variants]
     on_terminal = sys.stderr.isatty()
     with tqdm(total=len(jobs), unit="run", disable=not (show_progress and on_terminal)) as bar:
@@ -110,11 +112,11 @@ def _judge(folder: Path, planned: Plan) -> ParityReport:
 
 def _run(folder: Path, variant: Variant, case: Case) -> TrainingRun:
     ranks = read_figures(folder, variant, case)
-    return TrainingRun(variant, case, _dearest(ranks), disagreement(ranks))
+    return TrainingRun(variant, case, _with_largest_costs(ranks), disagreement(ranks))
 
 
-def _dearest(ranks: list[Figures]) -> Figures:
-    """Those of rank 0, with the largest peak and time of all ranks."""
+def _with_largest_costs(ranks: list[Figures]) -> Figures:
+    """The figures of rank 0, with the largest peak and time of all ranks."""
     first = ranks[0]
     if first.peak_bytes is None:
         return first

@@ -1,10 +1,10 @@
 """Which runs must agree, how closely, and whether they do. NumPy alone; no Paddle.
 
-Parameters are compared after AdamW has been at work, which divides a gradient by its own size:
-where that is rounding noise (the bias of an attention's keys, whose true gradient is 0), the
-parameter moves at random, however equal the gradients are. So a parameter's difference is measured
-by its root mean square, against how far it moved and how far it could have moved, the sum of the
-learning rates; and where the gradient is noise, only the latter bounds it.
+Parameters are compared after AdamW's updates. AdamW divides a gradient by its own size. If the
+gradient is rounding noise (the bias of an attention's keys, whose true gradient is 0), the
+parameter moves at random, even if the gradients are equal. So the root mean square of a parameter's
+difference is compared with two distances: how far the parameter moved, and how far it can move at
+most (the sum of the learning rates). If the gradient is noise, only the second distance counts.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from paddle_recompute.parity.records import Arrays, Figures, Outcome
 from paddle_recompute.parity.variants import Case, Plan, Variant
 
 NOISE = 1e-6
-"""A parameter's gradient is rounding noise where it is below this share of the model's largest:
-float32 has 24 bits, 6e-8, and sums of thousands of terms lose a digit of them."""
+"""A parameter's gradient is rounding noise if it is below this share of the model's largest one:
+float32 has 24 bits (6e-8), and sums of thousands of terms lose about one digit."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two runs may be apart; 0 everywhere: not one bit.
+    """How far two runs may differ; 0 everywhere: not by one bit.
 
     Attributes:
-        name: For the table.
-        reason: Why it is not 0, or why it is.
+        name: The name in the table.
+        reason: Why it is 0, or why it is not.
         loss: Of losses and gradient norms, relative.
-        gradient: Largest difference of a parameter's gradient, relative to its largest element...
-        gradient_floor: ...plus this share of the largest element of the whole model's.
-        parameter: Root mean square of a parameter's difference, relative to that of its way from
-            the initial weights, plus the same share of the sum of the learning rates.
+        gradient: Largest difference in a parameter's gradient, relative to its largest element...
+        gradient_floor: ...plus this share of the largest element of all gradients.
+        parameter: Root mean square of a parameter's difference, relative to the root mean square of
+            its movement from the initial weights plus the sum of the learning rates.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Tolerance:
 
     @property
     def is_exact(self) -> bool:
-        """Whether not one bit may differ."""
+        """Whether the runs must be equal bit by bit."""
         return self.loss == self.gradient == self.gradient_floor == self.parameter == 0
 
 
@@ -57,9 +57,9 @@ EXACT = Tolerance(
 )
 MODES = Tolerance(
     "modes",
-    "the same operators on the same numbers, dropout masks included, but an executor may order or "
-    "fuse them; seen: not one bit with ERNIE-tiny, 5e-7 of a loss with a learned temperature, 2e-6 "
-    "with other models and Paddle 2.6.2",
+    "the same operators on the same numbers, dropout masks included, but an executor may reorder "
+    "or fuse them; measured: no difference with ERNIE-tiny, 5e-7 of a loss with a learned "
+    "temperature, 2e-6 with other models and Paddle 2.6.2",
     loss=1e-5,
     gradient=1e-5,
     gradient_floor=1e-7,
@@ -67,8 +67,8 @@ MODES = Tolerance(
 )
 RANKS = Tolerance(
     "ranks",
-    "sums over the pairs or the ranks are made in another order; seen: 1e-5 of the gradient of "
-    "a parameter, 5e-5 of its way after 5 steps",
+    "sums over the pairs or the ranks are computed in another order; measured: 1e-5 of a "
+    "parameter's gradient, 5e-5 of its movement after 5 steps",
     loss=1e-5,
     gradient=1e-4,
     gradient_floor=1e-6,
@@ -81,10 +81,10 @@ class Pair:
     """Two runs that must agree.
 
     Attributes:
-        left: With `case`, the run that the other one is measured against.
-        right: With the same case.
-        case: What both train.
-        tolerance: How closely.
+        left: The run to compare with.
+        right: The run that is compared.
+        case: The case of both.
+        tolerance: How far they may differ.
     """
 
     left: Variant
@@ -95,18 +95,18 @@ class Pair:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How two runs compare.
+    """The result of comparing two runs.
 
     Attributes:
-        left: Name of the one.
-        right: Name of the other.
-        case: Name of what both trained.
-        tolerance: What was asked.
+        left: Name of the run to compare with.
+        right: Name of the run that is compared.
+        case: Name of the case of both.
+        tolerance: The tolerance of the comparison.
         loss: Largest difference of a step's losses.
         gradient: Largest difference of an element of the first step's gradient.
         parameter: Largest difference of an element of a parameter after the last step.
-        fault: What differs first, in words: ``"gradient of encoder.layers.0.linear1.weight: ..."``;
-            None: all is within the tolerance.
+        fault: The first difference beyond the tolerance:
+            ``"gradient of encoder.layers.0.linear1.weight: ..."``; None: there is none.
     """
 
     left: str
@@ -120,12 +120,12 @@ class Verdict:
 
 
 def pairs(plan: Plan) -> list[Pair]:
-    """Everything in `plan` that must agree.
+    """All pairs of runs in `plan` that must agree.
 
     - Each mode with and without recompute, in every case, dropout included.
     - Dygraph with recompute and the reference, in every case.
     - The modes with each other, in every case: they draw the same dropout masks.
-    - One process with several ranks, where nothing is random and the loss is over all ranks' pairs.
+    - One process with several ranks, without dropout, if the loss is over the pairs of all ranks.
     """
     found = [
         Pair(left, right, case, tolerance)
@@ -137,13 +137,13 @@ def pairs(plan: Plan) -> list[Pair]:
 
 
 def compare(pair: Pair, left: Outcome, right: Outcome, initial: Arrays) -> Verdict:
-    """Hold two runs against each other.
+    """Compare two runs.
 
     Args:
-        pair: Which they are.
-        left: Of ``pair.left``.
-        right: Of ``pair.right``.
-        initial: The weights that both began with, by structured name.
+        pair: The runs and their tolerance.
+        left: The outcome of ``pair.left``.
+        right: The outcome of ``pair.right``.
+        initial: The initial weights of both, by structured name.
     """
     faults = [
         *_figure_faults(left.figures, right.figures, pair.tolerance),
@@ -163,10 +163,10 @@ def compare(pair: Pair, left: Outcome, right: Outcome, initial: Arrays) -> Verdi
 
 
 def disagreement(ranks: Sequence[Figures]) -> str | None:
-    """Where the ranks of a run have not the same losses and parameters, in words.
+    """The first difference between the losses or parameters of a run's ranks; None: all are equal.
 
     Args:
-        ranks: Their figures, in their order.
+        ranks: The figures of each rank, in rank order.
     """
     first = ranks[0]
     for rank, other in enumerate(ranks[1:], 1):
@@ -179,18 +179,18 @@ def disagreement(ranks: Sequence[Figures]) -> str | None:
 
 
 def _tolerance(left: Variant, right: Variant, case: Case, same_loss: bool) -> Tolerance | None:
-    """How closely two variants must agree; None: they are not compared, in this order at least."""
+    """The tolerance of a pair of variants; None: they are not compared, at least in this order."""
     same_mode, same_ranks = left.mode == right.mode, left.ranks == right.ranks
     if left.reference or right.reference:
         is_pair = left.recompute and same_mode and same_ranks and not left.reference
-        # From three ranks on a sum depends on the order, which depends on the place in a buffer.
+        # With three ranks or more, a sum depends on the order of the ranks in the buffer.
         return (EXACT if left.ranks <= 2 else RANKS) if is_pair else None
     if same_mode and same_ranks:
         return EXACT if right.recompute and not left.recompute else None
     if left.recompute != right.recompute or (case.dropout and not same_ranks):
-        return None  # several ranks draw other masks than one process: each has its own seed
+        return None  # each rank has its own seed and draws other masks than one process
     if same_ranks and left.mode == "dygraph":
-        # On several ranks a Program computes the loss of all pairs, dygraph that of its own.
+        # With several ranks, a Program computes the loss of all pairs, dygraph that of its rank.
         return RANKS if left.ranks > 1 and same_loss else MODES
     return RANKS if same_mode and left.ranks == 1 and same_loss else None
 
@@ -255,8 +255,8 @@ def _largest_difference(left: Arrays, right: Arrays) -> float:
 
 
 def _size(gradients: Arrays) -> float:
-    """The largest element of the whole model's, NaN and infinities left out: those are found in the
-    parameter that has them, and must not excuse or blame another.
+    """The largest finite element of all gradients. A parameter with NaN or infinity is reported on
+    its own and must not change the bound of the others.
     """
     finite = (array[np.isfinite(array)] for array in gradients.values())
     return _largest_element(finite)

@@ -1,4 +1,4 @@
-"""The processes of `parity`: one after the other, each with a fresh allocator."""
+"""The processes of `parity`: they run one after the other, each with a fresh allocator."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _TAIL_LINES = 30
 
 
 def run_job(folder: Path, config: Config, steps: int, variant: Variant | None) -> None:
-    """Run `paddle_recompute.parity.worker` to its end.
+    """Run `paddle_recompute.parity.worker` until it ends.
 
     Args:
-        folder: For the job's files, and the logs of its processes.
-        config: The user's.
-        steps: Of each training run.
-        variant: What is trained; None: the inputs are made.
+        folder: Folder for the job's files and the logs of its processes.
+        config: The user's configuration.
+        steps: Optimizer steps of each training run.
+        variant: What to train; None: make the inputs.
 
     Raises:
-        RankRefusedError: A process ended with one of the library's own errors; it names the
-            variant.
-        RankFailedError: It ended otherwise.
+        RankRefusedError: A process ended with one of the library's own errors; the message names
+            the variant.
+        RankFailedError: A process failed in another way.
         LaunchError: The ranks cannot be started.
     """
     own = folder / (variant.folder_name if variant else "inputs")
@@ -89,13 +89,13 @@ def _run_alone(command: list[str], folder: Path) -> None:
     said = errors[0].traceback if errors else log.read_text(encoding="utf-8", errors="replace")
     tail = "\n".join(said.rstrip().splitlines()[-_TAIL_LINES:])
     raise RankFailedError(
-        f"{folder.name} ended with code {done.returncode}; its output is in {log}, the end of "
-        f"what it said:\n{tail}"
+        f"{folder.name} ended with code {done.returncode}; its output is in {log} and ends with:\n"
+        f"{tail}"
     )
 
 
 def _run_ranks(command: list[str], folder: Path, config: Config) -> None:
     settings = config.train.model_copy(update={"output_dir": folder})
-    # What the launcher and rank 0 say is not the table, which standard output is for.
+    # Standard output is for the table: discard what the launcher and rank 0 print there.
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())):
         launch(config.model_copy(update={"train": settings}), command)

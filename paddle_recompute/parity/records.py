@@ -1,4 +1,4 @@
-"""What a training run leaves behind for the comparison: numbers and arrays, in files."""
+"""What a training run saves for the comparison: numbers and arrays, in files."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from paddle_recompute.parity.variants import Case, Variant
 Arrays = dict[str, NDArray[Any]]
 WEIGHTS = "weights.npz"
 NO_REFERENCE = "no_reference.txt"
-"""Why fleet's recompute refuses the model; there is no such file where it does not."""
+"""Why fleet's recompute refuses the model; the file exists only if it does."""
 _ARRAYS = ("gradients", "parameters")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The numbers of a training run, as one rank saw it.
+    """The numbers of a training run on one rank.
 
     Attributes:
         losses: Of every step, the mean over all pairs.
         grad_norms: Of every step, before clipping.
         learning_rates: Of every step.
-        digests: Of the parameters after the last step, by structured name: equal ones have equal
-            bits.
-        peak_bytes: The peak of the steps after the first; with Paddle 2.6 on a CPU, since the
-            process began. None where the process had trained another case before.
-        seconds_per_step: Median of the steps after the first; None likewise.
+        digests: A digest of each parameter after the last step, by structured name: equal digests
+            mean equal bits.
+        peak_bytes: The peak of the steps after the first; on a CPU with Paddle 2.6, the peak since
+            the process started. None if the process trained another case before.
+        seconds_per_step: Median of the steps after the first; None in the same case.
     """
 
     losses: list[float]
@@ -47,13 +47,13 @@ class Figures:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A training run, as rank 0 saw it.
+    """A training run on rank 0.
 
     Attributes:
         figures: Its numbers.
-        gradients: Of the first step, as they reach the optimizer: synchronized and clipped; by
-            structured name.
-        parameters: After the last step, with buffers, by structured name.
+        gradients: Gradients of the first step as the optimizer gets them: synchronized and clipped;
+            by structured name.
+        parameters: Parameters and buffers after the last step, by structured name.
     """
 
     figures: Figures
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def digests_of(parameters: Mapping[str, NDArray[Any]]) -> dict[str, str]:
-    """A short text for each array; two arrays have the same one if their bits are the same."""
+    """A digest of each array; equal digests mean equal bits."""
     return {
         name: hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
         for name, array in parameters.items()
@@ -70,7 +70,7 @@ def digests_of(parameters: Mapping[str, NDArray[Any]]) -> dict[str, str]:
 
 
 def write_record(folder: Path, case: Case, rank: int, outcome: Outcome) -> None:
-    """Write the figures of a rank to `folder`, and the arrays of rank 0: twice the parameters."""
+    """Write the figures of a rank to `folder`, and rank 0's arrays (twice the parameters' size)."""
     folder.mkdir(parents=True, exist_ok=True)
     _file(folder, case, rank, "json").write_text(json.dumps(vars(outcome.figures)), "utf-8")
     if rank == 0:
@@ -83,14 +83,14 @@ def write_record(folder: Path, case: Case, rank: int, outcome: Outcome) -> None:
 
 
 def read_figures(folder: Path, variant: Variant, case: Case) -> list[Figures]:
-    """Those of all ranks, in their order."""
+    """The figures of all ranks, in rank order."""
     own = folder / variant.folder_name
     texts = [_file(own, case, rank, "json").read_text("utf-8") for rank in range(variant.ranks)]
     return [Figures(**json.loads(text)) for text in texts]
 
 
 def read_outcome(folder: Path, variant: Variant, case: Case) -> Outcome:
-    """What rank 0 wrote."""
+    """The outcome that rank 0 wrote."""
     arrays: dict[str, Arrays] = {kind: {} for kind in _ARRAYS}
     own = _file(folder / variant.folder_name, case, 0, "npz")
     for key, array in read_arrays(own).items():
@@ -100,7 +100,7 @@ def read_outcome(folder: Path, variant: Variant, case: Case) -> Outcome:
 
 
 def write_arrays(path: Path, arrays: Arrays) -> None:
-    """As ``numpy.savez`` does, which would take an array with the name of one of its options."""
+    """Like ``numpy.savez``, which fails if an array has the name of one of its arguments."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:

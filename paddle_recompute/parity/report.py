@@ -1,4 +1,4 @@
-"""What `parity` found: a table to read, and the same as JSON values."""
+"""The result of `parity`: a table to read, and the same as JSON values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paddle_recompute.parity.variants import Case, Variant
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What was trained, and its numbers.
+    """A training run and its numbers.
 
     Attributes:
         variant: Mode, recompute, ranks, and whether it is the reference.
         case: With dropout or without.
-        figures: Of rank 0; peak and time are the largest of the ranks'.
-        disagreement: Where the ranks differ from each other, in words; None: nowhere.
+        figures: Figures of rank 0, with the largest peak and time of all ranks.
+        disagreement: The first difference between the ranks; None: there is none.
     """
 
     variant: Variant
@@ -33,9 +33,9 @@ class ParityReport:
     """The outcome of `parity`.
 
     Attributes:
-        runs: All that were made.
-        verdicts: All that were compared.
-        notes: What was not, and why.
+        runs: All training runs.
+        verdicts: All comparisons.
+        notes: What was not compared, and why.
     """
 
     runs: tuple[TrainingRun, ...]
@@ -44,7 +44,7 @@ class ParityReport:
 
     @property
     def faults(self) -> list[str]:
-        """Everything beyond its tolerance, a sentence each; empty: parity."""
+        """Everything beyond its tolerance, one sentence each; empty: parity."""
         found = [
             f"{one.left} and {one.right} ({one.case}): {one.fault}"
             for one in self.verdicts
@@ -139,12 +139,12 @@ def _words(tolerance: Tolerance) -> str:
     return (
         f"losses within {tolerance.loss:g}; gradients within {tolerance.gradient:g} of a "
         f"parameter's largest element and {tolerance.gradient_floor:g} of the model's; parameters "
-        f"within {tolerance.parameter:g} of their way; {tolerance.reason}"
+        f"within {tolerance.parameter:g} of their movement; {tolerance.reason}"
     )
 
 
 def _shown(losses: list[float]) -> list[float]:
-    """The first and the last, where there are many."""
+    """The first and the last losses if there are many."""
     return losses if len(losses) <= 3 else [losses[0], losses[-1]]
 
 

@@ -1,4 +1,4 @@
-"""A model in training, in either mode, from given weights."""
+"""Train a model in either mode from given weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOMENT = ":moment1"
 
 
 class Run:
-    """A model in training, from given weights.
+    """A model in training.
 
     Args:
-        config: Of this run; its mode says which.
-        weights: Initial ones, by structured name.
+        config: The configuration of this run, with its mode.
+        weights: The initial weights, by structured name.
         vocab_size: Rows of the word embedding.
-        schedule: The learning rate; the caller's to step.
+        schedule: The learning rate; the caller steps it.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Run:
         }
 
     def parameters(self) -> Arrays:
-        """Parameters and buffers, by structured name; those of the loss begin with ``loss/``."""
+        """Parameters and buffers, by structured name; names of the loss begin with ``loss/``."""
         self._step.write_back()
         return {name: tensor.numpy() for name, tensor in self._state.items()}
 
 
 def gradients_of_first_step(run: Run) -> Arrays:
-    """The gradients of the step that was just made, if it was the first: synchronized and clipped.
+    """The synchronized and clipped gradients of the last step, which must be the first one.
 
-    AdamW's first moment is (1 - beta1) times the gradient then, whatever the mode; the gradients
-    themselves are gone from a Program when it has run.
+    After the first step, AdamW's first moment is (1 - beta1) times the gradient in both modes. A
+    Program frees the gradients themselves.
     """
     beta1 = inspect.signature(AdamW).parameters["beta1"].default
     return {name: moment / (1 - beta1) for name, moment in run.moments().items()}

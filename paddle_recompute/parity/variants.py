@@ -1,9 +1,9 @@
-"""What is run: each mode with and without recompute, on one process and on the ranks of the file;
-and the reference, which is dygraph with Paddle's own recompute and gradient synchronization.
+"""The runs of `parity`: each mode with and without recompute, on one process and on the configured
+ranks; and the reference, dygraph with Paddle's own recompute and gradient synchronization.
 
-A variant is a process (or as many as it has ranks) of its own, because Paddle 2.6 cannot forget a
-peak of memory. It trains once per case, from the same weights on the same pairs: first with the
-dropout of the configuration, where memory and time are measured, then without.
+Each rank of a variant is a process of its own, because Paddle 2.6 cannot reset a memory peak. It
+trains every case from the same weights on the same pairs: first with the configured dropout, where
+memory and time are measured, then without.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ class Case:
     """One training run of a variant.
 
     Attributes:
-        dropout: Whether with the dropout of the configuration; without it nothing is random.
+        dropout: Whether the configured dropout is on; without it nothing is random.
     """
 
     dropout: bool
 
     @property
     def name(self) -> str:
-        """For files and tables."""
+        """The name in files and tables."""
         return "dropout" if self.dropout else "no dropout"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A mode, with recompute or without, on so many ranks.
+    """A mode with or without recompute on a number of ranks.
 
     Attributes:
-        mode: Of the configuration.
+        mode: The mode of its configuration.
         recompute: Whether the ``recompute`` section is applied.
-        ranks: Processes.
-        shares: Ranks of the configuration. They decide which pairs meet in a micro-batch, on one
-            process too.
-        cases: What is trained in them, one after the other.
+        ranks: Number of processes.
+        shares: Ranks of the configuration. They decide which pairs form a micro-batch, also on one
+            process.
+        cases: The cases, in the order in which they are trained.
         reference: Whether Paddle recomputes and synchronizes (``recompute.engine: fleet`` and
             ``sync.mode: fleet``).
     """
@@ -74,23 +74,23 @@ class Variant:
         return "recompute" if self.recompute else "plain"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, from which `from_dict` makes an equal variant."""
+        """JSON values; `from_dict` makes an equal variant of them."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Variant:
-        """What `to_dict` gave."""
+        """The variant of which `to_dict` made `values`."""
         return cls(**{**values, "cases": tuple(Case(**case) for case in values["cases"])})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run, and what is not.
+    """The runs of `parity`.
 
     Attributes:
         variants: In the order in which they run.
         same_loss: Whether several ranks have the loss of one process: that over all their pairs.
-        notes: Sentences that say what of the configuration is not compared, and why.
+        notes: Sentences that say what is not compared, and why.
     """
 
     variants: tuple[Variant, ...]
@@ -98,7 +98,7 @@ class Plan:
     notes: tuple[str, ...]
 
     def without_reference(self, reason: str) -> Plan:
-        """This plan less the reference, which `reason` (a sentence) rules out."""
+        """This plan without the reference; `reason` is a sentence for the notes."""
         variants = tuple(variant for variant in self.variants if not variant.reference)
         return replace(self, variants=variants, notes=(*self.notes, f"{_NO_REFERENCE}: {reason}"))
 
@@ -110,7 +110,7 @@ def plan(config: Config) -> Plan:
     """Choose the variants of a configuration.
 
     Raises:
-        ConfigError: It has several machines, or nothing is recomputed in it.
+        ConfigError: It has several machines, or does not enable recompute.
     """
     if config.launch.num_nodes > 1:
         raise ConfigError(
@@ -119,15 +119,15 @@ def plan(config: Config) -> Plan:
         )
     if not config.recompute.enable:
         raise ConfigError(
-            "recompute.enable: false: parity compares each mode with and without recompute, and "
-            "needs to know what is recomputed; set recompute.enable=true"
+            "recompute.enable: false: parity compares each mode with and without recompute; set "
+            "recompute.enable=true"
         )
     notes = []
     for sentence in config.without_effect():
         notes.append(f"{sentence}.")
     has_dropout = bool(config.model.hidden_dropout or config.model.attention_dropout)
     if not has_dropout:
-        notes.append("The configuration has no dropout: all that is compared is without.")
+        notes.append("The configuration has no dropout: all comparisons are without dropout.")
     cases = tuple(Case(dropout) for dropout in ([True, False] if has_dropout else [False]))
     ranks = config.launch.num_ranks
     counts = [1] if ranks == 1 else [1, ranks]
@@ -136,7 +136,7 @@ def plan(config: Config) -> Plan:
     elif config.contrastive.negatives == "local":
         notes.append(
             f"contrastive.negatives is local: {ranks} ranks have another loss than one process, "
-            "and are not compared with it."
+            "so they are not compared with it."
         )
     variants = []
     for count in counts:
@@ -150,21 +150,21 @@ def plan(config: Config) -> Plan:
 
 
 def _what_fleet_has_not(config: Config) -> str | None:
-    """The settings that fleet's recompute has not; a sentence."""
+    """A sentence that lists the settings that fleet's recompute lacks; None: there are none."""
     settings = {
         "recompute.policy": config.recompute.policy == "segments" and "segments",
         "recompute.offload": config.recompute.offload != "none" and config.recompute.offload,
         "sync.compression": config.sync.compression != "none" and config.sync.compression,
     }
     given = [f"{path}: {value}" for path, value in settings.items() if value]
-    return f"it has no {', '.join(given)}." if given else None
+    return f"fleet does not support {', '.join(given)}." if given else None
 
 
 def config_for(config: Config, variant: Variant, case: Case) -> Config:
     """The configuration of one training run."""
     tree = config.to_dict()
     tree["mode"] = "dygraph"
-    tree["model"]["init_from"] = None  # the weights are handed over
+    tree["model"]["init_from"] = None  # `Run` gets the weights
     if not case.dropout:
         tree["model"] |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     tree["recompute"]["enable"] = variant.recompute

@@ -1,8 +1,8 @@
 """One process of `parity`: ``python -m paddle_recompute.parity.worker JOB.json``.
 
-A job without a variant makes the inputs, once for all, by the configuration's own data path:
-initial weights, and the pairs of every step. It also finds out whether fleet's recompute refuses
-the model. A job with a variant trains its cases from the inputs.
+A job without a variant prepares the inputs once for all variants, with the configuration's own data
+path: the initial weights, and the pairs of every step. It also checks whether fleet's recompute
+refuses the model. A job with a variant trains its cases from these inputs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
 
     Raises:
         ConfigError: A mode cannot honour the configuration on this device.
-        DataError: The pairs cannot be read, or do not last for `steps`.
+        DataError: The pairs cannot be read, or are too few for `steps`.
     """
     paddle.set_device(config.launch.device)
     variants = plan(config).variants
@@ -85,7 +85,7 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
     if len(loader) < steps:
         raise DataError(
             f"{len(data.train)} training pairs make {len(loader)} batches of "
-            f"contrastive.global_batch = {global_batch}, and --steps is {steps}; give more pairs "
+            f"contrastive.global_batch = {global_batch}, but --steps is {steps}; give more pairs "
             "or lower one of the two"
         )
     batches: Arrays = {}
@@ -126,29 +126,29 @@ def _refusal(
 
 
 def run_variant(folder: Path, config: Config, variant: Variant) -> None:
-    """Train every case of `variant`, and write a record of each, on every rank."""
+    """Train every case of `variant`, and write each rank's record."""
     paddle.set_device(config.launch.device)
     if variant.ranks > 1:
         _paddle.init_parallel_env()
     for number, case in enumerate(variant.cases):
         outcome = _train(folder, config_for(config, variant, case), variant)
-        if number:  # measured in the first, which is what the configuration trains
+        if number:  # measured in the first case, the one of the configuration
             figures = replace(outcome.figures, peak_bytes=None, seconds_per_step=None)
             outcome = replace(outcome, figures=figures)
         write_record(folder / variant.folder_name, case, dist.get_rank(), outcome)
-    barrier()  # rank 0 hosts the store: if it left first, the others would lose it
+    barrier()  # rank 0 hosts the store and must not leave before the others
 
 
 def micro_batches(
     batch: NDArray[Any], *, ranks: int, k_steps: int, rank: int | None
 ) -> list[NDArray[Any]]:
-    """The rows of a global batch that meet in a micro-batch, as `Trainer` deals them out.
+    """The rows of a global batch that form each micro-batch; `Trainer` divides them the same way.
 
     Args:
         batch: ``[global_batch, ...]``.
-        ranks: As many as the configuration has.
+        ranks: Ranks of the configuration.
         k_steps: Micro-batches per step.
-        rank: Whose rows; None: those of all ranks, for a process that does the work of all.
+        rank: Whose rows; None: the rows of all ranks, for one process that does all the work.
 
     Returns:
         `k_steps` arrays ``[rows, ...]``.
@@ -205,7 +205,7 @@ def _train(folder: Path, config: Config, variant: Variant) -> Outcome:
 
 
 def main(job_file: str) -> None:
-    """Do what `job_file` says."""
+    """Run the job that `job_file` describes."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     folder, config = Path(job["folder"]), Config.model_validate(job["config"])
     if job["variant"] is None:

@@ -12,17 +12,41 @@ from paddle_recompute.recompute.layer import (
     forward_count,
     recompute_wrapper,
 )
-from paddle_recompute.recompute.selection import RecomputeReport, apply_recompute, check_patterns
+from paddle_recompute.recompute.selection import (
+    RecomputeReport,
+    apply_recompute,
+    check_patterns,
+    layers_matching,
+)
+from paddle_recompute.recompute.treatment import (
+    PartOption,
+    Unit,
+    is_treated,
+    offers_its_output,
+    parts_of_block,
+    treat_calls,
+    treat_parts,
+    undo_recompute,
+)
 from paddle_recompute.replay import is_recomputing
 
 __all__ = [
+    "PartOption",
     "RecomputeLayer",
     "RecomputeReport",
     "RecomputedFunction",
+    "Unit",
     "apply_recompute",
     "check_patterns",
     "forward_count",
     "is_recomputing",
+    "is_treated",
+    "layers_matching",
+    "offers_its_output",
+    "parts_of_block",
     "recompute",
     "recompute_wrapper",
+    "treat_calls",
+    "treat_parts",
+    "undo_recompute",
 ]

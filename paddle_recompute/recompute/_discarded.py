@@ -1,10 +1,10 @@
-"""Outputs that cheap recomputed parts give up: selective recompute.
+"""Selective recompute: cheap parts whose outputs are recomputed too.
 
-Recomputing an activation function alone would save nothing: the matmul after it keeps its output.
+To recompute an activation function alone would save nothing: the matmul after it keeps its output.
 So a cheap part (a function, Dropout, LayerNorm: no weight matrix) also offers its *output*: inside
-a `Keeper`, an operator that wants to keep that very tensor gets a ticket, and the backward has the
-part compute it again. Matmul results are kept, the large and cheap tensors around them are not.
-Korthikanti et al. 2022, arXiv:2205.05198, section 5, argue for this choice.
+a `Keeper`, an operator that saves this tensor gets a ticket, and the backward recomputes the part.
+Matmul results are kept; the large, cheap tensors around them are not.
+Korthikanti et al. 2022, arXiv:2205.05198, section 5, give the reasons.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from paddle_recompute.recompute._hooks import Kept, Ticket
 
 
 class _Maker(Protocol):
-    """Who can compute an output again (a `Frame`)."""
+    """Something that can recompute an output (a `Frame`)."""
 
     def ticket_for_output(self, tensor: paddle.Tensor) -> Ticket | None:
-        """A ticket for `tensor` if it is an output and was not changed since."""
+        """A ticket for `tensor` if it is an unchanged output."""
 
 
 @dataclass
@@ -38,11 +38,10 @@ _offers: dict[int, _Offer] = {}
 
 
 def offer(outputs: object, inputs: object, maker: _Maker) -> None:
-    """Whoever keeps a tensor of `outputs` from now on may have it computed again instead.
+    """Let operators that save a tensor of `outputs` from now on save a ticket instead.
 
-    Not one that is among the `inputs`: somebody else has that, perhaps for longer than this step.
-    An offer ends with the Python object of the output, so an address that is used again by
-    another tensor is not taken for it.
+    A tensor that is among the `inputs` is not offered: its owner may keep it anyway. An offer ends
+    with the Python object of the output, so another tensor at a reused address does not match.
     """
     given = {id(tensor) for tensor in _nested.tensors_in(inputs)}
     for output in _nested.tensors_in(outputs):
@@ -58,21 +57,21 @@ def _withdraw(address: int, _: object) -> None:
 
 
 def ticket_for(tensor: paddle.Tensor) -> Ticket | None:
-    """A ticket if `tensor` is an offered output (same memory, shape, dtype; not changed since).
+    """A ticket if `tensor` is an offered output (same memory, shape, dtype; unchanged).
 
-    The hooks get a new Python object for the same C++ tensor, so memory tells, not identity.
+    The hooks get a new Python object for the same C++ tensor, so the memory is compared.
     """
     found = _offers.get(tensor.data_ptr())
     output = found.output() if found is not None else None
     if found is None or output is None or describe(output) != describe(tensor):
         return None
     if not tensor.is_contiguous() or not output.is_contiguous():
-        return None  # a transposed view has the memory, and may have the shape
+        return None  # a transposed view has the same memory and may have the same shape
     return found.maker.ticket_for_output(output)
 
 
 class Keeper:
-    """Keeps what operators save, as Paddle does, except outputs that are offered."""
+    """Keeps what operators save, like Paddle, but keeps tickets for offered outputs."""
 
     def pack(self, tensor: paddle.Tensor) -> Ticket:
         """A ticket for an offered output, or one that holds the tensor itself."""

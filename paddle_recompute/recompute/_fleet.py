@@ -1,8 +1,8 @@
-"""`recompute.engine: fleet`: Paddle's own recompute around a Layer, as a reference to compare with.
+"""`recompute.engine: fleet`: Paddle's own recompute around a Layer, as a reference.
 
 ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x) does the work, in its default form, a
-PyLayer. What that form gets wrong without a word is refused here; what it refuses itself is left to
-it. ``docs/recompute_cases.md`` has the cases.
+PyLayer. The calls that this form computes wrongly without an error are refused here;
+``docs/recompute_cases.md`` lists them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
 from paddle_recompute.recompute.layer import WrappedLayer, replace_class
 
-_ADVICE = "Use recompute.engine: paddle_recompute, which is right there."
+_ADVICE = "Use recompute.engine: paddle_recompute, which supports this case."
 
 
 class FleetRecomputeLayer(WrappedLayer):
-    """A Layer each of whose calls is a call of fleet's ``recompute``."""
+    """A Layer whose every call is a call of fleet's ``recompute``."""
 
     _added: ClassVar[tuple[str, ...]] = ("_recompute_name", "_recompute_preserves_rng")
     _recompute_name: str

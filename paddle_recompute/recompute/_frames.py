@@ -1,20 +1,20 @@
-"""The hook form of recompute: drop what autograd saves, run the function again to get it back.
+"""The hook form of recompute: drop what autograd saves, and run the function again to restore it.
 
-While a function runs for the first time, each tensor that an operator would keep for its backward
-is replaced in the graph by a numbered ticket. When the backward asks for the first ticket's
-tensor, the function runs again, and the tensors that its operators save, in the same order, are
-what the tickets stood for. The gradients then flow through the graph of the *first* run: hooks,
-parameters and unused outputs behave as in a plain call.
+While a function runs for the first time, each tensor that an operator saves for its backward is
+replaced in the graph by a numbered ticket. When the backward asks for the tensor of the first
+ticket, the function runs again. The tensors that its operators save then, in the same order, are
+those of the tickets. The gradients flow through the graph of the *first* run: hooks, parameters and
+unused outputs behave as in a plain call.
 
-This is the technique of Paddle's ``use_reentrant=False``. Ours is a piece of its own because
-Paddle's keeps its hooks to itself, so it can neither nest, nor be run twice, nor tell when the
-second run differs, nor work on CPU in 2.6.
+This is the technique of Paddle's ``use_reentrant=False``. Paddle's own form cannot be used here:
+its hooks are private, so it cannot nest, run twice, detect that the second run differs, or work on
+CPU in 2.6.
 
-**Nesting.** The inputs of an inner frame are themselves tensors that the outer one saves, so an
-inner frame keeps nothing while its outer one is not being recomputed.
+**Nesting.** The outer frame saves the inputs of an inner frame. So an inner frame keeps nothing
+unless its outer frame is being recomputed.
 
-**Ownership.** ticket -> frame -> inputs, and the C++ graph -> ticket. A frame knows its tickets
-only weakly, so the graph, the activations and the Layer go away without the garbage collector.
+**Ownership.** ticket -> frame -> inputs, and the C++ graph -> ticket. A frame refers to its tickets
+weakly, so graph, activations and Layer are freed without the garbage collector.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paddle_recompute.replay import stamp as stamp_of
 REPETITION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, a global "
     "that it reads, or randomness outside Paddle, NumPy and Python's random. "
-    'determinism_check="none" switches this check off where that is possible.'
+    'determinism_check="none" disables this check if the saved tensors still fit.'
 )
 
 
@@ -58,7 +58,7 @@ class FrameTicket:
             "without retain_graph=True."
         )
         self.is_spent = False
-        """Whether the operator's backward is done and cannot run again."""
+        """Whether the operator's backward is over and cannot run again."""
 
     def value(self) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
@@ -79,7 +79,7 @@ class _Saved:
 
 @dataclass
 class _Part:
-    """One call of a frame, with inputs from outside or from earlier parts."""
+    """One call of a frame; its inputs come from outside or from earlier parts."""
 
     call: Call
     inputs: Any
@@ -87,7 +87,7 @@ class _Part:
 
 @dataclass
 class _OutputTicket:
-    """A ticket that stands for an output of a part."""
+    """A ticket for an output of a part."""
 
     ticket: weakref.ref[FrameTicket]
     part: int
@@ -98,8 +98,8 @@ class _OutputTicket:
 class Frame:
     """One or more calls that are recomputed together.
 
-    A frame has several parts when consecutive Layers of a chain are joined: the output of one part
-    is not kept as input of the next, and the backward runs them all again from the first input.
+    A frame of several parts joins consecutive Layers of a chain: the output of a part is not kept
+    as input of the next one; the backward runs all parts again from the first input.
     """
 
     def __init__(self, storage: InputStorage) -> None:
@@ -113,9 +113,11 @@ class Frame:
         self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, _Link]] = {}
         self._recording = False
         self._compare_values = False
+        self._num_unspent: int | None = None
+        """Tickets that operators still need, at most; None before the last backward asks."""
 
     def record(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `call` for the first time, as the next part; returns what it returns."""
+        """Run `call` for the first time, as the next part; returns its result."""
         inputs = _keep(self, self._storage, innermost(), (args, kwargs))
         self._recording, self._compare_values = True, call.compare_values
         num_saved = len(self._saved)
@@ -135,29 +137,29 @@ class Frame:
         return outputs
 
     def _forget(self, num_saved: int, name: str) -> None:
-        """Undo a part that has raised, so that the caller may catch that and go on without it."""
+        """Undo a part that raised, so that the caller may catch the error and continue."""
         failed, self._saved[num_saved:] = self._saved[num_saved:], []
         for saved in failed:
             ticket = saved.ticket()
-            if ticket is not None:  # a tensor from inside has got out
+            if ticket is not None:  # a tensor of the failed part is still referenced
                 ticket.frame = None
                 ticket.why_gone = (
-                    f"{name} raised in its first forward, so what it had computed until then "
-                    "cannot be differentiated. Take that out of the recomputed function."
+                    f"{name} raised in its first forward, so the tensors that it computed before "
+                    "cannot be differentiated. Compute them outside of the recomputed function."
                 )
 
     def link_to(self, tensor: paddle.Tensor) -> _Link | None:
-        """Which output of an earlier part `tensor` is; None if it is none or was changed since."""
-        if id(tensor) not in self._outputs or not self.parts:  # the latter: its backward is over
+        """The output of an earlier part that `tensor` is; None if it is none or was changed."""
+        if id(tensor) not in self._outputs or not self.parts:  # no parts: its backward is over
             return None
         known, stamp, link = self._outputs[id(tensor)]
-        output = known()  # None, or another: the address of one that is gone was used again
+        output = known()  # None or another tensor if the id was reused
         if output is None or output is not tensor:
             return None
         return None if is_written_since(output, stamp) else link
 
     def ticket_for_output(self, tensor: paddle.Tensor) -> FrameTicket | None:
-        """A ticket for an output, to be kept in place of the tensor."""
+        """A ticket for an output, which is kept in place of the tensor."""
         link = self.link_to(tensor)
         if link is None:
             return None
@@ -169,7 +171,7 @@ class Frame:
         return ticket
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
-        """First run: keep a ticket, and what is needed to recognize the tensor again."""
+        """First run: keep a ticket, and what identifies the tensor in the second run."""
         ticket = FrameTicket(self)
         checksum = _checksum(tensor) if self._compare_values else None
         layout = _paddle.layout_of(tensor)
@@ -177,23 +179,28 @@ class Frame:
         return ticket
 
     def value_of(self, ticket: FrameTicket) -> paddle.Tensor:
-        """The tensor that `ticket` stands for; runs the function again if needed."""
+        """The tensor of `ticket`; runs the function again if necessary."""
         backward = _paddle.current_backward()
         is_last = backward is not None and not backward.retain_graph
         if ticket not in self._values:
             try:
                 self._recompute()
             except BaseException:
-                self._values.clear()  # of a second forward that has not come to its checks
-                if is_last:  # Paddle does not let go of what it held when a hook raised
+                self._values.clear()  # of a second forward that raised before its checks
+                if is_last:  # Paddle keeps what it held when a hook raises
                     self._release()
                 raise
         value = self._values.pop(ticket)
         if isinstance(value, RecomputeError):
             raise value
         if backward is not None and is_last:
+            if self._num_unspent is None:
+                self._num_unspent = len(self._tickets())
+                backward.at_end[id(self)] = self._release_if_spent
+            self._num_unspent -= not ticket.is_spent
             ticket.is_spent = True
-            backward.at_end[id(self)] = self._release_if_spent
+            if self._num_unspent <= 0:  # its inputs need not wait for the blocks before it
+                self._release_if_spent()
         return value
 
     def _release_if_spent(self) -> None:
@@ -204,7 +211,7 @@ class Frame:
     def _release(self) -> None:
         self.parts.clear()
         self._values.clear()
-        # The graph keeps its tickets as long as somebody keeps an output.
+        # The graph keeps its tickets as long as an output is referenced.
         for ticket in self._tickets():
             ticket.frame = None
 
@@ -225,15 +232,15 @@ class Frame:
         if self._recording:
             raise RecomputeError(
                 "A recomputed function asks for gradients of its own intermediate results while "
-                "it is still running (paddle.grad or backward inside it). Take that part out of "
+                "it is still running (paddle.grad or backward inside it). Move that part out of "
                 "the recomputed function."
             )
         again = _Repetition(self)
         outputs: list[list[paddle.Tensor]] = []
         for part in self.parts:
             args, kwargs = _fetch(part.inputs, outputs)
-            # Gradients first: Paddle ignores hooks that are registered while they are disabled,
-            # as they are inside an unpack hook.
+            # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores
+            # hooks that are registered then.
             with paddle.set_grad_enabled(True), recording(again):
                 result = part.call.repeat(args, kwargs)
             outputs.append(list(_nested.tensors_in(result)))
@@ -248,7 +255,7 @@ class Frame:
 
 
 class _Repetition:
-    """The second run of a frame: its saved tensors are handed to the frame's tickets."""
+    """The second run of a frame: passes its saved tensors to the frame's tickets."""
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -258,9 +265,7 @@ class _Repetition:
         self._versions: list[tuple[FrameTicket, paddle.Tensor, int]] = []
 
     def pack(self, tensor: paddle.Tensor) -> None:
-        """Match the tensor with the ticket of the same number; keep it if that ticket is
-        referenced.
-        """
+        """Pass the tensor to the ticket of the same number, if that ticket is still referenced."""
         frame, number = self._frame, self._count
         self._count += 1
         if number >= len(frame._saved):
@@ -270,9 +275,9 @@ class _Repetition:
             self._difference = self._compare(saved, tensor, number)
         ticket = saved.ticket()
         if ticket is not None and _likeness(tensor) != saved.likeness:
-            self._can_go_on = False  # the engine would read it as what the first run saved
+            self._can_go_on = False  # the engine would take this tensor for the saved one
         elif ticket is not None:
-            # An input that was elsewhere, or a copy of a buffer, may lie otherwise than the first.
+            # A reloaded input or a copied buffer may have another layout than the original.
             value = _paddle.with_layout(tensor, saved.layout)
             frame._values[ticket] = _paddle.shares_memory(value)
             original = tensor.detach()  # same C++ tensor, hence the same version counter
@@ -282,8 +287,8 @@ class _Repetition:
         """Compare the two runs.
 
         Raises:
-            RecomputeError: They saved different tensors, and the check is on or the tickets
-                cannot all be served.
+            RecomputeError: They saved different tensors, and the check is on or a ticket has no
+                tensor.
         """
         frame = self._frame
         if self._count != len(frame._saved):
@@ -318,8 +323,8 @@ class _Repetition:
 
 
 class _DiscardAll:
-    """Gets the tensors of an inner frame while its outer one is being recomputed: only the
-    inner frame's inputs matter then, and the outer frame has taken them.
+    """Receives the tensors of an inner frame in its first run during the recompute of the outer
+    frame: only the inner frame's inputs are needed, and the outer frame has them.
     """
 
     def pack(self, tensor: paddle.Tensor) -> None:
@@ -334,7 +339,7 @@ def is_inside_a_frame() -> bool:
 def run_inside_a_repetition(
     call: Call, storage: InputStorage, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an inner `call` while the frame around it is being recomputed."""
+    """Run an inner `call` while the outer frame is being recomputed."""
     _keep(None, storage, innermost(), (args, kwargs))
     with recording(_DiscardAll()):
         return call.function(*args, **kwargs)
@@ -357,9 +362,9 @@ class _Link:
 
 
 class _Input:
-    """An argument tensor of a part, and how to get it back.
+    """An argument tensor of a part, and how to restore it.
 
-    Not a dataclass: `map_leaves` would take it for one of the user's and look inside.
+    Not a dataclass, because `map_leaves` would look for tensors inside it.
     """
 
     def __init__(self, source: Any, stop_gradient: bool, stamp: Stamp | None = None) -> None:
@@ -372,7 +377,7 @@ class _Input:
         if self.stamp is not None and is_written_since(source, self.stamp):
             raise RecomputeError(
                 f"An argument ({_named(source)}) of a recomputed function was changed in place "
-                "between its forward and its backward, so the forward cannot be repeated. Do the "
+                "between its forward and its backward, so the forward cannot be repeated. Run the "
                 "backward before the change, or change a copy."
             )
         if _paddle.is_parameter(source):
@@ -385,18 +390,18 @@ class _Input:
             tensor = source
         else:
             tensor = source.load()
-        # A fresh identity: hooks that the function registers on its argument must not reach the
-        # real one a second time.
+        # A new tensor object: hooks that the function registers on its argument must not be added
+        # to the real argument again.
         tensor = tensor.detach()
         tensor.stop_gradient = self.stop_gradient
         return tensor
 
 
 def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, inputs: Any) -> Any:
-    """`inputs` with every tensor replaced by an `_Input` that can bring it back.
+    """`inputs` with every tensor replaced by an `_Input` that can restore it.
 
-    The tensor is, in this order: a parameter, which stays as it is; saved by the frame around;
-    an output of an earlier part; an output that a cheap part has given up; kept in `storage`.
+    The source of the tensor is the first that applies: a parameter, which is kept as it is; a
+    ticket of the outer frame; an output of an earlier part; a ticket of a cheap part; `storage`.
     """
 
     def source_of(tensor: paddle.Tensor) -> Any:

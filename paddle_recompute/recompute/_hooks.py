@@ -1,15 +1,15 @@
 """One pair of saved-tensor hooks, shared by all recorders.
 
-Paddle (2.6, 3.x) allows one pair of ``paddle.autograd.saved_tensors_hooks`` at a time. Here that
-pair is a dispatcher: the innermost `Recorder` gets each tensor that an operator would keep for its
-backward, and what it returns, a `Ticket`, stands in the graph instead until the backward asks.
+Paddle (2.6, 3.x) allows one pair of ``paddle.autograd.saved_tensors_hooks`` at a time. Ours is a
+dispatcher: the innermost `Recorder` gets each tensor that an operator saves for its backward, and
+its result, a `Ticket`, replaces the tensor in the graph until the backward asks for it.
 
-**Threads.** The pair is in force in all threads of the process, whoever has put it there, but the
-hooks are called in the thread that runs the operator, or the backward. So the recorders are those
-of a thread, and what a thread without a recorder saves is kept as Paddle would keep it. The pair
-is there as long as any thread records. If several threads run operators, it stays between the
-recordings: Paddle's operators look at the pair twice without a lock, and one that meets its removal
-in another thread ends the process (SIGSEGV; 2.6.2, 3.3.1).
+**Threads.** The pair is in force in all threads of the process, but Paddle calls the hooks in the
+thread that runs the operator or the backward. So each thread has its own recorders, and what a
+thread without a recorder saves is kept as Paddle would keep it. The pair is set while any thread
+records. If several threads run operators, it also stays set between recordings: Paddle's operators
+read the pair twice without a lock, and an operator crashes the process if another thread removes
+the pair between the two reads (SIGSEGV; 2.6.2, 3.3.1).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from paddle_recompute.errors import RecomputeError
 
 
 class Ticket(Protocol):
-    """Stands in the graph for a tensor that an operator wanted to keep."""
+    """Replaces a tensor in the graph that an operator saved."""
 
     def value(self) -> paddle.Tensor:
-        """The tensor. The engine may move the memory out of what it is given (2.6), so this is
-        a tensor of nobody else's.
+        """The tensor, as an object that is not used elsewhere, because the engine may move the
+        memory out of it (2.6).
         """
 
 
@@ -41,11 +41,11 @@ class Recorder(Protocol):
     """Receives the tensors that operators save."""
 
     def pack(self, tensor: paddle.Tensor) -> Ticket | None:
-        """Take `tensor`; the ticket stands in the graph in its place. Should not raise."""
+        """Take `tensor`; the returned ticket replaces it in the graph. Should not raise."""
 
 
 class Kept:
-    """A tensor that is kept after all, with the check that Paddle makes for tensors it keeps."""
+    """A tensor that is kept, with the version check that Paddle has for tensors it keeps."""
 
     __slots__ = ("tensor", "version")
 
@@ -57,7 +57,9 @@ class Kept:
         """The tensor, unless it was changed in place or its backward is over."""
         kept = self.tensor
         if kept is None:
-            raise RecomputeError("A tensor is gone: its backward was done without retain_graph.")
+            raise RecomputeError(
+                "A saved tensor was freed: its backward ran without retain_graph=True."
+            )
         if kept.inplace_version != self.version:
             raise RecomputeError(
                 f"A tensor ({describe(kept)}) that an operator saved for its backward was "
@@ -65,42 +67,42 @@ class Kept:
             )
         backward = _paddle.current_backward()
         if backward is not None and not backward.retain_graph:
-            self.tensor = None  # as Paddle does, even if somebody holds the output
+            self.tensor = None  # freed as in Paddle, even if the output is still referenced
         return _paddle.shares_memory(kept)
 
 
 class _Thread(threading.local):
-    """What a thread records."""
+    """The recorders of a thread."""
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
         self.is_known = False
-        """Whether `_Pair` knows that this thread runs operators."""
+        """Whether `_Pair` knows this thread as one that runs operators."""
         self.issued: list[Ticket | None] = []
-        """With Paddle 2.6 only: the tickets issued since the outermost recording began."""
+        """Paddle 2.6 only: the tickets issued since the outermost recording began."""
 
 
 _thread = _Thread()
 
 
 class _Pair:
-    """The pair of hooks, and which threads it concerns."""
+    """The pair of hooks, and the threads that use it."""
 
     def __init__(self) -> None:
-        # Of its own thread too: Paddle's function that puts a pair there calls `make_room`.
+        # Reentrant: Paddle's function that sets a pair calls `make_room` in the same thread.
         self._lock = threading.RLock()
         self._num_recording = 0
         self._hooks: contextlib.AbstractContextManager[Any] | None = None
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def enter(self) -> None:
-        """One recording thread more.
+        """Count one more recording thread.
 
         Raises:
-            ValueError: Somebody else's hooks are in force.
+            ValueError: Hooks of other code are in force.
         """
         with self._lock:
-            self.meet_thread()
+            self.register_thread()
             if self._hooks is None:
                 hooks = paddle.autograd.saved_tensors_hooks(_pack, _unpack)
                 hooks.__enter__()
@@ -108,7 +110,7 @@ class _Pair:
             self._num_recording += 1
 
     def leave(self) -> None:
-        """One recording thread less."""
+        """Count one recording thread less."""
         with self._lock:
             self._num_recording -= 1
             me = threading.current_thread()
@@ -118,21 +120,21 @@ class _Pair:
                 self.make_room()
 
     def make_room(self) -> None:
-        """Take the pair away if nobody records."""
+        """Remove the pair if no thread records."""
         with self._lock:
             if self._num_recording == 0 and self._hooks is not None:
                 self._hooks.__exit__(None, None, None)
                 self._hooks = None
 
     def close(self) -> None:
-        """The process ends; a pair that is left behind would hang it."""
+        """Remove the pair at exit; otherwise the process would hang."""
         with self._lock:
             if self._hooks is not None:
                 self._hooks.__exit__(None, None, None)
                 self._hooks = None
 
-    def meet_thread(self) -> None:
-        """The current thread runs operators."""
+    def register_thread(self) -> None:
+        """Note that the current thread runs operators."""
         if not _thread.is_known:
             with self._lock:
                 self._threads.add(threading.current_thread())
@@ -144,13 +146,13 @@ atexit.register(_pair.close)
 
 
 def innermost() -> Recorder | None:
-    """Who is given what the operators of this thread save now."""
+    """The recorder of what the operators of this thread save now."""
     return _thread.recorders[-1] if _thread.recorders else None
 
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Inside, `recorder` is given what the operators of this thread save."""
+    """Inside, `recorder` gets what the operators of this thread save."""
     recorders = _thread.recorders
     if not recorders:
         _pair.enter()
@@ -165,7 +167,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def are_free() -> bool:
-    """Whether `recording` is possible now: no saved-tensor hooks but ours are in force."""
+    """Whether `recording` is possible now: no hooks of other code are in force."""
     if _thread.recorders:
         return True
     try:
@@ -177,11 +179,11 @@ def are_free() -> bool:
 
 
 def _pack(tensor: paddle.Tensor) -> object:
-    _pair.meet_thread()
+    _pair.register_thread()
     recorder = innermost()
     ticket = Kept(tensor) if recorder is None else recorder.pack(tensor)
     if ticket is not None and _paddle.PACK_LEAKS_A_REFERENCE:
-        if recorder is None:  # another thread records, this one has no end of its own
+        if recorder is None:  # another thread records; this one has no end of recording
             _paddle.give_back_pack_references(_thread.issued)
         _thread.issued.append(ticket)
     return ticket
@@ -192,7 +194,7 @@ def _unpack(ticket: Ticket | None) -> paddle.Tensor:
         if ticket is None:
             raise RecomputeError(
                 "paddle.grad or backward was called inside a function that is being recomputed. "
-                "Take that part out of the recomputed function."
+                "Move that part out of the recomputed function."
             )
         return ticket.value()
     except BaseException as error:

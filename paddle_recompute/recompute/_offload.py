@@ -1,4 +1,4 @@
-"""Where the inputs of recomputed functions wait for the backward: device, host or disk."""
+"""Where the inputs of recomputed functions are kept for the backward: device, host or disk."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _logger = logging.getLogger("paddle_recompute")
 
 
 class Kept(Protocol):
-    """A tensor that is elsewhere."""
+    """A tensor that is kept elsewhere."""
 
     def load(self) -> paddle.Tensor:
-        """Bring it back to the device it came from."""
+        """Copy it back to its device."""
 
 
 class InputStorage(Protocol):
-    """A place for tensors."""
+    """A place to keep tensors."""
 
     def keep(self, tensor: paddle.Tensor) -> paddle.Tensor | Kept:
         """Keep the value of `tensor`, without its gradient history."""
@@ -45,27 +45,27 @@ class _Waiting(Protocol):
     """A tensor in a `_Queue`."""
 
     def prefetch(self) -> bool:
-        """Begin to bring it back; False if that was done, or it has been brought back before."""
+        """Start to copy it back; False if it was started or loaded before."""
 
 
 class _Queue:
-    """What waits for one backward, in the order in which it was kept.
+    """The tensors that wait for one backward, in the order in which they were kept.
 
-    The backward asks in the opposite order. So whenever a tensor is loaded, the last one before it
-    that is still away begins to come back: while a block is computed again, the inputs of the
-    block before it are on their way.
+    The backward loads them in reverse order. When a tensor is loaded, the last one before it that
+    is still away starts to come back: while a block is recomputed, the inputs of the block before
+    it are copied.
     """
 
     def __init__(self) -> None:
         self._waiting: list[weakref.ref[Any]] = []
 
     def add(self, waiting: _Waiting) -> int:
-        """Returns its number, for `prefetch_before`."""
+        """Add a tensor; returns its number, for `prefetch_before`."""
         self._waiting.append(weakref.ref(waiting))
         return len(self._waiting) - 1
 
     def prefetch_before(self, number: int) -> None:
-        """Begin to bring back the last tensor before `number` for which somebody still waits."""
+        """Start to copy back the last tensor before `number` that is still needed."""
         for reference in reversed(self._waiting[:number]):
             waiting = reference()
             if waiting is not None and waiting.prefetch():
@@ -73,7 +73,7 @@ class _Queue:
 
 
 class _OnHost:
-    """A tensor of a device, in host memory."""
+    """A device tensor in host memory."""
 
     def __init__(self, queue: _Queue, tensor: paddle.Tensor) -> None:
         self._queue = queue
@@ -100,7 +100,7 @@ class _OnHost:
 class HostOffload:
     """Host memory, pinned on GPUs, for tensors of a device.
 
-    A tensor of the CPU already is in host memory and stays as it is.
+    A CPU tensor already is in host memory and is kept as it is.
     """
 
     _current: weakref.ref[_Queue] | None = None
@@ -121,8 +121,8 @@ class HostOffload:
 @functools.cache
 def _warn_that_it_does_nothing() -> None:
     _logger.warning(
-        "recompute(offload='host') does nothing on the CPU, whose tensors are in host memory "
-        "already; 'disk' would free memory here (recompute.offload: disk)"
+        "recompute(offload='host') has no effect on a CPU, where tensors are in host memory "
+        "already; 'disk' frees memory here (recompute.offload: disk)"
     )
 
 
@@ -138,7 +138,7 @@ class SomeOnHost:
 
 
 class _SpillFile:
-    """An open file without a name: the system frees it even if the process is killed."""
+    """An open file without a name: the system removes it even if the process is killed."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="paddle_recompute-")  # noqa: SIM115
@@ -153,7 +153,7 @@ class _SpillFile:
         return _OnDisk(self, offset, list(values.shape), values.dtype, tensor.place)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """`num_bytes` from `offset`; lets go of the GIL."""
+        """`num_bytes` from `offset`; releases the GIL."""
         data = os.pread(self._file.fileno(), num_bytes, offset)
         while len(data) < num_bytes:  # pread may return less than asked for above 2 GiB
             data += os.pread(self._file.fileno(), num_bytes - len(data), offset + len(data))
@@ -195,7 +195,7 @@ class _OnDisk:
         self._ahead, self._was_loaded = None, True
         self._file.queue.prefetch_before(self._number)
         values = np.frombuffer(data, self._dtype).reshape(self._shape)
-        # uint16 is how NumPy carries bfloat16 in and out of Paddle.
+        # NumPy has no bfloat16; Paddle takes uint16 for it.
         return paddle.to_tensor(values, place=self._place)
 
     def _read(self) -> Future[bytes]:
@@ -204,8 +204,8 @@ class _OnDisk:
 
 
 class DiskOffload:
-    """A temporary file per step and thread: it is shared by all tensors that wait at the same
-    time, and is gone when the last of them is.
+    """One temporary file per step and thread for all tensors that are kept at the same time; the
+    system removes it with the last of them.
     """
 
     def __init__(self) -> None:

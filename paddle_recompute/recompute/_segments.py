@@ -1,9 +1,9 @@
 """Consecutive Layers of a chain, recomputed as one segment.
 
-The Layers stay where they are and their container calls them as ever. What makes them a segment is
-found out as they run: a Layer joins the open frame if one of its arguments *is* an output of the
-Layer before it, unchanged. So whatever stands between two Layers is right: if something changes the
-tensor on its way, the next Layer opens a frame of its own, which costs memory and is reported once.
+The Layers stay where they are, and their container calls them as before. The segment is found while
+they run: a Layer joins the open frame if one of its arguments *is* the unchanged output of the
+Layer before it. If something between two Layers changes the tensor, the next Layer opens a frame of
+its own. That is correct, costs memory, and is reported once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _logger = logging.getLogger("paddle_recompute")
 
 
 class Segment:
-    """The Layers `names`, in the order in which they are called."""
+    """The Layers `names`, in the order of their calls."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -60,12 +60,12 @@ class Segment:
             self._reported = True
             _logger.warning(
                 "recompute: '%s' does not continue its segment (%s): its input is not the output "
-                "of the layer before it, so it is recomputed on its own; correct, but with less "
-                "memory saved",
+                "of the layer before it, so it is recomputed on its own; this is correct, but "
+                "saves less memory",
                 self.names[position],
                 ", ".join(self.names),
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the frame of the last call: it belongs to one graph, not to the Layers."""
+        """Without the frame of the last call, which belongs to a graph and not to the Layers."""
         return {**self.__dict__, "_open": None, "_next": 0}

@@ -40,7 +40,7 @@ class RecomputeOptions:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values that do not exist."""
+        """Raise if a value is not allowed."""
         if self.determinism_check not in DETERMINISM_CHECKS:
             raise ConfigError(
                 f"determinism_check={self.determinism_check!r} does not exist; "
@@ -74,27 +74,28 @@ def recompute(
     `static_graph.minimize`, or the function that `to_static` returns (Paddle 3.3), recomputes it.
 
     The same thing twice:
-        *Done for you.* What `function` reaches (variables of its closure, defaults, globals that it
-        names, attributes at any depth, items of lists and dicts, sublayers, parameters) is in its
-        second forward what it was in its first, even if a loop or other code has put something else
-        there since. Buffers of the Layers (BatchNorm statistics, power iterations, ...) are updated
-        once, as in a plain call; flags, random streams and AMP state are those of the first call.
+        *Restored by the library.* What `function` reaches (closure variables, defaults, globals
+        that it names, attributes at any depth, items of lists and dicts, sublayers, parameters) has
+        in the second forward the value that it had in the first, even if other code has replaced it
+        meanwhile. Buffers of Layers (BatchNorm statistics, power iterations, ...) are updated once,
+        as in a plain call; flags, random streams and AMP state are those of the first call.
 
-        *Refused.* A parameter, argument or captured tensor that was written to before the backward
-        (by an optimizer, ``set_value``, ``set_state_dict``, ``paddle.assign`` or in place) and that
-        the second forward uses; a second forward that saves or returns other shapes or dtypes.
+        *Refused.* A parameter, argument or captured tensor that the second forward uses and that
+        was written to before the backward (by an optimizer, ``set_value``, ``set_state_dict``,
+        ``paddle.assign`` or in place); a second forward that saves or returns other shapes or
+        dtypes.
 
-        *Your part*, and not noticed unless shapes or dtypes differ (or values, if
-        ``determinism_check="values"`` compares them): iterators and files that the function reads
-        on; Python numbers, lists and dicts that it changes itself, such as counters, which change
-        twice; opaque arguments whose content is changed between the forwards; captured tensors
-        that it changes itself in place; attributes of classes; writes past Paddle's Python API
+        *Not detected*, unless shapes or dtypes differ (or values, with
+        ``determinism_check="values"``): iterators and files that the function advances; Python
+        numbers, lists and dicts that it changes itself, such as counters, which change twice;
+        opaque arguments whose content is changed between the forwards; captured tensors that it
+        changes itself in place; attributes of classes; writes that bypass Paddle's Python API
         (``get_tensor()``, DLPack, collectives, custom operators). Effects in Python, such as
         logging, happen in both forwards; `is_recomputing` is true in the second.
 
-    Several threads may call it at the same time. Paddle has one stream of random numbers for all of
-    them, so a function that draws while another thread draws is refused in the backward where this
-    can be told. A Layer with buffers is to be used by one thread at a time.
+    Several threads may call it at the same time. Paddle has one random stream for all threads. If a
+    function draws while another thread draws, the backward raises, as far as this can be detected.
+    A Layer with buffers must be used by one thread at a time.
 
     Args:
         function: A Layer or any callable. It must do the same thing when it is called again: see
@@ -103,17 +104,16 @@ def recompute(
             and dataclasses, and other values. Tensors must not be changed in place before the
             backward.
         preserve_rng_state: Draw the same random numbers of Paddle, NumPy and Python in both
-            forwards (needed for dropout). False saves some microseconds for a function that draws
-            none.
-        use_reentrant: Accepted because Paddle has it; it changes nothing. True is noted once in the
-            log. If other code has saved-tensor hooks in force, `function` is called plainly, with a
-            warning.
+            forwards (needed for dropout). False saves some microseconds if the function draws none.
+        use_reentrant: Accepted for compatibility with Paddle; it has no effect. True is logged
+            once. If saved-tensor hooks of other code are in force, `function` is called without
+            recompute, with a warning.
         determinism_check: ``"default"`` compares number, shape and dtype of the tensors that both
             forwards save and return. ``"values"`` also compares the values bit by bit (slow: every
             saved tensor is copied to the host). ``"none"`` compares only what the backward needs.
-        offload: Where the tensors among the arguments are kept until the backward: ``"host"``
-            (pinned on GPUs; on a CPU it does nothing and says so once), ``"disk"`` (a temporary
-            file, which the system removes even after a crash), or None (the device).
+        offload: Where tensor arguments are kept until the backward: ``"host"`` (pinned on GPUs; on
+            a CPU it has no effect and warns once), ``"disk"`` (a temporary file, which the system
+            removes even after a crash), or None (the device).
         offload_indices: Positions in `args` of tensors to keep on the host, as in Paddle 3.x.
         **kwargs: Keyword arguments of `function`.
 
@@ -138,7 +138,7 @@ def recompute(
     References:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
     """
-    note_reentrant(use_reentrant)
+    log_reentrant(use_reentrant)
     options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     storage = None
     if offload_indices:
@@ -146,14 +146,14 @@ def recompute(
     return run_recomputed(function, args, kwargs, options, storage=storage)
 
 
-def note_reentrant(use_reentrant: bool | None) -> None:
-    """Say once that ``use_reentrant=True`` changes nothing."""
+def log_reentrant(use_reentrant: bool | None) -> None:
+    """Log once that ``use_reentrant=True`` has no effect."""
     if use_reentrant:
-        _note_reentrant_once()
+        _log_reentrant_once()
 
 
 @functools.cache
-def _note_reentrant_once() -> None:
+def _log_reentrant_once() -> None:
     _logger.info(
         "use_reentrant=True has no effect: paddle_recompute has one form of recompute. To use "
         "Paddle's own recompute, set recompute.engine: fleet"
@@ -175,14 +175,14 @@ def run_recomputed(
     """`recompute` with its options in one object, so that `kwargs` may have any name.
 
     Args:
-        function: What to call.
+        function: The function to call.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         options: The options of `recompute`.
-        storage: Where its inputs wait, if not where the options say.
-        name: What errors call it, if not by its own name.
-        gives_up_outputs: Whether its outputs, too, are computed again (`_discarded`).
-        segment: The segment that the call belongs to, and its position there.
+        storage: Where its inputs are kept, if not where the options say.
+        name: Its name in errors; None: its own name.
+        gives_up_outputs: Whether its outputs, too, are recomputed (`_discarded`).
+        segment: The segment of the call, and the call's position there.
     """
     if not _paddle.is_dygraph():
         return run_marked(
@@ -251,7 +251,7 @@ def _call_plainly(
     kwargs: dict[str, Any],
     name: str,
 ) -> Any:
-    """Under saved-tensor hooks of somebody else, which decide what is kept.
+    """Call `function` under saved-tensor hooks of other code, which decide what is kept.
 
     Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
     """

@@ -1,4 +1,4 @@
-"""Layers and functions that recompute every call, for good, and are otherwise themselves."""
+"""Layers and functions that recompute every call and are otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._discarded import Keeper
 from paddle_recompute.recompute._hooks import are_free, innermost, recording
 from paddle_recompute.recompute._segments import Segment
+from paddle_recompute.recompute._turns import Turns
 from paddle_recompute.recompute.function import (
     DeterminismCheck,
     Offload,
     RecomputeOptions,
-    note_reentrant,
+    log_reentrant,
     run_recomputed,
 )
 from paddle_recompute.replay import is_recomputing, name_of
@@ -29,7 +30,7 @@ AnyLayer = TypeVar("AnyLayer", bound=paddle.nn.Layer)
 
 
 class WrappedLayer(paddle.nn.Layer):
-    """A Layer whose class was replaced by a subclass of it that treats its calls specially.
+    """A Layer whose class was replaced by a subclass that wraps its calls.
 
     A wrapped Layer stays the same object with the same attributes. So its state_dict keys, sublayer
     names, ``isinstance`` checks, hooks, ``train()``/``eval()``, pickles and deep copies are the
@@ -75,18 +76,24 @@ class RecomputeLayer(WrappedLayer):
         "_recompute_name",
         "_recompute_segment",
         "_recompute_gives_up_outputs",
+        "_recompute_turns",
         "_recompute_forward_count",
     )
     _recompute_options: RecomputeOptions
     _recompute_name: str
     _recompute_segment: tuple[Segment, int] | None
     _recompute_gives_up_outputs: bool
+    _recompute_turns: Turns | None
     _recompute_forward_count: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, recomputed in the backward."""
         if not is_recomputing():
             self._recompute_forward_count += 1
+        if self._recompute_turns is not None:
+            return self._recompute_turns.run(
+                super().__call__, args, kwargs, self._recompute_options, self._recompute_name
+            )
         return run_recomputed(
             super().__call__,
             args,
@@ -98,11 +105,11 @@ class RecomputeLayer(WrappedLayer):
 
 
 class SelectiveLayer(WrappedLayer):
-    """A Layer around cheap recomputed parts: what they return is not kept by its operators."""
+    """A Layer around cheap recomputed parts: its operators do not keep the outputs of these."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, with a `Keeper` for what its operators save."""
-        if not _paddle.is_dygraph():  # the pass finds out by itself what is needed again
+        if not _paddle.is_dygraph():  # in a Program the pass decides what is kept
             return super().__call__(*args, **kwargs)
         if innermost() is not None or not paddle.is_grad_enabled() or not are_free():
             return super().__call__(*args, **kwargs)
@@ -116,9 +123,9 @@ class SelectiveLayer(WrappedLayer):
 
 
 class RecomputedFunction:
-    """A function-valued attribute of a Layer, such as its activation, that is recomputed.
+    """A recomputed function that is an attribute of a Layer, such as its activation.
 
-    Its outputs are given up too: see `_discarded`.
+    Its outputs are recomputed too: see `_discarded`.
     """
 
     def __init__(self, function: Callable[..., Any], options: RecomputeOptions, name: str) -> None:
@@ -168,7 +175,7 @@ def recompute_wrapper(
         >>> type(block.unwrap()).__name__
         'Linear'
     """
-    note_reentrant(use_reentrant)
+    log_reentrant(use_reentrant)
     options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     return wrap(layer, options, name)
 
@@ -176,8 +183,8 @@ def recompute_wrapper(
 def forward_count(layer: paddle.nn.Layer) -> int:
     """How often a wrapped `layer` was called; its second forwards do not count.
 
-    For authors of stateful Layers, beside `is_recomputing`: the number names a call in both of its
-    forwards only as long as no other call of the Layer lies between them.
+    For authors of stateful Layers, beside `is_recomputing`: the count is equal in both forwards of
+    a call only if no other call of the Layer lies between them.
 
     Raises:
         SelectionError: `layer` is not a `RecomputeLayer`.
@@ -194,38 +201,40 @@ def wrap(
     *,
     segment: tuple[Segment, int] | None = None,
     gives_up_outputs: bool = False,
+    turns: Turns | None = None,
 ) -> AnyLayer:
-    """`recompute_wrapper` with everything that a policy may ask for."""
+    """`recompute_wrapper` with all options of the policies."""
     if isinstance(layer, RecomputeLayer):
         raise SelectionError(
-            f"{name or name_of(layer)} is wrapped already; wrapping it again would run its "
+            f"{name or name_of(layer)} is wrapped already; wrapping it twice would run its "
             "forward a third time. Call its unwrap() first."
         )
     layer._recompute_options = options
     layer._recompute_name = name
     layer._recompute_segment = segment
     layer._recompute_gives_up_outputs = gives_up_outputs
+    layer._recompute_turns = turns
     layer._recompute_forward_count = 0
     replace_class(layer, RecomputeLayer)
     return layer
 
 
 def wrap_scope(layer: AnyLayer) -> AnyLayer:
-    """Make `layer` a `SelectiveLayer`, unless it is one already."""
+    """Make `layer` a `SelectiveLayer` if it is none."""
     if not isinstance(layer, SelectiveLayer):
         replace_class(layer, SelectiveLayer)
     return layer
 
 
 def replace_class(layer: paddle.nn.Layer, wrapping: type[WrappedLayer]) -> None:
-    """Make `layer` an instance of `wrapping`, and still of its own class."""
+    """Make `layer` an instance of `wrapping`, which keeps its own class as a base."""
     layer.__class__ = _wrapped_class(wrapping, type(layer))
 
 
 def _wrapped_class(
     wrapping: type[WrappedLayer], bare: type[paddle.nn.Layer]
 ) -> type[paddle.nn.Layer]:
-    """The one class that wraps `bare`, so that equal Layers stay of equal class."""
+    """The one wrapped class of `bare`, so that Layers of one class stay of one class."""
     known = _wrapped_classes.get((wrapping, bare))
     if known is not None:
         return known

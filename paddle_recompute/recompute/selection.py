@@ -7,25 +7,20 @@ import functools
 import itertools
 import math
 import re
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._fleet import FleetRecomputeLayer, wrap_with_fleet
+from paddle_recompute.recompute._parts import is_cheap, named_parts
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import RecomputeOptions
-from paddle_recompute.recompute.layer import (
-    RecomputedFunction,
-    RecomputeLayer,
-    wrap,
-    wrap_scope,
-)
+from paddle_recompute.recompute.layer import RecomputedFunction, RecomputeLayer
+from paddle_recompute.recompute.treatment import wrap_part
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     """
     if not config.enable:
         return RecomputeReport()
-    parts, aliases = _named_parts(model)
+    parts, aliases = named_parts(model)
     matches = _matches(parts, aliases, config.checkpoints)
     left_out = _inside_another(matches)
     candidates = [name for name in matches if name not in left_out]
@@ -102,13 +97,14 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     if config.engine == "fleet":
         _wrap_with_fleet({name: parts[name] for name in candidates if name in chosen}, config)
         return RecomputeReport(wrapped, segments, left_out)
-    cheap = tuple(name for name in wrapped if _is_cheap(parts[name]))
+    cheap = tuple(name for name in wrapped if is_cheap(parts[name]))
     options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
+    owners = dict(model.named_sublayers(include_self=True))
     for names in segments:
         segment = Segment(names) if len(names) > 1 else None
         for position, name in enumerate(names):
             joined = (segment, position) if segment is not None else None
-            _wrap_part(model, name, parts[name], options, joined, name in cheap)
+            wrap_part(owners, name, parts[name], options, joined, name in cheap)
     return RecomputeReport(wrapped, segments, left_out, cheap)
 
 
@@ -116,7 +112,7 @@ def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
     for name, part in parts.items():
         if not isinstance(part, paddle.nn.Layer):
             raise SelectionError(
-                f"recompute.engine: fleet wraps Layers, and '{name}' is a function; name its Layer "
+                f"recompute.engine: fleet wraps Layers, but '{name}' is a function; name its Layer "
                 "in recompute.checkpoints, or use recompute.engine: paddle_recompute"
             )
     for name, part in parts.items():
@@ -127,10 +123,24 @@ def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
     """Check that every pattern of `config` matches a part of `model`; nothing is changed.
 
     Raises:
-        SelectionError: One matches nothing.
+        SelectionError: A pattern matches nothing.
     """
-    parts, aliases = _named_parts(model)
+    parts, aliases = named_parts(model)
     _matches(parts, aliases, config.checkpoints)
+
+
+def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
+    """The names of the outermost Layers of `model` that `patterns` select, in its order.
+
+    Raises:
+        SelectionError: A pattern matches nothing.
+    """
+    parts, aliases = named_parts(model)
+    matches = _matches(parts, aliases, patterns)
+    inside = _inside_another(matches)
+    return [
+        name for name in matches if name not in inside and isinstance(parts[name], paddle.nn.Layer)
+    ]
 
 
 # ------------------------------------------------------------------------------------ policies
@@ -147,8 +157,8 @@ def _every_n(candidates: list[str], config: RecomputeConfig) -> Segments:
 
 
 def _joined(candidates: list[str], config: RecomputeConfig) -> Segments:
-    """`config.segments` runs of nearly equal length; sqrt(n) of them minimize the sum of what is
-    kept and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
+    """`config.segments` runs of nearly equal length; sqrt(n) runs minimize the sum of what is kept
+    and what one segment needs while it is recomputed (Chen et al. 2016, section 4.1).
     """
     wanted = config.segments
     count = round(math.sqrt(len(candidates))) if wanted == "auto" else wanted
@@ -165,77 +175,6 @@ _POLICIES: dict[str, Callable[[list[str], RecomputeConfig], Segments]] = {
     "every_n": _every_n,
     "segments": _joined,
 }
-
-
-# --------------------------------------------------------------------------------------- parts
-
-
-def _named_parts(model: paddle.nn.Layer) -> tuple[dict[str, Any], dict[str, str]]:
-    """Sublayers, and the functions that Layers hold as attributes, by name.
-
-    A Layer that has several names (a tower that is shared) stands under the first of them, as in
-    ``named_sublayers``; its other names, and those of its parts, are returned as aliases of it.
-    """
-    parts: dict[str, Any] = {}
-    aliases: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    for name, layer in _walk(model, "", ()):
-        first = first_names.setdefault(id(layer), name)
-        functions = [
-            attribute
-            for attribute, value in vars(layer).items()
-            if isinstance(value, _FUNCTIONS) and not attribute.startswith("_")
-        ]
-        if first != name:
-            aliases[name] = first
-            aliases.update({_join(name, one): _join(first, one) for one in functions})
-            continue
-        if name:
-            parts[name] = layer
-        parts.update({_join(name, one): getattr(layer, one) for one in functions})
-    return parts, aliases
-
-
-def _walk(
-    layer: paddle.nn.Layer, name: str, path: tuple[int, ...]
-) -> Iterator[tuple[str, paddle.nn.Layer]]:
-    """`layer` and all below it, a shared Layer once for each way to it."""
-    yield name, layer
-    for child_name, child in _paddle.children_of(layer):
-        if id(child) not in path:
-            yield from _walk(child, _join(name, child_name), (*path, id(layer)))
-
-
-def _join(name: str, attribute: str) -> str:
-    return f"{name}.{attribute}" if name else attribute
-
-
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, RecomputedFunction)
-
-
-def _is_cheap(part: Any) -> bool:
-    """Whether the part has no weight matrix, so that running it again costs next to nothing."""
-    if not isinstance(part, paddle.nn.Layer):
-        return True
-    return all(len(parameter.shape) < 2 for parameter in part.parameters())
-
-
-def _wrap_part(
-    model: paddle.nn.Layer,
-    name: str,
-    part: Any,
-    options: RecomputeOptions,
-    segment: tuple[Segment, int] | None,
-    cheap: bool,
-) -> None:
-    owner_name, _, attribute = name.rpartition(".")
-    owner = dict(model.named_sublayers(include_self=True))[owner_name]
-    if cheap:
-        wrap_scope(owner)
-    if isinstance(part, paddle.nn.Layer):
-        wrap(part, options, name, segment=segment, gives_up_outputs=cheap)
-    else:
-        setattr(owner, attribute, RecomputedFunction(part, options, name))
 
 
 # ------------------------------------------------------------------------------------ patterns

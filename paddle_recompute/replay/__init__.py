@@ -1,4 +1,4 @@
-"""One call of a user's function and its exact repetition: random streams, flags, buffers."""
+"""Run a user's function once and repeat it exactly: random streams, flags, buffers."""
 
 from paddle_recompute.replay.call import Call, is_recomputing, name_of
 from paddle_recompute.replay.random_streams import RngState

@@ -1,4 +1,4 @@
-"""One call of a user's function, and its exact repetition.
+"""A call of a user's function, and its exact repetition.
 
 Recompute runs a function twice. `Call` records what the second run needs to repeat the first:
 random streams, AMP state, train/eval flags, buffers, and a description of the outputs.
@@ -19,7 +19,7 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute._nested import describe
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.called_layers import telling
+from paddle_recompute.replay.called_layers import reporting_layers
 from paddle_recompute.replay.layer_state import LayerState
 from paddle_recompute.replay.random_streams import Draws
 from paddle_recompute.replay.reach import Reach
@@ -35,7 +35,7 @@ _depth = _Depth()
 
 
 def is_recomputing() -> bool:
-    """True while this thread runs a function for the second time, to get its activations back.
+    """True while this thread repeats a forward to compute its activations again.
 
     For Layers with state in Python: count, log or update only when it is False. Buffers are
     restored automatically.
@@ -49,10 +49,10 @@ class Call:
 
     Attributes:
         function: The user's function or Layer.
-        name: The name in errors.
+        name: The name of the function in errors.
         preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
         check: Whether `repeat` must return what `first` returned (count, shape, dtype).
-        compare_values: Whether the values that both runs save will be compared.
+        compare_values: Whether the saved values of both runs will be compared.
     """
 
     function: Callable[..., Any]
@@ -74,7 +74,7 @@ class Call:
         self._layers = LayerState(self._reach.layers, with_statistics=self.compare_values)
         stamps = [(t, _writes.stamp(t)) for t in _nested.tensors_in((args, kwargs))]
         draws = self._draws.first() if self._draws is not None else contextlib.nullcontext()
-        with draws, telling(self._layers.meet):
+        with draws, reporting_layers(self._layers.add_called):
             outputs = self.function(*args, **kwargs)
         self._layers.after_forward()
         self._reach.after_forward()
@@ -82,7 +82,7 @@ class Call:
         if changed:
             raise RecomputeError(
                 f"{self.name} changes {_argument(args, kwargs, changed[0])} in place, "
-                "so a second forward would not see the value that the first one saw. Let it "
+                "so the second forward would read other values than the first. Let it "
                 "change a copy (x = x.clone() before the in-place operation)."
             )
         if self.check:
@@ -102,7 +102,7 @@ class Call:
             _paddle.amp_state_of(self._amp),
             self._reach.replayed(),
             self._layers.replayed(),
-            self._layers.watching_strangers(self.name),
+            self._layers.refusing_new_layers(self.name),
             paddle.set_grad_enabled(True),
             _recomputing(),
         ):
@@ -116,9 +116,9 @@ class Call:
             if self._draws is not None and self._draws.problem is not None:
                 raise RecomputeError(
                     f"The second forward of {self.name} is not a repetition of the first: "
-                    f"{self._draws.problem}. Let one thread draw at a time; give functions that "
-                    "draw no random numbers preserve_rng_state=False, in all threads. "
-                    'determinism_check="none" switches this check off.'
+                    f"{self._draws.problem}. Let one thread draw at a time; if functions draw no "
+                    "random numbers, give them preserve_rng_state=False, in all threads. "
+                    'determinism_check="none" disables this check.'
                 )
         return outputs
 
@@ -133,12 +133,12 @@ class Call:
             f"{self.name} returned something else in its second forward: {was} became {now}. "
             "A recomputed function must do the same thing twice: look for state that it changes, "
             "a global that it reads, or randomness outside Paddle, NumPy and Python's random. "
-            'determinism_check="none" switches this check off.'
+            'determinism_check="none" disables this check.'
         )
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: paddle.Tensor) -> str:
-    """How errors call the argument `tensor`."""
+    """The name of the argument `tensor` in errors."""
     for value, what in ((args, "positional argument"), (kwargs, "keyword argument")):
         for path, leaf in _nested.named_leaves(value):
             if leaf is tensor:
@@ -169,7 +169,7 @@ def _description(value: Any) -> list[str]:
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    # PEP 678 notes exist from Python 3.11; on 3.10 the cause carries the words.
+    # PEP 678 notes exist from Python 3.11; on 3.10 the note becomes the cause.
     if hasattr(error, "add_note"):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

@@ -1,8 +1,8 @@
-"""Which Layers a forward calls, told as they are called.
+"""Report each Layer at the moment a forward calls it.
 
-A search from the function (`reach`) cannot follow everything: an import inside a function, a queue,
-a weak reference, a descriptor. A Layer that is called all the same is met here, in time: before its
-own forward has read or changed anything of it.
+The search that starts at the function (`reach`) cannot follow everything: an import inside a
+function, a queue, a weak reference, a descriptor. A Layer that is called nevertheless is reported
+here, before its forward reads or changes its state.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import paddle
 
 from paddle_recompute import _paddle
 
-Tell = Callable[[paddle.nn.Layer], None]
+Callback = Callable[[paddle.nn.Layer], None]
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.called: list[Tell] = []
-        self.built: list[Tell] = []
+        self.called: list[Callback] = []
+        self.built: list[Callback] = []
 
 
 _thread = _Thread()
 
 
 @contextlib.contextmanager
-def telling(called: Tell, built: Tell | None = None) -> Iterator[None]:
-    """Inside, in this thread, ``called(layer)`` is called before each call of a Layer, and
-    ``built(layer)`` when one has been made.
+def reporting_layers(called: Callback, built: Callback | None = None) -> Iterator[None]:
+    """Inside, in this thread, ``called(layer)`` runs before each call of a Layer, and
+    ``built(layer)`` after each Layer was constructed.
     """
     _paddle.watch_layers(_called, _built)
     _thread.called.append(called)
@@ -43,14 +43,14 @@ def telling(called: Tell, built: Tell | None = None) -> Iterator[None]:
 
 
 def _called(layer: paddle.nn.Layer) -> None:
-    for tell in _thread.called:
-        tell(layer)
+    for callback in _thread.called:
+        callback(layer)
 
 
 def _built(layer: paddle.nn.Layer) -> None:
-    for tell in _thread.built:
-        tell(layer)
+    for callback in _thread.built:
+        callback(layer)
 
 
 def _ignore(layer: paddle.nn.Layer) -> None:
-    """Where it does not matter which Layers are made."""
+    """For callers that do not need to know which Layers are constructed."""

@@ -18,22 +18,22 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.called_layers import telling
+from paddle_recompute.replay.called_layers import reporting_layers
 
 SMALL_BYTES = 64 * 1024
 """A copy of a buffer up to this size is kept until the backward, changed or not."""
 
 
 class _Buffer:
-    """A tensor that a Layer holds and does not train, as one forward saw it.
+    """A tensor that a Layer holds and does not train, in the state before one forward.
 
     It is copied before the forward. The copy is kept if it is small or if the forward changed the
-    buffer. Of a large buffer that the forward left alone only the object is kept, with a stamp that
-    tells of later writes.
+    buffer. Of a large unchanged buffer only the object is kept, with a stamp that reveals later
+    writes.
 
-    Whether a forward has changed a large buffer is told by its value the first time, because
-    kernels may write without anybody counting it: that reads one number on the host. A buffer that
-    was left alone then is taken to be left alone as long as no write is counted (`_writes`).
+    The first time, the values of a large buffer are compared, because some kernels write without
+    raising a counter: this reads one number on the host. A buffer that was unchanged then counts as
+    unchanged until a write is counted (`writes`).
     """
 
     def __init__(self, tensor: paddle.Tensor, mode: bool) -> None:
@@ -43,48 +43,48 @@ class _Buffer:
         self._copy: paddle.Tensor | None = _copy(tensor)
 
     def after_forward(self, now: paddle.Tensor | None) -> None:
-        """Drop the copy if it is large and the Layer still holds (`now`) what it held."""
+        """Drop the copy if it is large and the Layer's tensor (`now`) is unchanged."""
         copy, tensor = self._copy, self._tensor
         assert copy is not None
         if copy.size * copy.element_size() <= SMALL_BYTES or now is not tensor:
             return
         if _writes.is_written_since(tensor, self._stamp):
             return
-        if (id(tensor), self._mode) not in _left_alone:
+        if (id(tensor), self._mode) not in _unchanged_buffers:
             if not same_values(tensor, copy):
                 return
-            _note_left_alone(tensor, self._mode)
+            _remember_unchanged(tensor, self._mode)
         self._copy = None
 
     def as_it_was(self, name: str) -> paddle.Tensor:
-        """A copy of what the forward saw, which may be written to."""
+        """A copy of the value before the forward; the caller may write to it."""
         if self._copy is not None:
             return _copy(self._copy)
         if _writes.is_written_since(self._tensor, self._stamp):
             raise RecomputeError(
                 f"the buffer '{name}' ({list(self._tensor.shape)}) was changed between the "
-                "forward and the backward, so the forward cannot be repeated; put a new tensor in "
-                "its place instead of writing into it"
+                "forward and the backward, so the forward cannot be repeated; assign a new tensor "
+                "instead of writing into this one"
             )
         return _copy(self._tensor)
 
 
-_left_alone: dict[tuple[int, bool], weakref.ref[paddle.Tensor]] = {}
-"""The large buffers, with the mode of their Layer, that a forward was seen to leave alone."""
+_unchanged_buffers: dict[tuple[int, bool], weakref.ref[paddle.Tensor]] = {}
+"""The large buffers, with the mode of their Layer, that a forward left unchanged."""
 
 
-def _note_left_alone(tensor: paddle.Tensor, mode: bool) -> None:
+def _remember_unchanged(tensor: paddle.Tensor, mode: bool) -> None:
     key = (id(tensor), mode)
 
     def forget(_: object) -> None:
-        _left_alone.pop(key, None)
+        _unchanged_buffers.pop(key, None)
 
-    _left_alone[key] = weakref.ref(tensor, forget)
+    _unchanged_buffers[key] = weakref.ref(tensor, forget)
 
 
 @paddle.no_grad()
 def same_values(one: paddle.Tensor, other: paddle.Tensor) -> bool:
-    """Whether two tensors of a dtype have the same shape and values; reads one bool on the host."""
+    """Whether two tensors of one dtype have equal shapes and values; reads one bool on the host."""
     if one.shape != other.shape:
         return False
     one, other = _comparable(one), _comparable(other)
@@ -107,7 +107,7 @@ _COMPARED_AS_THEY_ARE = (
 
 @dataclass
 class _Holder:
-    """One dict of a Layer that holds such tensors, and what was in it; None: nothing to copy."""
+    """One dict of a Layer with such tensors, and its content; None: nothing to copy."""
 
     layer: paddle.nn.Layer
     tensors: dict[str, Any]
@@ -120,8 +120,8 @@ class LayerState:
     def __init__(self, layers: list[paddle.nn.Layer], *, with_statistics: bool = False) -> None:
         """The state before a forward; call `after_forward` next.
 
-        What a training BatchNorm returns does not depend on its statistics, so they are copied
-        only `with_statistics`: its kernel saves them all the same, with the value they have.
+        A training BatchNorm does not read its statistics, so they are copied only
+        `with_statistics`: the kernel saves them for the backward nevertheless.
         """
         self._with_statistics = with_statistics
         self._known: dict[int, paddle.nn.Layer] = {}
@@ -130,35 +130,35 @@ class LayerState:
         self._holders: list[_Holder] = []
         self._add(layers)
 
-    def meet(self, layer: paddle.nn.Layer) -> None:
-        """`layer` is called in the forward, whose state of it is that of now if it is new here."""
+    def add_called(self, layer: paddle.nn.Layer) -> None:
+        """Add `layer`, which the forward calls, with its state of now, unless it is known."""
         if id(layer) not in self._known:
             self._add([layer])
 
     @contextlib.contextmanager
-    def watching_strangers(self, name: str) -> Iterator[None]:
+    def refusing_new_layers(self, name: str) -> Iterator[None]:
         """Around the second forward of `name`.
 
         Raises:
-            RecomputeError: It calls a Layer that the first one neither reached nor called. One that
-                it makes itself is none of these.
+            RecomputeError: It calls a Layer that the first forward neither reached nor called. A
+                Layer that the second forward constructs is allowed.
         """
         made: dict[int, paddle.nn.Layer] = {}
 
-        def refuse_stranger(layer: paddle.nn.Layer) -> None:
+        def refuse_new(layer: paddle.nn.Layer) -> None:
             if id(layer) not in self._known and id(layer) not in made:
                 raise RecomputeError(
                     f"the second forward of {name} calls the Layer '{layer.full_name()}', which "
-                    "the first one did not: another Layer was put in its place between forward "
-                    "and backward. Do the backward before that"
+                    "the first one did not call: the Layer was replaced between forward and "
+                    "backward. Run the backward before you replace it"
                 )
 
-        with telling(refuse_stranger, lambda layer: made.update({id(layer): layer})):
+        with reporting_layers(refuse_new, lambda layer: made.update({id(layer): layer})):
             yield
 
     @property
     def layers(self) -> list[paddle.nn.Layer]:
-        """Those that it is about, sublayers included."""
+        """All Layers of this state, sublayers included."""
         return list(self._known.values())
 
     def _add(self, layers: list[paddle.nn.Layer]) -> None:
@@ -187,11 +187,11 @@ class LayerState:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, flags and buffers are as at the first forward, and every buffer is a copy that
-        may be written to; afterwards everything is as it was.
+        """Inside, flags and buffers are as before the first forward, and every buffer is a copy
+        that the forward may write to; afterwards everything is as it was.
 
         Raises:
-            RecomputeError: A large buffer, or a parameter that is asked for, was written to since.
+            RecomputeError: A large buffer, or a parameter that the forward reads, was changed.
         """
         flags_now = [(layer, layer.training) for layer, _ in self._flags]
         tensors_now = [(holder.tensors, dict(holder.tensors)) for holder in self._holders]
@@ -212,12 +212,12 @@ class LayerState:
 
 def _set_flags(flags: list[tuple[paddle.nn.Layer, bool]]) -> None:
     for layer, training in flags:
-        if layer.training is not training:  # setting an attribute of a Layer takes a microsecond
+        if layer.training is not training:  # an assignment to a Layer takes a microsecond
             layer.training = training
 
 
 def _put_back(holder: _Holder) -> None:
-    """Make the holder's dict what it was before the first forward, in copies."""
+    """Restore the holder's dict of before the first forward, with copies."""
     for name, buffer in holder.before.items():
         now = holder.tensors.get(name)
         if buffer is not None:
@@ -246,7 +246,7 @@ def _members(layers: list[paddle.nn.Layer]) -> Iterator[paddle.nn.Layer]:
 
 
 def _stamps(layer: paddle.nn.Layer) -> list[tuple[str, paddle.Tensor, _writes.Stamp]]:
-    """The own parameters of `layer`, without the statistics that are kept among them."""
+    """The parameters of `layer` itself, without statistics that Paddle keeps as parameters."""
     parameters = _paddle.own_parameters(layer)
     not_trained = _paddle.statistics_among_parameters(layer)
     return [
@@ -261,10 +261,10 @@ def _guard(
     stamps: list[tuple[str, paddle.Tensor, _writes.Stamp]],
     guards: contextlib.ExitStack,
 ) -> None:
-    """Have the parameters of `layer` that were written to raise when somebody asks for them.
+    """Let the changed parameters of `layer` raise when they are read.
 
-    Only then: a step of one optimizer may come between, as in the training of a GAN, and what it
-    has changed need not be what the function uses.
+    Not earlier: between forward and backward one of two optimizers may step, as in GAN training,
+    and the function may not use the parameters that it changed.
     """
     changed = {
         name: _ChangedParameter(parameter)
@@ -285,12 +285,12 @@ class _ChangedParameter:
         raise RecomputeError(
             f"the parameter '{self._parameter.name}' ({list(self._parameter.shape)}) was changed "
             "between the forward and the backward (by an optimizer, set_value, set_state_dict or "
-            "in place), so the forward cannot be repeated. Do the backward before the change."
+            "in place), so the forward cannot be repeated. Run the backward before the change."
         )
 
 
 class _Guarded(collections.OrderedDict):  # type: ignore[type-arg]
-    """Parameters of which some raise when they are looked up."""
+    """A dict of parameters, some of which raise when they are read."""
 
     def __init__(self, parameters: dict[str, Any], changed: dict[str, _ChangedParameter]) -> None:
         super().__init__(parameters)

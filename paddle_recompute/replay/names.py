@@ -1,4 +1,4 @@
-"""Which names the code of a function or class looks up: where a search need not look."""
+"""The names that the code of a function or class looks up; the search skips all others."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ UNNAMED = frozenset(
 
 @dataclass(frozen=True)
 class Names:
-    """What a piece of code looks up.
+    """The names that a piece of code looks up.
 
     Attributes:
         globals: Names of globals.
-        attributes: Names of attributes, of whatever object.
+        attributes: Names of attributes, of any object.
         is_dynamic: Whether it may look up others, by ``getattr`` and the like.
     """
 
@@ -42,7 +42,7 @@ class Names:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> Names:
-    """What `code` and the functions inside it look up."""
+    """The names that `code` and the functions inside it look up."""
     found_globals, attributes = set(), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _LOOK_UPS:
@@ -76,11 +76,11 @@ def methods(kind: type, name: str) -> Iterator[types.FunctionType]:
 
 @dataclass(frozen=True)
 class ForwardNames:
-    """What the forward of a class of Layers looks up, as names only: a class can go away.
+    """The names that the forward of a Layer class looks up; no reference to the class is kept.
 
     Attributes:
-        methods: The methods of the class that its forward comes through, Paddle's own excepted.
-        attributes: The attributes of a Layer that they may look up; None: any.
+        methods: The methods of the class that its forward uses, Paddle's own excepted.
+        attributes: The attributes of the Layer that they may look up; None: any.
     """
 
     methods: tuple[str, ...]
@@ -91,7 +91,7 @@ _known: weakref.WeakKeyDictionary[type, ForwardNames] = weakref.WeakKeyDictionar
 
 
 def forward_names(layer_class: type) -> ForwardNames:
-    """What ``forward`` and the methods that it names look up."""
+    """The names that ``forward`` and the methods it names look up."""
     known = _known.get(layer_class)
     if known is not None:
         return known
@@ -115,10 +115,10 @@ def forward_names(layer_class: type) -> ForwardNames:
 
 
 def is_library(module_name: object) -> bool:
-    """Whether the module belongs to Paddle or NumPy, which hold no Layer of the user's."""
+    """Whether the module belongs to Paddle or NumPy, which hold no Layer of a user."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
 
 
 def is_of_python(module_name: object) -> bool:
-    """Whether the module belongs to Python's own library."""
+    """Whether the module belongs to Python's standard library."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _OF_PYTHON

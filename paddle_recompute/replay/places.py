@@ -1,4 +1,4 @@
-"""Places that a function looks into, and putting back what was there: see `_reach`."""
+"""Places (attributes, globals, cells...) that a function reads, and how to restore them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _NUMBERS = (int, float, str, bytes, complex)  # bool is an int
 
 
 class Place(Protocol):
-    """Something that can be given another content."""
+    """Something with content that can be replaced."""
 
     def after_forward(self) -> None:
-        """Forget what the first forward changed and the second one is not to undo."""
+        """Accept what the first forward changed and the second one must not undo."""
 
     def put_back(self) -> Callable[[], None] | None:
-        """Make the content what it was; returns what undoes that, None if nothing had changed."""
+        """Restore the old content; returns the function that undoes this, None if unchanged."""
 
 
 # ------------------------------------------------------------------------------------- contents
 
 
 class _Held:
-    """A tensor with a graph, as content of a place: the graph is not kept for it.
+    """A tensor with a graph, held without its graph.
 
-    A place that is filled in every step would otherwise chain each graph to the one before.
+    Otherwise a place that is assigned in every step would link each graph to the one before.
     """
 
     __slots__ = ("_original", "_value")
@@ -51,7 +51,7 @@ class _Held:
 
 
 class _HeldTuple:
-    """A tuple with such tensors."""
+    """A tuple that contains such tensors."""
 
     __slots__ = ("_items", "_kind")
 
@@ -106,7 +106,7 @@ def _is_same(held: Any, now: Any) -> bool:
 
 
 class Entries:
-    """Entries of a dict that is looked up by name: attributes or globals; `names` says which."""
+    """Entries of a dict that code looks up by name (attributes or globals); `names` lists them."""
 
     __slots__ = ("_before", "_entries", "_left", "_names", "_size")
 
@@ -118,20 +118,14 @@ class Entries:
         self._size = len(entries)
 
     def after_forward(self) -> None:
-        """See `Place`: numbers, and Layers and parameters that the forward has built, stay."""
+        """See `Place`: changed numbers, and Layers and parameters that were built, stay."""
         before, now = self._before, self._entries
         self._left = {n for n in self._changed() if _is_own_state(before.get(n), now.get(n))}
         self._size = len(now) if self._size == len(now) else -1
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        changed = self._changed()
-        if not changed:
-            return None
-        entries = self._entries
-        now = {name: entries.get(name, _ABSENT) for name in changed}
-        _assign(entries, {name: _content(self._before.get(name, _ABSENT)) for name in changed})
-        return lambda: _assign(entries, now)
+        return _put_back(self._entries, self._before, self._changed())
 
     def _changed(self) -> list[str]:
         entries, before = self._entries, self._before
@@ -145,8 +139,19 @@ class Entries:
 
 
 def _are(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether two rows of equal length hold the same objects."""
+    """Whether two iterables of equal length hold the same objects."""
     return all(map(operator.is_, some, others))
+
+
+def _put_back(
+    entries: dict[str, Any], before: dict[str, Any], changed: list[str]
+) -> Callable[[], None] | None:
+    """`Place.put_back` of the entries named `changed`."""
+    if not changed:
+        return None
+    now = {name: entries.get(name, _ABSENT) for name in changed}
+    _assign(entries, {name: _content(before.get(name, _ABSENT)) for name in changed})
+    return lambda: _assign(entries, now)
 
 
 def _assign(entries: dict[str, Any], values: dict[str, Any]) -> None:
@@ -158,7 +163,7 @@ def _assign(entries: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _is_own_state(before: Any, now: Any) -> bool:
-    """Whether what a forward has put into a place stays there for the second forward."""
+    """Whether content that the first forward assigned stays for the second forward."""
     return (
         isinstance(before, _NUMBERS)
         or isinstance(now, paddle.nn.Layer)
@@ -167,7 +172,7 @@ def _is_own_state(before: Any, now: Any) -> bool:
 
 
 class Globals:
-    """Some globals of a module. What is added later is not looked for: a module is large."""
+    """Some globals of a module. Globals that are added later are ignored: a module is large."""
 
     __slots__ = ("_before", "_entries")
 
@@ -183,13 +188,7 @@ class Globals:
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        changed = self._changed()
-        if not changed:
-            return None
-        entries = self._entries
-        now = {name: entries.get(name, _ABSENT) for name in changed}
-        _assign(entries, {name: _content(self._before[name]) for name in changed})
-        return lambda: _assign(entries, now)
+        return _put_back(self._entries, self._before, self._changed())
 
     def _changed(self) -> list[str]:
         get = self._entries.get
@@ -199,9 +198,9 @@ class Globals:
 
 
 class Members:
-    """A whole dict of a Layer: sublayers, parameters or hooks. Their order counts, too.
+    """A whole dict of a Layer: sublayers, parameters or hooks, in order.
 
-    `find` gets the dict from the Layer each time: deleting from a LayerList gives it a new one.
+    `find` reads the dict from the Layer each time: ``del`` on a LayerList replaces the dict.
     """
 
     __slots__ = ("_find", "_layer", "_names", "_values")
@@ -211,12 +210,12 @@ class Members:
     ) -> None:
         self._layer = layer
         self._find = find
-        self._note()
+        self._capture()
 
     def after_forward(self) -> None:
-        """What the forward has built or replaced itself stays."""
+        """Accept what the forward built or replaced."""
         if not self._is_unchanged():
-            self._note()
+            self._capture()
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
@@ -227,7 +226,7 @@ class Members:
         _fill_dict(entries, dict(zip(self._names, self._values, strict=True)))
         return lambda: _fill_dict(entries, now)
 
-    def _note(self) -> None:
+    def _capture(self) -> None:
         entries = self._find(self._layer)
         self._names, self._values = (*entries,), (*entries.values(),)
 
@@ -242,7 +241,7 @@ def _fill_dict(entries: dict[Any, Any], values: dict[Any, Any]) -> None:
 
 
 class Items:
-    """The items of a list, or of a dict that is no `__dict__`."""
+    """The items of a list, or of a dict that is not a `__dict__`."""
 
     __slots__ = ("_before", "_container", "_is_own")
 
@@ -252,7 +251,7 @@ class Items:
         self._is_own = False
 
     def after_forward(self) -> None:
-        """A list or dict that the forward changes is its own state."""
+        """Accept all changes: a list or dict that the forward changes is its own state."""
         self._is_own = not self._is_unchanged()
         if self._is_own:
             self._before = []
@@ -271,7 +270,7 @@ class Items:
 
 
 def _items(container: list[Any] | dict[Any, Any]) -> list[Any]:
-    """Of a dict: keys, then values."""
+    """The items of a list; of a dict, its keys and then its values."""
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
     return list(container)
@@ -336,7 +335,7 @@ class Defaults:
         self._before = _defaults(function)
 
     def after_forward(self) -> None:
-        """Nothing: no forward changes its defaults."""
+        """Do nothing: a forward does not change its defaults."""
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""

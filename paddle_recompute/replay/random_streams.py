@@ -1,4 +1,4 @@
-"""Capture and replay of every random stream that a forward pass may draw from."""
+"""Capture and replay every random stream that a forward may draw from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paddle_recompute import _paddle
 
 @dataclass(frozen=True)
 class RngState:
-    """Where all streams stand: Paddle (CPU and the device in use), fleet's tracker of
-    tensor-parallel streams, NumPy's global stream and Python's. None: that stream is left alone.
+    """The state of all streams: Paddle (CPU and current device), fleet's tracker of tensor-parallel
+    streams, NumPy's global stream and Python's. None: that stream is not restored.
     """
 
     generators: tuple[Any, Any] | None
@@ -36,7 +36,7 @@ class RngState:
         )
 
     def restore(self) -> None:
-        """Put every stream back to this state."""
+        """Set every stream to this state."""
         if self.generators is not None:
             _paddle.set_generator_states(self.generators)
         if self.tracker is not None:
@@ -57,7 +57,7 @@ class RngState:
             before.restore()
 
     def _now(self) -> RngState:
-        """Where the streams of this state stand now."""
+        """The current state of the same streams."""
         tracker = _paddle.hybrid_parallel_tracker
         return RngState(
             generators=None if self.generators is None else _paddle.generator_states(),
@@ -67,7 +67,7 @@ class RngState:
         )
 
     def where_moved(self) -> RngState:
-        """This state without the streams that stand there still."""
+        """This state without the streams that are still at it."""
         now = self._now()
         state = self
         if _same(self.generators, now.generators):
@@ -86,22 +86,22 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _marks(states: Any) -> Any:
-    """Something that is equal for equal states of Paddle's generators."""
+    """A value that is equal for equal states of Paddle's generators."""
     if isinstance(states, dict):
         return {name: _paddle.mark_of_generator_state(state) for name, state in states.items()}
     return [_paddle.mark_of_generator_state(state) for state in states]
 
 
 class Draws:
-    """What one call draws from the random streams, and the same once more.
+    """Let a repetition draw what the first call drew.
 
-    A stream that the call leaves alone is left alone by the repetition too. So functions that
-    draw nothing do not disturb those in other threads, nor are they disturbed.
+    A stream that the call does not draw from is not touched in the repetition. So functions that
+    draw nothing do not disturb other threads, and other threads do not disturb them.
 
-    **Threads.** Paddle, NumPy and Python have one global stream each for all threads, and which
-    thread has drawn cannot be told. `problem` says where another one may have drawn from Paddle's
-    during the call or its repetition: a recomputed function that ran at the same time, or anybody,
-    if the stream ends elsewhere. Draws from the other streams are not compared.
+    **Threads.** Paddle, NumPy and Python have one global stream each for all threads, and none of
+    them tells which thread has drawn. `problem` says when another thread may have drawn from
+    Paddle's streams during the call or its repetition: a recomputed function ran at the same time,
+    or a stream ends in another state. Draws from the other streams are not compared.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Draws:
         self._first_end: Any = None
         self._first_was_alone = True
         self.problem: str | None = None
-        """After `again`: why it may have drawn other numbers from Paddle's streams."""
+        """After `again`: why other numbers may have been drawn from Paddle's streams."""
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Draws:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Around its repetition, which draws what the call drew."""
+        """Around the repetition."""
         assert self._start is not None
         self.problem = None
         with self._start.replayed():
@@ -136,11 +136,11 @@ class Draws:
     def _compare(self, end: Any, window: _Window) -> str | None:
         assert self._start is not None
         if end == _marks(self._start.generators):
-            return None  # the function draws nothing: it was another thread, in the first forward
+            return None  # the function draws nothing: another thread did, in the first forward
         if not (self._first_was_alone and window.is_alone):
             return (
-                "it draws random numbers, and so may a recomputed function of another thread at "
-                "the same time, from the one stream that Paddle has for all threads"
+                "it draws random numbers while a recomputed function of another thread may draw, "
+                "and Paddle has one random stream for all threads"
             )
         if end != self._first_end:
             return "it draws other numbers from Paddle's random stream than in its first forward"
@@ -148,7 +148,7 @@ class Draws:
 
 
 class _Window:
-    """The time of a call; `is_alone` unless one of another thread overlaps with it."""
+    """The duration of a call; `is_alone` if no call of another thread overlaps with it."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()

@@ -1,20 +1,21 @@
-"""What a function reaches besides its arguments: found before its forward, put back for the second.
+"""What a function reaches besides its arguments: recorded before the first forward, restored in
+the second.
 
-A second forward must reach the objects that the first one reached. Between the two, a loop may have
-given a variable of the closure another value, somebody may have replaced a sublayer, a parameter,
-an attribute or a global. `Reach` remembers each such *place* and what was in it; during the second
-forward the places that hold something else have their first content back, afterwards the new one.
+The second forward must reach the objects that the first one reached. Meanwhile a loop may have
+rebound a variable of the closure, or a sublayer, parameter, attribute or global may have been
+replaced. `Reach` records each such *place* and its content. During the second forward the changed
+places hold their old content again, afterwards the new one.
 
-**What is searched.** The function, what it is bound to, its closure, defaults and the globals that
-it names; from there functions, partials, methods, lists, tuples, sets, dicts, hooks and, of plain
-objects at any depth, the attributes that the code which is found looks up by name (all of them if
-it uses ``getattr``); Layers, their sublayers, parameters and attributes. The search ends after
-`MOST_SEARCHED` objects and leaves out containers of more than `LONGEST_SEARCHED` items: they
-hold data. Objects of libraries and of Python's own (locks, barriers, loggers) are left alone.
+**What is searched.** The function, its ``__self__``, its closure, defaults and the globals that it
+names; from there functions, partials, methods, lists, tuples, sets, dicts and hooks; of plain
+objects at any depth, the attributes that the code found so far looks up by name (all attributes if
+it uses ``getattr``); Layers with their sublayers, parameters and attributes. The search ends after
+`MOST_SEARCHED` objects and skips containers of more than `LONGEST_SEARCHED` items, which hold data.
+Objects of libraries and of Python itself (locks, barriers, loggers) are skipped.
 
 **What the forward itself changes** is its own state. A number that it rebinds and a list or dict
 that it changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other
-object that it rebinds is put back, so a cache that it filled is filled again.
+object that it rebinds is restored, so a cache that it filled is filled again.
 """
 
 from __future__ import annotations
@@ -50,30 +51,30 @@ from paddle_recompute.replay.places import (
 )
 
 LONGEST_SEARCHED = 1000
-"""Containers with more items hold data, not Layers: searching them at each call would take time."""
+"""Containers with more items hold data, not Layers; a search in them would slow down each call."""
 
 MOST_SEARCHED = 2_000
-"""Objects that one search looks at."""
+"""The most objects that one search visits."""
 
 _LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None), types.BuiltinFunctionType})
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
-"""The objects of Python's library that hold what a user puts there."""
+"""The objects of Python's library that hold a user's objects."""
 _OURS = "paddle_recompute"
 
 
 def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
     """The Layers that a call of `function` with `arguments` can reach.
 
-    A sublayer may be left out: it is found through the Layer that it belongs to.
+    A sublayer may be missing from the result if the Layer that contains it is there.
     """
     return list(_Search.of(function, arguments).layers.values())
 
 
 class Reach:
-    """What one call of `function` reaches; to be made before its first forward.
+    """What one call of `function` reaches; construct it before the first forward.
 
     Attributes:
-        layers: The Layers; sublayers may be left out.
+        layers: The Layers; sublayers may be missing, as in `layers_of`.
     """
 
     def __init__(self, function: Any, arguments: Any) -> None:
@@ -83,41 +84,41 @@ class Reach:
         self._tensors = search.tensors
 
     def after_forward(self) -> None:
-        """Leave alone what the first forward changed itself: see the module."""
+        """Accept what the first forward changed itself: see the module."""
         for place in self._places:
             place.after_forward()
         self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, every place holds what it held before the first forward.
+        """Inside, every place has its content of before the first forward.
 
         Raises:
-            RecomputeError: A tensor that the function reaches was written to since.
+            RecomputeError: A tensor that the function reaches was written to meanwhile.
         """
         with contextlib.ExitStack() as stack:
             for place in self._places:
                 undo = place.put_back()
                 if undo is not None:
                     stack.callback(undo)
-            for tensor in self._tensors:  # behind the places: it may add a hook
+            for tensor in self._tensors:  # after the places: `refuse` may add a hook
                 if tensor.is_written():
                     tensor.refuse(stack)
             yield
 
 
 class _Captured:
-    """A tensor that the function does not get as an argument.
+    """A tensor that the function reads and that is not one of its arguments.
 
     Attributes:
-        name: The variable or attribute that holds it, or that holds the list that does.
-        owner: The Layer to which it belongs without being a parameter or buffer.
+        name: The variable or attribute that holds it, or holds its list.
+        owner: The Layer that holds it in another way than as parameter or buffer.
     """
 
     __slots__ = ("_stamp", "_tensor", "name", "owner")
 
     def __init__(self, tensor: paddle.Tensor, name: str, owner: paddle.nn.Layer | None) -> None:
-        # Without its graph, but with its memory and its version counter.
+        # Without its graph, but with its memory and version counter.
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self._stamp = _writes.stamp(tensor)
         self.name = name
@@ -127,13 +128,13 @@ class _Captured:
         return _writes.is_written_since(self._tensor, self._stamp)
 
     def refuse(self, stack: contextlib.ExitStack) -> None:
-        """Raise, if need be when the Layer that owns the tensor is called."""
+        """Raise now, or, if a Layer owns the tensor, when that Layer is called."""
         what = f"the tensor '{self.name}' ({_nested.describe(self._tensor)})"
         if _paddle.is_parameter(self._tensor):
             what = f"'{self.name}', the parameter '{self._tensor.name}'"
         error = RecomputeError(
             f"{what}, which a recomputed function reaches, was changed in place between its "
-            "forward and its backward, so the forward cannot be repeated. Do the backward before "
+            "forward and its backward, so the forward cannot be repeated. Run the backward before "
             "the change, or change a copy."
         )
         if self.owner is None:
@@ -146,24 +147,24 @@ class _Captured:
 
 
 class _Search:
-    """Walks from a function to what it reaches. A class, because functions that call each other
-    through a closure would be a reference cycle that keeps the Layers.
+    """A walk over everything that a function reaches. It is a class because a closure that calls
+    itself would be a reference cycle, which would keep the Layers alive.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, paddle.nn.Layer] = {}
         self.places: list[Place] = []
         self.tensors: list[_Captured] = []
-        # By identity, and kept: the address of a tuple made here on the way would be used again.
+        # By id, with a reference: the id of a temporary tuple would be used again.
         self._seen: dict[int, Any] = {}
-        self._objects: list[tuple[Any, set[str]]] = []  # with the names that were looked up in it
+        self._objects: list[tuple[Any, set[str]]] = []  # with the names looked up so far
         self._names: set[str] = set(UNNAMED)
         self._any_name = False
         self._owner: paddle.nn.Layer | None = None
 
     @classmethod
     def of(cls, function: Any, arguments: Any) -> _Search:
-        """All that is reached by a call."""
+        """Search all that a call reaches."""
         search = cls()
         search._visit(function, "")
         for path, leaf in _nested.named_leaves(arguments):
@@ -173,7 +174,7 @@ class _Search:
         return search
 
     def _visit(self, value: Any, name: str) -> None:
-        """Look at `value`, which `name` holds, and into it."""
+        """Visit `value`, which `name` holds, and its content."""
         if type(value) in _LEAVES or id(value) in self._seen:
             return
         if len(self._seen) >= MOST_SEARCHED:
@@ -250,7 +251,7 @@ class _Search:
                 self._visit_layer(sublayer)
 
     def _visit_attributes(self, layer: paddle.nn.Layer, names: frozenset[str] | None) -> None:
-        """Look at what a Layer has besides parameters, buffers and sublayers."""
+        """Visit what a Layer holds besides parameters, buffers and sublayers."""
         entries = layer.__dict__
         if names is None:
             names = frozenset(entries) - _paddle.attributes_of_every_layer()
@@ -261,7 +262,7 @@ class _Search:
             self._visit(entries[name], name)
 
     def _look_up_names(self) -> None:
-        """Look into the plain objects, until no new name and no new object is found."""
+        """Look up the names in the plain objects until there is no new name and no new object."""
         is_done = False
         while not is_done:
             is_done = True

@@ -1,4 +1,4 @@
-"""What the forward of each chunk sees besides its rows, so that it can be repeated."""
+"""The state that the forward of a chunk reads besides its rows, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute.replay import call as _calls
-from paddle_recompute.replay.called_layers import telling
+from paddle_recompute.replay.called_layers import reporting_layers
 from paddle_recompute.replay.layer_state import LayerState, same_values
 from paddle_recompute.replay.random_streams import RngState
 
 
 @dataclass
 class ReplayState:
-    """What the first forward of one chunk saw."""
+    """The state before the first forward of one chunk."""
 
     rng: RngState
     amp: _paddle.AmpState
@@ -27,7 +27,7 @@ class ReplayState:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, everything is as it was; afterwards as it is now."""
+        """Inside, the state is that of the first forward; afterwards it is restored."""
         with (
             self.rng.replayed(),
             _paddle.amp_state_of(self.amp),
@@ -38,25 +38,25 @@ class ReplayState:
 
 
 class StateWatch:
-    """Notes the state before each chunk; what has not changed since the last is kept once.
+    """Captures the state before each chunk; chunks share the parts that did not change.
 
     A `RngState` is 33 kB, nearly all of it the streams of NumPy and Python, which few encoders
-    draw from. Without those it is 4.4 kB a chunk on a CPU (Paddle's Mersenne twister); the state of
-    a GPU's generator is two numbers. A `LayerState` lists all parameters and copies the buffers.
+    draw from. Without these it is 4.4 kB per chunk on a CPU (Paddle's Mersenne twister); the state
+    of a GPU's generator is two numbers. A `LayerState` lists all parameters and copies the buffers.
     """
 
     def __init__(self, layers: list[paddle.nn.Layer]) -> None:
         self._layers = layers
         self._amp = _paddle.amp_state()
-        # Looked up once per step: a walk over the sublayers takes longer than all the rest here.
+        # Once per step: the walk over the sublayers costs more than the rest of a capture.
         self._members = [m for layer in layers for m in layer.sublayers(include_self=True)]
         self._rng: RngState | None = None
         self._state: LayerState | None = None
         self._is_new = False
-        self._noted_flags: list[bool] = []
+        self._captured_flags: list[bool] = []
         self._copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []
 
-    def moment(self) -> ReplayState:
+    def capture(self) -> ReplayState:
         """The state now, before a forward."""
         rng = RngState.capture()
         if self._rng is not None:
@@ -69,19 +69,19 @@ class StateWatch:
         self._is_new = self._state is None or not self._unchanged(buffers, flags)
         if self._is_new:
             self._state = LayerState(self._layers)
-            self._noted_flags = flags
+            self._captured_flags = flags
             self._copies = [(buffer, buffer.clone()) for buffer in buffers]
         assert self._state is not None
         return ReplayState(rng, self._amp, self._state)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward after the last `moment`: a Layer that is called and was not found
-        before is watched from then on.
+        """Around the forward after the last `capture`: a Layer that is called and was not known
+        is watched from then on.
         """
         assert self._state is not None
         num_known = len(self._state.layers)
-        with telling(self._state.meet):
+        with reporting_layers(self._state.add_called):
             yield
         if len(self._state.layers) > num_known:
             self._layers = self._members = self._state.layers
@@ -89,7 +89,7 @@ class StateWatch:
             self._state.after_forward()
 
     def _buffers(self) -> list[paddle.Tensor]:
-        """Those that an output may depend on: not the statistics of a BatchNorm in training."""
+        """The buffers that an output may depend on: no statistics of a BatchNorm in training."""
         return [
             tensors[name]
             for member in self._members
@@ -102,7 +102,7 @@ class StateWatch:
     @paddle.no_grad()
     def _unchanged(self, buffers: list[paddle.Tensor], flags: list[bool]) -> bool:
         return (
-            flags == self._noted_flags
+            flags == self._captured_flags
             and len(buffers) == len(self._copies)
             and all(
                 now is then and same_values(now, copy)

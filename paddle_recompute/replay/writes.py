@@ -1,12 +1,13 @@
-"""Which tensors were written to since a forward, told without reading any.
+"""Which tensors were written to since a forward; no value is read to find out.
 
-``Tensor.inplace_version`` counts in-place operators alone: the kernels of optimizers,
+``Tensor.inplace_version`` counts in-place operators only: the kernels of optimizers,
 ``set_value``, ``set_state_dict``, ``copy_`` and ``assign`` of an array do not raise it (2.6.2,
-3.3.1). Raising it for them would make plain backwards fail that Paddle lets through today, so these
-writes are counted here, by address: a clock ticks at each, and each address knows its last tick.
+3.3.1). If we raised it for them, plain backwards that Paddle allows today would fail. So these
+writes are counted here, by address: each write advances a clock, and the last tick of each address
+is kept.
 
-Not seen are writes past Paddle's Python API: through ``get_tensor()``, DLPack, collectives and
-operators of others that write to their inputs.
+Writes that bypass Paddle's Python API are not seen: ``get_tensor()``, DLPack, collectives, and
+third-party operators that write to their inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paddle_recompute import _paddle
 
 
 class Stamp(NamedTuple):
-    """A moment in the life of a tensor. Only a parameter has its address here."""
+    """The state of a tensor's write counters. Only a parameter has its address here."""
 
     version: int
     tick: int
@@ -29,9 +30,9 @@ class Stamp(NamedTuple):
 
 _tick = 0
 _last_write: dict[int, int] = {}
-"""Address -> tick of the last write there. Addresses are used again, so this stays small."""
+"""Address -> tick of the last write there. Allocators reuse addresses, so this stays small."""
 _sorted: list[int] = []
-"""The addresses in order, as long as there are as many."""
+"""The addresses, sorted; valid while there are as many as in `_last_write`."""
 
 
 def _written(tensor: paddle.Tensor) -> None:
@@ -48,7 +49,7 @@ def watch_writes() -> None:
 
 
 def stamp(tensor: paddle.Tensor) -> Stamp:
-    """What `is_written_since` needs to know of `tensor` now."""
+    """The stamp of `tensor` now, for `is_written_since`."""
     is_parameter = _paddle.is_parameter(tensor)
     return Stamp(
         tensor.inplace_version, _tick, _paddle.address_of(tensor) if is_parameter else None
@@ -56,16 +57,16 @@ def stamp(tensor: paddle.Tensor) -> Stamp:
 
 
 def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
-    """Whether something was written into `tensor`, or into a view of it, since the `stamp` `then`.
+    """Whether `tensor`, or a view of it, was written to since the `stamp` `then`.
 
-    A parameter that has moved to another address counts as written to (``w.data = value``); another
-    tensor that has moved does not.
+    A parameter at another address counts as written to (``w.data = value``); another tensor at
+    another address does not.
     """
     if tensor.inplace_version != then.version:
         return True
     if then.address is not None and _paddle.address_of(tensor) != then.address:
         return True
-    if then.tick == _tick:  # nobody wrote anything, nearly always
+    if then.tick == _tick:  # no write at all, nearly always
         return False
     address = _paddle.address_of(tensor)
     if address is None:
@@ -74,7 +75,7 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
 
 
 def _written_places(tensor: paddle.Tensor, address: int) -> list[int]:
-    """The addresses of writes that are inside the memory of `tensor`."""
+    """The written addresses inside the memory of `tensor`."""
     global _sorted
     if len(_sorted) != len(_last_write):
         _sorted = sorted(_last_write)

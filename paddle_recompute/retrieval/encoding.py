@@ -1,15 +1,14 @@
-"""From a text file to its vectors, with a model that `Trainer` has written.
+"""Encode a text file into vectors, with a model that `Trainer` saved.
 
-The file is read and its vectors are written lot by lot, so neither has to fit into the memory; a
-run that was interrupted goes on where it stopped, to the same bytes. Three files come out:
+The texts are read and the vectors are written in blocks, so neither has to fit into memory. An
+interrupted run continues where it stopped and writes the same bytes. The output is:
 
 - ``pool.npy``: [texts, dim], float32, row i of text i, each of length 1; or ``pool.jsonl``, one
   object per text with ``text`` and ``vector``;
-- beside the first, ``pool.npy.txt``: the texts, one per line;
-- ``pool.npy.json`` or ``pool.jsonl.json``: where the vectors come from, by which `search` finds
-  the model again.
+- with ``pool.npy``, ``pool.npy.txt``: the texts, one per line;
+- ``pool.npy.json`` or ``pool.jsonl.json``: the record that names the model for `search`.
 
-Until the end, ``pool.npy.part`` and ``pool.npy.part.json`` stand in for them.
+Until the run ends, the output is ``pool.npy.part`` and ``pool.npy.part.json``.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from paddle_recompute.retrieval.evaluation import encode_texts
 from paddle_recompute.retrieval.trained import TrainedEncoder
 
 FORMATS = (".npy", ".jsonl")
-_BATCHES_PER_LOT = 16  # what is sorted by length and written at once
+_BATCHES_PER_BLOCK = 16  # a block is sorted by length and written at once
 
 
 @dataclass
 class _Progress:
-    """What is in the part file: `done` texts in `size` bytes."""
+    """The content of the part file: `done` texts in `size` bytes."""
 
     done: int = 0
     size: int = 0
@@ -60,27 +59,27 @@ def encode_file(
     max_tokens: int | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """Write the vectors of all lines of a file; goes on where an interrupted call stopped.
+    """Write the vectors of all lines of a file; continue an interrupted call.
 
     Args:
         encoder: From `load_encoder`.
-        text_file: UTF-8, one text per line, also ``.gz``. Whitespace around a text does not belong
-            to it; blank lines are passed over.
-        output: Ends in ``.npy`` or ``.jsonl``. Where it is there already, of the same texts and
+        text_file: UTF-8, one text per line, also ``.gz``. Whitespace around a text is removed;
+            blank lines are skipped.
+        output: Ends in ``.npy`` or ``.jsonl``. If it exists and was made from the same texts and
             model, nothing is done.
-        batch_size: Texts encoded at once.
-        max_tokens: Longer texts are cut; None: what positives were cut at in training.
-        progress: Called with (texts done, texts in all) at the start and after every lot.
+        batch_size: Texts per batch.
+        max_tokens: Longer texts are cut; None: the limit that training had for positives.
+        progress: Called with (texts done, texts in all) at the start and after every block.
 
     Returns:
-        What is in the file ``.json`` (``texts``, ``dim``, ``cut``: texts that lost their end,
-        ``unknown``: texts with words that the vocabulary cannot spell, ``model``, ``step``, ...),
-        and ``output``, ``resumed_at`` and ``texts_per_second``.
+        The record in the ``.json`` file (``texts``, ``dim``, ``cut``: texts that were cut,
+        ``unknown``: texts with ``[UNK]`` tokens, ``model``, ``step``, ...), and ``output``,
+        ``resumed_at`` and ``texts_per_second``.
 
     Raises:
-        DataError: A file cannot be read or written, there are no texts, they change meanwhile,
-            `output`, or a part of it, is there and was made from something else, or another process
-            is writing it.
+        DataError: A file cannot be read or written; there are no texts; the texts change during
+            the call; `output` or its part file was made from other inputs; or another process
+            writes it.
     """
     text_file, output = Path(text_file), Path(output)
     if output.suffix not in FORMATS:
@@ -101,46 +100,46 @@ def encode_file(
         "max_tokens": longest,
         "batch_size": batch_size,
     }
-    part, notes = _beside(output, ".part"), _beside(output, ".part.json")
+    part, progress_file = _beside(output, ".part"), _beside(output, ".part.json")
     copy = _beside(output, ".txt")
     if output.suffix == ".npy" and copy.exists() and copy.samefile(text_file):
         raise DataError(
-            f"{text_file}: would be written over, since the texts of {output.name} are to stand in "
-            f"{copy.name}; name another output"
+            f"{text_file}: would be overwritten, because {output.name} needs the file {copy.name} "
+            "for its texts; name another output"
         )
-    with _plain_words(output):
+    with _as_data_error(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         done_before = _find_complete(output, about)
         if done_before is not None:
-            notes.unlink(missing_ok=True)  # of a run that was killed as it did this itself
+            progress_file.unlink(missing_ok=True)  # left by a run that was killed before this line
             return {**done_before, "output": str(output), "resumed_at": num_texts}
         if not part.exists():
-            notes.unlink(missing_ok=True)
-        with _locked(part, notes) as file:
-            state, dim = _resume(part, notes, output, about)
+            progress_file.unlink(missing_ok=True)
+        with _locked(part, progress_file) as file:
+            state, dim = _resume(part, progress_file, output, about)
             resumed_at, start = state.done, time.monotonic()
-            tokenizer = _Counting(encoder.tokenizer, state)
+            tokenizer = _CountingTokenizer(encoder.tokenizer, state)
             file.truncate(state.size)
             file.seek(state.size)
             if progress is not None:
                 progress(state.done, num_texts)
             texts = itertools.islice(_same_texts(text_file, digest), state.done, None)
-            while lot := list(itertools.islice(texts, batch_size * _BATCHES_PER_LOT)):
+            while block := list(itertools.islice(texts, batch_size * _BATCHES_PER_BLOCK)):
                 vectors = encode_texts(
-                    encoder.model, tokenizer, lot, max_tokens=longest, batch_size=batch_size
+                    encoder.model, tokenizer, block, max_tokens=longest, batch_size=batch_size
                 )
                 if not np.isfinite(vectors).all():
                     raise DataError(
-                        f"{encoder.folder}: its vectors are not finite; has the training diverged?"
+                        f"{encoder.folder}: its vectors are not finite; the training has diverged"
                     )
                 dim = vectors.shape[1]
                 if output.suffix == ".npy" and state.done == 0:
                     _write_header(file, num_texts, dim)
-                file.write(vectors.tobytes() if output.suffix == ".npy" else _lines(lot, vectors))
+                file.write(vectors.tobytes() if output.suffix == ".npy" else _lines(block, vectors))
                 file.flush()
                 os.fsync(file.fileno())
-                state.done, state.size = state.done + len(lot), file.tell()
-                _write(notes, {**about, "dim": dim, "progress": dataclasses.asdict(state)})
+                state.done, state.size = state.done + len(block), file.tell()
+                _write(progress_file, {**about, "dim": dim, "progress": dataclasses.asdict(state)})
                 if progress is not None:
                     progress(state.done, num_texts)
             record = {
@@ -156,13 +155,13 @@ def encode_file(
                 _copy_texts(_same_texts(text_file, digest), copy)
             _write(_beside(output, ".json"), record)
             part.replace(output)
-            notes.unlink(missing_ok=True)
+            progress_file.unlink(missing_ok=True)
     rate = (num_texts - resumed_at) / max(time.monotonic() - start, 1e-9)
     return {**record, "output": str(output), "resumed_at": resumed_at, "texts_per_second": rate}
 
 
-class _Counting:
-    """A tokenizer that counts what is lost on the way."""
+class _CountingTokenizer:
+    """A tokenizer that counts the texts with lost or unknown tokens."""
 
     def __init__(self, tokenizer: PairTokenizer, state: _Progress) -> None:
         self._tokenizer = tokenizer
@@ -176,49 +175,51 @@ class _Counting:
 
 
 class _TextsChangedError(DataError):
-    """The text file is not what it was at the start."""
+    """The text file changed during the run."""
 
 
 @contextmanager
-def _locked(part: Path, notes: Path) -> Iterator[IO[bytes]]:
-    """The part file, open, and nobody else's until the end.
+def _locked(part: Path, progress_file: Path) -> Iterator[IO[bytes]]:
+    """The part file, open, locked against other processes.
 
-    Two processes that write the same bytes to one file still ruin it: each cuts it to where it
-    goes on, and so makes a hole before the place where the other one writes.
+    Without the lock, two processes that write the same bytes would ruin the file: each truncates
+    it to its own progress, behind the position at which the other one writes.
     """
     with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Who had the lock may have given the file its last name before letting go of it.
+            # The previous holder may have renamed the file before unlocking.
             is_ours = part.exists() and os.path.samestat(os.fstat(file.fileno()), part.stat())
         except BlockingIOError:
             is_ours = False
         if not is_ours:
-            raise DataError(f"{part}: another process is writing it; wait for its end")
+            raise DataError(f"{part}: another process is writing it; wait until it ends")
         try:
             yield file
         except _TextsChangedError:
             part.unlink()
-            notes.unlink(missing_ok=True)
+            progress_file.unlink(missing_ok=True)
             raise
 
 
-def _resume(part: Path, notes: Path, output: Path, about: dict[str, Any]) -> tuple[_Progress, int]:
-    """What an interrupted run has left, and the dimension of its vectors; zeros if it left none."""
-    if not notes.exists():
+def _resume(
+    part: Path, progress_file: Path, output: Path, about: dict[str, Any]
+) -> tuple[_Progress, int]:
+    """The progress of an interrupted run and the dimension of its vectors; zeros if none exists."""
+    if not progress_file.exists():
         return _Progress(), 0
-    before = _read(notes)
+    before = _read(progress_file)
     if changed := _changes(before, about):
         raise DataError(
-            f"{part}: was begun with {changed}; remove it and {notes.name} to start anew, or write "
-            f"to another file than {output.name}"
+            f"{part}: was started with {changed}; remove it and {progress_file.name} to start "
+            f"again, or write to another file than {output.name}"
         )
     try:
         state, dim = _Progress(**before["progress"]), int(before["dim"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{notes}: is damaged ({error!r}); remove it") from error
+        raise DataError(f"{progress_file}: is damaged ({error!r}); remove it") from error
     if part.stat().st_size < state.size:
-        raise DataError(f"{part}: is shorter than it was; remove it and {notes.name}")
+        raise DataError(f"{part}: is shorter than it was; remove it and {progress_file.name}")
     return state, dim
 
 
@@ -227,10 +228,12 @@ def _find_complete(output: Path, about: dict[str, Any]) -> dict[str, Any] | None
         return None
     described = _beside(output, ".json")
     if not described.exists():
-        raise DataError(f"{output}: is there, and not by this command; name another file")
+        raise DataError(f"{output}: exists, and `encode_file` did not write it; name another file")
     record = _read(described)
     if changed := _changes(record, about):
-        raise DataError(f"{output}: is there, made with {changed}; remove it or name another file")
+        raise DataError(
+            f"{output}: exists, and was made with {changed}; remove it or name another file"
+        )
     return record
 
 
@@ -247,13 +250,13 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """The lines of a file that hold a text."""
+    """The lines of a file that contain text."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
-                    # What is a line to others would be two in the copy.
+                    # Other line separators (U+2028) would make two lines in the copy.
                     yield " ".join(text.splitlines())
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number}: is not UTF-8 ({error.reason})") from error
@@ -264,31 +267,30 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _survey(path: Path) -> tuple[int, str]:
-    """How many texts there are, and a digest of them."""
+    """The number of texts, and their digest."""
     if path.exists() and not path.is_file():
         raise DataError(
-            f"{path}: is no regular file; it is read more than once, so a pipe cannot be encoded. "
-            "Write the texts to a file"
+            f"{path}: is not a regular file; the texts are read more than once, so a pipe cannot "
+            "be encoded. Write the texts to a file"
         )
     digest, count = hashlib.sha256(), 0
     for text in _texts(path):
         digest.update(text.encode() + b"\n")
         count += 1
     if not count:
-        raise DataError(f"{path}: holds no text; one is expected per line")
+        raise DataError(f"{path}: contains no text; one text per line is expected")
     return count, digest.hexdigest()
 
 
 def _same_texts(path: Path, expected: str) -> Iterator[str]:
-    """`_texts`, which must have the digest of before; told at the end."""
+    """`_texts`; raises after the last text if their digest is not `expected`."""
     digest = hashlib.sha256()
     for text in _texts(path):
         digest.update(text.encode() + b"\n")
         yield text
     if digest.hexdigest() != expected:
         raise _TextsChangedError(
-            f"{path}: has changed while its texts were encoded; what was made of them is gone, "
-            "start again"
+            f"{path}: changed while its texts were encoded; the part file was removed, start again"
         )
 
 
@@ -305,7 +307,7 @@ def _write_header(file: IO[bytes], num_texts: int, dim: int) -> None:
 
 
 def _lines(texts: list[str], vectors: NDArray[np.float32]) -> bytes:
-    """JSON Lines; a number has the fewest digits that give the same float32 back."""
+    """JSON Lines; each number has the fewest digits that give the same float32 back."""
     return "".join(
         f'{{"text": {json.dumps(text, ensure_ascii=False)}, "vector": [{", ".join(row)}]}}\n'
         for text, row in zip(texts, vectors.astype("U").tolist(), strict=True)
@@ -336,7 +338,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _plain_words(output: Path) -> Iterator[None]:
+def _as_data_error(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

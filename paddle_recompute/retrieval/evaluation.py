@@ -1,8 +1,8 @@
 """Retrieval quality: encode texts, rank a pool for each query, recall@k and MRR.
 
-On several ranks each does a share of the batches, and of the tiles of queries, that one process
-would make. A share is never cut otherwise, so the same numbers are computed from the same
-operands, and the result is that of one process to the bit.
+On several ranks, each rank computes a share of the batches and of the query tiles of one process.
+No batch or tile is split, so the operands are the same and the result equals that of one process
+bit by bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Vectors = NDArray[np.floating[Any]]
 
 
 class Tokenizer(Protocol):
-    """What `encode_texts` needs of a tokenizer."""
+    """What `encode_texts` calls on a tokenizer."""
 
     def encode(self, texts: list[str], max_tokens: int, /) -> NDArray[np.int64]:
         """Ids ``[len(texts), length]``, padded to the longest of these texts."""
@@ -45,24 +45,23 @@ def encode_texts(
 ) -> NDArray[np.float32]:
     """The normalised vectors of `texts`, computed in evaluation mode and without gradients.
 
-    Texts are sorted by their number of characters, so that those of a batch have about the same
-    length and little padding; the longest come first, so that a batch too large for the memory is
-    noticed at once. No random number is drawn, and every sublayer gets back the mode (training or
-    evaluation) that it had.
+    Texts are sorted by their number of characters, longest first: a batch has little padding, and a
+    batch that is too large for the memory fails at once. No random number is drawn. Every sublayer
+    gets back the mode (training or evaluation) that it had.
 
     Args:
-        model: From ids ``[batch, length]``, int64, to vectors ``[batch, dim]``.
+        model: Maps ids ``[batch, length]``, int64, to vectors ``[batch, dim]``.
         tokenizer: Makes the ids; `PairTokenizer` is one.
         texts: At least one.
         max_tokens: Longer texts are cut.
-        batch_size: Texts at a time.
+        batch_size: Texts per batch.
         progress: Called after every batch with its number of texts, as ``tqdm.update``.
-        over_ranks: Every rank calls this, with the same texts, and encodes a share of the batches;
-            the vectors then travel to all ranks.
+        over_ranks: Every rank calls this with the same texts and encodes a share of the batches;
+            every rank gets all vectors.
 
     Returns:
-        ``[len(texts), dim]``, float32, row i of text i, each of length 1 (a vector of zeros
-        remains one).
+        ``[len(texts), dim]``, float32, row i of text i, each of length 1 (a zero vector stays
+        zero).
 
     Raises:
         DataError: There are no texts, or `batch_size` is less than 1.
@@ -79,7 +78,7 @@ def encode_texts(
     own = batches[share.rank :: share.num_ranks]
     vectors: NDArray[np.float32] | None = None
     with _evaluation_mode(model), paddle.no_grad():
-        for rows in own or batches[:1]:  # a rank without a batch must know the dimension
+        for rows in own or batches[:1]:  # a rank without a batch needs the dimension
             ids = tokenizer.encode([texts[row] for row in rows], max_tokens)
             batch = model(paddle.to_tensor(ids)).astype("float32").numpy()
             if vectors is None:
@@ -106,25 +105,24 @@ def retrieval_metrics(
     tile: int = 1024,
     over_ranks: bool = False,
 ) -> dict[str, float]:
-    """How early the right candidate comes when the pool is sorted by its score with the query.
+    """Recall@k and MRR of the target when the pool is sorted by its score with the query.
 
     The rank of a target is the number of candidates that score at least as much, itself included:
-    1 is best, and a tie counts against the model, so a model that maps all texts to one vector
-    gets the worst rank and not the best. Scores are inner products in float64. Two scores count as
-    equal when they differ by no more than the rounding of a sum of `dim` products can: else the
-    order in which a matrix product adds them up would decide between equal candidates, and the
-    rank would depend on `tile`.
+    1 is best. A tie counts against the model, so a model that maps all texts to one vector gets
+    the worst rank. Scores are inner products in float64. Two scores are equal if they differ by at
+    most the rounding error of a sum of `dim` products. Otherwise the summation order of the matrix
+    product would decide between equal candidates, and the rank would depend on `tile`.
 
-    Memory: a few float64 blocks ``[tile, tile]`` and ``[tile, dim]``, never all scores at once.
+    Memory: a few float64 blocks ``[tile, tile]`` and ``[tile, dim]``, never all scores.
 
     Args:
         query: ``[n, dim]``, floating point, n >= 1.
         pool: ``[m, dim]``, floating point, the candidates.
-        target: ``[n]``, integer: the row of `pool` that is right for a query.
+        target: ``[n]``, integer: the row in `pool` of each query's right answer.
         ks: The k of each recall@k, the share of queries whose target has a rank of at most k.
-        tile: Queries and candidates at a time.
-        over_ranks: Every rank calls this, with the same arrays, and ranks a share of the queries;
-            all of them get the result for all queries.
+        tile: Queries and candidates per block.
+        over_ranks: Every rank calls this with the same arrays and ranks a share of the queries;
+            every rank gets the result for all queries.
 
     Returns:
         ``recall@k`` for every k and ``mrr``, the mean of 1/rank, all in [0, 1]; ``pool_size`` = m
@@ -144,7 +142,7 @@ def retrieval_metrics(
         for rows in tiles[share.rank :: share.num_ranks]
     ]
     joined = share.join(np.concatenate([np.zeros(0, np.int64), *own]))
-    # In the order of the queries again, so that the mean is added up as in one process.
+    # In query order again, so that the mean has the summation order of one process.
     ranks = np.empty(len(query), np.int64)
     for rank in range(share.num_ranks):
         for rows in tiles[rank :: share.num_ranks]:
@@ -204,8 +202,8 @@ def _check(
         )
     if target.min() < 0 or target.max() >= len(pool):
         raise DataError(
-            f"received targets from {target.min()} to {target.max()}; the pool has the rows 0 to "
-            f"{len(pool) - 1}"
+            f"received targets from {target.min()} to {target.max()}; allowed are the rows of the "
+            f"pool, 0 to {len(pool) - 1}"
         )
     if tile < 1 or any(k < 1 for k in ks):
         raise DataError(f"received ks={tuple(ks)} and tile={tile}; all must be at least 1")
@@ -214,12 +212,12 @@ def _check(
         if bad.size:
             raise DataError(
                 f"{bad.size} vectors of the {name} are not finite, the first is row {bad[0]}; "
-                "has the training diverged?"
+                "the training has diverged"
             )
 
 
 class _Share:
-    """The part of a work that is this rank's: every `num_ranks`-th piece, from the `rank`-th on."""
+    """This rank's part of a list of pieces: every `num_ranks`-th, from the `rank`-th on."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -231,14 +229,14 @@ class _Share:
         return cls(0, 1)
 
     def check_equal(self, name: str, *parts: NDArray[Any]) -> None:
-        """Refuse to join what was computed from different things."""
+        """Check that all ranks have equal `parts`; joined results would mean nothing otherwise."""
         if self.num_ranks == 1:
             return
         checksum = 0
         for part in parts:
             about = f"{part.shape} {part.dtype}".encode()
             checksum = zlib.crc32(np.ascontiguousarray(part).data, zlib.crc32(about, checksum))
-        barrier()  # ranks may be far apart here, and gloo waits 30 s at most
+        barrier()  # ranks may be minutes apart here, and gloo waits at most 30 s
         checksums: list[paddle.Tensor] = []
         dist.all_gather(checksums, paddle.to_tensor([checksum], dtype="int64"))
         if len({int(one.item()) for one in checksums}) > 1:

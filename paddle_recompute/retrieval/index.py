@@ -1,7 +1,7 @@
-"""The texts of an encoded pool that are nearest to a query; exact, tile by tile.
+"""Exact search in an encoded pool: the texts nearest to a query.
 
-The pool is what `encode_file` has written. It is read from the disk tile by tile and every vector
-is compared, so memory does not grow with it; a million vectors of 128 numbers take about a second.
+The pool is a file that `encode_file` wrote. It is read in tiles and every vector is compared, so
+memory does not grow with the pool; a million vectors of 128 numbers take about a second.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _TILE = 8192
 
 @dataclass(frozen=True)
 class Hit:
-    """A text that was found.
+    """A text that `search` found.
 
     Attributes:
         rank: 1 is nearest.
         score: The cosine of the query's vector and the text's.
-        row: Its place in the pool, from 0.
-        text: As it was encoded.
+        row: Its row in the pool, from 0.
+        text: The text.
     """
 
     rank: int
@@ -48,17 +48,17 @@ class Index:
     """An encoded pool on disk.
 
     Args:
-        path: The ``.npy`` or ``.jsonl`` file that `encode_file` has written, or a folder that holds
-            one such file.
+        path: The ``.npy`` or ``.jsonl`` file that `encode_file` wrote, or a folder with one such
+            file.
 
     Attributes:
         file: The file.
-        about: What stands in its ``.json``.
-        model: The folder of the checkpoint that has made it.
-        fingerprint: Of that model.
+        about: The content of its ``.json`` file.
+        model: The folder of the checkpoint that encoded it.
+        fingerprint: The fingerprint of that model.
 
     Raises:
-        DataError: There is none, or more than one, or it is incomplete or damaged.
+        DataError: There is no such file, or more than one; or it is incomplete or damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -71,23 +71,21 @@ class Index:
             self.fingerprint = str(self.about["fingerprint"])
         except OSError as error:
             raise DataError(
-                f"{described}: cannot be read ({error.strerror}); it tells which model has made "
-                f"{self.file.name}, and `paddle-recompute encode` writes it"
+                f"{described}: cannot be read ({error.strerror}); `paddle-recompute encode` writes "
+                f"it beside {self.file.name}, and it names the model; encode the texts again"
             ) from error
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{described}: is damaged ({error!r})") from error
 
     def tiles(self) -> Iterator[NDArray[np.float32]]:
-        """The vectors, ``[rows, dim]`` at a time."""
+        """The vectors, in blocks ``[rows, dim]``."""
         tiles = self._tiles_of_npy() if self.file.suffix == ".npy" else self._tiles_of_jsonl()
         count = 0
         for tile in tiles:
             count += len(tile)
             yield tile
         if count != self._shape[0]:
-            raise DataError(
-                f"{self.file}: has {count} vectors, and there should be {self._shape[0]}"
-            )
+            raise DataError(f"{self.file}: has {count} vectors; expected {self._shape[0]}")
 
     def texts(self, rows: Iterable[int]) -> dict[int, str]:
         """The texts of these rows."""
@@ -99,7 +97,7 @@ class Index:
             if row in wanted:
                 found[row] = line.rstrip("\n") if as_lines else _parsed(file, row, line)["text"]
         if missing := wanted.difference(found):
-            raise DataError(f"{file}: has no text number {min(missing) + 1}; it is cut off")
+            raise DataError(f"{file}: has no text number {min(missing) + 1}; the file is truncated")
         return found
 
     def _tiles_of_npy(self) -> Iterator[NDArray[np.float32]]:
@@ -108,9 +106,7 @@ class Index:
         except (OSError, ValueError) as error:
             raise DataError(f"{self.file}: cannot be read as vectors ({error})") from error
         if vectors.shape != self._shape:
-            raise DataError(
-                f"{self.file}: has the shape {vectors.shape}, and should have {self._shape}"
-            )
+            raise DataError(f"{self.file}: has the shape {vectors.shape}; expected {self._shape}")
         for first in range(0, len(vectors), _TILE):
             yield np.asarray(vectors[first : first + _TILE])
 
@@ -122,8 +118,8 @@ class Index:
                 yield np.array(rows, dtype=np.float32).reshape(len(rows), self._shape[1])
             except (TypeError, ValueError) as error:
                 raise DataError(
-                    f"{self.file}: among lines {some[0][0] + 1} to {some[-1][0] + 1} is one whose "
-                    f"vector is not {self._shape[1]} numbers"
+                    f"{self.file}: one of the lines {some[0][0] + 1} to {some[-1][0] + 1} has a "
+                    f"vector that is not {self._shape[1]} numbers"
                 ) from error
 
 
@@ -139,29 +135,29 @@ def search(
 
     Args:
         index: The pool.
-        queries: At least one, none of them blank.
-        top_k: Texts per query, or as many as there are.
-        encoder: The model that has made the pool; None: the one that `index` names.
-        tell: Called with a sentence for every query of which the model does not see all.
+        queries: At least one; none is blank.
+        top_k: Texts per query; fewer if the pool has fewer.
+        encoder: The model that encoded the pool; None: the model that `index` names.
+        tell: Called with a sentence for every query that is cut or has unknown words.
 
     Returns:
-        For each query the hits, nearest first; of equal scores the earlier text comes first.
+        For each query the hits, nearest first; of equal scores the smaller row comes first.
 
     Raises:
-        DataError: There is nothing to search for, or the pool was made by another model.
-        CheckpointError: The model that `index` names is not there any more.
+        DataError: There is no query, a query is blank, or another model encoded the pool.
+        CheckpointError: The model that `index` names does not exist any more.
     """
     if not queries or not all(query.strip() for query in queries) or top_k < 1:
         raise DataError(
-            f"received {len(queries)} queries and top_k={top_k}; allowed are queries that are not "
-            "blank, at least one, and at least 1"
+            f"received {len(queries)} queries and top_k={top_k}; allowed are one query or more, "
+            "none of them blank, and top_k of at least 1"
         )
     if encoder is None:
         encoder = load_encoder(index.model.parent)
     if encoder.fingerprint != index.fingerprint:
         raise DataError(
-            f"{index.file}: was made by another model than that of {encoder.folder}; their vectors "
-            "cannot be compared. Encode the texts again, or name the folder of the other model"
+            f"{index.file}: was encoded by another model than that in {encoder.folder}; their "
+            "vectors cannot be compared. Encode the texts again, or name the other model's folder"
         )
     queries = [query.strip() for query in queries]
     longest = min(encoder.max_query_tokens, encoder.reads_at_most)
@@ -169,9 +165,9 @@ def search(
         for query in queries:
             tokens = encoder.tokenizer.tokenize([query], longest)
             if tokens.num_cut:
-                tell(f"{query!r} is cut after {longest} tokens, as queries were in training")
+                tell(f"{query!r} is cut after {longest} tokens, the limit for queries in training")
             if tokens.num_unknown:
-                tell(f"{query!r} has words beyond the vocabulary, which all count as the same one")
+                tell(f"{query!r} has words outside the vocabulary; each of them is read as [UNK]")
     vectors = encode_texts(
         encoder.model, encoder.tokenizer, queries, max_tokens=longest, batch_size=256
     )
@@ -189,12 +185,12 @@ def search(
 def top_of_tiles(
     query: NDArray[np.floating[Any]], tiles: Iterable[NDArray[np.floating[Any]]], top_k: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The largest inner products, and the rows that have them.
+    """The largest inner products, and their rows.
 
     Args:
         query: ``[n, dim]``.
         tiles: Blocks ``[rows, dim]`` of the pool, in order.
-        top_k: How many; fewer where the pool has fewer rows.
+        top_k: How many; fewer if the pool has fewer rows.
 
     Returns:
         Scores, float32, and rows, int64: ``[n, top_k]``, the largest first; of equal scores the
@@ -205,13 +201,13 @@ def top_of_tiles(
     rows = np.empty((len(query), 0), np.int64)
     first = 0
     for tile in tiles:
-        # Summed in float64 and rounded: equal rows have equal scores wherever they stand.
+        # Summed in float64 and rounded: equal rows have equal scores in every tile.
         found = (query @ tile.astype(np.float64).T).astype(np.float32)
         places = np.broadcast_to(np.arange(first, first + len(tile)), found.shape)
         first += len(tile)
         scores = np.concatenate([scores, found], axis=1)
         rows = np.concatenate([rows, places], axis=1)
-        # Stable, and the rows are in order: of equal scores the smaller row stays first.
+        # Stable sort over ascending rows: of equal scores the smaller row stays first.
         best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
         scores, rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
     return scores, rows

@@ -1,4 +1,4 @@
-"""A trained model, read back from the folder that `Trainer` has written."""
+"""Load a trained model from the folder that `Trainer` wrote."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from paddle_recompute.models import build_model, load_weights
 
 @dataclass(frozen=True)
 class TrainedEncoder:
-    """A model and what belongs to it, from a folder that `Trainer` has written.
+    """A model with its tokenizer and limits, from a folder that `Trainer` wrote.
 
     Attributes:
         model: In evaluation mode.
-        tokenizer: Its vocabulary.
-        folder: Of the checkpoint.
+        tokenizer: The tokenizer that it was trained with.
+        folder: The folder of the checkpoint.
         fingerprint: 8 hexadecimal digits of weights and vocabulary: equal ones make equal vectors.
-        max_query_tokens: What queries were cut at in training.
-        max_positive_tokens: What positives were cut at in training.
+        max_query_tokens: The limit for queries in training.
+        max_positive_tokens: The limit for positives in training.
     """
 
     model: paddle.nn.Layer
@@ -38,7 +38,7 @@ class TrainedEncoder:
 
     @property
     def reads_at_most(self) -> int:
-        """The longest text that the model can read, in tokens."""
+        """The longest text that the model accepts, in tokens."""
         return int(self.model.max_tokens)
 
 
@@ -58,13 +58,13 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
     inner = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
     if not has_checkpoint(inner):
         raise CheckpointError(
-            f"{folder}: holds no trained model; name the folder that `paddle-recompute train` has "
-            "written (its train.output_dir)"
+            f"{folder}: contains no trained model; name the train.output_dir of a run of "
+            "`paddle-recompute train`"
         )
     checkpoint = find_checkpoint(inner)
     try:
         config = checkpoint.state["config"]
-        # Where the weights started from is of no interest, and may be gone.
+        # The file of the initial weights is not needed, and may not exist any more.
         dimensions = ModelConfig.model_validate({**config["model"], "init_from": None})
         limits = [int(config["data"][f"max_{side}_tokens"]) for side in ("query", "positive")]
     except (KeyError, TypeError, ValueError, ValidationError) as error:

@@ -1,4 +1,4 @@
-"""Training in a static graph, on Paddle 2.6 and 3.3, with recompute that is right."""
+"""Training in a static graph, on Paddle 2.6 and 3.3, with correct recompute."""
 
 from paddle_recompute.recompute.program import SegmentInfo, SegmentReport, explain, mark_checkpoint
 from paddle_recompute.static_graph.minimize import RecomputeOptimizer, minimize

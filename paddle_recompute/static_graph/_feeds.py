@@ -1,4 +1,4 @@
-"""What a Program is fed: one variable for each array in a micro-batch."""
+"""The feeds of a Program: one variable for each array in a micro-batch."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ class _Feed:
 
 
 class Feeds:
-    """The arrays of a micro-batch, as variables of a Program and as what is fed to them.
+    """The arrays of a micro-batch, as variables of a Program and as the values to feed.
 
-    Everything in a micro-batch that is neither a Tensor nor an array becomes part of the Program.
+    Everything in a micro-batch that is neither a Tensor nor an array becomes a constant of the
+    Program.
 
     Args:
         micro_batch: The first one: nested containers with Tensors or arrays in them.
         input_spec: The same structure with a ``paddle.static.InputSpec`` in place of each array,
-            with -1 or None for a dimension that may change; None: shapes are those of
+            with -1 or None for a dimension that may change; None: the shapes are those of
             `micro_batch`.
 
     Raises:
-        ConfigError: `input_spec` does not fit `micro_batch`, or there is no array in it.
+        ConfigError: `input_spec` does not fit `micro_batch`, or `micro_batch` has no array.
     """
 
     def __init__(self, micro_batch: Any, input_spec: Any = None) -> None:
@@ -54,7 +55,7 @@ class Feeds:
         self.arrays(micro_batch)
 
     def variables(self) -> Any:
-        """Declare the variables in the Program being built; returns them as in a micro-batch."""
+        """Declare the variables in the current Program; returns them in the micro-batch's form."""
         feeds = iter(self._feeds.values())
 
         def declared(leaf: Any) -> Any:
@@ -66,10 +67,10 @@ class Feeds:
         return _nested.map_leaves(declared, self._structure)
 
     def arrays(self, micro_batch: Any) -> dict[str, NDArray[Any]]:
-        """What to feed for `micro_batch`.
+        """The values to feed for `micro_batch`, by variable name.
 
         Raises:
-            DataError: Its structure, a shape or a dtype is not what the Program was built for.
+            DataError: Its structure, a shape or a dtype differs from those of the Program.
         """
         found = dict(_arrays(micro_batch))
         if found.keys() != self._feeds.keys():
@@ -102,12 +103,12 @@ class Feeds:
 
 
 def length_of_first_axis(arrays: dict[str, NDArray[Any]]) -> int:
-    """The number of examples in what is fed."""
+    """The number of examples in fed arrays."""
     first = next(iter(arrays.values()))
     if first.ndim == 0:
         raise ConfigError(
-            "the number of examples cannot be told from a micro-batch with a scalar first in it; "
-            "give num_examples=..., a function from the micro-batch to that number"
+            "the number of examples is unknown, because the first array of the micro-batch is a "
+            "scalar; give num_examples=..., a function that returns it for a micro-batch"
         )
     return int(first.shape[0])
 

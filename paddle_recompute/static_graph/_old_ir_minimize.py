@@ -24,7 +24,7 @@ def minimize(
     *,
     startup_program: paddle.static.Program | None = None,
 ) -> tuple[list[Operator], list[tuple[Variable, Variable]]]:
-    """As `static_graph.minimize`."""
+    """As `static_graph.minimize`, once per Program."""
     strategy = copy.deepcopy(strategy)
     program = old_ir.program_of(loss)
     startup = startup_program or paddle.static.default_startup_program()
@@ -35,6 +35,12 @@ def minimize(
     check_recompute(program, is_asked_for=recomputes, names=checkpoints)
     is_bfloat16 = amp_dtype(strategy) == "bfloat16"
     before = old_ir.operations(program)
+    if any(old_ir.is_update(operator) for operator in before):
+        # fleet's own second minimize ends the process with SIGSEGV (2.6.2).
+        raise StaticGraphError(
+            "this Program has an optimizer already, and fleet of Paddle 2.6 cannot add a second "
+            "one; minimize one loss per Program, or use Paddle 3.3"
+        )
     with paddle.static.program_guard(program, startup):
         if is_bfloat16:
             lists = strategy.amp_configs
@@ -60,5 +66,5 @@ def _refuse_offload(strategy: Any) -> None:
     if strategy.recompute_configs["enable_offload"]:
         raise StaticGraphError(
             "the strategy sets recompute_configs.enable_offload, which static_graph.minimize does "
-            "not do; leave it at False, or train in dygraph with recompute.offload: host"
+            "not support; leave it at False, or train in dygraph with recompute.offload: host"
         )

@@ -1,4 +1,4 @@
-"""What a ``fleet.DistributedStrategy`` asks for, as far as a PIR Program can give it."""
+"""The settings of a ``fleet.DistributedStrategy`` that `minimize` honours in a PIR Program."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HONOURED = {
     "gradient_merge_configs.avg",
     "fuse_all_reduce_ops",
     "fuse_grad_size_in_MB",
-    # True and false mean the same here: every rank runs the same Program, so a parameter without
+    # Both values mean the same here: every rank runs the same Program, so a parameter without
     # a gradient has none on any rank.
     "find_unused_parameters",
-    # A number of data-parallel ranks; the real one is read from the launch.
+    # The number of data-parallel ranks; we read it from the launch.
     "hybrid_configs.dp_degree",
 }
 _BFLOAT16_HAS_NO_SCALE = {
@@ -37,14 +37,14 @@ class ParsedStrategy:
     """The fields of a strategy that are honoured.
 
     Attributes:
-        recompute: Whether segments are computed again.
-        checkpoints: Their names; empty: all of the Program.
-        amp: Whether the Program is to compute in bfloat16.
-        white_list: Operators that are to be bfloat16 beyond Paddle's own list.
-        black_list: Operators that are to be float32 beyond Paddle's own list.
+        recompute: Whether segments are recomputed.
+        checkpoints: Names of the recompute boundaries; empty: all boundaries of the Program.
+        amp: Whether the Program must compute in bfloat16.
+        white_list: Operators in bfloat16 beyond Paddle's own list.
+        black_list: Operators in float32 beyond Paddle's own list.
         merge_steps: Runs per update; 1: every run updates.
         average: Whether merged gradients are averaged, not summed.
-        bucket_bytes: Gradients travel together up to this size; 0: each alone.
+        bucket_bytes: Size of the buffers in which gradients are exchanged; 0: each gradient alone.
     """
 
     recompute: bool
@@ -61,7 +61,7 @@ class ParsedStrategy:
         """Read `strategy`, a ``fleet.DistributedStrategy``.
 
         Raises:
-            StaticGraphError: It sets what is not honoured.
+            StaticGraphError: It sets a field that is not honoured.
         """
         for name, (value, default) in _changed(strategy).items():
             if name not in _HONOURED and _BFLOAT16_HAS_NO_SCALE.get(name, default) != value:
@@ -88,23 +88,23 @@ class ParsedStrategy:
 def check_amp(requested: ParsedStrategy, forward: list[Operation]) -> None:
     """Check that the Program was built in the precision that is requested.
 
-    In PIR the casts are made as operators are added, so nothing can be changed afterwards.
+    PIR inserts casts while operators are added, so the precision cannot be changed afterwards.
 
     Raises:
-        StaticGraphError: It was built in another; the message says what to write.
+        StaticGraphError: It was built in another precision; the message says what to write.
     """
     if not requested.amp:
         return
     dtypes = {name: _dtypes(forward, name) for name in {one.name() for one in forward}}
     if any("float16" in found for found in dtypes.values()):
         raise StaticGraphError(
-            "the Program computes in float16, whose loss scaling static_graph.minimize does not do "
-            "on Paddle 3.x; build it with dtype='bfloat16'"
+            "the Program computes in float16, which needs loss scaling; static_graph.minimize has "
+            "none on Paddle 3.x. Build the Program with dtype='bfloat16'"
         )
     if not any("bfloat16" in found for found in dtypes.values()):
         raise StaticGraphError(
-            "the strategy sets amp, but the Program was built in float32, and Paddle 3.x casts "
-            "while operators are added; build the model and the loss inside "
+            "the strategy sets amp, but the Program was built in float32, and Paddle 3.x inserts "
+            "casts while operators are added; build the model and the loss inside "
             "paddle.amp.auto_cast(True, level='O1', dtype='bfloat16')"
         )
     wrong = [
@@ -115,8 +115,8 @@ def check_amp(requested: ParsedStrategy, forward: list[Operation]) -> None:
     ]
     if wrong:
         raise StaticGraphError(
-            f"amp_configs asks otherwise: {'; '.join(wrong)}. Hand the same custom_white_list and "
-            "custom_black_list to the paddle.amp.auto_cast around the building of the Program"
+            f"the Program does not follow amp_configs: {'; '.join(wrong)}. Give custom_white_list "
+            "and custom_black_list also to the paddle.amp.auto_cast in which you build the Program"
         )
 
 
@@ -150,5 +150,5 @@ def _changed(strategy: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _text(value: Any) -> str:
-    """For comparison: a build strategy knows no equality, and its text begins with its address."""
+    """A text to compare by: a build strategy has no equality, and its text starts with its id."""
     return str(value).partition("\n")[2] or str(value)

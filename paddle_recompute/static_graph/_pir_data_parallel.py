@@ -1,8 +1,8 @@
-"""What data-parallel ranks exchange, as operators of their Programs: parameters, and gradients.
+"""Data-parallel exchange as operators of a Program: the parameters once, the gradients per run.
 
-Tensors travel in buffers, in their order, which is the same on every rank because the Program is.
-Each buffer waits for the one before it: the multi-threaded executor could start them in another
-order on another rank, and then they would be mixed with each other.
+Tensors are exchanged in buffers, in an order that is the same on every rank because the Program is.
+Each buffer depends on the one before it. Otherwise the multi-threaded executor could start them in
+another order on another rank and exchange the wrong buffers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def mean_over_ranks(params_grads: ParamsGrads, *, num_ranks: int, bucket_bytes: 
     Args:
         params_grads: Parameter and local gradient, dense.
         num_ranks: How many ranks run this Program; with 1 nothing is appended.
-        bucket_bytes: Largest buffer in bytes; a gradient that is larger travels alone.
+        bucket_bytes: Largest buffer in bytes; a larger gradient has a buffer of its own.
 
     Returns:
-        Parameter and mean gradient. Costs a copy of a buffer while it travels.
+        Parameter and mean gradient. Memory: a copy of one buffer during its exchange.
 
     Raises:
         StaticGraphError: A gradient is sparse.
@@ -37,8 +37,8 @@ def mean_over_ranks(params_grads: ParamsGrads, *, num_ranks: int, bucket_bytes: 
     for parameter, gradient in params_grads:
         if not pir.is_dense(gradient):
             raise StaticGraphError(
-                f"the gradient of '{parameter.name}' is sparse, and ranks exchange dense "
-                "gradients only; create its embedding with sparse=False"
+                f"the gradient of '{parameter.name}' is sparse, and only dense gradients can be "
+                "exchanged; create its embedding with sparse=False"
             )
     reduced = _exchanged(
         [gradient for _, gradient in params_grads],
@@ -51,10 +51,10 @@ def mean_over_ranks(params_grads: ParamsGrads, *, num_ranks: int, bucket_bytes: 
 def start_as_rank_0(
     program: paddle.static.Program, startup: paddle.static.Program, *, bucket_bytes: int
 ) -> None:
-    """Append to `startup` what gives parameters and buffers of `program` the values of rank 0.
+    """Append to `startup` a broadcast of rank 0's parameters and buffers of `program`.
 
-    As fleet does it on 2.6: ranks with seeds of their own draw other weights, and only gradients
-    are exchanged afterwards. Every rank must run `startup`.
+    Fleet does the same on 2.6: ranks with different seeds draw different weights, and later only
+    gradients are exchanged. Every rank must run `startup`.
     """
     found = pir_exchange.initial_values(startup, program)
     with pir.editing(startup):
@@ -68,7 +68,7 @@ def start_as_rank_0(
 def _exchanged(
     values: list[Value], exchange: Callable[[Value], Value], bucket_bytes: int
 ) -> list[Value]:
-    """What `exchange` makes of `values`, in their shapes."""
+    """The results of `exchange` for `values`, in their shapes."""
     results: list[Value] = []
     previous: Value | None = None
     for bucket in _buckets(values, bucket_bytes):

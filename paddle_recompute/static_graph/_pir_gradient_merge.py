@@ -1,4 +1,4 @@
-"""Gradient merge: gradients of k runs are summed, and every k-th run updates the parameters."""
+"""Gradient merge: sum the gradients of k runs and update the parameters in every k-th run."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def merge_gradients(
 ) -> list[Operation]:
     """Append ``sum += gradient`` and, under a condition, the update with the sums.
 
-    As fleet does it on 2.6: whatever `update` appends (exchange, clip, decay, the optimizer's
-    operators) runs in every `steps`-th run only, and the sums start at zero again after it.
+    As fleet does it on 2.6: the operators that `update` appends (exchange, clip, decay, optimizer)
+    run in every `steps`-th run only, and then the sums are set to zero.
 
     Args:
         params_grads: Parameter and gradient of one run.
         update: Appends the update for given parameters and gradients.
-        program: Where to append.
-        startup: Where the sums and the counter of runs are set to zero.
+        program: Program to append to.
+        startup: Program that sets the sums and the counter of runs to zero.
         steps: Runs per update.
         average: Whether `update` gets the mean of the gradients over the runs, not their sum.
 
     Returns:
-        What was appended to the top level: the additions, and the conditional update.
+        The operators appended to the top level: the additions, and the conditional update.
     """
     sums = []
     for parameter, gradient in params_grads:

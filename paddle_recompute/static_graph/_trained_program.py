@@ -1,4 +1,4 @@
-"""A Program that trains, as it is run: what is fed, fetched, saved and put back."""
+"""A Program that trains: what it is fed, what it returns, how its state is saved and restored."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from paddle_recompute.static_graph._feeds import Feeds
 
 Arrays = dict[str, NDArray[Any]]
 WEIGHT = "micro_batch_weight"
-"""The variable that the loss is multiplied with, ``[1]``, float32."""
+"""The variable by which the loss is multiplied, ``[1]``, float32."""
 
 
 @dataclass
 class TrainedProgram:
-    """A Program and its variables. Values of PIR must die before their Program: they come first.
+    """A Program and its variables. PIR values must die before their Program, so they are first.
 
     Attributes:
         fetched: Loss and gradient norm.
-        feeds: What is fed.
-        variables: Names in the scope, by section and by what they are called in a state.
+        feeds: The feeds.
+        variables: Names in the scope, by section and by name in a state.
         gathers_rows: Whether the loss is over the rows of all ranks.
-        executor: Runs it.
-        scope: Holds its variables.
+        executor: Executor of the Program.
+        scope: Scope of its variables.
         main: The Program.
     """
 
@@ -44,7 +44,7 @@ class TrainedProgram:
     def run(self, arrays: Arrays, weight: float) -> tuple[float, float]:
         """Run the Program once; returns loss and gradient norm (of the last update)."""
         feed = {**arrays, WEIGHT: np.full([1], weight, "float32")}
-        # Guarded, and not only handed over: 3.x looks for a scheduler's rate in the global scope.
+        # The guard is needed too: 3.x looks up a scheduler's rate in the global scope.
         with (
             training.static_mode(),
             training.in_program_order(),
@@ -56,14 +56,14 @@ class TrainedProgram:
         return float(loss), float(norm)
 
     def state(self) -> dict[str, Arrays]:
-        """As `StaticTrainStep.state_dict`."""
+        """See `StaticTrainStep.state_dict`."""
         return {
             section: {name: np.array(self._tensor(one)) for name, one in variables.items()}
             for section, variables in self.variables.items()
         }
 
     def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """As `StaticTrainStep.set_state_dict`."""
+        """See `StaticTrainStep.set_state_dict`."""
         arrays = {
             section: {name: as_array(value) for name, value in values.items()}
             for section, values in state.items()
@@ -71,7 +71,7 @@ class TrainedProgram:
         if faults := self._faults(arrays):
             raise CheckpointError(
                 f"the state does not fit the Program; {'; '.join(faults)}. Build the model with "
-                "the dimensions that the state was taken with"
+                "the dimensions of the model that was saved"
             )
         for section, values in arrays.items():
             for name, array in values.items():
@@ -82,7 +82,7 @@ class TrainedProgram:
     def _faults(self, arrays: Mapping[str, Arrays]) -> list[str]:
         faults = []
         if unknown := sorted(arrays.keys() - self.variables.keys()):
-            faults.append(f"unexpected: {', '.join(unknown)}; it has model and optimizer")
+            faults.append(f"unexpected: {', '.join(unknown)}; allowed are model and optimizer")
         for section, values in arrays.items():
             wanted = self.variables.get(section, {})
             for kind, names in (
@@ -105,7 +105,7 @@ class TrainedProgram:
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """A Tensor or an array as an array."""
+    """A Tensor or an array as a NumPy array."""
     return value if isinstance(value, np.ndarray) else np.asarray(value.numpy())
 
 

@@ -1,4 +1,4 @@
-"""`minimize` and `RecomputeOptimizer`, whichever representation Paddle builds."""
+"""`minimize` and `RecomputeOptimizer` for both representations of a Program."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def minimize(
 ) -> tuple[list[Any], list[tuple[Any, Any]]]:
     """Append to the Program of `loss` what trains it: backward, recompute, sync and update.
 
-    Means what ``fleet.distributed_optimizer(optimizer, strategy).minimize(loss)`` means.
+    Equivalent to ``fleet.distributed_optimizer(optimizer, strategy).minimize(loss)``.
 
     Args:
-        optimizer: Any of ``paddle.optimizer``; its ``grad_clip`` is honoured.
+        optimizer: Any optimizer of ``paddle.optimizer``; its ``grad_clip`` is honoured.
         loss: The mean loss of the batch; one element, float32, per rank.
         strategy: ``recompute`` (with the names of `mark_checkpoint`), ``amp`` (bf16, O1) and
             ``gradient_merge``.
-        startup_program: Where new variables are initialized; the default startup program.
+        startup_program: Program that initializes new variables; the default startup program.
 
     Returns:
         The operators of the update, and pairs of parameter and gradient, as
         ``optimizer.minimize`` returns them.
 
     Raises:
-        StaticGraphError: The strategy asks for what this Paddle cannot do, or its checkpoints
-            are not in the Program; the message says which.
+        StaticGraphError: The strategy sets what cannot be honoured on this Paddle, or the Program
+            lacks its checkpoints; the message names them.
     """
     if backend().has_fleet:
         from paddle_recompute.static_graph._old_ir_minimize import minimize as own
@@ -48,12 +48,13 @@ def minimize(
 
 
 class RecomputeOptimizer:
-    """An optimizer that recomputes, for one card: the way of the Paddle guide.
+    """An optimizer with recompute for a single device, as in the Paddle guide.
 
-    Named and used like ``paddle.incubate.optimizer.RecomputeOptimizer`` of 2.6, on both versions.
+    It has the interface of ``paddle.incubate.optimizer.RecomputeOptimizer`` of 2.6, on both
+    versions.
 
     Args:
-        optimizer: Any of ``paddle.optimizer``.
+        optimizer: Any optimizer of ``paddle.optimizer``.
     """
 
     def __init__(self, optimizer: paddle.optimizer.Optimizer) -> None:
@@ -61,7 +62,7 @@ class RecomputeOptimizer:
         self._checkpoints: list[str] = []
 
     def _set_checkpoints(self, checkpoints: Sequence[Any]) -> None:
-        """Say where segments end.
+        """Set the recompute boundaries.
 
         Args:
             checkpoints: Intermediate variables of the Program, or names of `mark_checkpoint`.
@@ -71,10 +72,10 @@ class RecomputeOptimizer:
     def minimize(
         self, loss: Any, startup_program: paddle.static.Program | None = None
     ) -> tuple[list[Any], list[tuple[Any, Any]]]:
-        """As ``optimizer.minimize``, with recompute between the checkpoints.
+        """Like ``optimizer.minimize``, with recompute between the boundaries.
 
         Raises:
-            StaticGraphError: No checkpoints were set, or they do not fit the Program of `loss`.
+            StaticGraphError: No boundary was set, or the Program of `loss` lacks one.
         """
         from paddle.distributed import fleet
 

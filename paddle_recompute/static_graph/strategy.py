@@ -1,4 +1,4 @@
-"""From the configuration to a ``fleet.DistributedStrategy``, and back where that has no field."""
+"""Translate the configuration to a ``fleet.DistributedStrategy``, and check it for static mode."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def distributed_strategy(
     """The strategy that `config` describes, for `static_graph.minimize`.
 
     ``recompute_configs["checkpoints"]`` are names of sublayers, as in dygraph: those that
-    ``apply_recompute(model, config.recompute)`` has wrapped. Nothing is started and no Program is
-    changed.
+    ``apply_recompute(model, config.recompute)`` wrapped. No process group is started and no
+    Program is changed.
 
     Args:
         config: Its sections ``recompute`` and ``strategy`` are read; ``sync`` is checked.
-        model: The model whose parts `apply_recompute` has wrapped. None: no names are given, which
+        model: The model that `apply_recompute` wrapped. None: the strategy has no names, which
             means every wrapped Layer and every `mark_checkpoint` of the Program.
 
     Returns:
-        A new strategy. Mixed precision in bfloat16, for which it has no field, is written as amp
+        A new strategy. It has no field for bfloat16; mixed precision in bfloat16 is written as amp
         without a loss scale.
 
     Raises:
         ConfigError: A setting that a static graph cannot honour.
-        StaticGraphError: ``recompute.enable`` is true and nothing of `model` is wrapped.
+        StaticGraphError: ``recompute.enable`` is true and no part of `model` is wrapped.
 
     Examples:
         >>> import paddle_recompute
@@ -73,21 +73,21 @@ def distributed_strategy(
 
 
 def amp_dtype(strategy: fleet.DistributedStrategy) -> Literal["bfloat16", "float16"] | None:
-    """What the mixed precision of `strategy` computes in; None if it is off.
+    """The dtype of the mixed precision of `strategy`; None if it is off.
 
-    ``DistributedStrategy`` knows float16 alone, and float16 has a loss scale: a strategy without
-    one means bfloat16. On a CPU, which has no float16, every strategy does.
+    ``DistributedStrategy`` knows float16 only, and float16 needs a loss scale: a strategy without
+    a loss scale means bfloat16. On a CPU, which has no float16, every strategy means bfloat16.
 
     Raises:
-        StaticGraphError: It asks for level O2.
+        StaticGraphError: It sets level O2.
     """
     if not strategy.amp:
         return None
     for name in ("use_pure_fp16", "use_pure_bf16"):
         if strategy.amp_configs[name]:
             raise StaticGraphError(
-                f"the strategy sets amp_configs.{name}, level O2, and static_graph.minimize does "
-                "level O1: parameters stay in float32; leave it at False"
+                f"the strategy sets amp_configs.{name}, level O2; static_graph.minimize supports "
+                "level O1 only, with parameters in float32; leave it at False"
             )
     has_scale = any(strategy.amp_configs[name] != value for name, value in _NO_LOSS_SCALE.items())
     return "float16" if has_scale and str(paddle.get_device()) != "cpu" else "bfloat16"
@@ -97,7 +97,7 @@ def check_static(config: Config) -> None:
     """Check that a static graph can honour `config`.
 
     Raises:
-        ConfigError: It cannot; the message lists every setting in question.
+        ConfigError: It cannot; the message lists every such setting.
     """
     faults = [
         *_recompute_faults(config.recompute),
@@ -106,7 +106,7 @@ def check_static(config: Config) -> None:
     ]
     if config.strategy.amp and config.strategy.amp_configs.level != "O1":
         faults.append(
-            "strategy.amp_configs.level: static graphs are trained at level O1, with parameters in "
+            "strategy.amp_configs.level: a static graph is trained at level O1, with parameters in "
             "float32; set level: O1"
         )
     if faults:
@@ -122,13 +122,13 @@ def _recompute_faults(recompute: RecomputeConfig) -> list[str]:
         )
     if recompute.enable and recompute.offload != "none":
         faults.append(
-            f"recompute.offload: {recompute.offload}: a Program keeps what it keeps on its device; "
-            "set offload: none"
+            f"recompute.offload: {recompute.offload}: a Program keeps all its tensors on the "
+            "device; set offload: none"
         )
     if recompute.enable and not recompute.preserve_rng_state:
         faults.append(
-            "recompute.preserve_rng_state: false: a Program never draws a second dropout mask; "
-            "remove it"
+            "recompute.preserve_rng_state: false: a Program always reuses the dropout mask of the "
+            "first forward; remove the setting"
         )
     return faults
 
@@ -136,8 +136,8 @@ def _recompute_faults(recompute: RecomputeConfig) -> list[str]:
 def _sync_faults(sync: SyncConfig) -> list[str]:
     given, default = sync.model_dump(), SyncConfig().model_dump()
     return [
-        f"sync.{name}: {given[name]}: the gradients of a Program are exchanged by operators of "
-        "Paddle, in float32, which know no such setting; remove it"
+        f"sync.{name}: {given[name]}: Paddle's own operators exchange the gradients of a Program, "
+        "in float32, without this setting; remove it"
         for name in given
         if given[name] != default[name]
     ]
@@ -145,22 +145,22 @@ def _sync_faults(sync: SyncConfig) -> list[str]:
 
 def _contrastive_faults(contrastive: ContrastiveConfig) -> list[str]:
     faults = [
-        f"contrastive.{name}: {getattr(contrastive, name)}: the gradient cache encodes each chunk "
-        "twice, with the same random numbers and the loss in between, and a Program is run as a "
-        "whole. Remove it, and bound the memory with recompute.checkpoints; what is still too "
-        "large needs a smaller contrastive.global_batch, or mode: dygraph"
+        f"contrastive.{name}: {getattr(contrastive, name)}: the gradient cache runs the encoder "
+        "twice, before and after the loss, but a Program runs as a whole. Remove the setting and "
+        "save memory with recompute.checkpoints; if that is not enough, lower "
+        "contrastive.global_batch or set mode: dygraph"
         for name in ("chunk_size", "chunk_tokens", "memory_budget")
         if getattr(contrastive, name) is not None
     ]
     if contrastive.tile is not None:
         faults.append(
-            f"contrastive.tile: {contrastive.tile}: tiles are streamed in dygraph only; remove it"
+            f"contrastive.tile: {contrastive.tile}: the tiled loss runs in dygraph only; remove it"
         )
     return faults
 
 
 def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:
-    """Names of what is recomputed together; a segment of several Layers has that of its last."""
+    """Names of the wrapped parts; a segment of several Layers has the name of its last Layer."""
     if model is None:
         return []
     names: dict[str, None] = {}
@@ -173,7 +173,7 @@ def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:
                 names[value._name] = None
     if not names:
         raise StaticGraphError(
-            "recompute.enable is true and no part of the model is under recompute; call "
+            "recompute.enable is true, but no part of the model is wrapped; call "
             "apply_recompute(model, config.recompute) before the model is called, or set "
             "recompute.enable: false"
         )
@@ -181,7 +181,7 @@ def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:
 
 
 def _gradients_per_buffer(model: paddle.nn.Layer, mebibytes: int) -> int:
-    """How many gradients make a buffer of `mebibytes`, on average.
+    """The number of gradients in a buffer of `mebibytes`, on average.
 
     Fleet's static graph of 2.6 counts gradients (``fuse_grad_size_in_num``), not bytes.
     """

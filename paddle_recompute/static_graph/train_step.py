@@ -1,4 +1,4 @@
-"""`StaticTrainStep`: `TrainStep` as a Program, from the same configuration."""
+"""`StaticTrainStep`: `TrainStep` as a Program, with the same configuration."""
 
 from __future__ import annotations
 
@@ -38,43 +38,43 @@ from paddle_recompute.static_graph.strategy import check_static, distributed_str
 from paddle_recompute.train_step import OF_LOSS, StepResult, decayed_parameters
 
 _OF_DYGRAPH = {"sync", "loss_scaler"}
-"""What the state of a `TrainStep` has besides."""
+"""Sections that the state of a `TrainStep` has besides."""
 
 
 class StaticTrainStep:
-    """One optimizer step on a Program: what `TrainStep` does in dygraph, called in the same way.
+    """One optimizer step as a Program: what `TrainStep` does in dygraph, with the same calls.
 
     Model, loss, recompute, mixed precision, gradient merge, synchronization, clipping and AdamW all
-    come from the configuration that a dygraph run has. The Program is built in the first call,
-    from the shapes and dtypes of its first micro-batch, or before it by `build`. It has variables
-    of its own: the caller may be in dygraph, and stays there.
+    follow the configuration, as in dygraph. The Program is built in the first call, with the shapes
+    and dtypes of its first micro-batch, or earlier by `build`. It has variables of its own. The
+    caller may be in dygraph and stays there.
 
-    As in `TrainStep` the gradient is that of the mean over all examples of all micro-batches and
-    ranks, where `loss_fn` is a mean over the examples of its micro-batch. In contrast to it, the
-    update is part of the Program: it is done before a loss that is not finite is noticed.
+    As in `TrainStep`, the gradient is that of the mean over all examples of all micro-batches and
+    ranks, if `loss_fn` is a mean over the examples of its micro-batch. Unlike in `TrainStep`, the
+    update is part of the Program: a loss that is not finite is noticed after the update.
 
     Args:
         config: ``recompute``, ``strategy`` and ``train`` are read, and ``sync`` is checked.
-        model_fn: Makes the model, a Layer; called once, while the Program is built. Its weights are
-            drawn from Paddle's generator in `build`, or set by `set_state_dict`. On several ranks
-            those that are drawn are those of rank 0.
+        model_fn: Returns the model, a Layer; called once, while the Program is built. Its weights
+            are drawn from Paddle's generator in `build`, or set by `set_state_dict`. On several
+            ranks rank 0's drawn weights are used.
         loss_fn: ``loss_fn(model, micro_batch)`` returns a scalar; called once, with variables of
             the Program in place of the Tensors of a micro-batch.
         schedule: The learning rate, or a scheduler that the caller steps; None:
             ``config.learning_rate``.
         input_spec: Structured like a micro-batch, a ``paddle.static.InputSpec`` for each Tensor,
-            with -1 where a dimension changes from batch to batch; None: all shapes are fixed.
+            with -1 for a dimension that changes from batch to batch; None: all shapes are fixed.
         num_examples: As in `TrainStep`.
-        model: A dygraph model that the Program starts from and that `write_back` brings up to date;
-            its weights are in memory twice then. To build the Program leaves the random streams
-            alone, so that a run which is resumed, and builds it in another step, draws the same
-            masks. None: weights are drawn, or set by `set_state_dict`.
-        loss: The dygraph loss that belongs to `model`, if it has parameters of its own. They are
-            parameters of what `model_fn` makes, with `OF_LOSS` in front of their names.
+        model: A dygraph model from which the Program starts and which `write_back` updates; its
+            weights are in memory twice. Building the Program does not change the random streams,
+            so a resumed run, which builds it in another step, draws the same masks. None: weights
+            are drawn, or set by `set_state_dict`.
+        loss: The dygraph loss of `model`, if it has parameters. They must be parameters of the
+            model that `model_fn` returns, with the prefix `OF_LOSS`.
 
     Raises:
-        ConfigError: A setting that a static graph cannot honour.
-        StaticGraphError: The Program cannot be trained as asked, or this Paddle is not known.
+        ConfigError: A static graph cannot honour a setting.
+        StaticGraphError: The Program cannot be trained as configured, or this Paddle is unknown.
 
     Examples:
         >>> import paddle
@@ -105,8 +105,8 @@ class StaticTrainStep:
         check_static(config)
         if config.strategy.amp and config.strategy.amp_configs.dtype != "bfloat16":
             raise ConfigError(
-                "strategy.amp_configs.dtype: received float16, whose loss scale StaticTrainStep "
-                "neither reports nor saves; set dtype: bfloat16"
+                "strategy.amp_configs.dtype: received float16, which needs a loss scale; "
+                "StaticTrainStep has none. Set dtype: bfloat16"
             )
         _check_ranks()
         self._config = config
@@ -129,13 +129,13 @@ class StaticTrainStep:
                 containers with Tensors or arrays in them.
 
         Returns:
-            Loss and gradient norm as `TrainStep` gives them; ``seconds`` has one part, ``program``.
+            Loss and gradient norm as in `TrainStep`; ``seconds`` has one part, ``program``.
 
         Raises:
             ConfigError: Another number of micro-batches was given, or a loss is not a scalar.
-            DataError: A micro-batch has not the structure, shapes or dtypes of the first; or its
-                loss is over the rows of all ranks, and they have not equally many.
-            DivergenceError: Loss or gradient is not finite. The parameters are spoiled: continue
+            DataError: A micro-batch differs from the first in structure, shapes or dtypes; or its
+                loss is over the rows of all ranks, and the ranks have different numbers of rows.
+            DivergenceError: Loss or gradient is not finite. The parameters are not usable: continue
                 from the last checkpoint.
         """
         if len(micro_batches) != self._accumulate_steps:
@@ -154,7 +154,7 @@ class StaticTrainStep:
             self._count(one, arrays) for one, arrays in zip(micro_batches, feeds, strict=True)
         ]
         per_rank = mean_over_ranks(math.fsum(counts))
-        # Exactly 1 where all counts are equal: then it is the plain mean, to the bit.
+        # Exactly 1 if all counts are equal: then the loss is the plain mean, bit by bit.
         weights = [count * len(counts) / per_rank for count in counts]
         own_loss = 0.0
         for arrays, weight in zip(feeds, weights, strict=True):
@@ -163,8 +163,8 @@ class StaticTrainStep:
         loss = mean_over_ranks(math.nan if own_loss == -math.inf else own_loss)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergenceError(
-                f"the loss is {loss} and the gradient norm {norm}; the Program has updated the "
-                "parameters with it: continue from the last checkpoint with a lower learning rate, "
+                f"the loss is {loss} and the gradient norm {norm}; the Program has already updated "
+                "the parameters: continue from the last checkpoint with a lower learning rate, "
                 "a longer warm-up, or clip_grad_norm"
             )
         return StepResult(loss, norm, {"program": time.perf_counter() - started})
@@ -174,7 +174,7 @@ class StaticTrainStep:
 
         Raises:
             ConfigError: ``input_spec`` does not fit it, or the loss is not a scalar.
-            StaticGraphError: The Program cannot be trained as asked.
+            StaticGraphError: The Program cannot be trained as configured, or is built already.
         """
         if self._built is not None:
             raise StaticGraphError("the Program of this StaticTrainStep is built already")
@@ -190,12 +190,12 @@ class StaticTrainStep:
             self._state_to_set = {}
 
     def explain(self) -> SegmentReport:
-        """What `static_graph.explain` tells about the Program; it must have been built."""
+        """The report of `static_graph.explain` on the Program, which must be built."""
         with training.static_mode():
             return explain(self._known().main)
 
     def state_dict(self) -> dict[str, Arrays]:
-        """A copy of all that is trained, under the names that the dygraph model has.
+        """A copy of the trained state, by the names of the dygraph model.
 
         Returns:
             ``"model"``: parameters and buffers, as in ``model.state_dict()``; ``"optimizer"``: the
@@ -208,15 +208,15 @@ class StaticTrainStep:
         return self._known().state()
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave, or from a dygraph model and its moments.
+        """Continue from a state of `state_dict`, or from a dygraph model and its moments.
 
         Args:
-            state: ``"model"`` and ``"optimizer"``, Tensors or arrays by structured name; what is
-                left out, or empty, stays as it is. ``"sync"`` and ``"loss_scaler"`` of a
-                `TrainStep` are not needed here. Before the Program is built it waits until it is.
+            state: ``"model"`` and ``"optimizer"``, Tensors or arrays by structured name; a missing
+                or empty section is not changed. ``"sync"`` and ``"loss_scaler"`` of a `TrainStep`
+                are ignored. A Program that is not built yet takes the state when it is built.
 
         Raises:
-            CheckpointError: It is of another model; nothing was changed then.
+            CheckpointError: The state is of another model; nothing was changed.
         """
         of_program = {name: state[name] for name in state.keys() - _OF_DYGRAPH if state[name]}
         if self._built is None:
@@ -234,17 +234,17 @@ class StaticTrainStep:
                 tensor.set_value(trained[name])
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """None: parameters are float32, and so is an evaluation, whatever the Program is in."""
+        """Nothing: parameters are float32, and evaluation is, too."""
         return contextlib.nullcontext()
 
     num_skipped = 0
-    """No step is: float16, whose loss scale skips steps, is refused."""
+    """No step is skipped: float16, the only reason for it, is refused."""
 
     synchronization = "program, its operators average the gradients of the ranks"
     """How gradients are synchronized and why, in words."""
 
     def _in_dygraph(self) -> dict[str, paddle.Tensor]:
-        """The state of `model` and `loss`, by the names that it has in the Program."""
+        """The state of `model` and `loss`, by the names in the Program."""
         of_model = dict(self._model.state_dict()) if self._model is not None else {}
         of_loss = self._loss.named_parameters() if self._loss is not None else ()
         return of_model | {f"{OF_LOSS}{name}": parameter for name, parameter in of_loss}
@@ -252,8 +252,8 @@ class StaticTrainStep:
     def _known(self) -> TrainedProgram:
         if self._built is None:
             raise StaticGraphError(
-                "the Program of this StaticTrainStep is not built yet: it is in the first step, or "
-                "in build(micro_batch)"
+                "the Program of this StaticTrainStep is not built yet; the first step builds it, "
+                "or build(micro_batch)"
             )
         return self._built
 
@@ -270,7 +270,7 @@ class StaticTrainStep:
     def _program(self, feeds: Feeds) -> TrainedProgram:
         config = self._config
         main, startup = paddle.static.Program(), paddle.static.Program()
-        # Names of its own, the same on every rank: a checkpoint of ours has no use for them.
+        # Auto-generated names must be equal on all ranks; our checkpoints use structured names.
         with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
             model = self._model_fn()
             model.train()
@@ -300,7 +300,7 @@ class StaticTrainStep:
             strategy = distributed_strategy(config, model)
             gathers_rows = ranks.has_sums(main)
             minimize(optimizer, loss * weight.sum(), strategy, startup_program=startup)
-            # A Layer with two names has both here, and one among the parameters.
+            # A Layer with two names has both here, and one of them among the parameters.
             in_state = {name: variable.name for name, variable in model.state_dict().items()}
             structured = {p.name: name for name, p in model.named_parameters()}
         moments = {
@@ -320,19 +320,19 @@ class StaticTrainStep:
 def _check_ranks() -> None:
     if paddle.distributed.get_world_size() > 1 and not is_distributed():
         raise StaticGraphError(
-            f"the launch has {paddle.distributed.get_world_size()} ranks, which are not connected; "
-            "call paddle.distributed.init_parallel_env() before StaticTrainStep"
+            f"the launch has {paddle.distributed.get_world_size()} ranks, but they are not "
+            "connected; call paddle.distributed.init_parallel_env() before StaticTrainStep"
         )
 
 
 def _check_equal_rows(rows: list[int]) -> None:
-    """The executor would hang, or take one rank's rows for another's."""
+    """Otherwise the executor would hang, or mix up the rows of the ranks."""
     unequal = [count for count in rows if mean_over_ranks(float(count)) != count]
     if mean_over_ranks(float(len(unequal))) > 0:
         raise DataError(
-            f"this rank has micro-batches of {rows} rows, and another rank others; in a Program "
-            "the loss over the rows of all ranks needs equally many on each: drop the last batch "
-            "where it is uneven, or set contrastive.negatives: local"
+            f"this rank has micro-batches of {rows} rows, and another rank has other numbers; in a "
+            "Program the loss over the rows of all ranks needs equal numbers: drop an uneven last "
+            "batch, or set contrastive.negatives: local"
         )
 
 

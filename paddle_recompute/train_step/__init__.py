@@ -1,5 +1,6 @@
 """One optimizer step: micro-batches, mixed precision, synchronization, clipping, update."""
 
+from paddle_recompute.train_step.backward import inputs_of_cache
 from paddle_recompute.train_step.mixed_precision import check_device
 from paddle_recompute.train_step.optimizer import (
     build_optimizer,
@@ -18,4 +19,5 @@ __all__ = [
     "build_schedule",
     "check_device",
     "decayed_parameters",
+    "inputs_of_cache",
 ]

@@ -77,7 +77,7 @@ class CachedBackward:
     def __call__(
         self, micro_batch: Any, *, divisor: float, loss_scale: float | None, last: bool
     ) -> float:
-        inputs, loss_arguments = _inputs_of_cache(micro_batch)
+        inputs, loss_arguments = inputs_of_cache(micro_batch)
         with self._autocast():
             loss = self._cache.backward(
                 *inputs,
@@ -106,7 +106,7 @@ def _length_of_first_axis(micro_batch: Any) -> int:
     return int(tensor.shape[0])
 
 
-def _inputs_of_cache(micro_batch: Any) -> tuple[list[Any], dict[str, Any]]:
+def inputs_of_cache(micro_batch: Any) -> tuple[list[Any], dict[str, Any]]:
     """(query, positive and negatives; keyword arguments of the loss)."""
     if isinstance(micro_batch, (tuple, list)) and len(micro_batch) >= 2:
         return list(micro_batch), {}

@@ -22,16 +22,13 @@ public face cannot say what several ranks need:
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import paddle
-import paddle.distributed as dist
 
 from paddle_recompute import _paddle
-from paddle_recompute._nested import tensors_in
 from paddle_recompute.config import AmpConfigs
 from paddle_recompute.errors import ConfigError, DivergenceError
 
@@ -41,11 +38,8 @@ MIN_LOSS_SCALE = 1.0
 """Below it, gradients that float16 could hold unscaled would be lost."""
 MAX_LOSS_SCALE = 2.0**127
 """About the largest float32; a scale beyond it would make 0 * inf of every gradient that is 0."""
-TENSOR_CORE_MULTIPLE = 8
 
-_SHOWN = 5
 _HALF = (paddle.float16, paddle.bfloat16)
-_logger = logging.getLogger("paddle_recompute")
 
 
 class LossScaler:
@@ -165,42 +159,10 @@ class MixedPrecision:
         self.scaler = LossScaler(settings) if settings.dtype == "float16" else None
         if self.level == "O2":
             _decorate(settings, model, optimizer)
-        self._matrices = _matrices(model)
-        self._advised = False
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Around a forward pass; the backward needs nothing."""
         return _auto_cast(self._settings)
-
-    def advise(self, micro_batch: Any) -> None:
-        """Say once, in the log of rank 0, which sizes keep a GPU from its tensor cores.
-
-        A matrix product of half-precision numbers uses them where its three dimensions are
-        multiples of 8 (NVIDIA, "Train With Mixed Precision", on the shapes of tensor cores).
-
-        Args:
-            micro_batch: The first axis of the tensors in it is taken for the batch.
-        """
-        if self._advised:
-            return
-        self._advised = True
-        if dist.get_rank() != 0:
-            return
-        sizes = [
-            f"'{name}' {list(shape)}" for name, shape in self._matrices if not _are_multiples(shape)
-        ]
-        if len(sizes) > _SHOWN:
-            sizes = [*sizes[:_SHOWN], f"{len(sizes) - _SHOWN} more weights"]
-        batches = {int(tensor.shape[0]) for tensor in tensors_in(micro_batch) if tensor.ndim}
-        if not _are_multiples([*batches]):
-            sizes.append(f"a micro-batch of {', '.join(map(str, sorted(batches)))} examples")
-        if sizes:
-            _logger.warning(
-                "mixed precision: tensor cores need sizes that are multiples of %d, and these are "
-                "not: %s. Round them up where you can.",
-                TENSOR_CORE_MULTIPLE,
-                ", ".join(sizes),
-            )
 
 
 def check_device(settings: AmpConfigs) -> None:
@@ -270,21 +232,3 @@ def _decorate(
             f"paddle.amp.decorate left every parameter in float32 on '{paddle.get_device()}'; use "
             "level O1"
         )
-
-
-def _matrices(model: paddle.nn.Layer) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of the weights that are factors of a matrix product; embeddings are read."""
-    looked_up = {
-        id(layer.weight)
-        for layer in model.sublayers(include_self=True)
-        if isinstance(layer, paddle.nn.Embedding)
-    }
-    return [
-        (name, tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and id(parameter) not in looked_up
-    ]
-
-
-def _are_multiples(sizes: Sequence[int]) -> bool:
-    return not any(size % TENSOR_CORE_MULTIPLE for size in sizes)

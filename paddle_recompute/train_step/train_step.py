@@ -188,8 +188,6 @@ class TrainStep:
                 f"TrainStep got {len(micro_batches)} micro-batches; accumulate_steps is "
                 f"{self._accumulate_steps}"
             )
-        if self._amp is not None:
-            self._amp.advise(micro_batches[0])
         began = time.perf_counter()
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
         per_rank = mean_over_ranks(math.fsum(counts), self._sync.group)

@@ -1,4 +1,4 @@
-"""The step that `Trainer` trains with, in either mode."""
+"""Build the step that `Trainer` trains with, in either mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_mode(config: Config) -> None:
     """Check that ``config.mode`` can honour the configuration on this device.
 
     Raises:
-        ConfigError: It cannot; the message lists every setting in question.
+        ConfigError: It cannot; the message lists every such setting.
     """
     if config.strategy.amp:
         _check_operators(config.strategy.amp_configs)
@@ -33,7 +33,7 @@ def check_mode(config: Config) -> None:
 
 
 def _check_operators(settings: AmpConfigs) -> None:
-    """Paddle takes any word in these lists for an operator, and looks for it in vain."""
+    """Check the operator names; Paddle accepts unknown names and ignores them."""
     known = _paddle.operator_names()
     faults = [
         f"  strategy.amp_configs.{path}: no operator of this Paddle is called {name!r}"
@@ -43,7 +43,7 @@ def _check_operators(settings: AmpConfigs) -> None:
         if name not in known
     ]
     if faults:
-        raise ConfigError("mixed precision knows operators by name:\n" + "\n".join(faults))
+        raise ConfigError("mixed precision received unknown operators:\n" + "\n".join(faults))
 
 
 def build_step(
@@ -55,16 +55,16 @@ def build_step(
     vocab_size: int,
     amp: AmpConfigs | None,
 ) -> Step:
-    """The step that trains `model` as `config` says, in its mode.
+    """The step that trains `model` as `config` describes, in its mode.
 
     Args:
-        config: Of the run; `check_mode` has passed it.
+        config: The configuration of the run, checked by `check_mode`.
         objective: The loss.
-        model: The encoder. In static mode a Program is trained that starts from its weights, and
-            `Step.write_back` copies them back: they are in memory twice.
+        model: The encoder. In static mode a Program starts from its weights, and `Step.write_back`
+            copies them back: they are in memory twice.
         schedule: The learning rate.
         vocab_size: Rows of the word embedding.
-        amp: Mixed precision in dygraph; a Program has that of `config`.
+        amp: Mixed precision in dygraph; a Program uses that of `config`.
     """
     if config.mode == "static":
         in_program = ProgramModel(config, vocab_size)
@@ -87,13 +87,13 @@ def build_step(
 
 
 class ProgramModel:
-    """The encoder and the loss of a configuration, made anew in the Program that trains them.
+    """The encoder and the loss of a configuration, built inside the Program that trains them.
 
-    A parameter of the loss is one of the model there: a Program knows one model. It is no sublayer,
-    which a pattern of ``recompute.checkpoints`` could match.
+    A Program has one model, so a parameter of the loss is a parameter of this model. It is not a
+    sublayer, which a pattern of ``recompute.checkpoints`` could match.
 
     Args:
-        config: Of the run; ``model.init_from`` is not looked at.
+        config: The configuration of the run; ``model.init_from`` is ignored.
         vocab_size: Rows of the word embedding.
     """
 
@@ -104,7 +104,7 @@ class ProgramModel:
         self._objective: Objective | None = None
 
     def build(self) -> paddle.nn.Layer:
-        """For ``model_fn`` of `StaticTrainStep`."""
+        """The ``model_fn`` of `StaticTrainStep`."""
         model = build_model(self._section, self._vocab_size)
         self._objective = Objective(self._config, Chunks())
         for name, parameter in self._objective.parameters().items():
@@ -112,12 +112,12 @@ class ProgramModel:
         return model
 
     def loss_of(self, model: paddle.nn.Layer, batch: Batch) -> Any:
-        """For ``loss_fn``; the model is built by then."""
+        """The ``loss_fn`` of `StaticTrainStep`; called after `build`."""
         assert self._objective is not None
         return self._objective.loss_of(model, batch)
 
     def input_spec(self) -> dict[str, paddle.static.InputSpec]:
-        """For ``input_spec``."""
+        """The ``input_spec`` of `StaticTrainStep`."""
         spec = {side: paddle.static.InputSpec([-1, -1], "int64") for side in ("query", "positive")}
         if self._config.contrastive.mask_false_negatives:
             spec["positive_ids"] = paddle.static.InputSpec([-1], "int64")

@@ -1,7 +1,7 @@
-"""How much memory one training step takes, measured before training, and which chunks that allows.
+"""Measure the memory of a training step before training, and choose chunks that fit a budget.
 
-The steps are made on a model of their own, which is thrown away: the model that is to be trained
-is not built yet, so nothing about it (weights, moments, hooks) can be changed.
+The steps run on a separate model, which is then discarded. The model to train is not built yet, so
+its weights, moments and hooks cannot change.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from paddle_recompute.trainer.build import build_step
 from paddle_recompute.trainer.objective import Batch, Chunks, Objective
 
 SHORTEST_TEXT = 2
-"""Tokens of a text without a word: those that stand around every text."""
+"""Tokens of an empty text: [CLS] and [SEP]."""
 BATCHES_AHEAD = 6
-"""Batches that lie ready while a step runs: Paddle's reader has a queue of two and a buffer of two,
-one is on its way between them, and one has been cut into the step's micro-batches."""
+"""Batches that are prefetched while a step runs: Paddle's reader has a queue of two and a buffer of
+two, one more is in transfer, and one has been divided into the step's micro-batches."""
 CLOSE_ENOUGH = 8
-"""The search for a chunk ends where the next one would be larger by less than this part of it."""
+"""The search ends when the next chunk would be larger by less than this fraction of it."""
 
 
 class MemoryProbe:
-    """Measures the steps of one run and says in words what was found. All ranks do so together.
+    """Measures the steps of one run and reports the result. All ranks call it together.
 
     Args:
-        config: Of the run.
+        config: The configuration of the run.
         vocab_size: Rows of the word embedding.
-        say: Tells the user something; does so on rank 0 alone.
+        say: Shows the user a sentence, on rank 0 only.
     """
 
     def __init__(self, config: Config, vocab_size: int, *, say: Callable[[str], None]) -> None:
@@ -47,13 +47,14 @@ class MemoryProbe:
         self._peaks: dict[tuple[Chunks, bool], int | None] = {}
 
     def choose_chunks(self, earlier: Chunks | None = None) -> Chunks:
-        """What a rank encodes at once: as configured, or as the configured budget allows.
+        """The chunks of a rank: as configured, or as large as the configured budget allows.
 
         Args:
-            earlier: What was measured before the run was interrupted: it is to repeat its bits.
+            earlier: The chunks that were measured before the run was interrupted; a resumed run
+                keeps them to repeat the same bits.
 
         Raises:
-            ConfigError: Not even one text at a time stays within the budget.
+            ConfigError: A step with chunks of one text exceeds the budget.
         """
         section = self._config.contrastive
         if section.memory_budget is None:
@@ -74,9 +75,9 @@ class MemoryProbe:
         return chunks
 
     def measure(self, chunks: Chunks) -> tuple[int | None, int]:
-        """Bytes of the dearest step on the largest rank: (plain, as configured).
+        """Peak bytes of the largest step on the largest rank: (plain, as configured).
 
-        The first is None where a step without recompute does not fit or is not to be measured.
+        The first is None if a step without recompute does not fit or must not be measured.
 
         Raises:
             ConfigError: A step as configured does not fit.
@@ -96,7 +97,7 @@ class MemoryProbe:
         return plain, configured
 
     def _peak_of_a_step(self, chunks: Chunks, *, recompute: bool) -> int | None:
-        """The largest of the ranks' peaks, on all of them; None where it does not fit on one."""
+        """The largest peak of all ranks, on every rank; None if the step does not fit on one."""
         if (chunks, recompute) not in self._peaks:
             try:
                 peak = measure_step(
@@ -111,7 +112,7 @@ class MemoryProbe:
 
 
 def largest_of_ranks(count: int) -> int:
-    """The largest of the ranks' counts, on all of them."""
+    """The largest of the ranks' values, on every rank."""
     if not is_distributed():
         return count
     largest = paddle.to_tensor([count], dtype="int64")
@@ -124,35 +125,36 @@ def largest_of_ranks(count: int) -> int:
 def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Chunks) -> int:
     """Peak bytes of one optimizer step on texts of full length.
 
-    The second of two steps is measured, because AdamW makes its moments in the first, which is on
-    eight pairs. The texts have ``max_query_tokens`` and ``max_positive_tokens`` tokens, the most
-    that a batch can have, so that the figures with and without recompute are those of the same,
-    the dearest, step.
+    The second of two steps is measured, because AdamW creates its moments in the first one, which
+    has eight pairs. The texts have ``max_query_tokens`` and ``max_positive_tokens`` tokens, the
+    most that a batch can have, so the figures with and without recompute are of the same, largest
+    step.
 
-    With chunks of so many tokens, one chunk of each side has the longest texts and the next one the
-    most texts that there can be, short ones. In between a chunk of as many tokens takes no more
-    than the dearer of the two: of its bytes some grow with the tokens, some with tokens times
-    length (attention), some with the number of texts (vectors). This makes the step short, too.
+    With `chunks` of tokens, one chunk of each side has the longest texts and the next one the most
+    texts, short ones. A chunk between these two takes no more than the larger of them: some of its
+    bytes grow with the tokens, some with tokens times length (attention), some with the number of
+    texts (vectors). Two chunks also make the step short.
 
     On CPU, Paddle 2.6 knows only the peak since the process began: measure the smaller one first.
 
     Args:
-        config: Of the run. Every rank must call, as a step sends gradients to all of them.
+        config: The configuration of the run. Every rank must call this, because a step synchronizes
+            gradients.
         vocab_size: Rows of the word embedding.
         recompute: Whether `config.recompute` is applied to the model.
-        chunks: What is encoded at once.
+        chunks: The chunks of each rank.
 
     Returns:
-        The peak on this rank, in bytes, with parameters, gradients and moments in it.
+        The peak on this rank, in bytes, including parameters, gradients and moments.
     """
-    gc.collect()  # layers and their hooks hold each other: without this a dead model takes memory
+    gc.collect()  # Layers and their hooks are reference cycles; free the models of earlier steps
     paddle.seed(config.train.seed)
     model = build_model(config.model, vocab_size)
     model.train()
     if recompute:
         apply_recompute(model, config.recompute)
     objective = Objective(config, chunks)
-    # A Program is recomputed by what its configuration says, not by the wrapping of this model.
+    # A Program takes recompute from its configuration, not from the wrapping of this model.
     section = config.recompute.model_copy(update={"enable": recompute})
     as_measured = config.model_copy(update={"recompute": section})
     amp = _unscaled(config.strategy.amp_configs) if config.strategy.amp else None
@@ -161,7 +163,7 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     )
     steps = [
         [
-            _dearest_batch(config, vocab_size, chunks)
+            _largest_batch(config, vocab_size, chunks)
             for _ in range(config.strategy.gradient_merge_configs.k_steps)
         ]
         for _ in range(1 + BATCHES_AHEAD)
@@ -179,22 +181,22 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
 def chunks_within_budget(
     config: Config, peak_of: Callable[[Chunks], int | None]
 ) -> tuple[Chunks, int]:
-    """Chunks as large as ``contrastive.memory_budget`` allows, by measuring steps.
+    """The largest chunks within ``contrastive.memory_budget``, found by measuring steps.
 
-    From one text on, chunks are made larger: twice as large at most, and not beyond where a
-    straight line through the last two peaks meets the budget. So little more than the budget is
-    taken while this is found out, which matters where the system kills what takes too much.
+    The search starts with one text per chunk. The next chunk is at most twice as large, and not
+    larger than where a straight line through the last two peaks meets the budget. So a step takes
+    little more than the budget during the search; more could make the system kill the process.
 
     Args:
-        config: Of the run, with a ``memory_budget``.
+        config: The configuration of the run, with a ``memory_budget``.
         peak_of: The peak of a step with such chunks on the largest rank, in bytes, the same on all
-            ranks; None where it does not fit into the memory.
+            ranks; None if it does not fit into the memory.
 
     Returns:
-        The chunks, and the peak of a step with them; no chunks where the whole batch fits at once.
+        The chunks, and the peak of a step with them; no chunks if the whole batch fits at once.
 
     Raises:
-        ConfigError: Not even one text at a time stays within the budget.
+        ConfigError: A step with chunks of one text exceeds the budget.
     """
     budget, pairs = config.contrastive.memory_budget, config.local_batch
     assert budget is not None
@@ -254,11 +256,11 @@ def _does_not_fit(config: Config, chunks: Chunks) -> str:
 
 
 def _unscaled(amp: AmpConfigs) -> AmpConfigs:
-    """A step that overflows would be skipped, and AdamW would not make its moments in it."""
+    """AMP without overflow: an overflow would skip the step, and AdamW would create no moments."""
     return amp.model_copy(update={"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False})
 
 
-def _dearest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
+def _largest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
     random = np.random.default_rng(config.train.seed)
     lengths = {
         "query": config.data.max_query_tokens,

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: figures, a progress bar or plain lines, and a JSONL file."""
+"""The output of a run in progress: figures, a progress bar or plain lines, and a JSONL file."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paddle_recompute._paddle import memory as _memory
 
 
 class Meter:
-    """Time and peak memory of the steps alone, without what is logged and saved between them.
+    """Time and peak memory of the steps, without logging and saving between them.
 
-    ``start()`` before a step (its batch is read within it), ``stop()`` after it.
+    ``start()`` before a step (it includes reading the batch), ``stop()`` after it.
 
     Attributes:
-        steps: How many steps were made.
-        seconds: How long they took.
-        peak_bytes: The largest peak of one of them on this rank; None before the first one, and
-            where Paddle cannot measure a step alone (2.6 on CPU).
+        steps: Number of steps.
+        seconds: Their total time.
+        peak_bytes: The largest peak of a step on this rank; None before the first step, and if
+            Paddle cannot measure the peak of a single step (2.6 on CPU).
     """
 
     def __init__(self) -> None:
@@ -34,27 +34,27 @@ class Meter:
         self._measures_peak = _memory.can_reset_peak()
 
     def start(self) -> None:
-        """A step begins."""
+        """Call before a step."""
         if self._measures_peak:
             _memory.reset_peak()
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """The step is done."""
+        """Call after a step."""
         self.seconds += time.perf_counter() - self._started
         self.steps += 1
         if self._measures_peak:
             self.peak_bytes = max(self.peak_bytes or 0, _memory.peak_bytes())
 
     def add(self, other: Meter) -> None:
-        """Take in the steps of another meter."""
+        """Add the steps of another meter."""
         self.steps += other.steps
         self.seconds += other.seconds
         if other.peak_bytes is not None:
             self.peak_bytes = max(self.peak_bytes or 0, other.peak_bytes)
 
     def rate(self, examples_per_step: int) -> float:
-        """Examples per second; 0 where no step was made."""
+        """Examples per second; 0 before the first step."""
         return self.steps * examples_per_step / self.seconds if self.steps else 0.0
 
 
@@ -63,9 +63,9 @@ class Progress:
 
     Args:
         total: Steps of the whole run.
-        done: Steps done before, in a run that is resumed.
-        enabled: False on every rank but the first: nothing is shown.
-        stream: Where to show it; standard error unless given.
+        done: Steps that a resumed run has done before.
+        enabled: Whether to show anything; true on the first rank only.
+        stream: Where to show it; None: standard error.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Progress:
             self._bar.close()
 
     def advance(self) -> None:
-        """One more step is done."""
+        """Count one step."""
         if self._bar is not None:
             self._bar.update()
 
@@ -113,11 +113,11 @@ class Progress:
 
 
 class MetricsLog:
-    """A JSONL file, one record per line, each written through at once.
+    """A JSONL file, one record per line, each flushed at once.
 
     Args:
-        path: The file. A run that is resumed keeps the records up to `resumed_at` and drops the
-            later ones, which it is about to make again; any other run starts with an empty file.
+        path: The file. A resumed run keeps the records up to `resumed_at` and drops later ones,
+            which it will write again; any other run starts with an empty file.
         resumed_at: The step of the checkpoint that the run continues from; 0 in a new run.
     """
 
@@ -134,9 +134,9 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; none if there is no file.
+    """The records of a metrics file; none if the file does not exist.
 
-    The last line may be torn where a run was killed while it wrote; it is left out.
+    The last line is left out if it is incomplete because the run was killed while writing it.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""What a configuration trains for: its contrastive loss, and how the gradient of it is computed."""
+"""The training objective of a configuration: its contrastive loss, with or without GradCache."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Chunks:
     """How much of its pairs a rank encodes at once.
 
     Attributes:
-        size: So many pairs.
-        tokens: So many tokens, padding included; texts are sorted by length.
+        size: Pairs per chunk.
+        tokens: Tokens per chunk, padding included; texts are sorted by length.
 
-    With neither of them all pairs are encoded at once, without a gradient cache.
+    If both are None, all pairs are encoded at once, without a gradient cache.
     """
 
     size: int | None = None
@@ -42,12 +42,12 @@ class Chunks:
         return "all pairs at once" if self.tokens is None else f"{self.tokens} tokens at a time"
 
     def to_dict(self) -> dict[str, int | None]:
-        """For JSON; ``Chunks(**it)`` reads it back."""
+        """JSON values; ``Chunks(**values)`` reads them back."""
         return asdict(self)
 
 
 def positive_ids(config: Config, pairs: Sequence[Pair]) -> NDArray[np.int64] | None:
-    """Numbers by which the loss tells equal positives: ``[pairs]``; None where it does not look."""
+    """Ids of equal positives for the loss, ``[pairs]``; None if the loss does not use ids."""
     if not config.contrastive.mask_false_negatives:
         return None
     ids: NDArray[np.int64] = text_ids(pair.positive for pair in pairs).numpy()
@@ -61,12 +61,12 @@ class Objective:
     ``contrastive.mask_false_negatives`` also ``positive_ids``, ``[pairs]``, int64.
 
     Args:
-        config: Of the run.
-        chunks: What is encoded at once.
+        config: The configuration of the run.
+        chunks: The chunks of each rank.
 
     Attributes:
-        loss: The Layer, which may have a parameter of its own: the learnable temperature.
-        chunks: As given.
+        loss: The loss Layer; a learnable temperature is its parameter.
+        chunks: The chunks of each rank.
     """
 
     def __init__(self, config: Config, chunks: Chunks) -> None:
@@ -85,32 +85,30 @@ class Objective:
         )
 
     def loss_of(self, model: paddle.nn.Layer, batch: Batch) -> paddle.Tensor:
-        """The scalar loss, float32, of all pairs of `batch` encoded at once."""
+        """The loss of all pairs of `batch`, encoded at once: a scalar, float32."""
         ids = {name: batch[name] for name in batch.keys() - {"query", "positive"}}
         return self.loss(model(batch["query"]), model(batch["positive"]), **ids)
 
     def parameters(self) -> dict[str, paddle.Tensor]:
-        """What is trained beside the encoder, by structured name: ``loss/logit_scale`` where the
-        temperature is learned.
+        """The trained parameters besides the encoder's, by structured name: ``loss/logit_scale`` if
+        the temperature is learned.
         """
         return {f"{OF_LOSS}{name}": one for name, one in self.loss.named_parameters()}
 
     def train_step(
         self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer, **options: Any
     ) -> TrainStep:
-        """A step with or without a gradient cache, as `chunks` say.
+        """A `TrainStep` in `chunks`; without chunks the encoders' backwards run one after another.
 
         Args:
             model: The encoder of both sides.
-            optimizer: Over its parameters and those of `loss`.
-            **options: Of `TrainStep`.
+            optimizer: The optimizer of its parameters and those of `loss`.
+            **options: Options of `TrainStep`.
         """
         trained = model
         if self.loss.parameters():
             trained = paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
         options["sync"] = GradientSync.from_config(trained, self._config)
-        if not self.chunks:
-            return TrainStep(model, optimizer, loss_fn=self.loss_of, loss=self.loss, **options)
         size, tokens = self.chunks.size, self.chunks.tokens
         cache = GradCache(model, self.loss, chunk_size=size, chunk_tokens=tokens)
         return TrainStep(model, optimizer, grad_cache=cache, **options)

@@ -1,8 +1,8 @@
 """One self-contained HTML page about a run: the loss, the memory saved, recall before and after.
 
-The pictures are embedded in the page and lie beside it as PNG files too, for slides and issues.
-Matplotlib is used through its objects alone: importing this module selects no backend and leaves
-the figures of a notebook or a training script as they are.
+The pictures are embedded in the page and also written beside it as PNG files, for slides and
+issues. Matplotlib is used through its objects only: importing this module selects no backend and
+does not change the figures of a notebook or a script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ try:
     from matplotlib.figure import Figure
 except ModuleNotFoundError as error:
     raise DependencyError(
-        "the report of a training run is drawn with Matplotlib, which is not installed; "
+        "the report of a training run needs Matplotlib, which is not installed; "
         "pip install matplotlib (or 'paddle-recompute[report]')"
     ) from error
 
@@ -141,7 +141,7 @@ def loss_figure(metrics: Sequence[dict[str, Any]]) -> Figure:
     steps = [record["step"] for record in metrics]
     marker = "o" if len(steps) < 30 else ""
     for axes, key, color in ((loss, "loss", AFTER), (rate, "lr", QUIET)):
-        # A step that was skipped may have no loss: the line has a gap there.
+        # A skipped step may have no loss: leave a gap in the line.
         values = [math.nan if record[key] is None else record[key] for record in metrics]
         axes.plot(steps, values, color=color, linewidth=2, marker=marker, markersize=4)
         axes.set_ylim(bottom=0)
@@ -153,7 +153,7 @@ def loss_figure(metrics: Sequence[dict[str, Any]]) -> Figure:
 
 
 def memory_figure(plain_bytes: int | None, configured_bytes: int) -> Figure:
-    """Two bars: the peak of a step without recompute, if it is known, and as configured."""
+    """Two bars: the peak of a step without recompute, if known, and as configured."""
     figure = Figure(figsize=(5.2, 2.9), layout="constrained")
     axes = figure.subplots()
     values = [configured_bytes / 2**20, (plain_bytes or 0) / 2**20]
@@ -205,7 +205,7 @@ def retrieval_table(record: dict[str, Any]) -> str:
 
 
 def _ceiling(record: dict[str, Any]) -> str | None:
-    """What no model can reach, where the tokens leave something undecided."""
+    """Why no model can reach recall@1 of 1, as a sentence; None if one can."""
     if record.get("recall@1_ceiling", 1.0) == 1.0:
         return None
     reasons = ", ".join(
@@ -221,7 +221,7 @@ def _ceiling(record: dict[str, Any]) -> str | None:
 
 
 def _retrieval_rows(record: dict[str, Any]) -> list[tuple[str, float | None, float]]:
-    """(name, before, after) of every retrieval metric; before is None where not measured."""
+    """(name, before, after) of every retrieval metric; before is None if not measured."""
     names = ("recall@1", "recall@10", "mrr")
     return [(name, record.get(f"untrained_{name}"), record[name]) for name in names]
 

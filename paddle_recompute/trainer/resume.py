@@ -1,4 +1,4 @@
-"""What a run writes into its checkpoints, and with what another one goes on from them."""
+"""What a run saves in its checkpoints, and how it resumes from one."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from paddle_recompute.train_step import Step
 from paddle_recompute.trainer.objective import Chunks
 
 RECORD = "result.json"
-"""In ``train.output_dir``: the final record of a run that has ended."""
+"""In ``train.output_dir``: the final record of a finished run."""
 
 _KEPT = {
-    "data.vocab_size": "the vocabulary is that of the checkpoint",
+    "data.vocab_size": "the vocabulary of the checkpoint is used",
     "train.eval_before": "the model is not untrained any more",
-    "contrastive.temperature": "the learned one is that of the checkpoint",
-    "strategy.amp_configs.init_loss_scaling": "the loss scale is that of the checkpoint",
+    "contrastive.temperature": "the learned temperature of the checkpoint is used",
+    "strategy.amp_configs.init_loss_scaling": "the loss scale of the checkpoint is used",
 }
-"""Settings that a run which is resumed takes over from before, by dotted path."""
+"""Settings that a resumed run takes from the checkpoint, by dotted path."""
 
 
 class RunCheckpoints:
-    """The checkpoints of one run. Every rank has one, and calls its methods when the others do.
+    """The checkpoints of one run. All ranks call the methods together.
 
     Args:
-        config: Of the run. It is saved, and compared with the one of before.
+        config: The configuration of the run. It is saved, and compared with the saved one.
         rank: Number of this rank.
-        world_size: How many ranks there are.
-        say: Tells the user something; does so on rank 0 alone.
+        world_size: Number of ranks.
+        say: Shows the user a sentence, on rank 0 only.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class RunCheckpoints:
             if path == "contrastive.learnable_temperature":
                 raise CheckpointError(
                     f"{checkpoint.folder} is of a run with {path}: {str(old).lower()}, and its "
-                    "optimizer knows no other; resume with that, or start anew from its weights "
-                    "with model.init_from"
+                    "optimizer state fits no other value; resume with that value, or start a new "
+                    "run from its weights with model.init_from"
                 )
             kept = _KEPT.get(path)
             if (
@@ -131,14 +131,14 @@ class RunCheckpoints:
             at_most = min(steps)
 
     def record_of_ended(self, checkpoint: Checkpoint, total: int) -> dict[str, Any] | None:
-        """The final record of a run that has no step left, on every rank; says what becomes of it.
+        """The final record of a finished run, on every rank; says how it is used.
 
         Args:
-            checkpoint: With at least `total` steps.
-            total: Steps that are asked for.
+            checkpoint: A checkpoint of at least `total` steps.
+            total: Configured number of steps.
 
         Returns:
-            None where the run has none, or one of another step, which it did not end with.
+            None if there is no record, or if it is of another step.
         """
         path = self._config.train.output_dir / RECORD
         record = _read_record(path)
@@ -147,16 +147,16 @@ class RunCheckpoints:
             f"The run has ended: {checkpoint.step} steps are done, and {total} are asked for. To "
             "train on, raise train.max_steps (and train.num_epochs, if it is set)"
         )
-        # All ranks or none: one that alone went on to the evaluation would wait for the others.
+        # All ranks or none: a rank that evaluates alone would wait for the others.
         if mean_over_ranks(float(found)) < 1:
             self._say(f"  {path} has no record of step {checkpoint.step}: the model is evaluated")
             return None
-        self._say(f"  its record is kept as it is; to evaluate anew, remove {path}")
+        self._say(f"  its record is kept; to evaluate again, remove {path}")
         return record
 
     def chunks_of(self, checkpoint: Checkpoint | None) -> Chunks | None:
-        """The chunks that the run of `checkpoint` has measured; None where they are to be measured:
-        there was none, or its loss, its batch or the number of ranks was another one.
+        """The chunks that the run of `checkpoint` measured; None if they must be measured: there is
+        no checkpoint, or its loss, its batch or its number of ranks was different.
         """
         if checkpoint is None or checkpoint.state.get("world_size") != self._world_size:
             return None
@@ -172,8 +172,8 @@ class RunCheckpoints:
         loss: paddle.nn.Layer,
         train_step: Step,
     ) -> None:
-        """Put everything back. `train_step` has been made: level O2 has cast the parameters and
-        given the optimizer its master weights. `loss` may have a temperature of its own.
+        """Restore the whole state. Call it after `train_step` is built: level O2 has then cast the
+        parameters and created the master weights. `loss` may have a learned temperature.
 
         Raises:
             CheckpointError: The files are damaged or belong to another model.
@@ -204,8 +204,8 @@ class RunCheckpoints:
         save_tokenizer: Callable[[Path], None],
         about: dict[str, Any],
     ) -> None:
-        """Write a checkpoint; returns when it is complete. `about` are JSON values, by name, that
-        another run is to know of this one.
+        """Write a checkpoint; returns when it is complete. `about` are JSON values, by name, for
+        runs that resume from it.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -235,12 +235,12 @@ class RunCheckpoints:
         barrier()
 
     def _sync_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """What this rank's `GradientSync` goes on with, said where something of it is lost."""
+        """The state of this rank's `GradientSync`; says so if a part of it is lost."""
         sync, saved_by = self._config.sync, checkpoint.state.get("world_size", 0)
         if checkpoint.has_sync_states and saved_by != self._world_size:
             self._say(
-                f"  {saved_by} ranks saved what the bfloat16 rounding of their gradients still "
-                f"owed, and now there are {self._world_size}: it is dropped, and starts at zero"
+                f"  {saved_by} ranks saved the bfloat16 rounding errors of their gradients (error "
+                f"feedback), and now there are {self._world_size}: the errors are reset to zero"
             )
         elif checkpoint.has_sync_states and sync.compression == "bf16" and sync.error_feedback:
             return checkpoint.sync_state(self._rank)
@@ -248,7 +248,7 @@ class RunCheckpoints:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write the final record of a run into its folder, the file whole or not at all."""
+    """Write the final record of a run into its folder, complete or not at all."""
     path = folder / RECORD
     being_written = path.with_name(f".{RECORD}.{os.getpid()}")
     being_written.write_text(json.dumps(record) + "\n", encoding="utf-8")

@@ -1,13 +1,13 @@
-"""From a configuration to a trained encoder, its checkpoint, its metrics and its report.
+"""Train an encoder from a configuration, and write its checkpoint, metrics and report.
 
-Every rank runs the same `Trainer`; rank 0 alone writes files and speaks. While it does so the
-others wait at the store (`grad_sync.barrier`), never in a collective, which gloo ends after 30 s.
+Every rank runs the same `Trainer`; only rank 0 writes files and prints. Meanwhile the other ranks
+wait at the store (`distributed.barrier`), not in a collective, which gloo ends after 30 s.
 
-A step is a function of (seed, step, rank) and of the parameters and moments before it: the data
-order follows from seed and epoch, the dropout masks are drawn after ``paddle.seed`` of the three,
-the learning rate from the step. That is why a checkpoint needs no random state, and a run that is
-resumed repeats the bits of one that was not interrupted. (The masks depend on how the pairs are cut
-into chunks, too; chunks that were measured are therefore noted in the checkpoint.)
+A step is a function of (seed, step, rank) and of the parameters and moments before it. The data
+order depends on seed and epoch; dropout masks are drawn after ``paddle.seed`` of the three; the
+learning rate depends on the step. So a checkpoint needs no random state, and a resumed run repeats
+the bits of an uninterrupted one. (The masks also depend on the chunks; measured chunks are
+therefore saved in the checkpoint.)
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from paddle_recompute.trainer.resume import RunCheckpoints, remove_record, write
 
 
 class Trainer:
-    """One training run, on as many ranks as the environment says.
+    """One training run, on the ranks that the environment declares.
 
     Args:
-        config: The validated configuration. ``config.launch`` must match the ranks that run.
+        config: The validated configuration. ``config.launch`` must match the running ranks.
 
     Examples:
         >>> record = Trainer(load_config("run.yaml")).run()  # doctest: +SKIP
@@ -69,7 +69,6 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._folder = config.train.output_dir
-        self._k_steps = config.strategy.gradient_merge_configs.k_steps
         self._amp = config.strategy.amp_configs if config.strategy.amp else None
         self._autocast: Callable[[], contextlib.AbstractContextManager[None]]
         self._autocast = contextlib.nullcontext
@@ -77,8 +76,9 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train, evaluate, and write checkpoints, metrics and a report to ``train.output_dir``.
 
-        With ``train.resume`` and no step left the run has ended: its record is kept as it is, and
-        returned. Where there is none (the run was killed in its last evaluation) one is made.
+        With ``train.resume`` and no step left, the run is finished: its record is kept and
+        returned. If there is none (the run was killed in its last evaluation), the model is
+        evaluated.
 
         Returns:
             The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` and the
@@ -94,9 +94,9 @@ class Trainer:
             encodes at once; both None: all its pairs), ``world_size``, ``output_dir``.
 
         Raises:
-            ConfigError: The ranks that run are not those of ``config.launch``,
-                ``train.output_dir`` cannot be made, a step does not fit into the memory or into
-                ``contrastive.memory_budget``, the device has no mixed precision, or a static graph
+            ConfigError: The running ranks are not those of ``config.launch``; ``train.output_dir``
+                cannot be made; a step does not fit into the memory or into
+                ``contrastive.memory_budget``; the device has no mixed precision; or a static graph
                 cannot honour a setting.
             DataError: The pairs cannot be read, or are too few for one step.
             CheckpointError: There is no checkpoint to resume from, or it is of another model.
@@ -111,7 +111,7 @@ class Trainer:
         self._checkpoints = RunCheckpoints(
             self.config, rank=self._rank, world_size=self._world_size, say=self._say
         )
-        self._note(self.config.without_effect())
+        self._say_each(self.config.without_effect())
         checkpoint = self._checkpoints.find()
         data = self._prepare_data(checkpoint)
         loader = self._loader(data)
@@ -154,22 +154,22 @@ class Trainer:
         return record
 
     def _make_folder(self) -> None:
-        """At the start: a run should not find out at its end that it cannot write."""
+        """Make the folder before training, so that a run does not fail at its end."""
         try:
             if self._is_main:
                 self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"train.output_dir: {self._folder} cannot be made ({error.strerror}); name a "
-                "folder that can be written to"
+                "folder that is writable"
             ) from error
         barrier()
         saves_residuals = self.config.sync.compression == "bf16" and self.config.sync.error_feedback
         if saves_residuals and not self._folder.is_dir():
             raise ConfigError(
                 f"train.output_dir: rank {self._rank} does not see {self._folder}, which rank 0 "
-                "has made, and with sync.compression: bf16 every rank has something to save there; "
-                "name a folder that all machines share, or set sync.error_feedback: false"
+                "has made; with sync.compression: bf16 every rank saves a file there. Name a "
+                "folder that all machines share, or set sync.error_feedback: false"
             )
 
     def _prepare_data(self, checkpoint: Checkpoint | None) -> PreparedData:
@@ -178,14 +178,14 @@ class Trainer:
             seed=self.config.train.seed,
             is_main_rank=self._is_main,
             barrier=barrier,
-            # The cache may have been emptied since, and a new vocabulary would be another one.
+            # The cache may have been emptied, and a new vocabulary would be different.
             tokenizer_file=checkpoint.tokenizer_file if checkpoint is not None else None,
         )
         self._say(
             f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
             f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
         )
-        self._note(data.notes)
+        self._say_each(data.notes)
         return data
 
     def _build_model(self, vocab_size: int) -> paddle.nn.Layer:
@@ -208,7 +208,7 @@ class Trainer:
         checkpoint: Checkpoint | None,
         untrained: dict[str, float],
     ) -> dict[str, Any]:
-        """Make the steps that are left; returns what the final record says about them."""
+        """Run the remaining steps; returns what the final record says about them."""
         settings, global_batch = self.config.train, self.config.contrastive.global_batch
         done = checkpoint.step if checkpoint else 0
         schedule = build_schedule(self.config, total)
@@ -228,12 +228,12 @@ class Trainer:
             self._say(f"Mixed precision: {self._amp.dtype}, level {self._amp.level}")
         if checkpoint is not None:
             self._checkpoints.restore(checkpoint, model, objective.loss, train_step)
-            for _ in range(done):  # a function of the step alone: made again, not restored
+            for _ in range(done):  # the schedule depends on the step only and is not saved
                 schedule.step()
         log = None
         if self._is_main:
             log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done)
-            if checkpoint is None:  # that of an earlier run in the same folder is not of this one
+            if checkpoint is None:  # an existing record is of an earlier run
                 remove_record(self._folder)
         ids = positive_ids(self.config, data.train)
         whole_run, window = Meter(), Meter()
@@ -322,7 +322,7 @@ class Trainer:
         raise StoppedError(text, 128 + signal_number)
 
     def _figures(self, loss: float | None, *meters: Meter) -> dict[str, Any]:
-        """What the final record says of the steps of `meters`, the last of which had `loss`."""
+        """The figures of the final record for the steps of `meters`; `loss` is of the last step."""
         steps = Meter()
         for meter in meters:
             steps.add(meter)
@@ -347,10 +347,11 @@ class Trainer:
         )
         if len(loader) == 0:
             raise DataError(
-                f"{len(data.train)} training pairs make not one batch of contrastive.global_batch "
-                f"= {self.config.contrastive.global_batch}; give more pairs or lower it"
+                f"{len(data.train)} training pairs do not fill one batch of "
+                f"contrastive.global_batch = {self.config.contrastive.global_batch}; give more "
+                "pairs or lower it"
             )
-        self._note(loader.notes())
+        self._say_each(loader.notes())
         return loader
 
     def _learned_temperature(self, objective: Objective) -> dict[str, float]:
@@ -385,7 +386,7 @@ class Trainer:
                     return
 
     def _evaluate(self, model: paddle.nn.Layer, data: PreparedData) -> dict[str, float]:
-        """Retrieval metrics on the held-out pairs, of whose work every rank does its share."""
+        """Retrieval metrics on the held-out pairs; the ranks share the work."""
         encode = partial(
             encode_texts,
             model,
@@ -402,7 +403,7 @@ class Trainer:
         return retrieval_metrics(query, pool, target, ks=(1, 10), over_ranks=True)
 
     def _conclude(self, record: dict[str, Any]) -> None:
-        """Rank 0 writes the report and the record, and shows the table; the others wait."""
+        """Rank 0 writes the report and the record and shows the table; the other ranks wait."""
         if self._is_main:
             write_report(
                 self._folder,
@@ -434,7 +435,7 @@ class Trainer:
                 f"{result.loss_scale:g} (loss {result.loss:g}, gradient norm {result.grad_norm:g})"
             )
 
-    def _note(self, sentences: list[str]) -> None:
+    def _say_each(self, sentences: list[str]) -> None:
         for sentence in sentences:
             self._say(f"  {sentence}")
 
@@ -461,7 +462,7 @@ def _join_ranks(config: Config) -> tuple[int, int]:
     """Choose the device, join the process group if there is one; returns (rank, world size)."""
     if config.launch.device == "gpu" and not paddle.is_compiled_with_cuda():
         raise ConfigError(
-            "launch.device is gpu, and the installed Paddle is built without CUDA; install "
+            "launch.device is gpu, but the installed Paddle is built without CUDA; install "
             "paddlepaddle-gpu or set launch.device=cpu"
         )
     paddle.set_device(config.launch.device)
@@ -478,5 +479,5 @@ def _join_ranks(config: Config) -> tuple[int, int]:
 
 
 def _finite(value: float) -> float | None:
-    """The number, or None, which JSON can hold, in its place."""
+    """The number; None if it is not finite, because JSON has no such number."""
     return value if math.isfinite(value) else None

@@ -102,7 +102,7 @@ def test_every_row_of_a_chunk_must_be_repeated(row: int, chunk: int, spoilt: flo
             output = output + paddle.to_tensor(added)
         return output
 
-    with pytest.raises(RecomputeError, match="encoder of query returned other numbers"):
+    with pytest.raises(RecomputeError, match="encoder of query returned other values"):
         GradCache(changing, criterion, chunk_size=SIZE).backward(query, positive)
 
 

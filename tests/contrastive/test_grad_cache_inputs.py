@@ -229,13 +229,12 @@ def test_padding_is_not_computed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give one of them"),
         ({"chunk_size": 1, "chunk_tokens": 1}, "give one of them"),
         ({"chunk_size": 0}, "chunk_size: received 0; allowed is a whole number of at least 1"),
         ({"chunk_size": 2.0}, "chunk_size: received 2.0"),
         ({"chunk_size": True}, "chunk_size: received True"),
         ({"chunk_tokens": -1}, "chunk_tokens: received -1"),
-        ({"chunk_size": 1, "length_of": len}, "length_of has no effect with chunk_size"),
+        ({"chunk_size": 1, "length_of": len}, "length_of has an effect with chunk_tokens only"),
     ],
 )
 def test_sizes_that_are_refused(options: dict[str, Any], message: str) -> None:
@@ -271,7 +270,7 @@ def test_an_encoder_that_cannot_be_called() -> None:
         (texts(1), (texts(2), np.zeros([])), r"positive\[1\] is a tensor without axes"),
         (texts(1), np.zeros([5, 3], "int64"), "query has 24 rows and positive has 5"),
         (texts(1), (texts(2), paddle.zeros([])), r"positive\[1\] is a tensor without axes"),
-        ("猫", texts(2), "query holds no Tensor"),
+        ("猫", texts(2), "query contains no Tensor"),
         (texts(1), paddle.create_parameter([BATCH, 4], "float32"), "positive needs a gradient"),
     ],
 )

@@ -248,7 +248,7 @@ def test_an_encoder_that_does_something_else_the_second_time_is_told() -> None:
         def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
             return super().forward(ids) * (1 + self.num_forwards)
 
-    with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other numbers"):
+    with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other values"):
         GradCache(Counting(), criterion, chunk_size=SIZE).backward(texts(1), texts(2))
 
 
@@ -263,12 +263,12 @@ def test_an_encoder_that_writes_into_its_input_is_told() -> None:
 
 def test_chunks_share_the_state_that_does_not_change() -> None:
     watch = StateWatch([make(1)])
-    moments = []
+    states = []
     for _ in range(3):
-        moments.append(watch.moment())
+        states.append(watch.capture())
         with watch.forward():
             paddle.rand([2])
-    first, *others = moments
+    first, *others = states
     for other in others:
         assert other.layers is first.layers
         assert other.rng.numpy is first.rng.numpy and other.rng.python is first.rng.python

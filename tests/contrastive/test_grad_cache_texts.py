@@ -116,7 +116,7 @@ def test_a_mask_that_is_added_to_scores_is_refused(mask: Any, tensors: bool) -> 
     batch = {"input_ids": IDS, "attention_mask": mask.astype(dtype)}
     if tensors:
         batch = {name: paddle.to_tensor(one) for name, one in batch.items()}
-    with pytest.raises(DataError, match=r"query\['attention_mask'\] is no mask of 1 for tokens"):
+    with pytest.raises(DataError, match=r"query\['attention_mask'\] is not a mask of 1 for tokens"):
         lengths_of(batch, None, "query")
 
 

@@ -180,7 +180,7 @@ def test_temperature_must_be_a_positive_number(temperature: float) -> None:
         ({"negatives": "local", "group": "a group"}, "group has no effect with negatives='local'"),
         (
             {"temperature": 0.009, "learnable_temperature": True},
-            "temperature: received 0.009; with learnable_temperature it starts at 0.01 at least",
+            "temperature: received 0.009; with learnable_temperature allowed is at least 0.01",
         ),
     ],
 )

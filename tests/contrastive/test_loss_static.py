@@ -114,7 +114,7 @@ def test_tiles_in_a_program_are_refused() -> None:
 def test_ranks_that_have_not_joined_and_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     data = paddle.static.data("query", [PAIRS, DIM])
-    with pytest.raises(SyncError, match=r"is one of 2 ranks .* has not joined"):
+    with pytest.raises(SyncError, match=r"is one of 2 ranks .* did not join"):
         ContrastiveLoss()(data, data)
     with pytest.raises(StaticGraphError, match="negatives come from all ranks"):
         ContrastiveLoss(group=object())(data, data)

@@ -39,7 +39,7 @@ def test_what_is_counted() -> None:
     assert found.notes() == [
         "2 held-out queries are [UNK] alone",
         "2 held-out queries share their tokens with one of another answer",
-        "1 answers share their tokens, as they are cut, with a candidate",
+        "1 answers share their tokens, after cutting, with a candidate",
         "so recall@1 is at most 0.7778",
     ]
 

@@ -118,7 +118,7 @@ def test_every_pair_has_its_turn() -> None:
 
 
 def test_rank_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="rank is 2, and there are 2 ranks, counted from 0"):
+    with pytest.raises(ValueError, match="rank is 2; allowed is 0 to 1"):
         RankSampler(10, local_batch=2, rank=2, num_ranks=2, seed=0)
 
 

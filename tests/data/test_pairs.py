@@ -133,8 +133,8 @@ BAD_JSON: dict[str, Any] = {
         "positives": "b",
     },
     "unknown key 'id'; allowed are query, positive, negatives": {"query": "a", "id": 1},
-    "key 'query' is there twice": '{"query": "a", "query": "b", "positive": "c"}',
-    r"query holds half of a surrogate pair \(an escape": {"query": "a\ud800", "positive": "b"},
+    "key 'query' appears twice": '{"query": "a", "query": "b", "positive": "c"}',
+    r"query contains half of a surrogate pair \(an escape": {"query": "a\ud800", "positive": "b"},
 }
 CASES = [("tsv", bad, reason) for reason, bad in BAD_TSV.items()] + [
     ("jsonl", bad if isinstance(bad, str) else json.dumps(bad), reason)
@@ -172,7 +172,7 @@ def test_all_skipped_lines_are_told(tmp_path: Path) -> None:
 
 
 def test_no_pair(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no pair$"):
+    with pytest.raises(DataError, match=r"contains no pair$"):
         read_pairs(write(tmp_path, "pairs.tsv", "query\tpositive\n\n"))
     with pytest.raises(DataError, match=r"no pair \(2 bad lines, the first: .*:1: 1 column"):
         read_pairs(write(tmp_path, "bad.tsv", "x\ny\n"), on_bad_line="skip")

@@ -130,13 +130,11 @@ def test_pairs_sharing_a_text_are_counted() -> None:
 
 def test_too_few_pairs() -> None:
     some = list(chain(distinct(5), distinct(5)))
-    with pytest.raises(
-        DataError, match=r"valid_pairs is 5, and there are 5 different pairs in all"
-    ):
+    with pytest.raises(DataError, match=r"valid_pairs is 5, but there are only 5 different pairs"):
         split_pairs(some, valid_pairs=5, seed=0)
 
 
 def test_no_group_fits() -> None:
     some = [Pair(f"{place}", f"same {place % 2}") for place in range(100, 106)]
-    with pytest.raises(DataError, match=r"valid_pairs is 2, and the smallest group .* has 3 pairs"):
+    with pytest.raises(DataError, match=r"valid_pairs is 2, but the smallest group .* has 3 pairs"):
         split_pairs(some, valid_pairs=2, seed=0)

@@ -243,12 +243,12 @@ def test_key_is_of_everything_that_decides(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_too_few_tokens_allowed(tokenizer: PairTokenizer) -> None:
-    with pytest.raises(ValueError, match=r"max_tokens is 1; \[CLS\] and \[SEP\] alone are 2"):
+    with pytest.raises(ValueError, match=r"max_tokens is 1; \[CLS\] and \[SEP\] need at least 2"):
         tokenizer.encode(["cat"], 1)
 
 
 def test_nothing_to_learn_from(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="hold no word"):
+    with pytest.raises(DataError, match="contain no word"):
         train_tokenizer(["", " "], tmp_path / "tokenizer.json", 100)
 
 
@@ -278,7 +278,7 @@ def test_damaged_file(tmp_path: Path, content: bytes, reason: str) -> None:
 def test_file_with_other_special_tokens(tmp_path: Path, vocab: dict[str, int]) -> None:
     library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
     library.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"\[PAD\] must be 0, \[CLS\] and \[SEP\] be there"):
+    with pytest.raises(DataError, match=r"\[PAD\] must be 0, and \[CLS\], \[SEP\] exist"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 

@@ -59,7 +59,7 @@ def test_the_inputs_of_the_block_before_are_on_their_way() -> None:
     with switches.set_to(copy_us=50_000):
         last = kept[3].load()
         ahead = kept[2]._ahead
-        assert isinstance(ahead, device.Arriving) and not ahead.has_arrived()
+        assert isinstance(ahead, device.Arriving) and not ahead._done.query()
         assert kept[1]._ahead is None  # one for each that is taken, so the device does not fill up
         assert kept[2].load().tolist() == [2.0] * 64
         assert kept[1]._ahead is not None

@@ -251,7 +251,7 @@ def run(program: Program, *, cached: bool) -> Trained:
             outputs = [in_chunks(towers[min(i, 1)], one, program) for i, one in enumerate(inputs)]
             value = total(*outputs)
             if value.stop_gradient:  # Paddle's backward does nothing then; GradCache says so
-                raise ConfigError("the loss does not depend on anything that is trained")
+                raise ConfigError("the loss does not depend on a trained parameter")
             (value * share).backward()
         result.losses.append(float(value))
     for parameter in parameters:
@@ -292,7 +292,7 @@ def outcome(program: Program, *, cached: bool) -> Trained | str:
     try:
         return run(program, cached=cached)
     except ConfigError as error:
-        assert "does not depend on anything that is trained" in str(error), error
+        assert "does not depend on a trained parameter" in str(error), error
         return "nothing is trained"
 
 
@@ -302,7 +302,7 @@ def check_by_rows(program: Program) -> None:
         program = replaced(program, detached=frozenset(), micro_batches=1, masked=False)
         whole = program.wrong < min(program.rows, program.chunk_size)
         if whole and program.dtype != "bfloat16":
-            with pytest.raises(RecomputeError, match="returned other numbers"):
+            with pytest.raises(RecomputeError, match="returned other values"):
                 run(program, cached=True)
             return
         program = replaced(program, wrong=None)

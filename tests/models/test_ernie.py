@@ -354,7 +354,7 @@ def test_ids_must_be_a_matrix(shape: list[int]) -> None:
 def test_texts_that_are_too_long_are_refused() -> None:
     model = build_model(tiny(), VOCAB_SIZE)
     model(paddle.ones([2, 8], dtype="int64"))
-    with pytest.raises(DataError, match="received texts of 9 tokens; the model reads at most 8"):
+    with pytest.raises(DataError, match="received texts of 9 tokens; the model accepts at most 8"):
         model(paddle.ones([2, 9], dtype="int64"))
 
 

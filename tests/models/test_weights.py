@@ -225,7 +225,7 @@ def test_whatever_a_damaged_pickle_raises_is_one_line(
     save_weights(Small(1), tmp_path / "model.pdparams")
     monkeypatch.setattr(_pdparams, "_finished", damaged)
     with pytest.raises(
-        CheckpointError, match=r"is damaged, or no \.pdparams file at all \([^\n]+\)$"
+        CheckpointError, match=r"is damaged, or is not a \.pdparams file \([^\n]+\)$"
     ):
         load_weights(Small(1), tmp_path / "model.pdparams")
 
@@ -234,7 +234,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.pdparams"
     for content in ([1, 2, 3], {"weight": {"nested": 1}}, {"weight": "text"}):
         paddle.save(content, str(file))
-        with pytest.raises(CheckpointError, match="holds no weights, which are arrays by name"):
+        with pytest.raises(CheckpointError, match="contains no weights"):
             load_weights(Small(1), file)
 
 

@@ -188,3 +188,10 @@ def test_a_global_batch_is_dealt_out_as_in_training() -> None:
     joined = micro_batches(batch, ranks=2, k_steps=2, rank=None)
     for step, rows in enumerate(joined):
         np.testing.assert_array_equal(rows, np.concatenate([rank[step] for rank in by_rank]))
+
+
+def test_the_help_says_what_the_reference_is() -> None:
+    result = CliRunner().invoke(cli.main, ["parity", "--help"])
+    words = " ".join(result.output.split())
+    assert 'The runs named "fleet" are the reference' in words
+    assert "recompute.engine: fleet" in words and "sync.mode: fleet" in words

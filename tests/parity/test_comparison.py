@@ -193,12 +193,15 @@ def test_the_order_of_three_ranks_depends_on_the_buffers() -> None:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"recompute": {"policy": "segments"}}, "it has no recompute.policy: segments."),
-        ({"recompute": {"offload": "host"}}, "it has no recompute.offload: host."),
-        ({"sync": {"compression": "bf16"}}, "it has no sync.compression: bf16."),
+        (
+            {"recompute": {"policy": "segments"}},
+            "fleet does not support recompute.policy: segments.",
+        ),
+        ({"recompute": {"offload": "host"}}, "fleet does not support recompute.offload: host."),
+        ({"sync": {"compression": "bf16"}}, "fleet does not support sync.compression: bf16."),
         (
             {"recompute": {"policy": "segments", "offload": "disk"}},
-            "it has no recompute.policy: segments, recompute.offload: disk.",
+            "fleet does not support recompute.policy: segments, recompute.offload: disk.",
         ),
     ],
 )
@@ -231,7 +234,7 @@ def _ranks(pair: tuple[str, str, str, Tolerance]) -> list[str]:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"recompute": {"enable": False}}, "needs to know what is recomputed"),
+        ({"recompute": {"enable": False}}, "with and without recompute"),
         ({"launch": {"num_nodes": 2}}, "starts all ranks on this machine"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -238,3 +239,21 @@ def test_what_stays_without_a_backward(run: Run) -> Seen:
 @case("after a backward nothing is kept for an output that stays", has_gradients=False)
 def test_what_stays_for_an_output(run: Run) -> Seen:
     return what_stays(run, backward=True, keep_the_output=True)
+
+
+def test_the_input_of_a_block_goes_when_its_backward_is_over() -> None:
+    """Not at the end of the whole backward: the gradients of earlier blocks need the room."""
+    blocks = [
+        recompute_wrapper(paddle.nn.Sequential(paddle.nn.Linear(16, 16), paddle.nn.GELU()))
+        for _ in range(6)
+    ]
+    hidden = paddle.randn([512, 16])
+    hidden.stop_gradient = False
+    levels: list[int] = []
+    for block in blocks:
+        hidden = block(hidden)
+        hidden.register_hook(lambda gradient: levels.append(_memory.current_bytes()))
+    hidden.sum().backward()
+    boundary = 512 * 16 * 4
+    gradients = (16 * 16 + 16) * 4
+    assert [a - b for a, b in itertools.pairwise(levels[1:])] == [boundary - gradients] * 4

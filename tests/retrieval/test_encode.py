@@ -38,7 +38,7 @@ def encoder(run: Path) -> TrainedEncoder:
 
 @pytest.fixture(autouse=True)
 def small_lots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_module, "_BATCHES_PER_LOT", LOT // BATCH)
+    monkeypatch.setattr(encode_module, "_BATCHES_PER_BLOCK", LOT // BATCH)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_part_belongs_to_one_process(
     encoder: TrainedEncoder, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, part = tmp_path / "pool.npy", tmp_path / "pool.npy.part"
-    message = r"pool.npy.part: another process is writing it; wait for its end"
+    message = r"pool.npy.part: another process is writing it; wait until it ends"
     with part.open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(DataError, match=message):
@@ -205,7 +205,7 @@ def test_texts_that_change_meanwhile_are_told(
         if done == when:
             text_file.write_text(lines + "one more\n")
 
-    with pytest.raises(DataError, match=r"texts.txt: has changed while its texts were encoded"):
+    with pytest.raises(DataError, match=r"texts.txt: changed while its texts were encoded"):
         encode_file(encoder, text_file, output, batch_size=BATCH, progress=change)
     assert not output.exists() and not (tmp_path / "pool.npy.part").exists()
     assert encode_file(encoder, text_file, output, batch_size=BATCH)["texts"] == COUNT + 1
@@ -215,14 +215,14 @@ def test_texts_that_change_meanwhile_are_told(
 def test_text_file_is_not_written_over(encoder: TrainedEncoder, tmp_path: Path) -> None:
     text_file = tmp_path / "pool.npy.txt"
     text_file.write_text("cat\n\ndog\n")
-    with pytest.raises(DataError, match=r"pool.npy.txt: would be written over, since the texts of"):
+    with pytest.raises(DataError, match=r"pool.npy.txt: would be overwritten, because"):
         encode_file(encoder, text_file, tmp_path / "pool.npy")
     assert text_file.read_text() == "cat\n\ndog\n"
 
 
 def test_pipe_is_refused_before_it_is_read(encoder: TrainedEncoder, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "texts.txt")
-    with pytest.raises(DataError, match="is no regular file; it is read more than once"):
+    with pytest.raises(DataError, match="is not a regular file; the texts are read more than once"):
         encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy")
 
 
@@ -277,15 +277,15 @@ def test_part_of_something_else_is_not_gone_on_with(
 
     with pytest.raises(KeyboardInterrupt):
         encode_file(encoder, text_file, output, batch_size=BATCH, progress=interrupt)
-    with pytest.raises(DataError, match=r"part: was begun with batch_size=2; remove it and pool"):
+    with pytest.raises(DataError, match=r"part: was started with batch_size=2; remove it and pool"):
         encode_file(encoder, text_file, output, batch_size=BATCH + 1)
     make_run(tmp_path, seed=1)
     other = load_encoder(tmp_path / "run")
-    with pytest.raises(DataError, match="was begun with another model and max_tokens=12"):
+    with pytest.raises(DataError, match="was started with another model and max_tokens=12"):
         encode_file(other, text_file, output, batch_size=BATCH, max_tokens=5)
     with text_file.open("a") as file:
         file.write("one more\n")
-    with pytest.raises(DataError, match="was begun with other texts; remove"):
+    with pytest.raises(DataError, match="was started with other texts; remove"):
         encode_file(encoder, text_file, output, batch_size=BATCH)
     (tmp_path / "pool.npy.part").write_bytes(b"")
     text_file.write_text("\n".join(texts(COUNT)))
@@ -298,12 +298,12 @@ def test_file_that_is_there_is_not_written_over(
 ) -> None:
     output = tmp_path / "pool.npy"
     output.write_bytes(b"mine")
-    with pytest.raises(DataError, match="is there, and not by this command; name another file"):
+    with pytest.raises(DataError, match="`encode_file` did not write it; name another"):
         encode_file(encoder, text_file, output)
     output.unlink()
     encode_file(encoder, text_file, output)
     before = output.read_bytes()
-    with pytest.raises(DataError, match="is there, made with max_tokens=12; remove it or name"):
+    with pytest.raises(DataError, match="was made with max_tokens=12; remove it or"):
         encode_file(encoder, text_file, output, max_tokens=4)
     assert output.read_bytes() == before
 
@@ -312,7 +312,7 @@ def test_file_that_is_there_is_not_written_over(
     ("content", "message"),
     [
         (None, r"texts.txt: cannot be read \(No such file"),
-        (b"\n \n", "texts.txt: holds no text; one is expected per line"),
+        (b"\n \n", "texts.txt: contains no text; one text per line is expected"),
         (b"cat\n\xff\n", "texts.txt:2: is not UTF-8"),
     ],
 )
@@ -358,7 +358,7 @@ def test_diverged_model_is_told(run: Path, text_file: Path, tmp_path: Path) -> N
     broken = load_encoder(run)
     weight = broken.model.embeddings.word.weight
     weight.set_value(weight * float("nan"))
-    with pytest.raises(DataError, match="vectors are not finite; has the training diverged"):
+    with pytest.raises(DataError, match="vectors are not finite; the training has diverged"):
         encode_file(broken, text_file, tmp_path / "pool.npy")
 
 
@@ -380,7 +380,7 @@ def test_another_model_has_another_fingerprint(run: Path, tmp_path: Path) -> Non
 
 def test_folder_without_a_model_is_told(run: Path, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match="holds no trained model; name the folder that"):
+        with pytest.raises(CheckpointError, match="contains no trained model; name the"):
             load_encoder(folder)
     shutil.copytree(run, tmp_path / "run")
     file = tmp_path / "run" / "checkpoint" / "step-3" / "state.json"

@@ -123,7 +123,7 @@ def test_vectors_that_are_not_finite_are_refused(number: float) -> None:
     """NaN compares as smaller than everything, so it would look like a perfect model."""
     good, bad = np.ones((3, 2), np.float32), np.ones((3, 2), np.float32)
     bad[1, 0] = number
-    with pytest.raises(DataError, match=r"1 vectors of the queries .* row 1; has the training"):
+    with pytest.raises(DataError, match=r"1 vectors of the queries .* row 1; the training has"):
         retrieval_metrics(bad, good, np.arange(3))
     with pytest.raises(DataError, match="1 vectors of the pool are not finite"):
         retrieval_metrics(good, bad, np.arange(3))
@@ -137,8 +137,11 @@ def test_vectors_that_are_not_finite_are_refused(number: float) -> None:
         ({"query": np.ones((0, 2)), "target": np.arange(0)}, "received 0 queries"),
         ({"target": np.arange(2)}, r"targets of shape \(2,\), int64"),
         ({"target": np.ones(3)}, r"targets of shape \(3,\), float64"),
-        ({"target": np.array([0, 4, 1])}, "targets from 0 to 4; the pool has the rows 0 to 3"),
-        ({"target": np.array([0, -1, 1])}, "targets from -1 to 1; the pool"),
+        (
+            {"target": np.array([0, 4, 1])},
+            "from 0 to 4; allowed are the rows of the pool, 0 to 3",
+        ),
+        ({"target": np.array([0, -1, 1])}, "targets from -1 to 1; allowed"),
         ({"ks": (1, 0)}, r"ks=\(1, 0\) and tile=1024; all must be at least 1"),
         ({"tile": 0}, "tile=0; all must be at least 1"),
     ],

@@ -87,9 +87,9 @@ def test_what_the_model_does_not_see_of_a_query_is_told(pools: Path) -> None:
     assert found == search(Index(pools / "npy"), queries, top_k=1)
     cut, unknown = told
     assert cut.startswith("'big cat big") and cut.endswith(
-        "is cut after 10 tokens, as queries were in training"
+        "is cut after 10 tokens, the limit for queries in training"
     )
-    assert unknown == "'big 猫' has words beyond the vocabulary, which all count as the same one"
+    assert unknown == "'big 猫' has words outside the vocabulary; each of them is read as [UNK]"
 
 
 def test_small_pool_gives_all_of_it(pools: Path) -> None:
@@ -99,7 +99,7 @@ def test_small_pool_gives_all_of_it(pools: Path) -> None:
 
 def test_pool_of_another_model_is_refused(pools: Path, tmp_path: Path) -> None:
     make_run(tmp_path, seed=1)
-    with pytest.raises(DataError, match="was made by another model than that of"):
+    with pytest.raises(DataError, match="was encoded by another model than that in"):
         search(Index(pools / "npy"), ["cat"], encoder=load_encoder(tmp_path / "run"))
 
 
@@ -127,7 +127,7 @@ def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
     about = tmp_path / "pool.npy.json"
     record = json.loads(about.read_text())
     about.write_text(json.dumps({**record, "model": str(tmp_path / "gone" / "step-3")}))
-    with pytest.raises(CheckpointError, match="gone: holds no trained model"):
+    with pytest.raises(CheckpointError, match="gone: contains no trained model"):
         search(Index(file), ["cat"])
     for missing in record:
         about.write_text(json.dumps({key: record[key] for key in record if key != missing}))
@@ -139,7 +139,7 @@ def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
         else:
             Index(file)
     about.unlink()
-    with pytest.raises(DataError, match=r"cannot be read .* tells which model has made pool.npy"):
+    with pytest.raises(DataError, match=r"cannot be read .* beside pool.npy"):
         Index(file)
 
 
@@ -157,14 +157,14 @@ def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
                 lambda file, vector=vector: file.write_text(
                     f'{{"text": "a", "vector": {vector}}}\n' * COUNT
                 ),
-                "among lines 1 to 40 is one whose vector is not 16 numbers",
+                "one of the lines 1 to 40 has a vector that is not 16 numbers",
             )
             for vector in ("[1]", "null", "{}", '"a"', "[[1], [2, 3]]")
         ],
         (
             "jsonl",
             lambda file: file.write_text("".join(file.read_text().splitlines(True)[1:])),
-            "has 39 vectors, and there should be",
+            "has 39 vectors; expected",
         ),
     ],
 )

@@ -103,7 +103,7 @@ def trained_on_ranks() -> dict[str, Any]:
         found[name] = [(one.loss, one.grad_norm) for one in results], step.state_dict()
     one_more = {key: array[: 3 - rank] for key, array in share(batches("plain")[0], rank).items()}
     step = step_of("one_sided", any_size=True)
-    with pytest.raises(DataError, match=r"and another rank others; .*negatives: local"):
+    with pytest.raises(DataError, match=r"and another rank has other numbers; .*negatives: local"):
         step([one_more])
     return found
 

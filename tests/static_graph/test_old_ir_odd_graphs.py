@@ -11,7 +11,8 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute.static_graph import mark_checkpoint
+from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.static_graph import mark_checkpoint, minimize
 from tests.ranks import run_ranks
 from tests.static_graph import test_pir_recompute as graphs
 from tests.static_graph.models import (
@@ -22,6 +23,7 @@ from tests.static_graph.models import (
     data,
     marked_stack,
     num_recomputed,
+    strategy_of,
     train,
 )
 from tests.static_graph.old_ir_programs import needs_old_ir
@@ -139,6 +141,18 @@ def sgd() -> Any:
 
 # The mean of two halves and the mean of the whole: sums in another order.
 SAME_SUM_IN_ANOTHER_ORDER = 1e-6
+
+
+def test_a_second_optimizer_is_refused() -> None:
+    """fleet's own second minimize ends the process with SIGSEGV (2.6.2)."""
+
+    def build() -> Any:
+        loss = marked_stack()
+        minimize(paddle.optimizer.SGD(0.1), loss, strategy_of(("layers.0",)))
+        return loss
+
+    with pytest.raises(StaticGraphError, match="has an optimizer already"):
+        train(build, None)
 
 
 def test_two_ranks_are_one_process(tmp_path: Path) -> None:

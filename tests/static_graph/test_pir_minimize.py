@@ -182,7 +182,7 @@ def test_float16_is_refused() -> None:
         x = paddle.cast(data(), "float16")
         return mark_checkpoint(paddle.cast(x * 2, "float32"), "c").mean()
 
-    with pytest.raises(StaticGraphError, match="float16, whose loss scaling"):
+    with pytest.raises(StaticGraphError, match="float16, which needs loss scaling"):
         train(half, (), amp=True)
 
 
@@ -571,7 +571,7 @@ def test_checkpoint_names_are_unique_and_not_empty() -> None:
         mark_checkpoint(data("a") * 2, "c")
         with pytest.raises(StaticGraphError, match=r"'c' is taken by another variable"):
             mark_checkpoint(data("b") * 2, "c")
-        with pytest.raises(StaticGraphError, match="a name that is not empty"):
+        with pytest.raises(StaticGraphError, match="received an empty name"):
             mark_checkpoint(data("b") * 2, "")
 
 
@@ -614,7 +614,7 @@ def test_a_segment_with_nothing_to_compute_again(caplog: pytest.LogCaptureFixtur
         loss = mark_checkpoint(paddle.exp(x), "b").mean()
         minimize(sgd(), loss, strategy_of([]))
     [message] = [record.getMessage() for record in caplog.records]
-    assert "segment 'b' has nothing to compute again" in message
+    assert "segment 'b' is not recomputed" in message
 
 
 def test_a_gradient_that_ranks_cannot_exchange() -> None:

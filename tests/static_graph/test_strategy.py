@@ -146,7 +146,7 @@ def test_field_is_refused(path: str) -> None:
 )
 def test_settings_of_another_synchronization_are_refused(name: str, value: Any) -> None:
     assert name in SyncConfig.model_fields
-    with pytest.raises(ConfigError, match=rf"sync\.{name}: .*know no such setting"):
+    with pytest.raises(ConfigError, match=rf"sync\.{name}: .*without this setting"):
         strategy_of([], f"sync.{name}={value}")
 
 
@@ -205,7 +205,7 @@ def test_a_segment_of_several_layers_has_the_name_of_its_last() -> None:
 
 
 def test_a_model_without_a_wrapped_layer_is_told() -> None:
-    with pytest.raises(StaticGraphError, match="no part of the model is under recompute"):
+    with pytest.raises(StaticGraphError, match="no part of the model is wrapped"):
         distributed_strategy(config_of(), Encoder())
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -522,39 +521,3 @@ def test_on_a_cpu_it_is_refused_in_plain_words(level: str, dtype: str) -> None:
     ):
         step_of(model, AmpConfigs(dtype=dtype, level=level))
     assert model.weight.dtype == paddle.float32
-
-
-class Odd(paddle.nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = paddle.nn.Embedding(13, 8)
-        self.inner = paddle.nn.Linear(8, 12)
-        self.outer = paddle.nn.Linear(12, 8)
-        self.good = paddle.nn.Linear(8, 16)
-
-
-def advice(caplog: pytest.LogCaptureFixture, model: paddle.nn.Layer, rows: int) -> list[str]:
-    step, _ = step_of(model, loss_fn=lambda model, x: x.mean() + model.parameters()[0].sum())
-    with caplog.at_level(logging.WARNING, logger="paddle_recompute"):
-        for _ in range(2):
-            step([batch(rows=rows)])
-    return [record.getMessage() for record in caplog.records]
-
-
-def test_sizes_that_miss_the_tensor_cores_are_told_once(
-    gpu: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    [message] = advice(caplog, Odd(), 12)
-    assert "multiples of 8" in message
-    assert "'inner.weight' [8, 12], 'outer.weight' [12, 8], a micro-batch of 12 ex" in message
-    assert "embedding" not in message and "good" not in message
-
-
-def test_many_odd_weights_are_counted(gpu: None, caplog: pytest.LogCaptureFixture) -> None:
-    model = paddle.nn.Sequential(*(paddle.nn.Linear(9, 9) for _ in range(8)))
-    [message] = advice(caplog, model, 8)
-    assert "'4.weight' [9, 9], 3 more weights" in message and "micro-batch" not in message
-
-
-def test_good_sizes_need_no_advice(gpu: None, caplog: pytest.LogCaptureFixture) -> None:
-    assert advice(caplog, linear(), 16) == []

@@ -114,7 +114,7 @@ def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatc
     """Texts of any one length, in chunks of the same tokens."""
     config, chunks = config_of(None), Chunks(tokens=8 * LONGEST)
     dearest = measure_step(config, vocab_size=100, recompute=True, chunks=chunks)
-    make = memory_probe._dearest_batch
+    make = memory_probe._largest_batch
     for length in (2, 5, 8, LONGEST):
 
         def of_one_length(*arguments: Any, length: int = length) -> Any:
@@ -123,7 +123,7 @@ def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatc
                 ids[:, length:] = 0
             return whole
 
-        monkeypatch.setattr(memory_probe, "_dearest_batch", of_one_length)
+        monkeypatch.setattr(memory_probe, "_largest_batch", of_one_length)
         peak = measure_step(config, vocab_size=100, recompute=True, chunks=chunks)
         # A chunk of lengths that leave no remainder may have a text more.
         assert peak < 1.02 * dearest, length

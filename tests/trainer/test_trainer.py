@@ -21,6 +21,7 @@ from paddle_recompute import _paddle
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.config import Config
+from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.errors import (
     CheckpointError,
     ConfigError,
@@ -412,13 +413,14 @@ def test_loss_that_is_no_number_stops_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = itertools.count(1)
-    sound_loss = objective.Objective.loss_of
+    sound_loss = ContrastiveLoss.forward
 
-    def loss_of(self: objective.Objective, model: Any, batch: Any) -> paddle.Tensor:
-        return sound_loss(self, model, batch) * (float("nan") if next(losses) == 3 else 1.0)
+    def forward(self: ContrastiveLoss, *vectors: Any, **named: Any) -> paddle.Tensor:
+        loss = sound_loss(self, *vectors, **named)
+        return loss * (float("nan") if next(losses) == 3 else 1.0)
 
     monkeypatch.setattr(memory_probe, "measure_step", lambda *args, **options: 1)
-    monkeypatch.setattr(objective.Objective, "loss_of", loss_of)
+    monkeypatch.setattr(ContrastiveLoss, "forward", forward)
     with pytest.raises(DivergenceError, match=r"step 3: the loss is nan"):
         Trainer(tiny(folder, train__save_every=2)).run()
     assert find_checkpoint(folder / "run" / "checkpoint").step == 2
@@ -471,11 +473,14 @@ FLOAT16 = {
 def float16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The vectors, and their gradients, go through float16."""
 
-    def loss_of(self: objective.Objective, model: Any, batch: Any) -> paddle.Tensor:
-        query, positive = (rounded(model(batch[side])) for side in ("query", "positive"))
-        return self.loss(query, positive)
+    sound_loss = ContrastiveLoss.forward
 
-    monkeypatch.setattr(objective.Objective, "loss_of", loss_of)
+    def forward(
+        self: ContrastiveLoss, query: paddle.Tensor, positive: paddle.Tensor
+    ) -> paddle.Tensor:
+        return sound_loss(self, rounded(query), rounded(positive))
+
+    monkeypatch.setattr(ContrastiveLoss, "forward", forward)
     with pretended_gpu():
         yield
 
@@ -608,7 +613,7 @@ def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_two = checkpoint_files(folder / "run")
     # Gone on with by one rank, which does not owe what two ranks owe.
     Trainer(tiny(folder, train__max_steps=7, train__resume=True, **ON_TWO_RANKS)).run()
-    assert "2 ranks saved what the bfloat16 rounding of their" in capsys.readouterr().out
+    assert "2 ranks saved the bfloat16 rounding errors of their" in capsys.readouterr().out
     of_one = checkpoint_files(folder / "run")
     assert of_two - of_one == {"sync_rank0.safetensors", "sync_rank1.safetensors"}
 

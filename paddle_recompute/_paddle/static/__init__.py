@@ -3,7 +3,7 @@
 Paddle has had two intermediate representations of a Program: the old one, of blocks of
 ``OpDesc``, which is all there is in 2.6 (`old_ir`), and PIR, which is all there is in 3.3 (`pir`).
 No other module looks at a version or calls a private name of either. The passes rely on how
-Paddle builds backward operators, so a Paddle that nobody has looked at is refused, not tried.
+Paddle builds backward operators, so an unknown Paddle release is refused, not tried.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ SCOPE = "recompute_scope"
 GIVES_UP = "recompute_gives_up"
 """Of a forward operator: even what later operators take from its call is computed again."""
 CLAIMED = "recompute_claimed"
-"""Of a forward operator: somebody will recompute its call."""
+"""On a forward operator: a pass will recompute its call."""
 SEGMENT = "recompute_segment"
 """Of a forward operator: the segment that it was recomputed in."""
 OWN_ATTRIBUTES = (SCOPE, GIVES_UP, CLAIMED, SEGMENT)
@@ -103,7 +103,7 @@ def recomputed_call(
 
 
 def claim_recomputed_calls(native: Native, program: paddle.static.Program) -> None:
-    """Tell `refuse_unclaimed` that somebody will recompute the calls in `program`."""
+    """Tell `refuse_unclaimed` that a pass will recompute the calls in `program`."""
     for operation in native.operations(program):
         if native.text_attribute(operation, SCOPE) is not None:
             native.write_text(operation, CLAIMED, "yes")

@@ -33,10 +33,11 @@ Block = Any
 Variable = Any
 
 EMPTY = "@EMPTY@"
-"""Stands for an output that nobody wants (``core.empty_var_name``)."""
+"""Stands for an output that is not needed (``core.empty_var_name``)."""
 
 _FORWARD = (0, 256)  # OpRole.Forward, and OpRole.Forward | OpRole.Loss
 _BACKWARD = 1  # a bit of OpRole
+_OPTIMIZE = 2  # a bit of OpRole
 _CHECKPOINT = "recompute_checkpoint:"  # and the name; the value is that of the variable
 FLOAT32 = "stays_in_float32"
 
@@ -87,6 +88,11 @@ def is_forward(operator: Operator) -> bool:
 def is_backward(operator: Operator) -> bool:
     """Whether `operator` computes gradients."""
     return bool(operator.attr("op_role") & _BACKWARD)
+
+
+def is_update(operator: Operator) -> bool:
+    """Whether `operator` belongs to an optimizer."""
+    return bool(operator.attr("op_role") & _OPTIMIZE)
 
 
 def has_body(operator: Operator) -> bool:
@@ -259,7 +265,7 @@ def refuse_to_static(layer: str) -> None:
 
 @functools.cache
 def refuse_other_backwards() -> None:
-    """From now on, a backward over recomputed calls that nobody claims raises.
+    """From now on, a backward over unclaimed recomputed calls raises.
 
     ``optimizer.minimize``, ``append_backward`` and ``paddle.static.gradients`` would keep every
     activation without a word. All of them find the operators between parameters and loss with

@@ -48,7 +48,7 @@ def fleet_minimize(
 ) -> tuple[list[Operator], list[tuple[Variable, Variable]]]:
     """``fleet.distributed_optimizer(optimizer, strategy).minimize(loss, startup_program)``.
 
-    Fleet is initialized if nobody did, for as many ranks as the launch has. On several CPU ranks
+    Fleet is initialized if it was not, for as many ranks as the launch has. On several CPU ranks
     both Programs are made to run with gloo.
     """
     gloo = join_ranks() > 1 and on_cpu()
@@ -204,7 +204,7 @@ def complete_bfloat16_gradients(program: paddle.static.Program) -> None:
     """Let oneDNN's gradients of matrix products compute both sides, as it cannot compute one.
 
     Its kernel for bfloat16 crashes (SIGSEGV; 2.6.2, 3.3.1) where one factor needs no gradient: the
-    input data, or a frozen weight. The missing one gets a variable that nobody reads.
+    input data, or a frozen weight. The missing one gets a variable that no operator reads.
     """
     if not on_cpu():
         return

@@ -276,7 +276,7 @@ def after(value: Value, zero: Value) -> Value:
     """A copy of `value`, to the last bit, that cannot be made before `zero` is.
 
     Subtracting +0.0 changes no float (adding it would turn -0.0 into +0.0); or-ing 0 changes no
-    integer. Costs one copy of `value`, or nothing where nobody uses `value` any more: the executor
+    integer. Costs one copy of `value`, or nothing if `value` has no other use: the executor
     then makes the copy in its memory, without asking whether other variables have it too.
     """
     zero = paddle._C_ops.cast(zero, value.dtype)
@@ -438,7 +438,7 @@ def fill_in_place(value: Value, number: float) -> None:
 
 @functools.cache
 def refuse_other_backwards() -> None:
-    """From now on, a backward over recomputed calls that nobody claims raises.
+    """From now on, a backward over unclaimed recomputed calls raises.
 
     ``optimizer.minimize``, ``append_backward`` and ``paddle.static.gradients`` would keep every
     activation without a word. All go through ``ir_backward.calc_gradient_helper`` (3.3), which

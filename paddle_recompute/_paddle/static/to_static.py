@@ -1,4 +1,4 @@
-"""Where `paddle.jit.to_static` (3.3) lets somebody change the Program after its backward is there.
+"""Hooks of `paddle.jit.to_static` (3.3): change the Program after its backward was appended.
 
 ``jit.dy2static.pir_partial_program`` has hooks for the purpose, ``PartialProgramLayerHook``, and
 ``PartialProgramLayer.add_hooker`` to give it one; but the layers are made, by the function

@@ -57,7 +57,7 @@ def in_program_order() -> Iterator[None]:
     """Inside, the executor runs operators in the Program's order, one after the other.
 
     By default it starts those first that are ready first (2.6, 3.x), so two branches that draw
-    random numbers, as two towers with dropout do, get other ones at every start, and no run could
+    random numbers, as two encoders with dropout do, get other ones at every start, and no run could
     be repeated or resumed to the bit.
     """
     flag = "FLAGS_new_executor_sequential_run"

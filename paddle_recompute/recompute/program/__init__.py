@@ -1,4 +1,4 @@
-"""Recompute in a Program: boundaries, segments, and the pass that computes them again.
+"""Recompute in a Program: boundaries, segments, and the pass that recomputes segments.
 
 `_backend` chooses between the two representations, `pir` and `old_ir`.
 """

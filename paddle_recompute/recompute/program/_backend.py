@@ -15,37 +15,37 @@ from paddle_recompute.recompute.program.segments import Kept
 
 
 class Backend(Protocol):
-    """What the two representations do in ways of their own.
+    """What differs between the two representations.
 
     Attributes:
-        native: What Paddle offers to read and mark operators.
+        native: Paddle's functions to read and mark operators.
         has_fleet: Whether fleet's static graph trains its Programs (2.6).
     """
 
     native: Native
     has_fleet: bool
 
-    def meet_to_static(self, layer: str) -> None:
-        """Be ready for the recomputed call of `layer` being part of `paddle.jit.to_static`.
+    def prepare_to_static(self, layer: str) -> None:
+        """Prepare for a recomputed call of `layer` inside `paddle.jit.to_static`.
 
         Raises:
-            StaticGraphError: It is, and would be lost.
+            StaticGraphError: The call is inside it, and would not be recomputed.
         """
 
     def prepare(self, program: paddle.static.Program) -> None:
-        """Make `program` ready for its backward, which is appended afterwards."""
+        """Prepare `program` before its backward is appended."""
 
     def graph(self, program: paddle.static.Program, before: Sequence[Any] | None = None) -> Graph:
-        """Look at `program`.
+        """The graph of `program`.
 
         Args:
             program: Before or after its backward was appended.
-            before: Its operators before the backward of this loss was appended; None: as the pass
-                has left it, or without a backward.
+            before: Its operators before the backward of this loss was appended; None: the Program
+                has no backward, or the pass was applied.
         """
 
     def carry_out(self, plans: Sequence[Plan], graph: Any, kept: Kept) -> None:
-        """Insert what `plans` copy into the Program of `graph`, one of ours."""
+        """Insert the copies of `plans` into the Program of `graph`, a graph of this backend."""
 
 
 def backend() -> Backend:

@@ -14,9 +14,9 @@ from paddle_recompute.recompute.program._backend import backend
 def mark_checkpoint(variable: Any, name: str) -> Any:
     """Give `variable`, an intermediate of the Program being built, the checkpoint name `name`.
 
-    A checkpoint is kept from the forward to the backward; what lies between two of them is
-    computed again. ``strategy.recompute_configs["checkpoints"]`` selects by these names. A Layer
-    under `apply_recompute` marks its output by itself, with its name in the model.
+    Recompute keeps this variable from the forward to the backward and recomputes what lies between
+    two of them. ``strategy.recompute_configs["checkpoints"]`` selects by these names. A Layer
+    wrapped by `apply_recompute` marks its output itself, with its name in the model.
 
     Costs nothing: no operator is added.
 
@@ -44,17 +44,17 @@ def mark_checkpoint(variable: Any, name: str) -> Any:
     if _paddle.is_dygraph():
         raise StaticGraphError(
             f"mark_checkpoint(..., {name!r}) was called in dygraph, where variables have no "
-            "checkpoint names; wrap the Layer with recompute_wrapper or apply_recompute there, "
-            "which also marks its output while a Program is being built"
+            "checkpoint names; in dygraph wrap the Layer with recompute_wrapper or "
+            "apply_recompute, which also marks its output while a Program is being built"
         )
     if not name:
-        raise StaticGraphError("a checkpoint needs a name that is not empty")
+        raise StaticGraphError("mark_checkpoint received an empty name; give a name")
     marks.mark_checkpoint(backend().native, variable, name)
     return variable
 
 
 def named(variable: Any) -> str:
-    """A checkpoint name of `variable`: one that it has, or the next of ``checkpoint_0``, ...
+    """A checkpoint name of `variable`: an existing one, or the next of ``checkpoint_0``, ...
 
     Raises:
         StaticGraphError: As `mark_checkpoint`.

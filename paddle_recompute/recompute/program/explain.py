@@ -19,15 +19,15 @@ from paddle_recompute.recompute.program.segments import (
 def explain(program: paddle.static.Program) -> SegmentReport:
     """The recompute segments of `program`: operators, and bytes kept for the backward.
 
-    Args:
-        program: Before or after `static_graph.minimize`; before, what the backward will keep is
+        program: Before or after `static_graph.minimize`; before it, the bytes kept for the backward
+            are unknown.
             not known.
 
     Returns:
         A report whose ``str`` is a table.
 
     Raises:
-        StaticGraphError: The Program has no checkpoints.
+        StaticGraphError: The Program has no recompute boundaries.
     """
     graph = backend().graph(program)
     applied = applied_segments(graph)

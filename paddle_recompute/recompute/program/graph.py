@@ -1,7 +1,7 @@
 """A Program as the pass sees it, in either representation.
 
-An operator is its position among those that the Program had when the graph was made; a variable is
-a name: its own in the old representation, the number of its Value in PIR.
+An operator is its position among the operators that the Program had when the graph was made. A
+variable is a name: its own in the old representation, the number of its Value in PIR.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Graph(abc.ABC):
     Attributes:
         program: The Program.
         operators: All its operators.
-        forward: Positions of those that compute; none of a parameter or of what is fed.
-        backward: Positions of those that compute the gradients of this loss.
-        checkpoints: The variables that `mark_checkpoint` marked, by their checkpoint names.
+        forward: Positions of the forward operators; parameters and feeds have none.
+        backward: Positions of the operators that compute the gradients of this loss.
+        checkpoints: Variables marked by `mark_checkpoint`, by checkpoint name.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Graph(abc.ABC):
     def _add(
         self, inputs: list[str], outputs: list[str], inner: Collection[str], written: Iterable[str]
     ) -> None:
-        """Add the next operator; `inner` is read in its bodies, `written` is what it changes."""
+        """Add the next operator; its bodies read `inner`; it changes `written`."""
         position = len(self._inputs)
         self._inputs.append(inputs)
         self._outputs.append(outputs)
@@ -64,19 +64,19 @@ class Graph(abc.ABC):
             self._writers[name].append(position)
 
     def inputs(self, position: int) -> list[str]:
-        """What the operator at `position` reads."""
+        """The variables that the operator at `position` reads."""
         return self._inputs[position]
 
     def outputs(self, position: int) -> list[str]:
-        """What the operator at `position` returns."""
+        """The variables that the operator at `position` returns."""
         return self._outputs[position]
 
     def definer(self, name: str) -> int | None:
-        """Position of the forward operator that computes `name`; None: it was there before."""
+        """Position of the forward operator that computes `name`; None: no operator does."""
         return next((p for p in self._writers.get(name, ()) if self._is_forward(p)), None)
 
     def forward_readers(self, name: str) -> list[int]:
-        """Positions of the forward operators that use `name`, themselves or in a body."""
+        """Positions of the forward operators that use `name`, directly or in a body."""
         return [p for p in self._readers.get(name, ()) if self._is_forward(p)]
 
     def backward_readers(self, name: str) -> list[int]:
@@ -84,7 +84,7 @@ class Graph(abc.ABC):
         return [p for p in self._readers.get(name, ()) if self._is_backward(p)]
 
     def value_readers(self, name: str) -> list[int]:
-        """Of `backward_readers`, those that use the numbers in `name`, not its shape only."""
+        """The `backward_readers` that use the values of `name`, not only its shape."""
         return [p for p in self.backward_readers(name) if self._reads_values(p, name)]
 
     def is_used_in_a_body(self, name: str) -> bool:
@@ -92,7 +92,7 @@ class Graph(abc.ABC):
         return name in self._used_in_bodies
 
     def grouped(self, attribute: str) -> dict[str, list[int]]:
-        """The forward operators that have our text `attribute`, by what it says."""
+        """The forward operators with our text `attribute`, by its value."""
         found: dict[str, list[int]] = {}
         for position in self.forward:
             text = self.text(position, attribute)
@@ -105,11 +105,11 @@ class Graph(abc.ABC):
         return self.grouped(SCOPE)
 
     def variable(self, name: str) -> str | None:
-        """The intermediate variable that a user calls `name`, if it is no checkpoint's name."""
+        """The intermediate variable with the user's `name`, if that is not a checkpoint name."""
         return None
 
     def text(self, position: int, attribute: str) -> str | None:
-        """What we wrote on the operator under `attribute`, if anything."""
+        """Our text on the operator under `attribute`; None: there is none."""
         return self._native.text_attribute(self.operators[position], attribute)
 
     def write_text(self, position: int, attribute: str, text: str) -> None:
@@ -117,7 +117,7 @@ class Graph(abc.ABC):
         self._native.write_text(self.operators[position], attribute, text)
 
     def kind(self, position: int) -> str:
-        """What the operator is called in Paddle."""
+        """Paddle's name of the operator's type."""
         return self._native.kind(self.operators[position])
 
     @abc.abstractmethod
@@ -126,33 +126,33 @@ class Graph(abc.ABC):
 
     @abc.abstractmethod
     def why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
-        """Why `name`, which the operator at `position` returns, must be kept all the same.
+        """Why `name`, an output of the operator at `position`, must be kept nevertheless.
 
         Args:
             name: A variable.
             position: Its `definer`, which may run twice.
-            kept: What is kept of other variables.
+            kept: The other variables that are kept.
         """
 
     @abc.abstractmethod
     def mask(self, position: int) -> str | None:
-        """The mask of the dropout at `position`; None: it is none, or one without a mask."""
+        """The mask of the dropout at `position`; None: no dropout, or a dropout without a mask."""
 
     @abc.abstractmethod
     def is_constant(self, position: int) -> bool:
-        """Whether the operator makes something small that depends on nothing fed or learned."""
+        """Whether the operator computes something small without feeds and parameters."""
 
     @abc.abstractmethod
     def is_given(self, name: str) -> bool:
-        """Whether `name` is a parameter or a constant, which is there all the time anyway."""
+        """Whether `name` is a parameter or a constant, which is always in memory."""
 
     @abc.abstractmethod
     def num_bytes(self, name: str) -> int:
-        """Size of `name` in bytes; a dimension that is not known yet counts as 1."""
+        """Size of `name` in bytes; an unknown dimension counts as 1."""
 
     @abc.abstractmethod
     def has_unknown_size(self, name: str) -> bool:
-        """Whether a dimension of `name` is not known until a batch is fed."""
+        """Whether a dimension of `name` is unknown until a batch is fed."""
 
     @abc.abstractmethod
     def described(self, name: str) -> str:
@@ -160,4 +160,4 @@ class Graph(abc.ABC):
 
     @abc.abstractmethod
     def _reads_values(self, position: int, name: str) -> bool:
-        """Whether the operator at `position`, which uses `name`, reads the numbers in it."""
+        """Whether the operator at `position`, which uses `name`, reads its values."""

@@ -1,8 +1,8 @@
 """`recompute` while a Program is being built: the call is marked, and a pass does the rest.
 
-There is no second forward in Python then: `paddle_recompute.static_graph.minimize` copies the
-operators of the call into the backward. `paddle.jit.to_static` appends its backward by itself, so
-the pass is hooked in there (Paddle 3.3).
+There is no second forward in Python: `paddle_recompute.static_graph.minimize` copies the operators
+of the call into the backward. `paddle.jit.to_static` appends its backward itself, so the pass hooks
+in there (Paddle 3.3).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def run_marked(
     gives_up_outputs: bool,
     segment: tuple[Segment, int] | None,
 ) -> Any:
-    """Call `function` and mark what it adds to the Program as one recomputed call.
+    """Call `function` and mark its operators in the Program as one recomputed call.
 
     Args:
-        function: What to call.
+        function: The function to call.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        name: What the call is named in the Program, if not by the function.
-        is_offloaded: Whether its inputs were to wait somewhere else.
+        name: The name of the call in the Program; None: the function's name.
+        is_offloaded: Whether offload of its inputs was requested.
         gives_up_outputs: As in `run_recomputed`.
-        segment: As in `run_recomputed`; the calls of one segment have the name of its last Layer.
+        segment: As in `run_recomputed`; all calls of a segment get the name of its last Layer.
 
     Raises:
         ConfigError: `is_offloaded`.
@@ -48,14 +48,14 @@ def run_marked(
     if is_offloaded:
         raise ConfigError(
             f"recompute({name}): offload works in dygraph only; in a static graph the executor "
-            "holds the variables. Leave out offload (recompute.offload: none)"
+            "owns the variables. Leave out offload (recompute.offload: none)"
         )
     continues = False
     if segment is not None:
         chain, position = segment
         name, continues = chain.names[-1], position > 0
     own = backend()
-    own.meet_to_static(name)
+    own.prepare_to_static(name)
     with recomputed_call(own.native, name, continues=continues, gives_up_outputs=gives_up_outputs):
         return function(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What the pass copies of a segment, and where to."""
+"""Which operators of a segment the pass copies, and where it inserts the copies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Plan:
 
     Attributes:
         segment: The name of the segment.
-        needed: Variables that the backward needs and nobody keeps.
+        needed: Variables that the backward needs and that are not kept.
         at: Position of the first backward operator that needs one of them; the copies go before it.
-        copied: Positions of the operators that compute what is needed from what is kept, in order.
+        copied: Positions of the operators that compute `needed` from kept variables, in order.
     """
 
     segment: str
@@ -25,16 +25,16 @@ class Plan:
     copied: tuple[int, ...]
 
     def readers(self, name: str, graph: Graph) -> list[int]:
-        """Positions of the backward operators that change over from `name` to its copy.
+        """Positions of the backward operators that read the copy of `name` instead of `name`.
 
-        All do, those too that want the shape only: a use of the original by any of them is one
-        more reason for the executor to keep it.
+        All of them do, also those that read the shape only: any use of the original would make the
+        executor keep it.
         """
         return [position for position in graph.backward_readers(name) if position >= self.at]
 
 
 def plan(segment: Segment, graph: Graph, kept: Kept) -> Plan | None:
-    """How to compute `segment` again; None if its backward needs nothing that is not kept."""
+    """The second run of `segment`; None if its backward needs only what is kept."""
     needed = [
         name
         for position in segment.positions
@@ -48,7 +48,7 @@ def plan(segment: Segment, graph: Graph, kept: Kept) -> Plan | None:
     waiting = list(needed)
     while waiting:
         definer = graph.definer(waiting.pop())
-        assert definer is not None  # what no operator computes is kept
+        assert definer is not None  # a variable without an operator is kept
         if definer not in copied:
             copied.add(definer)
             waiting += [name for name in graph.inputs(definer) if name not in kept]

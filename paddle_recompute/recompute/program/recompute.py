@@ -1,14 +1,14 @@
-"""The pass: segments are computed again, in the backward, when their gradient has arrived.
+"""The pass: recompute segments in the backward, when their gradient has arrived.
 
-After ``append_backward`` every backward operator takes the forward's own variables, so all of
-them are kept. The pass copies the operators of a segment in front of the first backward operator
-that needs one of them, and lets the backward take the copies: the executor then frees the
-originals after their last forward use.
+After ``append_backward`` every backward operator reads the forward's own variables, so all of them
+are kept. The pass copies the operators of a segment in front of the first backward operator that
+needs one of them, and lets the backward read the copies. The executor then frees the originals
+after their last use in the forward.
 
-Two things make it right. A dropout is not run again but rebuilt from its mask, and an operator
-that draws random numbers, changes something in place or has a body is never copied. And a copy is
-tied to the gradient that enters its segment: nothing in the data would keep Paddle's
-multi-threaded executor from running all copies at once, early, with everything in memory again.
+Two rules make this correct. A dropout is not run again but computed from its mask, and an operator
+that draws random numbers, changes something in place or has a body is never copied. And a copy
+depends on the gradient that enters its segment: otherwise Paddle's multi-threaded executor could
+run all copies at once and early, with all activations in memory again.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _logger = logging.getLogger("paddle_recompute")
 def check_recompute(
     program: paddle.static.Program, *, is_asked_for: bool, names: Collection[str]
 ) -> None:
-    """Check what a strategy says of recompute, before anything is appended to `program`.
+    """Check a strategy's recompute settings before anything is appended to `program`.
 
     Args:
         program: Without the backward of the loss.
-        is_asked_for: Whether it sets recompute.
+        is_asked_for: Whether the strategy sets recompute.
         names: As in `find_segments`.
 
     Raises:
-        StaticGraphError: The Program has not what `names` select, or has recomputed calls and no
-            recompute is asked for.
+        StaticGraphError: The Program lacks one of `names`, or it has recomputed calls and the
+            strategy does not set recompute.
     """
     graph = backend().graph(program, backend().native.operations(program))
     if is_asked_for:
@@ -61,9 +61,10 @@ def check_recompute(
 def recompute_segments(
     program: paddle.static.Program, before: Sequence[Any], names: Collection[str]
 ) -> None:
-    """Make the backward of `program` compute the segments that `names` select again.
+    """Let the backward of `program` recompute the segments that `names` select.
 
-    Costs one more run of what is copied; a dropout costs less, it keeps one byte per element.
+    Costs a second run of the copied operators; a dropout instead keeps its mask, 1 byte per
+    element.
 
     Args:
         program: With its backward.
@@ -84,8 +85,8 @@ def recompute_segments(
             plans.append(planned)
         else:
             _logger.warning(
-                "segment '%s' has nothing to compute again: its backward needs none of its "
-                "%d operators' results but those that are kept",
+                "segment '%s' is not recomputed: of the results of its %d operators, the backward "
+                "needs only those that are kept anyway",
                 segment.name,
                 len(segment.positions),
             )

@@ -1,4 +1,4 @@
-"""What `explain` tells about the segments of a Program."""
+"""The report of `explain` on the segments of a Program."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SegmentInfo:
-    """One run of forward operators between two checkpoints.
+    """A run of forward operators between two recompute boundaries.
 
     Attributes:
         name: The checkpoint at its end.
-        num_ops: Its forward operators.
-        num_recomputed: How many of them run a second time in the backward; None in a Program
-            that has no backward yet.
-        kept_bytes: What it keeps from its forward to its backward, its checkpoint included, in
-            bytes; None in a Program that has no backward yet.
-        crossing: How many variables later operators take from it.
+        num_ops: Number of its forward operators.
+        num_recomputed: How many of them run again in the backward; None if the Program has no
+            backward yet.
+        kept_bytes: Bytes that it keeps from its forward to its backward, the checkpoint included;
+            None if the Program has no backward yet.
+        crossing: Number of its variables that later operators read.
         crossing_bytes: Their size in bytes.
-        kept_ops: Names of operators whose outputs are kept though they are not the checkpoint,
-            each with the reason.
+        kept_ops: Names of operators whose outputs are kept besides the checkpoint, each with the
+            reason.
     """
 
     name: str
@@ -36,10 +36,10 @@ class SegmentReport:
     """The segments of a Program, in its order; printed, a readable table.
 
     Attributes:
-        segments: Those that end at a checkpoint.
+        segments: The segments that end at a checkpoint.
         num_ops_after: Forward operators after the last checkpoint; they are not recomputed.
-        unknown_sizes: Whether some dimension is unknown until a batch is fed (-1). Such a
-            dimension counts as 1, so every figure of bytes is one for that batch of 1.
+        unknown_sizes: Whether some dimension is unknown until a batch is fed (-1). It counts as 1,
+            so the bytes are those of such a batch.
     """
 
     segments: tuple[SegmentInfo, ...] = ()
@@ -51,7 +51,7 @@ class SegmentReport:
         if self.unknown_sizes:
             lines[0] += " (bytes: unknown dimensions count as 1)"
         for segment in self.segments:
-            lines.append(f"  {segment.name}: {_told(segment)}")
+            lines.append(f"  {segment.name}: {_sentence(segment)}")
             lines += [f"    {name} is kept: {why}" for name, why in segment.kept_ops.items()]
         lines.append(f"  {self.num_ops_after} operators after the last checkpoint, kept")
         return "\n".join(lines)
@@ -63,12 +63,12 @@ def mebibytes(num_bytes: int) -> str:
     return f"{value:.0f} MiB" if value >= 10 else f"{value:.1f} MiB"
 
 
-def _told(segment: SegmentInfo) -> str:
-    told = f"{segment.num_ops} operators"
+def _sentence(segment: SegmentInfo) -> str:
+    text = f"{segment.num_ops} operators"
     if segment.num_recomputed is not None:
-        told += f", {segment.num_recomputed} run again"
+        text += f", {segment.num_recomputed} run again"
     if segment.kept_bytes is not None:
-        told += f", {mebibytes(segment.kept_bytes)} kept"
+        text += f", {mebibytes(segment.kept_bytes)} kept"
     one = segment.crossing == 1
     crosses = f"{segment.crossing} {'variable crosses' if one else 'variables cross'} its end"
-    return f"{told}; {crosses}, {mebibytes(segment.crossing_bytes)}"
+    return f"{text}; {crosses}, {mebibytes(segment.crossing_bytes)}"

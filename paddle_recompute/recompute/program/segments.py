@@ -1,9 +1,9 @@
 """Which forward operators form the segments that are recomputed, and what each one keeps.
 
-There are two kinds. A segment of a checkpoint (`mark_checkpoint`) is everything since the
-checkpoint before it, or since the start. A segment of a call (a wrapped Layer that was called
-while the Program was built) is what that call added. Of a segment are kept: its checkpoint, what
-later forward operators take from it, and what cannot be computed twice (`Graph.why_kept`).
+There are two kinds. The segment of a checkpoint (`mark_checkpoint`) is everything after the
+checkpoint before it, or after the start. The segment of a call (of a Layer that is wrapped while
+the Program is built) is the operators of that call. A segment keeps its checkpoint, the variables
+that later forward operators read, and what cannot be computed twice (`Graph.why_kept`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Segment:
     """Forward operators that are recomputed together.
 
     Attributes:
-        name: The checkpoint at its end, or the call that it is.
+        name: The checkpoint at its end, or the name of the call.
         positions: Its operators, in order.
-        ends: The variables that are its checkpoint; a call has none, what later operators take
-            from it is kept anyway.
-        gives_up_outputs: Whether even what later operators take from it is computed again.
+        ends: The variables of its checkpoint; a call has none, because what later operators read
+            is kept anyway.
+        gives_up_outputs: Whether what later operators read is recomputed too.
     """
 
     name: str
@@ -42,21 +42,21 @@ class Segment:
 
     @functools.cached_property
     def members(self) -> frozenset[int]:
-        """`positions`, to be looked up."""
+        """`positions` as a set."""
         return frozenset(self.positions)
 
 
 def find_segments(graph: Graph, names: Collection[str] = ()) -> list[Segment]:
-    """The segments of `graph` that `names` select, in its order.
+    """The segments of `graph` that `names` select, in Program order.
 
     Args:
         graph: The Program.
-        names: Checkpoints, calls or, where they have names, intermediate variables; all checkpoints
-            and calls of the Program, if it is empty. The calls of one Layer are all selected by its
-            name; the second is "name#2" by itself.
+        names: Checkpoints, calls or, if they have names, intermediate variables; empty: all
+            checkpoints and calls of the Program. The name of a Layer selects all its calls;
+            "name#2" selects the second one.
 
     Raises:
-        StaticGraphError: A name is not in the Program, or there is none at all.
+        StaticGraphError: A name is not in the Program, or the Program has no checkpoint.
     """
     calls = graph.calls()
     known = [*graph.checkpoints, *calls]
@@ -91,7 +91,7 @@ def find_segments(graph: Graph, names: Collection[str] = ()) -> list[Segment]:
 
 
 def applied_segments(graph: Graph) -> list[Segment]:
-    """The segments that a pass has applied to `graph` before, in its order; maybe none."""
+    """The segments that a pass has applied to `graph`, in Program order; may be empty."""
     checkpoints = graph.checkpoints
     return [
         Segment(
@@ -106,24 +106,24 @@ def applied_segments(graph: Graph) -> list[Segment]:
 def warn_of_marks_inside(
     segments: Iterable[Segment], graph: Graph, names: Collection[str] = ()
 ) -> None:
-    """Warn of selected checkpoints inside a call, which is recomputed whole all the same."""
+    """Warn of selected checkpoints inside a recomputed call, where they have no effect."""
     calls = [segment for segment in segments if not segment.ends]
     for name, variable in graph.checkpoints.items():
         for call in calls:
             if graph.definer(variable) in call.members and (not names or name in names):
                 _logger.warning(
                     "checkpoint '%s' has no effect: it is inside '%s', a Layer that is recomputed "
-                    "whole; mark it outside, or wrap the parts of that Layer instead",
+                    "as a whole; mark it outside, or wrap the parts of that Layer instead",
                     name,
                     call.name,
                 )
 
 
 def warn_of_crossings(segments: Iterable[Segment], graph: Graph) -> None:
-    """Warn, in words, of checkpoints that leave more than themselves behind.
+    """Warn of checkpoints that do not cut the graph.
 
-    A variable that is made before a checkpoint and used after it, other than the checkpoint, is
-    kept too. When they are larger than the checkpoint, it does not cut the graph.
+    A variable from before a checkpoint that later operators read is kept besides the checkpoint.
+    The warning is given if such variables are larger than the checkpoint.
     """
     for segment in segments:
         crossing = [one for one in crossing_variables(segment, graph) if one not in segment.ends]
@@ -133,7 +133,7 @@ def warn_of_crossings(segments: Iterable[Segment], graph: Graph) -> None:
             _logger.warning(
                 "checkpoint '%s' does not cut the graph: %d variables cross this segment's end, "
                 "%s, besides the checkpoint of %s: %s. All of them are kept; mark a variable that "
-                "everything after it depends on alone",
+                "alone determines everything after it",
                 segment.name,
                 len(crossing),
                 mebibytes(size),
@@ -143,7 +143,7 @@ def warn_of_crossings(segments: Iterable[Segment], graph: Graph) -> None:
 
 
 def crossing_variables(segment: Segment, graph: Graph) -> list[str]:
-    """The variables that forward operators outside of `segment` take from it."""
+    """The variables of `segment` that forward operators outside of it read."""
     found = {
         name: None
         for position in segment.positions
@@ -155,7 +155,7 @@ def crossing_variables(segment: Segment, graph: Graph) -> list[str]:
 
 
 class Kept:
-    """Which variables stay from the forward to the backward; the others are computed again."""
+    """The variables that are kept from the forward to the backward; others are recomputed."""
 
     def __init__(self, segments: Iterable[Segment], graph: Graph) -> None:
         self._graph = graph
@@ -168,7 +168,7 @@ class Kept:
         return self.reason(str(name)) is not None
 
     def reason(self, name: str) -> str | None:
-        """Why the variable is kept, in words; None if it is computed again."""
+        """Why the variable is kept, in words; None if it is recomputed."""
         if name not in self._known:
             self._known[name] = self._reason(name)
         return self._known[name]
@@ -207,7 +207,7 @@ def _between(checkpoints: dict[str, str], graph: Graph, taken: set[int]) -> list
         if definer is None:
             raise StaticGraphError(
                 f"checkpoint '{name}' is not part of the forward of this loss: mark a variable "
-                "that the loss is computed from"
+                "from which the loss is computed"
             )
         by_position.setdefault(definer, []).append(name)
     segments = []

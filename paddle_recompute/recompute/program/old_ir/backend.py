@@ -1,4 +1,4 @@
-"""What recompute in a Program of the old representation (Paddle 2.6) does in ways of its own."""
+"""What is specific to recompute in a Program of the old representation (Paddle 2.6)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paddle_recompute.recompute.program.segments import Kept
 
 
 class OldIrBackend:
-    """As `Backend`."""
+    """See `Backend`."""
 
     native: Native = old_ir
     has_fleet = True
 
-    def meet_to_static(self, layer: str) -> None:
+    def prepare_to_static(self, layer: str) -> None:
         old_ir.refuse_to_static(layer)
 
     def prepare(self, program: paddle.static.Program) -> None:

@@ -1,10 +1,9 @@
-"""``detach()`` made safe: what it returns gets memory of its own.
+"""``detach()`` made safe: its result gets memory of its own.
 
 ``share_data`` (2.6) gives a second name to the memory of its input. Paddle's in-place pass, which
-every Program goes through, does not ask for second names: ``h.detach() * 2`` may be written over
-``h``, and what the backward takes for ``h`` then is its double, without recompute too. In dygraph
-both keep their numbers. Where nobody writes to either on purpose, a copy gives just that. Can go
-with Paddle 2.6.
+runs on every Program, ignores second names: ``h.detach() * 2`` may overwrite ``h``, and the
+backward then reads doubled values of ``h``, also without recompute. In dygraph both keep their
+values. If neither is written to on purpose, a copy is equivalent. Can go with Paddle 2.6.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from paddle_recompute._paddle.static import old_ir
 
 
 def copy_detached(program: paddle.static.Program) -> None:
-    """Let what was detached in `program` be a copy; to be called before its backward is appended.
+    """Replace ``share_data`` in `program` by copies; call this before its backward is appended.
 
-    What somebody changes in place stays as it is, since the other variable has to change with it.
-    Costs one copy of each variable that is detached.
+    A variable that is changed in place on purpose is skipped, because both names must change.
+    Costs one copy of each detached variable.
     """
     operators = [one for block in program.blocks for one in block.ops if old_ir.is_forward(one)]
     writers = Counter(name for one in operators for name in old_ir.outputs_of(one))
     shared = [one for one in operators if one.type == "share_data"]
     written = {name for name, count in writers.items() if count > 1}
-    for _ in shared:  # a name may be shared through others: as far as the longest chain
+    for _ in shared:  # names may be shared in a chain: repeat for the longest one
         for one in shared:
             names = {*old_ir.inputs_of(one), *old_ir.outputs_of(one)}
             if names & written:

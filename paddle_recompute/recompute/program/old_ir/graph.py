@@ -1,7 +1,7 @@
-"""A Program of the old representation as a graph: who writes what, who reads it, and when.
+"""A Program of the old representation as a graph: which operators write and read a variable, when.
 
-In the old representation a variable is a name that operators write to and read from, in the order
-of the block, perhaps more than once.
+In the old representation a variable is a name that operators read and write in the order of the
+block, perhaps more than once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paddle_recompute.recompute.program.old_ir import operators
 
 
 class Graph(graph.Graph):
-    """As `graph.Graph`.
+    """See `graph.Graph`.
 
     Args:
         program: Before or after its backward was appended.
-        before: Its operators before that of this loss was: what of them is backward belongs to
-            another loss. None: this loss is the first.
+        before: Its operators before the backward of this loss was appended; backward operators
+            among them belong to another loss. None: this loss is the first.
     """
 
     def __init__(self, program: paddle.static.Program, before: Sequence[Operator] | None = None):
@@ -37,7 +37,7 @@ class Graph(graph.Graph):
             [p for p, one in enumerate(ops) if old_ir.is_forward(one)],
             [p for p, one in enumerate(ops) if old_ir.is_backward(one) and id(one) not in earlier],
         )
-        self._sharing: dict[str, list[str]] = {}  # names of one memory, by each of them
+        self._sharing: dict[str, list[str]] = {}  # for each name, all names of its memory
         for operator in ops:
             inputs, outputs = old_ir.inputs_of(operator), old_ir.outputs_of(operator)
             inner_read, inner_written = old_ir.named_in_bodies(operator)
@@ -46,12 +46,12 @@ class Graph(graph.Graph):
                     one for name in (*inputs, *outputs) for one in self._sharing.get(name, [name])
                 ]
                 self._sharing.update(dict.fromkeys(members, members))
-            # "depend" says that it writes, and does not.
+            # "depend" lists an output but does not write it.
             written = {*outputs, *inner_written} if operator.type != "depend" else ()
             self._add(inputs, outputs, inner_read, written)
 
     def calls(self) -> dict[str, list[int]]:
-        """As `graph.Graph.calls`; automatic mixed precision puts casts before what they are for."""
+        """See `graph.Graph.calls`; AMP puts its casts in front of the operators that need them."""
         grouped: dict[str, list[int]] = {}
         scope: str | None = None
         for position in reversed(self.forward):
@@ -62,7 +62,7 @@ class Graph(graph.Graph):
         return dict(reversed(grouped.items()))
 
     def variable(self, name: str) -> str | None:
-        """As Paddle's own ``recompute_configs`` name them."""
+        """Named as in Paddle's own ``recompute_configs``."""
         return None if self.definer(name) is None else name
 
     def why_kept(self, position: int) -> str | None:
@@ -73,7 +73,7 @@ class Graph(graph.Graph):
             return "it has a shape and no memory"
         if self._is_changed_in_place(name):
             return "it is changed in place"
-        # A copy of the operator would now see other numbers.
+        # A copy of the operator would read the changed values.
         if any(map(self._is_changed_in_place, self.inputs(position))):
             return "it was computed from a variable that is changed in place"
         return None
@@ -108,10 +108,10 @@ class Graph(graph.Graph):
         return old_ir.reads_values_of(self.operators[position], name)
 
     def _is_changed_in_place(self, name: str) -> bool:
-        """Whether the numbers in `name` change between a forward operator and the backward.
+        """Whether the values of `name` change between a forward operator and the backward.
 
-        A parameter is written by its optimizer, which comes after. What was detached from a
-        variable has its memory, so what is written to one is written to the other.
+        Parameters do not count: the optimizer writes them after the backward. A detached variable
+        shares memory, so a write to one name changes the other.
         """
         return any(map(self._is_written_again, self._sharing.get(name, [name])))
 

@@ -1,7 +1,7 @@
 """Which operators of Paddle 2.6 may run a second time, and why the others may not.
 
 An operator that is not known to be repeatable is kept: that costs memory and is never wrong. So
-the list names what may be repeated.
+the list contains the operators that may be repeated.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RANDOM = frozenset(_RANDOM.split())
 def why_kept(operator: Operator) -> str | None:
     """Why the outputs of `operator` must be kept, in words; None if it may run twice.
 
-    A dropout may: its mask is kept, and its output computed from it.
+    A dropout may: its mask is kept, and its output is computed from the mask.
     """
     kind = operator.type
     if has_body(operator):

@@ -1,15 +1,15 @@
 """The copies of operators in Paddle 2.6: new names, which the backward reads instead.
 
-Paddle 2.6 has a pass for this (``DistributedStrategy.recompute``, ``RecomputeOptimizer``); ours
-takes its place because that one
+Paddle 2.6 has a pass for this (``DistributedStrategy.recompute``, ``RecomputeOptimizer``). Ours
+replaces it because Paddle's pass
 
 - draws the seed of every dropout from ``std::random_device``: a run cannot be repeated with
-  ``paddle.seed``, nor compared with the run without recompute; here both have the same losses to
-  the last bit, since a dropout is rebuilt from its mask;
+  ``paddle.seed``, nor compared with the run without recompute. Ours computes a dropout from its
+  mask, so both runs have equal losses bit by bit;
 - saves next to nothing under the multi-threaded executor (`old_ir.hold_back_before`);
 - updates the running statistics of a BatchNorm twice, and refuses cond and while;
-- drops a checkpoint without a word where the next one is not computed from it, as between the two
-  towers of a dual encoder.
+- silently drops a checkpoint if the next one is not computed from it, as between the two encoders
+  of a dual encoder.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paddle_recompute.recompute.program.segments import Kept
 
 
 def carry_out(plans: Sequence[Plan], graph: Graph, kept: Kept) -> None:
-    """Insert the copies that `plans` name, and let the backward read them."""
-    # The last one first, so that the positions of those still to come stay true.
+    """Insert the copies of `plans`, and let the backward read them."""
+    # The last plan first, so that the positions of the others stay valid.
     for plan in sorted(plans, key=lambda plan: plan.at, reverse=True):
         _carry_out(plan, graph, kept)
     old_ir.finish_changes(graph.program)
@@ -55,7 +55,7 @@ def _carry_out(plan: Plan, graph: Graph, kept: Kept) -> None:
 
 
 def _to_hold_back(plan: Plan, graph: Graph, kept: Kept) -> list[str]:
-    """What the copies read that exists already, without which none of them can start."""
+    """What the copies read that exists earlier; while it is held back, no copy can start."""
     names: dict[str, None] = {}
     waits: set[str] = set()
     for position in plan.copied:
@@ -70,7 +70,7 @@ def _to_hold_back(plan: Plan, graph: Graph, kept: Kept) -> list[str]:
 
 
 def _entering_gradients(at: int, graph: Graph) -> list[str]:
-    """Gradients that exist when the backward reaches `at`; none at its very start."""
+    """Gradients that exist when the backward reaches `at`; none at its start."""
     earlier = [position for position in graph.backward if position < at]
     made = {name for position in earlier for name in graph.outputs(position)}
     entering = [name for name in graph.inputs(at) if name in made]

@@ -1,9 +1,9 @@
-"""Which variables of a Program share memory, and which of it is written to a second time.
+"""Which variables of a Program share memory, and which memory is written to again.
 
-PIR says both of an operator, but nobody draws conclusions: later operators, and their backward,
-go on to use the variable from before (``x[:, 0] = 1`` appends ``set_value_(x)``, and what follows
-takes ``x``, not the result), and the executor lets an operator write over an operand that nobody
-uses any more without asking who shares its memory. So the pass leaves such variables alone.
+PIR states both for an operator, but Paddle ignores it: later operators and their backward still use
+the variable from before (``x[:, 0] = 1`` appends ``set_value_(x)``, and later operators take ``x``,
+not the result), and the executor lets an operator overwrite an operand after its last use without
+checking who shares its memory. So the pass keeps such variables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Memory:
     """The memory of the variables of some operators.
 
     Args:
-        operations: All that may change or share something, top-level ones; bodies are looked into.
+        operations: All top-level operators that may change or share memory; bodies are included.
     """
 
     def __init__(self, operations: Iterable[Operation]) -> None:
@@ -30,7 +30,7 @@ class Memory:
                 self._add(inner)
 
     def is_shared(self, value: Value) -> bool:
-        """Whether an operator may have made the memory of `value` that of another variable."""
+        """Whether the memory of `value` may be that of another variable."""
         return pir.key(value) in self._leader
 
     def is_overwritten(self, value: Value) -> bool:

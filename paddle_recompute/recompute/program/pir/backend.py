@@ -1,4 +1,4 @@
-"""What recompute in a Program of PIR (Paddle 3.3) does in ways of its own."""
+"""What is specific to recompute in a Program of PIR (Paddle 3.3)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paddle_recompute.recompute.program.segments import Kept
 
 
 class PirBackend:
-    """As `Backend`."""
+    """See `Backend`."""
 
     native: Native = pir
     has_fleet = False
 
-    def meet_to_static(self, layer: str) -> None:
-        """It appends its backward by itself, so the pass is hooked in there."""
+    def prepare_to_static(self, layer: str) -> None:
+        """`to_static` appends its backward itself, so the pass hooks in there."""
         to_static.around_append_backward(_prepare, _recompute_calls)
 
     def prepare(self, program: paddle.static.Program) -> None:

@@ -1,9 +1,9 @@
 """Products in bfloat16 on a CPU: both factors get a gradient.
 
-oneDNN's gradient of a matrix product in bfloat16 (3.3.1) crashes the process (SIGSEGV) where one
-factor needs none: a mask, a constant, what is fed, a frozen weight, what was detached. So such a
-factor asks for one, which ends there and is thrown away. The other operators of bfloat16 (``bmm``,
-``mv``, ``dot``, arithmetic) do not crash. Can go when oneDNN's does not.
+oneDNN's gradient of a matrix product in bfloat16 (3.3.1) crashes the process (SIGSEGV) if one
+factor needs no gradient: a mask, a constant, a feed, a frozen weight, a detached tensor. So such a
+factor asks for a gradient, which is then discarded. The other operators of bfloat16 (``bmm``,
+``mv``, ``dot``, arithmetic) do not crash. Can go when oneDNN is fixed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from paddle_recompute._paddle.static.pir import Value
 
 
 def ask_for_both_gradients(program: paddle.static.Program) -> None:
-    """Make the products of `program` safe; to be called before its backward is appended.
+    """Make the products of `program` safe; call this before its backward is appended.
 
-    Costs the gradient of the factor, a product of the same size, and sometimes a copy of it.
+    Costs the factor's gradient, a product of the same size, and sometimes a copy of the factor.
     """
     if paddle.get_device() != "cpu":
         return
@@ -36,7 +36,7 @@ def ask_for_both_gradients(program: paddle.static.Program) -> None:
 
 
 def _ends_here(factor: Value) -> bool:
-    """Whether a gradient of `factor` would go no further, and nobody asks whether it has one."""
+    """Whether a gradient of `factor` would flow no further, and nothing reads its stop_gradient."""
     definer = pir.defining_operation(factor)
     if definer is None or definer.name() in pir.SOURCES or definer.num_regions():
         return False

@@ -1,13 +1,13 @@
-"""``detach()`` made safe: what it returns gets memory of its own.
+"""``detach()`` made safe: its result gets memory of its own.
 
-``share_data_`` (3.3.1) gives a second name to the memory of its operand. The executor does not ask
-for second names before it lets an operator write over an operand that nobody uses any more: in
-``y = exp(h) * h.detach()`` the exponential is made in the memory of ``h``, and the product is that
-of the exponential with itself, without recompute too. A detached parameter is changed for good.
+``share_data_`` (3.3.1) gives a second name to the memory of its operand. The executor lets an
+operator overwrite an operand after its last use and ignores second names: in
+``y = exp(h) * h.detach()`` the exponential overwrites ``h``, and is then multiplied by itself, also
+without recompute. A detached parameter is changed for good.
 
-In dygraph and in the old representation both variables keep their numbers. Where nobody writes to
-either on purpose, a copy gives just that. Can go when the executor of Paddle 3.3 is not supported
-any more, or asks.
+In dygraph and in the old representation both variables keep their values. If neither is written to
+on purpose, a copy is equivalent. Can go when the executor respects second names, or with Paddle
+3.3.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from paddle_recompute.recompute.program.pir.operators import only_shares_memory
 
 
 def copy_detached(program: paddle.static.Program) -> None:
-    """Let what was detached in `program` be a copy; to be called before its backward is appended.
+    """Replace ``share_data_`` in `program` by copies; call this before its backward is appended.
 
-    What somebody changes in place stays as it is, since the other variable has to change with it.
-    Costs one copy of each variable that is detached.
+    A variable that is changed in place on purpose is skipped, because both names must change.
+    Costs one copy of each detached variable.
     """
     operations = pir.operations(program)
     memory = Memory(operations)
@@ -36,7 +36,7 @@ def copy_detached(program: paddle.static.Program) -> None:
 
 
 def _has_memory_of_its_own(operation: Operation, memory: Memory) -> bool:
-    """Whether what `operation` shares is a copy already, or has to be shared."""
+    """Whether the result of `operation` is a copy already, or must stay shared."""
     value = operation.operand_source(0)
     definer = pir.defining_operation(value)
     is_copy = definer is not None and definer.name() == "pd_op.assign"

@@ -1,4 +1,4 @@
-"""A Program of PIR as a graph: its Values by their numbers, and the memory that they share."""
+"""A Program of PIR as a graph: its Values by number, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from paddle_recompute.recompute.program.pir import operators
 from paddle_recompute.recompute.program.pir.aliasing import Memory
 
 FIRST_BACKWARD = "recompute_first_backward"
-"""Attribute of the operator at which the backward begins, where the pass was applied."""
+"""Attribute of the first backward operator, if the pass was applied."""
 
 SMALL = 8
-"""A side result of this fraction of a kept result, as a norm's mean, is not worth a second run."""
+"""A side result of at most 1/8 of the main result's size, like a norm's mean, is kept with it."""
 
 
 class Graph(graph.Graph):
-    """As `graph.Graph`; an earlier loss's backward and update are forward to this one.
+    """See `graph.Graph`; backward and update of an earlier loss count as forward.
 
     Args:
         program: Any Program of PIR.
-        before: Its operators before the backward was appended; None: as the pass has left it, or
-            without a backward.
+        before: Its operators before the backward was appended; None: the Program has no backward,
+            or the pass was applied.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Graph(graph.Graph):
         return Memory(self.operators[position] for position in self.forward)
 
     def shares_memory(self, name: str) -> bool:
-        """Whether writing to `name` may change another variable. To a parameter nobody writes."""
+        """Whether a write to `name` may change another variable; parameters are not written to."""
         value = self.value(name)
         operation = pir.defining_operation(value)
         if operation is None or operation.name() == "builtin.parameter" or not pir.is_dense(value):
@@ -83,13 +83,13 @@ class Graph(graph.Graph):
         inputs = self.inputs(position)
         largest = max(self.outputs(position), key=self.num_bytes)
         if 0 < SMALL * self.num_bytes(name) <= self.num_bytes(largest) and largest in kept:
-            return "it is small, and what its operator returns besides it is kept"
+            return "it is small, and the main result of its operator is kept"
         if self.memory.is_shared(self.value(name)):
             return "another variable may share its memory"
         is_part = operators.is_part_of_a_list(self.operators[position])
         if is_part and any(one in kept for one in inputs):
             return "it is part of a list that is kept"
-        # An operator that was run before the overwriting would now see other numbers.
+        # A copy of the operator would read the overwritten values.
         if any(self.memory.is_overwritten(self.value(one)) for one in inputs):
             return "it was computed from a variable that is changed in place"
         return None
@@ -100,7 +100,7 @@ class Graph(graph.Graph):
         return pir.key(operation.result(1)) if is_replayed else None
 
     def is_constant(self, position: int) -> bool:
-        """Shapes, scales and probabilities are; they are small."""
+        """Whether it is a shape, scale or probability; those are small."""
         return position in self._constants
 
     def is_given(self, name: str) -> bool:
@@ -117,9 +117,9 @@ class Graph(graph.Graph):
 
     def described(self, name: str) -> str:
         value, position = self.value(name), self.definer(name)
-        assert position is not None  # only what a segment returns is described
+        assert position is not None  # only results of a segment are described
         place = self.text(position, "struct_name")
-        # What a cond or while leaves for its backward is a stack, which has no shape.
+        # The stack that a cond or while keeps for its backward has no shape.
         shape = "x".join(map(str, value.shape)) if pir.is_dense(value) else "..."
         kind = self.kind(position).rpartition(".")[2]
         return f"{kind}[{shape}]{f' in {place}' if place else ''}"
@@ -137,6 +137,6 @@ def _end_of_forward(operations: list[Operation], before: Sequence[Operation] | N
     if before is None:
         first = (p for p, one in enumerate(operations) if one.has_attr(FIRST_BACKWARD))
         return next(first, len(operations))
-    # Paddle puts operators (stacks of a cond or while) in front of all others while it appends
-    # the backward, so the count from before would be wrong now.
+    # Paddle inserts operators (stacks of a cond or while) at the front while it appends the
+    # backward, so the number of operators from before would be wrong.
     return [one.id() for one in operations].index(before[-1].id()) + 1

@@ -1,7 +1,8 @@
 """Which operators may run a second time, and why the others may not.
 
 An operator that is not known to be repeatable is kept: that costs memory and is never wrong. So
-the list names what may be repeated, and an operator that a later Paddle adds is not on it.
+the list contains the operators that may be repeated; operators of later Paddle versions are not on
+it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ RANDOM = frozenset(f"pd_op.{name}" for name in _RANDOM_OF_PADDLE.split())
 def why_kept(operation: Operation) -> str | None:
     """Why the results of `operation` must be kept, in words; None if it may run twice.
 
-    A dropout may: its mask is kept, and its output computed from it.
+    A dropout may: its mask is kept, and its output is computed from the mask.
     """
     name = operation.name()
     if name == DROPOUT or (name in REPEATABLE and not operation.num_regions()):
@@ -90,17 +91,17 @@ _UNKNOWN = "it is not known to be repeatable"
 
 
 def only_shares_memory(operation: Operation) -> bool:
-    """Whether `operation`, which is in place, gives a second name to memory and changes nothing."""
+    """Whether the in-place `operation` only gives a second name to memory and changes nothing."""
     return bool(operation.name() == "pd_op.share_data_")
 
 
 def is_part_of_a_list(operation: Operation) -> bool:
-    """Whether the results of `operation` are elements of its operand, in their memory."""
+    """Whether the results of `operation` are elements of its operand and share its memory."""
     return operation.name() in ("builtin.split", "builtin.slice")
 
 
 def may_share_memory(operation: Operation) -> bool:
-    """Whether a result of `operation` could have an operand's memory though PIR does not say so."""
+    """Whether a result of `operation` may share an operand's memory without PIR stating it."""
     return why_kept(operation) == _UNKNOWN
 
 

@@ -13,9 +13,9 @@ from paddle_recompute.recompute.program.segments import Kept
 
 
 def carry_out(plans: Sequence[Plan], graph: Graph, kept: Kept) -> None:
-    """Insert the copies that `plans` name, and let the backward take them.
+    """Insert the copies of `plans`, and let the backward take them.
 
-    Costs, besides them, one copy of what each segment takes from outside.
+    Also costs one copy of each value that a segment takes from outside.
     """
     for position in graph.backward[:1]:
         graph.write_text(position, FIRST_BACKWARD, "yes")
@@ -31,7 +31,7 @@ def carry_out(plans: Sequence[Plan], graph: Graph, kept: Kept) -> None:
 
 
 def _entering_gradient(at: int, graph: Graph) -> Value | None:
-    """A gradient that exists when the backward reaches `at`; None at the very start of it."""
+    """A gradient that exists when the backward reaches `at`; None at its start."""
     earlier = [position for position in graph.backward if position < at]
     made = {name for position in earlier for name in graph.outputs(position)}
     taken = [name for name in graph.inputs(at) if name in made]
@@ -43,7 +43,7 @@ def _entering_gradient(at: int, graph: Graph) -> Value | None:
 
 
 class _Copies:
-    """The copies of one segment's operators, made at the insertion point."""
+    """The copies of one segment's operators, at the insertion point."""
 
     def __init__(self, graph: Graph, kept: Kept, plan: Plan) -> None:
         self._graph = graph
@@ -52,7 +52,7 @@ class _Copies:
         gradient = _entering_gradient(plan.at, graph)
         self._zero = None if gradient is None else pir.zero_after(gradient)
         self._copy: dict[str, Value] = {}
-        self._waiting: set[str] = set()  # originals whose copy cannot exist too early
+        self._waiting: set[str] = set()  # originals whose copy needs a held-back operand
 
     def of(self, name: str) -> Value:
         """The copy of `name`."""
@@ -89,7 +89,7 @@ class _Copies:
             self._waiting.add(name)
 
     def _copy_once(self, name: str) -> None:
-        """What was made of `name` may be overwritten by the executor, and must not be `name`."""
+        """Use a copy of `name`, because the executor may overwrite what is made of it."""
         value = self._graph.value(name)
         if name not in self._copy:
             self._copy[name] = pir.copy_after(value, self._zero)

@@ -1,0 +1,142 @@
+"""Batches that were not measured: bytes are affine in the rows, a score matrix is quadratic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _nested
+from paddle_recompute.errors import PlanError
+from paddle_recompute.planner.costs import CallCost, Event, OptionCost, StepCosts
+from paddle_recompute.planner.job import Job
+from paddle_recompute.planner.step_costs import Progress
+
+
+def rows_of(batch: Any) -> int:
+    """Length of the first axis of the first tensor of `batch`."""
+    tensor = next(_nested.tensors_in(batch), None)
+    if tensor is None or tensor.ndim == 0:
+        raise PlanError("the batch has no Tensor with rows, so its size cannot be changed")
+    return int(tensor.shape[0])
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """`batch` with `rows` rows: the first ones, or repeated; of all tensors with as many rows."""
+    size = rows_of(batch)
+
+    def resize(tensor: paddle.Tensor) -> paddle.Tensor:
+        if tensor.ndim == 0 or tensor.shape[0] != size:
+            return tensor
+        index = paddle.arange(rows, dtype="int64") % size
+        return paddle.gather(tensor, index).detach()
+
+    return _nested.map_tensors(resize, batch)
+
+
+def costs_of_batch(job: Job, rows: int | None, progress: Progress | None = None) -> StepCosts:
+    """The costs of a step with a batch of `rows` rows; None: of the sample batch.
+
+    Other sizes are extrapolated from three small ones.
+
+    Raises:
+        PlanError: The step makes other calls with another batch.
+    """
+    if rows is None or rows == rows_of(job.batch):
+        return job.measure(progress=progress)
+    return extrapolated(probe(job, progress), rows)
+
+
+def probe(job: Job, progress: Progress | None = None) -> dict[int, StepCosts]:
+    """The costs of three batches, the largest of which is at most the sample batch."""
+    size = rows_of(job.batch)
+    unit = max(1, min(size // 4, 16))
+    sizes = (unit * 2, unit * 3, unit * 4)
+    return {
+        n: replace(job, batch=with_rows(job.batch, n)).measure(progress=progress) for n in sizes
+    }
+
+
+def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
+    """The costs of `rows` rows, from those of three sizes.
+
+    Raises:
+        PlanError: The probes are of steps with different calls.
+    """
+    sizes, known = list(probes), list(probes.values())
+    first = known[0]
+    if any(
+        [(c.layer, c.number) for c in one.calls] != [(c.layer, c.number) for c in first.calls]
+        or len(one.events) != len(first.events)
+        for one in known
+    ):
+        raise PlanError("the step makes other calls with another batch, so it cannot be scaled")
+
+    def scaled(read: Callable[[StepCosts], int]) -> int:
+        return round(_quadratic(sizes, [read(one) for one in known], rows))
+
+    def seconds(read: Callable[[StepCosts], float]) -> float:
+        low, high = sizes[0], sizes[-1]
+        a, b = read(known[0]), read(known[-1])
+        return max(0.0, a + (b - a) * (rows - low) / (high - low))
+
+    def option(place: int, name: str) -> OptionCost:
+        own = first.calls[place].options[name]
+
+        def cost(one: StepCosts) -> OptionCost:
+            return one.calls[place].options[name]
+
+        return replace(
+            own,
+            kept=scaled(lambda one: cost(one).kept),
+            forward_peak=scaled(lambda one: cost(one).forward_peak),
+            backward_peak=scaled(lambda one: cost(one).backward_peak),
+            seconds=seconds(lambda one: cost(one).seconds),
+            forward_seconds=seconds(lambda one: cost(one).forward_seconds),
+        )
+
+    def call(place: int, own: CallCost) -> CallCost:
+        names = set.intersection(*(set(one.calls[place].options) for one in known))
+        return replace(
+            own,
+            input_bytes=scaled(lambda one: one.calls[place].input_bytes),
+            output_bytes=scaled(lambda one: one.calls[place].output_bytes),
+            options={name: option(place, name) for name in own.options if name in names},
+        )
+
+    def event(place: int, own: Event) -> Event:
+        return replace(
+            own,
+            before=scaled(lambda one: one.events[place].before),
+            enter=scaled(lambda one: one.events[place].enter),
+            leave=scaled(lambda one: one.events[place].leave),
+            seconds=seconds(lambda one: one.events[place].seconds),
+        )
+
+    return replace(
+        first,
+        base=scaled(lambda one: one.base),
+        held={
+            name: scaled(lambda one, name=name: one.held[name])  # type: ignore[misc]
+            for name in first.held
+        },
+        calls=tuple(call(place, own) for place, own in enumerate(first.calls)),
+        events=tuple(event(place, own) for place, own in enumerate(first.events)),
+    )
+
+
+def _quadratic(sizes: list[int], values: list[int], at: int) -> float:
+    """The parabola through three points; a straight line where they are nearly on one.
+
+    Three points of a peak may be on different branches of a maximum; a bend that is small against
+    the values is taken for that, and the line through the two largest sizes is used.
+    """
+    (a, b, c), (x, y, z) = sizes, values
+    slope = (z - y) / (c - b)
+    bend = (slope - (y - x) / (b - a)) / (c - a)
+    line = z + slope * (at - c)
+    if abs(bend) * (c - a) ** 2 < 1e-3 * max(abs(z), 1):
+        return line
+    return line + bend * (at - b) * (at - c)

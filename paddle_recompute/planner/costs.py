@@ -1,0 +1,148 @@
+"""What was measured of a step: bytes and seconds, as plain data that JSON can hold.
+
+A step is a sequence of events: a call of a block begins and ends (`Forward`), its backward begins
+and ends (`Backward`), the step ends. Between them runs everything else (embedding, head, loss).
+All levels are bytes above the start of the step, measured on a *skeleton* of it: every call keeps
+its input and nothing else. What the calls keep in truth, and how high they reach, is measured
+apart (`OptionCost`), and `simulate` puts the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+PLAIN = "plain"
+WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class OptionCost:
+    """One call of a block under one option; bytes above the level before the call.
+
+    Attributes:
+        kept: Bytes from the end of the forward to the backward, beyond input and output.
+        forward_peak: Most bytes during the forward, the output included.
+        backward_peak: Most bytes during the backward, with the gradients of output, input and
+            parameters and, if it is recomputed, with all that is computed again.
+        seconds: Of forward and backward.
+        forward_seconds: Of the forward.
+        keeps_output: Whether the call itself keeps its output until its backward.
+        offers_output: Whether later calls need not keep the output: it is computed again for them.
+        takes_offers: Whether the call asks for such outputs instead of keeping its input.
+    """
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    seconds: float
+    forward_seconds: float = 0.0
+    keeps_output: bool = False
+    offers_output: bool = False
+    takes_offers: bool = False
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """One call of a block in a step.
+
+    Attributes:
+        layer: Its name in the model.
+        number: Which call of this Layer in its pass it is, from 0.
+        pass_number: The pass that it is of: all forwards and backwards until no forward waits for
+            its backward any more. A step has one pass, or one for each chunk of a gradient cache.
+        kind: Number of its signature; calls of the same signature cost the same.
+        input_bytes: Inputs that nothing but this call would keep.
+        output_bytes: Its outputs.
+        output_is_kept: Whether something other than the call keeps its output: a later call whose
+            input it is, or an operator between the blocks.
+        follows: The call before it whose output is its input; None if there is none.
+        gradients: Bytes of the gradient of each of its parameters, by name.
+        options: The costs of each option.
+    """
+
+    layer: str
+    number: int
+    pass_number: int
+    kind: int
+    input_bytes: int
+    output_bytes: int
+    output_is_kept: bool
+    follows: int | None
+    gradients: dict[str, int]
+    options: dict[str, OptionCost]
+
+    @property
+    def name(self) -> str:
+        """``encoder.layers.3``, or ``encoder.layers.3#2`` for its second call."""
+        return f"{self.layer}#{self.number + 1}" if self.number else self.layer
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens in a step.
+
+    Attributes:
+        kind: ``forward`` or ``backward`` of a call, ``update`` of the optimizer or ``end``.
+        call: Number of the call; -1 for ``update`` and ``end``.
+        before: The peak since the event before.
+        enter: The level at its begin.
+        leave: The level at its end.
+        seconds: Time since the event before.
+    """
+
+    kind: Literal["forward", "backward", "update", "end"]
+    call: int
+    before: int
+    enter: int
+    leave: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Everything that was measured of a step.
+
+    Attributes:
+        base: Bytes held at the start of each step: the parts of `held`, and what else there is.
+        held: The parts of `base` that are known: parameters, moments, masters, batch.
+        calls: The calls of blocks, in the order of their forwards.
+        events: What happens in a step, in order.
+        excess: Bytes that a verified step took beyond its prediction.
+    """
+
+    base: int
+    held: dict[str, int]
+    calls: tuple[CallCost, ...]
+    events: tuple[Event, ...]
+    excess: int = 0
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def seconds(self) -> float:
+        """Of a plain step."""
+        return self.glue_seconds + sum(call.options[PLAIN].seconds for call in self.calls)
+
+    @property
+    def glue_seconds(self) -> float:
+        """Of all that is outside of blocks."""
+        return sum(event.seconds for event in self.events)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> StepCosts:
+        """The inverse of `to_dict`."""
+        calls = tuple(
+            CallCost(
+                **{
+                    **call,
+                    "options": {name: OptionCost(**cost) for name, cost in call["options"].items()},
+                }
+            )
+            for call in data["calls"]
+        )
+        events = tuple(Event(**event) for event in data["events"])
+        return cls(**{**data, "calls": calls, "events": events, "notes": tuple(data["notes"])})

@@ -1,0 +1,183 @@
+"""What is planned: the model, its batch, its loss, and what else takes memory in its step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _nested, _paddle
+from paddle_recompute._paddle import memory
+from paddle_recompute.contrastive import GradCache
+from paddle_recompute.errors import ConfigError, PlanError
+from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.planner.blocks import find_blocks
+from paddle_recompute.planner.costs import StepCosts
+from paddle_recompute.planner.measure import OPTIONS
+from paddle_recompute.planner.signatures import structure_of
+from paddle_recompute.planner.step_costs import Progress, measure_step
+from paddle_recompute.train_step import inputs_of_cache
+
+LossFn = Callable[[Any, Any], paddle.Tensor]
+
+_MOMENTS = {"Adam": 2, "AdamW": 2, "Lamb": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2}
+_MOMENTS |= {"Momentum": 1, "Adagrad": 1, "SGD": 0, "RMSProp": 3, "Adadelta": 2}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of training, whose memory is planned.
+
+    Attributes:
+        model: The Layer.
+        batch: A sample micro-batch, as `loss_fn` or `grad_cache` take it.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar; None with `grad_cache`.
+        optimizer: Its moments are part of the memory; None: there are none.
+        grad_cache: Computes the gradient chunk by chunk instead of `loss_fn`.
+        sync: Its communication is kept out of the measurement.
+        bucket_bytes: Of its buckets that are under way at a time; 0 with one rank.
+        accumulate_steps: Micro-batches of a step: with more than one, gradients are there before.
+        checkpoints: Patterns of the blocks; None: they are found.
+        autocast: The mixed precision of the forward.
+        preserve_rng_state: As in `recompute`.
+    """
+
+    model: paddle.nn.Layer
+    batch: Any
+    loss_fn: LossFn | None
+    optimizer: paddle.optimizer.Optimizer | None = None
+    grad_cache: GradCache | None = None
+    sync: GradientSync | None = None
+    bucket_bytes: int = 0
+    accumulate_steps: int = 1
+    checkpoints: Sequence[str] | None = None
+    autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    preserve_rng_state: bool = True
+
+    def __post_init__(self) -> None:
+        """Check that there is one way to compute the gradient."""
+        if (self.loss_fn is None) == (self.grad_cache is None):
+            raise ConfigError(
+                f"received {'neither' if self.loss_fn is None else 'both'} of loss_fn and "
+                "grad_cache; give one of them: a gradient cache has a loss of its own"
+            )
+
+    @property
+    def blocks(self) -> dict[str, paddle.nn.Layer]:
+        """The Layers whose calls are planned."""
+        return find_blocks(self.model, self.checkpoints)
+
+    def step(self) -> None:
+        """Forward and backward of the batch; the gradients stay this rank's own."""
+        with self.sync.no_sync() if self.sync is not None else contextlib.nullcontext():
+            if self.grad_cache is not None:
+                inputs, arguments = inputs_of_cache(self.batch)
+                with self.autocast():
+                    self.grad_cache.backward(*inputs, last=False, loss_arguments=arguments)
+                return
+            assert self.loss_fn is not None
+            with self.autocast():
+                loss = self.loss_fn(self.model, self.batch)
+            if loss.size != 1:
+                raise PlanError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
+            loss.backward()
+
+    def measure(
+        self, *, options: tuple[str, ...] = OPTIONS, progress: Progress | None = None
+    ) -> StepCosts:
+        """Measure the step; the model, its gradients and the random streams stay as they are."""
+        held = self.held()
+        now = memory.current_bytes()
+        missing = sum(held.values()) - self._present(held)
+        gradients = _gradient_bytes(self.parameters())
+        if self.accumulate_steps > 1:
+            held["gradients"] = gradients
+            missing += gradients
+        return measure_step(
+            self.model,
+            self.blocks,
+            self.step,
+            held=held,
+            base=now + missing,
+            update_bytes=self._update_bytes(gradients),
+            options=options,
+            preserve_rng_state=self.preserve_rng_state,
+            progress=progress,
+        )
+
+    def parameters(self) -> list[paddle.Tensor]:
+        """What is trained: parameters of the model and of the loss of a gradient cache."""
+        found = list(self.model.parameters())
+        loss = self.grad_cache.loss if self.grad_cache is not None else None
+        if isinstance(loss, paddle.nn.Layer):
+            found += loss.parameters()
+        return found
+
+    def held(self) -> dict[str, int]:
+        """Bytes by part that every step begins with, whether they exist already or not."""
+        trained = [p for p in self.parameters() if not p.stop_gradient]
+        held = {
+            "parameters": sum(map(_bytes, self.parameters())),
+            "buffers": sum(map(_bytes, self.model.buffers())),
+            "batch": sum(map(_bytes, _nested.tensors_in(self.batch))),
+            "moments": 0,
+            "masters": 0,
+            "communication buckets": self.bucket_bytes,
+        }
+        if self.optimizer is not None:
+            name = type(self.optimizer).__name__
+            # Of an optimizer that is not known, what it has made so far.
+            numel = sum(int(p.size) for p in trained)
+            exact = _existing_moments(self.optimizer)
+            held["moments"] = exact or 4 * _MOMENTS.get(name, 0) * numel + (
+                2 * 4 * len(trained) if name in ("Adam", "AdamW", "Lamb", "NAdam", "RAdam") else 0
+            )
+            half = [p for p in trained if _nested.dtype_name(p.dtype) in ("float16", "bfloat16")]
+            if getattr(self.optimizer, "_multi_precision", False):
+                held["masters"] = 4 * sum(int(p.size) for p in half)
+        return held
+
+    def _present(self, held: Mapping[str, int]) -> int:
+        """Those of the held bytes that are allocated now."""
+        moments = 0
+        if self.optimizer is not None:
+            moments = _existing_moments(self.optimizer)
+        there = held["parameters"] + held["buffers"] + held["batch"]
+        return there + (held["moments"] + held["masters"] if moments else 0)
+
+    def _update_bytes(self, gradients: int) -> int:
+        clip = getattr(self.optimizer, "_grad_clip", None)
+        return gradients if clip is not None else 0
+
+    def signature(self) -> str:
+        """A hash of the model's structure and the batch's shapes: a plan is for one of them."""
+        of_model = [
+            (name, repr(structure_of(block)).replace(" object at 0x", ""))
+            for name, block in self.blocks.items()
+        ]
+        of_batch = [
+            (path, _nested.describe(leaf))
+            for path, leaf in _nested.named_leaves(self.batch)
+            if _nested.is_tensor(leaf)
+        ]
+        return hashlib.sha256(json.dumps([of_model, of_batch]).encode()).hexdigest()[:16]
+
+
+def _bytes(tensor: paddle.Tensor) -> int:
+    return int(tensor.size * tensor.element_size()) if _paddle.is_initialized(tensor) else 0
+
+
+def _gradient_bytes(parameters: Sequence[paddle.Tensor]) -> int:
+    return sum(_bytes(p) for p in parameters if not p.stop_gradient)
+
+
+def _existing_moments(optimizer: paddle.optimizer.Optimizer) -> int:
+    """Bytes of the accumulators that an optimizer has made; 0 before its first step."""
+    state = optimizer.state_dict()
+    state.pop("master_weights", None)
+    return sum(map(_bytes, _nested.tensors_in(state)))

@@ -1,0 +1,259 @@
+"""`plan` and `estimate`: the two questions that a user asks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle import memory
+from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.contrastive import GradCache
+from paddle_recompute.errors import PlanError
+from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.planner.batch_size import costs_of_batch
+from paddle_recompute.planner.costs import StepCosts
+from paddle_recompute.planner.job import Job, LossFn
+from paddle_recompute.planner.policies import choices_of_policy
+from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
+from paddle_recompute.planner.simulate import Choice, Timeline, simulate
+from paddle_recompute.planner.step_costs import Progress
+from paddle_recompute.replay import RngState
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What a step takes.
+
+    Attributes:
+        peak_bytes: The most that is held at a time.
+        seconds: Of forward and backward.
+        parts: What the peak is made of, in bytes by name.
+        timeline: Bytes at each point of the step.
+        binds: The point of the peak.
+        costs: What was measured.
+    """
+
+    peak_bytes: int
+    seconds: float
+    parts: dict[str, int]
+    timeline: Timeline
+    binds: str
+    costs: StepCosts
+
+    @classmethod
+    def of(cls, costs: StepCosts, choices: Sequence[Choice]) -> MemoryEstimate:
+        """The estimate of a step under `choices`."""
+        timeline = simulate(costs, choices)
+        peak = timeline.peak
+        held = {name: size for name, size in costs.held.items() if size}
+        known = sum(held.values())
+        inputs = sum(call.input_bytes for call in costs.calls if call.pass_number == 0)
+        outside = peak.bytes - costs.base - peak.gradients - peak.kept - peak.inside
+        boundaries = min(inputs, max(outside, 0))
+        parts = {
+            **held,
+            "other, held all the time": costs.base - known,
+            "gradients of blocks": peak.gradients,
+            "kept by blocks": peak.kept,
+            "inside the block that runs": peak.inside,
+            "boundaries between blocks": boundaries,
+            "outside of blocks (embedding, head, loss)": outside - boundaries,
+        }
+        return cls(peak.bytes, timeline.seconds, parts, timeline, peak.where, costs)
+
+    def __str__(self) -> str:
+        lines = [
+            f"a step takes {format_bytes(self.peak_bytes)} and {self.seconds * 1e3:.1f} ms; the "
+            f"{self.binds} binds"
+        ]
+        lines += [f"  {name}: {format_bytes(size)}" for name, size in self.parts.items() if size]
+        return "\n".join(lines)
+
+
+def estimate(
+    model: paddle.nn.Layer,
+    sample_batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    optimizer: paddle.optimizer.Optimizer | None = None,
+    recompute: RecomputeConfig | RecomputePlan | None = None,
+    grad_cache: GradCache | None = None,
+    sync: GradientSync | None = None,
+    batch_size: int | None = None,
+    checkpoints: Sequence[str] | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> MemoryEstimate:
+    """What a training step of `model` takes, without running it.
+
+    Each distinct call of a block is measured once, alone, and everything outside of blocks once,
+    with the blocks under ``no_grad``. So the memory of the plain step is never needed. Parameters,
+    buffers, gradients and random streams stay as they are.
+
+    Args:
+        model: The Layer, in the mode in which it is trained, and not wrapped.
+        sample_batch: A micro-batch as `loss_fn` or `grad_cache` take it.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar.
+        optimizer: Whose moments are held; None: none.
+        recompute: What is recomputed; None: nothing.
+        grad_cache: Instead of `loss_fn`.
+        sync: The synchronization, which is kept out of the measurement.
+        batch_size: Rows of the batch, if not those of `sample_batch`: smaller ones are measured.
+        checkpoints: Patterns of the blocks; None: those of `recompute`, or they are found.
+        progress: Is told (done, total) of the calls that are measured.
+        **options: More of `Job`: ``bucket_bytes``, ``accumulate_steps``, ``autocast``.
+
+    Raises:
+        PlanError: The step cannot be measured.
+        DependencyError: This Paddle cannot start the peak anew (2.6).
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute import estimate
+        >>> block = paddle.nn.TransformerEncoderLayer(32, 4, 64)
+        >>> model = paddle.nn.TransformerEncoder(block, 4)
+        >>> found = estimate(model, paddle.randn([8, 16, 32]), lambda m, x: m(x).mean())
+        >>> found.parts["parameters"]
+        136704
+    """
+    if checkpoints is None and isinstance(recompute, RecomputeConfig):
+        checkpoints = recompute.checkpoints
+    if checkpoints is None and isinstance(recompute, RecomputePlan):
+        checkpoints = recompute.checkpoints
+    job = Job(
+        model,
+        sample_batch,
+        loss_fn,
+        optimizer,
+        grad_cache,
+        sync,
+        checkpoints=checkpoints,
+        **options,
+    )
+    if isinstance(recompute, RecomputePlan) and batch_size is None:
+        recompute.check_is_of(job.signature())
+    costs = costs_of_batch(job, batch_size, progress)
+    if isinstance(recompute, RecomputePlan):
+        return MemoryEstimate.of(costs, recompute.choices)
+    return MemoryEstimate.of(costs, choices_of_policy(costs, recompute))
+
+
+def plan(
+    model: paddle.nn.Layer,
+    sample_batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    memory_budget: int,
+    optimizer: paddle.optimizer.Optimizer | None = None,
+    grad_cache: GradCache | None = None,
+    sync: GradientSync | None = None,
+    checkpoints: Sequence[str] | None = None,
+    verify: bool = True,
+    progress: Progress | None = None,
+    **options: Any,
+) -> RecomputePlan:
+    """The fastest recompute with which a training step of `model` stays within `memory_budget`.
+
+    Args:
+        model: As in `estimate`.
+        sample_batch: As in `estimate`.
+        loss_fn: As in `estimate`.
+        memory_budget: In bytes: all that the process may hold on the device.
+        optimizer: As in `estimate`.
+        grad_cache: As in `estimate`.
+        sync: As in `estimate`.
+        checkpoints: As in `estimate`.
+        verify: Run forward and backward under the plan and measure them; what they take more than
+            predicted counts as held, and the plan is made anew, at most three times.
+        progress: As in `estimate`.
+        **options: As in `estimate`.
+
+    Returns:
+        The plan; ``plan.apply(model)`` puts it into effect.
+
+    Raises:
+        PlanError: Nothing stays within the budget (the message names the smallest budget that is
+            enough), or the step cannot be measured.
+        DependencyError: This Paddle cannot start the peak anew (2.6).
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute import plan
+        >>> block = paddle.nn.TransformerEncoderLayer(32, 4, 64)
+        >>> model = paddle.nn.TransformerEncoder(block, 4)
+        >>> found = plan(
+        ...     model, paddle.randn([8, 16, 32]), lambda m, x: m(x).mean(), memory_budget=2**30
+        ... )
+        >>> found.extra_seconds
+        0.0
+        >>> found.apply(model)
+    """
+    job = Job(
+        model,
+        sample_batch,
+        loss_fn,
+        optimizer,
+        grad_cache,
+        sync,
+        checkpoints=checkpoints,
+        **options,
+    )
+    costs = job.measure(progress=progress)
+    patterns = None if checkpoints is None else tuple(checkpoints)
+    found = make_plan(
+        costs,
+        memory_budget,
+        signature=job.signature(),
+        checkpoints=patterns,
+        preserve_rng_state=job.preserve_rng_state,
+    )
+    return verified(job, found) if verify else found
+
+
+def verified(job: Job, found: RecomputePlan) -> RecomputePlan:
+    """The plan after its forward and backward were measured, or one that was made anew.
+
+    Raises:
+        PlanError: Nothing stays within the budget.
+    """
+    for _ in range(1 + MOST_CORRECTIONS):
+        measured = measured_peak(job, found)
+        corrected = found.corrected(measured)
+        if corrected.measured_bytes is not None:
+            return corrected
+        found = corrected
+    raise PlanError(
+        f"a step took {format_bytes(measured)} with the last of {MOST_CORRECTIONS} plans, more "
+        f"than the budget of {format_bytes(found.memory_budget)}: other parts of the process "
+        "allocate memory in between; lower recompute.memory_budget's use by others, or raise it"
+    )
+
+
+def measured_peak(job: Job, found: RecomputePlan) -> int:
+    """The peak of a second forward and backward under the plan, with what is held in training."""
+    streams = RngState.capture()
+    buffers = [(buffer, buffer.numpy().copy()) for buffer in job.model.buffers()]
+    found.apply(job.model)
+    try:
+        for _ in range(2):
+            gc.collect()
+            before = memory.current_bytes()
+            memory.reset_peak()
+            job.step()
+            peak = memory.peak_bytes() - before
+            for parameter in job.parameters():
+                if parameter.grad is not None:
+                    parameter.clear_gradient(False)
+    finally:
+        found.remove(job.model)
+        streams.restore()
+        with paddle.no_grad():
+            for buffer, values in buffers:
+                buffer.set_value(values)
+    update = found.timeline.points[-1].bytes
+    return max(found.costs.base + peak, update)

@@ -1,0 +1,329 @@
+"""`RecomputePlan`: what is recomputed in each call, what that comes to, and how it is applied."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute.errors import PlanError
+from paddle_recompute.planner.blocks import find_blocks
+from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.measure import parts_of_options
+from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
+from paddle_recompute.planner.solve import Solution, smallest, solve
+from paddle_recompute.recompute import Unit, is_treated, treat_calls, treat_parts, undo_recompute
+
+FORMAT = 1
+MOST_CORRECTIONS = 3
+"""How often a plan whose measured step was above the budget is made anew."""
+
+
+@dataclass(frozen=True)
+class RecomputePlan:
+    """The fastest way to stay within a budget of bytes that was found.
+
+    Attributes:
+        memory_budget: In bytes, parameters and moments included.
+        costs: What was measured of the step.
+        choices: What is done with each call.
+        signature: Hash of the model's structure and of the shapes of the batch.
+        checkpoints: Patterns of the blocks; None: they were found.
+        exact: Whether no other choice of the measured options is faster within the budget;
+            otherwise the choices were made as for a chain, and the simulation judged them.
+        measured_bytes: The peak of a step that was measured under the plan; None: none was.
+        preserve_rng_state: As in `recompute`.
+    """
+
+    memory_budget: int
+    costs: StepCosts
+    choices: tuple[Choice, ...]
+    signature: str
+    checkpoints: tuple[str, ...] | None = None
+    exact: bool = True
+    measured_bytes: int | None = None
+    preserve_rng_state: bool = True
+
+    @property
+    def timeline(self) -> Timeline:
+        """The bytes of a step, point by point."""
+        return simulate(self.costs, self.choices)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak of a step."""
+        return self.timeline.peak.bytes
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a step."""
+        return self.timeline.seconds
+
+    @property
+    def extra_seconds(self) -> float:
+        """The predicted time that recompute adds to a step."""
+        return self.timeline.seconds - self.costs.seconds
+
+    @property
+    def hash(self) -> str:
+        """A hash of what is applied: equal on all ranks that do the same."""
+        content = [self.signature, [asdict(choice) for choice in self.choices]]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    # -------------------------------------------------------------------------------- apply
+
+    def apply(self, model: paddle.nn.Layer) -> None:
+        """Wrap the parts of `model` as planned, in place.
+
+        Raises:
+            PlanError: The plan is of another model, or the model is wrapped already.
+        """
+        wrapped = is_treated(model)
+        if wrapped is not None:
+            raise PlanError(
+                f"'{wrapped}' is recomputed already; call RecomputePlan.remove(model) first"
+            )
+        blocks = find_blocks(model, self.checkpoints)
+        unknown = {call.layer for call in self.costs.calls} - blocks.keys()
+        if unknown:
+            raise PlanError(
+                f"the plan is of another model: it has no block '{min(unknown)}'. Make a new plan"
+            )
+        units, parts = self._units(), self._parts(blocks)
+        treat_parts(model, parts, preserve_rng_state=self.preserve_rng_state)
+        treat_calls(model, units, self._num_calls(), preserve_rng_state=self.preserve_rng_state)
+
+    @staticmethod
+    def remove(model: paddle.nn.Layer) -> None:
+        """Undo `apply`, and all other wrapping of `model`."""
+        undo_recompute(model)
+
+    def _num_calls(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for call in self.costs.calls:
+            counts[call.layer] = max(counts.get(call.layer, 0), call.number + 1)
+        return counts
+
+    def _units(self) -> list[Unit]:
+        units: dict[Unit, None] = {}
+        for choice in self.choices:
+            if choice.option in (WHOLE, JOINED, NESTED):
+                calls = self.costs.calls[choice.first : choice.last + 1]
+                units[
+                    Unit(
+                        tuple(call.layer for call in calls),
+                        tuple(call.number for call in calls),
+                        choice.option == NESTED,
+                    )
+                ] = None
+        return list(units)
+
+    def _parts(self, blocks: dict[str, paddle.nn.Layer]) -> list[str]:
+        names: dict[str, None] = {}
+        for choice in self.choices:
+            if choice.option in (PLAIN, WHOLE, JOINED, NESTED):
+                continue
+            for call in self.costs.calls[choice.first : choice.last + 1]:
+                parts = parts_of_options(blocks[call.layer])
+                option: Any = choice.option
+                names.update({f"{call.layer}.{part}": None for part in parts[option]})
+        return list(names)
+
+    # ----------------------------------------------------------------------------- correct
+
+    def corrected(self, measured_bytes: int) -> RecomputePlan:
+        """This plan if the measured peak of a step is within the budget, or a new one.
+
+        What the step took more than predicted counts as held from now on.
+
+        Raises:
+            PlanError: Nothing stays within the budget then.
+        """
+        if measured_bytes <= self.memory_budget:
+            return replace(self, measured_bytes=measured_bytes)
+        excess = max(measured_bytes - self.peak_bytes, 1)
+        costs = replace(self.costs, excess=self.costs.excess + excess)
+        return make_plan(
+            costs,
+            self.memory_budget,
+            signature=self.signature,
+            checkpoints=self.checkpoints,
+            preserve_rng_state=self.preserve_rng_state,
+        )
+
+    # -------------------------------------------------------------------------------- files
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        data = {
+            "format": FORMAT,
+            "memory_budget": self.memory_budget,
+            "signature": self.signature,
+            "checkpoints": self.checkpoints,
+            "exact": self.exact,
+            "measured_bytes": self.measured_bytes,
+            "preserve_rng_state": self.preserve_rng_state,
+            "choices": [asdict(choice) for choice in self.choices],
+            "costs": self.costs.to_dict(),
+        }
+        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> RecomputePlan:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: The file cannot be read, or is not a plan.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data.pop("format") != FORMAT:
+                raise PlanError(f"{path}: a plan of another version; make a new one")
+            checkpoints = data.pop("checkpoints")
+            return cls(
+                costs=StepCosts.from_dict(data.pop("costs")),
+                choices=tuple(Choice(**choice) for choice in data.pop("choices")),
+                checkpoints=None if checkpoints is None else tuple(checkpoints),
+                **data,
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"{path}: is not a plan ({error})") from error
+
+    def check_is_of(self, signature: str) -> None:
+        """Check that the plan is of this model and batch.
+
+        Raises:
+            PlanError: It is of another one.
+        """
+        if signature != self.signature:
+            raise PlanError(
+                "the plan is of another model or of a batch of other shapes; make a new plan"
+            )
+
+    # -------------------------------------------------------------------------------- words
+
+    def __str__(self) -> str:
+        peak = self.timeline.peak
+        share = self.extra_seconds / self.costs.seconds if self.costs.seconds else 0.0
+        measured = ""
+        if self.measured_bytes is not None:
+            measured = f" (measured {format_bytes(self.measured_bytes)})"
+        lines = [
+            f"plan for {format_bytes(self.memory_budget)}: peak {format_bytes(peak.bytes)}"
+            f"{measured}, {self.extra_seconds * 1e3:+.1f} ms per step ({share:+.1%}); binds at the "
+            f"{peak.where}",
+            *(f"  {line}" for line in self._runs()),
+        ]
+        if not self.exact:
+            lines.append(
+                "  the backward is not the reverse of the forward: chosen as for a chain, judged "
+                "by simulation"
+            )
+        least = smallest(self.costs)
+        lines.append(
+            f"  smallest feasible budget {format_bytes(least.peak)}, with "
+            f"{(least.seconds - self.costs.seconds) * 1e3:+.1f} ms"
+        )
+        step_up = self._next()
+        if step_up is not None:
+            lines.append(
+                f"  next faster: {format_bytes(step_up.peak)} for "
+                f"{(step_up.seconds - self.seconds) * 1e3:+.1f} ms"
+            )
+        return "\n".join(lines)
+
+    def _next(self) -> Solution | None:
+        """The fastest solution of a budget that is larger by a tenth."""
+        room = self.memory_budget - self.costs.base
+        found = solve(self.costs, self.memory_budget + max(1, room // 10))
+        return found if found is not None and found.seconds < self.seconds else None
+
+    def _runs(self) -> Iterator[str]:
+        """Runs of neighbours with the same option: "layers.0 to layers.5: whole, -38 MiB ..."."""
+        grouped: list[list[Choice]] = []
+        for choice in self.choices:
+            if grouped and grouped[-1][-1].option == choice.option and len(choice) == 1:
+                grouped[-1].append(choice)
+            else:
+                grouped.append([choice])
+        seen: Counter[tuple[str, str]] = Counter()
+        for run in grouped:
+            calls = self.costs.calls[run[0].first : run[-1].last + 1]
+            if calls[0].pass_number:  # the passes of a step are treated alike
+                continue
+            names = calls[0].name if len(calls) == 1 else f"{calls[0].name} to {calls[-1].name}"
+            option = run[0].option
+            seen[names, option] += 1
+            if option == PLAIN:
+                yield f"{names}: {PLAIN}"
+                continue
+            chosen = sum(_kept_alone(call, option) for call in calls)
+            plain = sum(_kept_alone(call, PLAIN) for call in calls)
+            seconds = sum(call.options[PLAIN].seconds for call in calls)
+            extra = self._seconds_of(run) - seconds
+            yield (f"{names}: {option}, {format_bytes(chosen - plain)} for {extra * 1e3:+.1f} ms")
+
+    def _seconds_of(self, run: Sequence[Choice]) -> float:
+        from paddle_recompute.planner.simulate import seconds_of
+
+        return sum(seconds_of(self.costs.calls, choice) for choice in run)
+
+
+def _kept_alone(call: Any, option: str) -> int:
+    return int(call.options[WHOLE if option in (JOINED, NESTED) else option].kept)
+
+
+def make_plan(
+    costs: StepCosts,
+    memory_budget: int,
+    *,
+    signature: str,
+    checkpoints: tuple[str, ...] | None = None,
+    preserve_rng_state: bool = True,
+) -> RecomputePlan:
+    """Solve, and say in words if there is no solution.
+
+    Raises:
+        PlanError: Nothing stays within the budget.
+    """
+    solution = solve(costs, memory_budget)
+    if solution is None:
+        raise PlanError(infeasible(costs, memory_budget))
+    return RecomputePlan(
+        memory_budget,
+        costs,
+        solution.choices,
+        signature,
+        checkpoints,
+        solution.exact,
+        preserve_rng_state=preserve_rng_state,
+    )
+
+
+def infeasible(costs: StepCosts, memory_budget: int) -> str:
+    """Why nothing stays within the budget, and what would lower the smallest one."""
+    least = smallest(costs)
+    peak = least.timeline.peak
+    held = costs.base
+    lower = []
+    if peak.inside:
+        lower.append("name the parts of that block as checkpoints instead, so that less is live")
+    if costs.held.get("moments"):
+        lower.append("use an optimizer with smaller moments")
+    lower.append("give a smaller batch or gradient-cache chunk")
+    if peak.where.startswith("update") or held > 0.8 * peak.bytes:
+        lower = ["use fewer or smaller parameters, or an optimizer with smaller moments"]
+    return (
+        f"no plan stays within {format_bytes(memory_budget)}: the smallest feasible budget is "
+        f"{format_bytes(least.peak)} ({least.peak} bytes), of which {format_bytes(held)} are held "
+        f"all the time. The {peak.where} binds. Raise the budget, or {'; or '.join(lower)}"
+    )

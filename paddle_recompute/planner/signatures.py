@@ -1,0 +1,36 @@
+"""Which calls of blocks cost the same, so that one of them is measured for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+
+def structure_of(layer: paddle.nn.Layer) -> tuple[Any, ...]:
+    """How `layer` is built: the same for blocks that differ in their values alone."""
+    return tuple(
+        (
+            name,
+            type(one).__qualname__,
+            one.extra_repr(),
+            one.training,
+            _settings(one),
+            tuple(
+                (key, tuple(p.shape), str(p.dtype), p.stop_gradient)
+                for key, p in one.named_parameters(include_sublayers=False)
+            ),
+        )
+        for name, one in layer.named_sublayers(include_self=True)
+    )
+
+
+def _settings(layer: paddle.nn.Layer) -> tuple[Any, ...]:
+    """Plain attributes: a probability, a stride."""
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(layer).items())
+        if not name.startswith("_full_name")
+        and isinstance(value, (int, float, bool, str))
+        and not name.endswith("_name")
+    )

@@ -1,0 +1,191 @@
+"""The bytes of a step under a plan, event by event.
+
+The level at an event is that of the skeleton, plus what the calls before it keep, plus the
+gradients of the parameters whose backward is over. Inside a call its own forward or backward peak
+stands on top. Nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paddle_recompute.planner.costs import PLAIN, WHOLE, CallCost, Event, OptionCost, StepCosts
+
+JOINED = "joined"
+NESTED = "nested"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done with the calls from `first` to `last`.
+
+    Attributes:
+        first: Number of the first call.
+        last: Number of the last call; the same for an option of one call.
+        option: One of the measured options; `JOINED`, a segment that is recomputed together; or
+            `NESTED`, a segment whose calls are each recomputed once more while it is repeated.
+    """
+
+    first: int
+    last: int
+    option: str
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """A peak of the timeline.
+
+    Attributes:
+        where: The call, or what is between two calls.
+        bytes: Held at this moment, all in all.
+        gradients: Of these, gradients of parameters of blocks.
+        kept: What earlier calls keep beyond their inputs; negative where inputs are given up.
+        inside: What the call itself takes now.
+    """
+
+    where: str
+    bytes: int
+    gradients: int = 0
+    kept: int = 0
+    inside: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The bytes of one step.
+
+    Attributes:
+        points: In order.
+        seconds: Of the step.
+    """
+
+    points: tuple[Point, ...]
+    seconds: float
+
+    @property
+    def peak(self) -> Point:
+        """The point that binds."""
+        return max(self.points, key=lambda point: point.bytes)
+
+
+def simulate(costs: StepCosts, choices: Sequence[Choice]) -> Timeline:
+    """The bytes and seconds of a step under `choices`, which cover its calls in order."""
+    seconds = costs.glue_seconds + sum(seconds_of(costs.calls, choice) for choice in choices)
+    return Timeline(tuple(_points(costs, choices)), seconds)
+
+
+def seconds_of(calls: Sequence[CallCost], choice: Choice) -> float:
+    """Seconds of the calls of `choice`, forward and backward."""
+    own = calls[choice.first : choice.last + 1]
+    if choice.option not in (JOINED, NESTED):
+        return sum(call.options[choice.option].seconds for call in own)
+    whole = sum(call.options[WHOLE].seconds for call in own)
+    if choice.option == JOINED:
+        return whole
+    return whole + sum(call.options[PLAIN].forward_seconds for call in own)
+
+
+def own_option(choice: Choice) -> str:
+    """The option whose measured costs a single call of `choice` has."""
+    return WHOLE if choice.option in (JOINED, NESTED) else choice.option
+
+
+class Kept:
+    """What each call adds to the level of the skeleton, between its forward and its backward."""
+
+    def __init__(self, costs: StepCosts, choices: Sequence[Choice]) -> None:
+        self.calls = costs.calls
+        self.choice: dict[int, Choice] = {
+            call: choice for choice in choices for call in range(choice.first, choice.last + 1)
+        }
+
+    def cost(self, call: int) -> OptionCost:
+        """The cost of one call under its option."""
+        return self.calls[call].options[own_option(self.choice[call])]
+
+    def gives_up_input(self, call: int) -> bool:
+        """Whether the input of `call` does not stay, and is computed again in the backward."""
+        choice, before = self.choice[call], self.calls[call].follows
+        if choice.option in (JOINED, NESTED) and call > choice.first:
+            return True
+        if before is None or not self.cost(call).takes_offers:
+            return False
+        # A segment computes its outputs again for nobody.
+        return self.choice[before].option not in (JOINED, NESTED) and (
+            self.cost(before).offers_output
+        )
+
+    def bytes(self, call: int) -> int:
+        """From the end of its forward on, above the skeleton."""
+        return kept_bytes(self.calls[call], self.cost(call), self.gives_up_input(call))
+
+
+def kept_bytes(call: CallCost, cost: OptionCost, gives_up_input: bool) -> int:
+    """What one call adds to the level of the skeleton."""
+    kept = cost.kept
+    if cost.keeps_output and not call.output_is_kept:
+        kept += call.output_bytes
+    return kept - call.input_bytes if gives_up_input else kept
+
+
+def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
+    calls, kept = costs.calls, Kept(costs, choices)
+    base = costs.base + costs.excess
+    above = 0  # bytes of the calls, above the skeleton
+    live: dict[int, int] = {}  # what each call of a segment that runs again keeps
+    present: dict[str, int] = {}  # the gradients that exist
+    for event in costs.events:
+        gradients = sum(present.values())
+        level = base + above + gradients
+        yield Point(_before(event, calls), level + event.before, gradients, above)
+        number = event.call
+        if number < 0:
+            continue
+        call, cost, choice = calls[number], kept.cost(number), kept.choice[number]
+        level += event.enter
+        if event.kind == "forward":
+            peak = cost.forward_peak
+            yield Point(f"forward of {call.name}", level + peak, gradients, above, peak)
+            above += kept.bytes(number)
+            continue
+        level -= call.output_bytes  # its gradient, which is part of the measured peak
+        if choice.option not in (JOINED, NESTED):
+            change = -kept.bytes(number)
+        elif number < choice.last:
+            change = -live.pop(number)
+            cost = call.options[PLAIN if choice.option == JOINED else WHOLE]
+        else:
+            change = -sum(kept.bytes(inner) for inner in range(choice.first, number + 1))
+            for inner in range(choice.first, number):
+                plain, whole = (calls[inner].options[name] for name in (PLAIN, WHOLE))
+                if choice.option == JOINED:
+                    yield Point(
+                        f"second forward of {calls[inner].name}",
+                        level + change + plain.forward_peak,
+                        gradients,
+                        above + change,
+                        plain.forward_peak,
+                    )
+                live[inner] = whole.kept + (plain.kept if choice.option == JOINED else 0)
+                change += live[inner]
+        above += change
+        yield Point(
+            f"backward of {call.name}",
+            level + change + cost.backward_peak,
+            gradients,
+            above,
+            cost.backward_peak,
+        )
+        present.update(call.gradients)
+
+
+def _before(event: Event, calls: Sequence[CallCost]) -> str:
+    if event.kind == "end":
+        return "end of the backward"
+    if event.kind == "update":
+        return "update"
+    return f"before the {event.kind} of {calls[event.call].name}"

@@ -1,0 +1,291 @@
+"""A step without the insides of its blocks: what all else takes, and in which order things happen.
+
+Every block runs under ``no_grad`` in its place and keeps its input. In the backward it hands on
+gradients of the right shape without computing them. So the skeleton never needs the memory of the
+plain step, and everything outside of the blocks (embedding, head, loss) is the real thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _nested, _paddle
+from paddle_recompute._paddle import memory
+from paddle_recompute.planner.costs import Event
+from paddle_recompute.planner.signatures import structure_of
+
+
+@dataclass
+class RecordedCall:
+    """One call of a block as the skeleton saw it."""
+
+    layer: str
+    number: int
+    pass_number: int
+    signature: tuple[Any, ...]
+    """Calls with equal signatures cost the same."""
+    inputs: Any
+    """(args, kwargs) with arrays of the host; None if an earlier call has this signature."""
+    amp: _paddle.AmpState
+    input_pointers: dict[int, int]
+    output_pointers: dict[int, int]
+    output_bytes: int
+
+
+class HostTensor:
+    """The values of a tensor, which take none of the memory that is measured."""
+
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        self._values = tensor.detach().numpy().copy()
+        self._place = tensor.place
+        self.stop_gradient = tensor.stop_gradient
+
+    def load(self) -> paddle.Tensor:
+        """The tensor, a leaf that needs no gradient."""
+        return paddle.to_tensor(self._values, place=self._place)
+
+
+@dataclass
+class Skeleton:
+    """What was recorded of a step.
+
+    Attributes:
+        start: Bytes held at its start.
+        calls: The calls of blocks.
+        events: What happened.
+        saved_outside: Addresses of tensors that operators outside of blocks saved.
+    """
+
+    start: int = 0
+    calls: list[RecordedCall] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    saved_outside: set[int] = field(default_factory=set)
+
+
+def run_skeleton(blocks: Mapping[str, paddle.nn.Layer], step: Callable[[], object]) -> Skeleton:
+    """Run `step`, a forward and a backward, without the insides of `blocks`."""
+    recorder = _Recorder({name: structure_of(block) for name, block in blocks.items()})
+    with contextlib.ExitStack() as stack:
+        for name, block in blocks.items():
+            stack.enter_context(_replaced_forward(block, name, recorder))
+        stack.enter_context(
+            paddle.autograd.saved_tensors_hooks(recorder.pack, lambda saved: saved.take())
+        )
+        recorder.begin()
+        step()
+        recorder.event("end", -1)
+    return recorder.skeleton
+
+
+@contextlib.contextmanager
+def _replaced_forward(block: paddle.nn.Layer, name: str, recorder: _Recorder) -> Iterator[None]:
+    forward = block.forward
+
+    def probe(*args: Any, **kwargs: Any) -> Any:
+        if not paddle.is_grad_enabled() or recorder.inside:
+            return forward(*args, **kwargs)
+        return recorder.call(name, forward, (args, kwargs))
+
+    block.forward = probe
+    try:
+        yield
+    finally:
+        del block.__dict__["forward"]
+
+
+class _Recorder:
+    def __init__(self, structures: Mapping[str, tuple[Any, ...]]) -> None:
+        self.skeleton = Skeleton()
+        self.inside = False
+        self._structures = structures
+        self._numbers: dict[str, int] = {}
+        self._pass = -1
+        self._waiting = 0
+        """Calls whose backward is still to come."""
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def begin(self) -> None:
+        self.skeleton.start = memory.current_bytes()
+        self._restart()
+
+    def event(self, kind: Any, call: int, leave: int | None = None) -> None:
+        now, start = memory.current_bytes(), self.skeleton.start
+        self.skeleton.events.append(
+            Event(
+                kind,
+                call,
+                memory.peak_bytes() - start,
+                now - start,
+                now - start,
+                time.perf_counter() - self._since,
+            )
+        )
+        self._restart()
+
+    def leave(self) -> None:
+        """The event that was noted last has ended."""
+        self._waiting -= self.skeleton.events[-1].kind == "backward"
+        last = self.skeleton.events[-1]
+        level = memory.current_bytes() - self.skeleton.start
+        self.skeleton.events[-1] = Event(
+            last.kind, last.call, last.before, last.enter, level, last.seconds
+        )
+        self._restart()
+
+    def _restart(self) -> None:
+        memory.reset_peak()
+        self._since = time.perf_counter()
+
+    def call(self, name: str, forward: Callable[..., Any], inputs: Any) -> Any:
+        place = len(self.skeleton.calls)
+        self.event("forward", place)
+        signature = (self._structures[name], repr(_paddle.amp_state()), _likenesses(inputs))
+        on_host = None
+        if signature not in self._seen:
+            self._seen.add(signature)
+            on_host = _nested.map_tensors(
+                lambda one: one if _paddle.is_parameter(one) else HostTensor(one), inputs
+            )
+            memory.reset_peak()
+        holder = _Holder(self, place, forward, inputs)
+        tensors = [
+            tensor
+            for tensor in _unique(_nested.tensors_in(inputs))
+            if not tensor.stop_gradient and tensor.is_floating_point()
+        ]
+        anchor = paddle.zeros([1])
+        anchor.stop_gradient = False
+        given = {tensor.data_ptr() for tensor in _nested.tensors_in(inputs)}
+        if self._waiting == 0:
+            self._numbers.clear()
+            self._pass += 1
+        self._waiting += 1
+        number = self._numbers.get(name, 0)
+        self._numbers[name] = number + 1
+        self.inside = True
+        try:
+            passed = _Pass.apply(anchor, holder, *tensors)
+        finally:
+            self.inside = False
+        holder.forward = None
+        passed = passed if isinstance(passed, (tuple, list)) else (passed,)
+        outputs = _nested.map_leaves(
+            lambda leaf: passed[leaf.position] if isinstance(leaf, _Place) else leaf,
+            holder.outputs,
+        )
+        holder.outputs = None
+        pointers = _pointers(outputs)
+        fresh = {pointer: size for pointer, size in pointers.items() if pointer not in given}
+        self.skeleton.calls.append(
+            RecordedCall(
+                name,
+                number,
+                self._pass,
+                signature,
+                on_host,
+                _paddle.amp_state(),
+                _pointers(inputs),
+                fresh,
+                sum(fresh.values()),
+            )
+        )
+        self.leave()
+        return outputs
+
+    def pack(self, tensor: paddle.Tensor) -> _Saved:
+        if not self.inside and _paddle.is_initialized(tensor):
+            self.skeleton.saved_outside.add(tensor.data_ptr())
+        return _Saved(tensor)
+
+
+class _Saved:
+    """A tensor that the graph saved; Paddle forgets to drop it when its operator is done."""
+
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        self._tensor: paddle.Tensor | None = tensor
+
+    def take(self) -> paddle.Tensor:
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None
+        return tensor
+
+
+@dataclass(eq=False)
+class _Holder:
+    """A call of a block; an argument that Paddle does not look into."""
+
+    recorder: _Recorder
+    place: int
+    forward: Callable[..., Any] | None
+    inputs: Any
+    outputs: Any = None
+
+
+class _Place:
+    """Stands for an output tensor."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class _Pass(paddle.autograd.PyLayer):
+    """A block whose backward computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: paddle.Tensor, holder: _Holder, *tensors: paddle.Tensor) -> Any:
+        ctx.holder = holder
+        ctx.set_materialize_grads(False)
+        ctx.likeness = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        args, kwargs = holder.inputs
+        assert holder.forward is not None
+        result = holder.forward(*args, **kwargs)
+        given = {id(tensor) for tensor in _nested.tensors_in(holder.inputs)}
+        passed: list[paddle.Tensor] = []
+
+        def put(leaf: Any) -> Any:
+            if not _nested.is_tensor(leaf) or id(leaf) in given or not leaf.is_floating_point():
+                return leaf
+            passed.append(leaf)
+            return _Place(len(passed) - 1)
+
+        holder.outputs = _nested.map_leaves(put, result)
+        return tuple(passed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        holder, recorder = ctx.holder, ctx.holder.recorder
+        recorder.event("backward", holder.place)
+        del gradients
+        found = [paddle.zeros(shape, dtype) for shape, dtype in ctx.likeness]
+        holder.inputs = None
+        recorder.leave()
+        return (paddle.zeros([1]), *found)
+
+
+def _unique(tensors: Iterator[paddle.Tensor]) -> list[paddle.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _pointers(value: Any) -> dict[int, int]:
+    """Bytes of the distinct tensors in `value` by address, parameters left out."""
+    return {
+        tensor.data_ptr(): tensor.size * tensor.element_size()
+        for tensor in _nested.tensors_in(value)
+        if _paddle.is_initialized(tensor) and not _paddle.is_parameter(tensor)
+    }
+
+
+def _likenesses(inputs: Any) -> tuple[Any, ...]:
+    return tuple((path, _likeness(leaf)) for path, leaf in _nested.named_leaves(inputs))
+
+
+def _likeness(leaf: Any) -> Any:
+    if _nested.is_tensor(leaf):
+        return _nested.describe(leaf), leaf.stop_gradient
+    return repr(leaf) if isinstance(leaf, (int, float, str, bool, type(None))) else type(leaf)

@@ -1,0 +1,473 @@
+"""`solve`: the fastest choices whose peak is within a budget.
+
+The calls of a pass are taken in the reverse order of their backwards. At the backward of a call
+exactly what the calls before it keep is there, so all that earlier choices mean to later ones is
+one number of bytes. A label is such a number with the seconds it costs. Labels that another one
+beats in both are dropped, and nothing is rounded: the best of all choices is found, where a budget
+of bytes is given as it is (no slots).
+
+The units are: one call with one of its measured options, a segment that is recomputed together
+(`JOINED`), and a segment whose calls are recomputed once more while it is repeated (`NESTED`).
+
+Where the backward is not the reverse of the forward (two towers that take turns), what is there
+during a *forward* is not what the labels say. `solve` then lets `simulate` judge, and lowers the
+budget of the labels until the simulated peak is inside.
+
+References:
+    Chen et al. 2016, arXiv:1604.06174: segments. Beaumont et al. 2019, hal-02352969 (rotor): a
+    chain of calls with measured sizes and times; gradients and communication buckets are not in its
+    model and are in ours. Zhao et al. 2023, arXiv:2307.01236 (Rockmate): several options for each
+    block. Jain et al. 2020, arXiv:1910.02653 (Checkmate): the same as a linear program.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.simulate import (
+    JOINED,
+    NESTED,
+    Choice,
+    Timeline,
+    kept_bytes,
+    simulate,
+)
+
+MOST_LABELS = 2000
+"""Labels of one boundary; of more than these, equally spaced ones are kept."""
+FEW_LABELS = 48
+"""Labels of one boundary in a first look, which gives a bound of the seconds."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Choices for all calls, and what they come to.
+
+    Attributes:
+        choices: They cover the calls in order.
+        timeline: The simulated step.
+        exact: Whether no other choices of these options are faster within the budget; otherwise
+            `simulate` judged the choices of a chain.
+    """
+
+    choices: tuple[Choice, ...]
+    timeline: Timeline
+    exact: bool = True
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return self.timeline.peak.bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.timeline.seconds
+
+
+def solve(
+    costs: StepCosts, budget: int, *, units: Sequence[str] = (JOINED, NESTED)
+) -> Solution | None:
+    """The fastest choices with a simulated peak of at most `budget` bytes; None if there are none.
+
+    Args:
+        costs: Of the step.
+        budget: In bytes, parameters and moments included.
+        units: Which segments are allowed beside the options of one call.
+    """
+    groups = _groups(costs)
+    exact = all(group.is_chain for group in groups)
+
+    def within(limit: int) -> Solution | None:
+        found: dict[int, Choice] = {}
+        for group in groups:
+            of_group = _solve_group(group, limit - costs.base - costs.excess, units)
+            if of_group is None:
+                return None
+            found.update(of_group)
+        choices = tuple(found[first] for first in sorted(found))
+        return Solution(choices, simulate(costs, choices), exact)
+
+    best = within(budget)
+    if best is None or best.peak <= budget:
+        return best
+    low, high = budget - 2 * (best.peak - budget) - 1, budget
+    found = within(low)
+    while found is not None and found.peak > budget:
+        low -= 2 * (high - low)
+        found = within(low)
+    if found is None:
+        low, found = _first_feasible(within, low, high, budget)
+        if found is None:
+            return None
+    for _ in range(24):
+        if high - low <= 1024:
+            break
+        middle = (low + high) // 2
+        tried = within(middle)
+        if tried is not None and tried.peak <= budget:
+            low, found = middle, tried
+        else:
+            high = middle
+    return Solution(found.choices, found.timeline, exact=False)
+
+
+def smallest(costs: StepCosts, *, units: Sequence[str] = (JOINED, NESTED)) -> Solution:
+    """The choices with the smallest peak, found by bisection of the budget."""
+    whole = tuple(Choice(n, n, WHOLE) for n in range(len(costs.calls)))
+    best = Solution(whole, simulate(costs, whole))
+    low, high = costs.base, best.peak
+    while high - low > max(1, (high - costs.base) // 4096):
+        middle = (low + high) // 2
+        found = solve(costs, middle, units=units)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, min(found.peak, middle)
+    return best
+
+
+def _first_feasible(
+    within: Callable[[int], Solution | None], low: int, high: int, budget: int
+) -> tuple[int, Solution | None]:
+    """The largest of some limits at which the simulated peak is inside."""
+    for part in range(1, 16):
+        limit = high - (high - low) * part // 16
+        found = within(limit)
+        if found is not None and found.peak <= budget:
+            return limit, found
+    return low, None
+
+
+# ------------------------------------------------------------------------------------ a chain
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Passes of the same calls, of which the largest stands for all.
+
+    Arrays are over the calls of the pass in the reverse order of their backwards.
+
+    Attributes:
+        order: Numbers of the calls.
+        passes: For every pass, the numbers of its calls in the same order.
+        forward: Level at the begin of each forward.
+        before_forward: Peak before it.
+        backward: Level at the begin of each backward without the gradient of the output, and with
+            the gradients of parameters that exist by then.
+        before_backward: Peak before it, with these gradients.
+        after: Peak after the last backward, with all gradients.
+        is_chain: Whether the backwards are in the reverse order of the forwards.
+    """
+
+    costs: StepCosts
+    order: tuple[int, ...]
+    passes: tuple[tuple[int, ...], ...]
+    forward: NDArray[np.int64]
+    before_forward: NDArray[np.int64]
+    backward: NDArray[np.int64]
+    before_backward: NDArray[np.int64]
+    is_chain: bool
+
+
+def _groups(costs: StepCosts) -> list[_Group]:
+    backwards: dict[int, list[int]] = {}
+    forwards: dict[int, list[int]] = {}
+    for event in costs.events:
+        if event.kind in ("forward", "backward"):
+            number = costs.calls[event.call].pass_number
+            (forwards if event.kind == "forward" else backwards).setdefault(number, []).append(
+                event.call
+            )
+    levels = _levels(costs)
+    by_calls: dict[tuple[tuple[str, int], ...], list[tuple[tuple[int, ...], bool]]] = {}
+    for number, ahead in forwards.items():
+        back = backwards.get(number, [])
+        silent = [call for call in ahead if call not in back]  # nobody asks for their gradients
+        order = (*silent, *reversed(back))
+        key = tuple((costs.calls[call].layer, costs.calls[call].number) for call in order)
+        by_calls.setdefault(key, []).append((order, list(order) == ahead))
+    groups = []
+    for members in by_calls.values():
+        passes = [order for order, _ in members]
+        plain = [sum(costs.calls[c].options[PLAIN].kept for c in order) for order in passes]
+        largest = passes[int(np.argmax(plain))]
+        highest = np.max([[levels[call] for call in order] for order in passes], axis=0)
+        groups.append(
+            _Group(
+                costs,
+                largest,
+                tuple(passes),
+                *(np.ascontiguousarray(column) for column in highest.T),
+                is_chain=all(chain for _, chain in members),
+            )
+        )
+    return groups
+
+
+def _levels(costs: StepCosts) -> dict[int, tuple[int, int, int, int]]:
+    """For each call: the levels of its forward and backward, and the peaks before them."""
+    ahead: dict[int, tuple[int, int]] = {}
+    back: dict[int, tuple[int, int]] = {}
+    present: dict[str, int] = {}
+    for event in costs.events:
+        gradients = sum(present.values())
+        if event.kind == "forward":
+            ahead[event.call] = event.enter + gradients, event.before + gradients
+        elif event.kind == "backward":
+            call = costs.calls[event.call]
+            level = event.enter - call.output_bytes + gradients
+            back[event.call] = level, event.before + gradients
+            present.update(call.gradients)
+    nothing = (0, 0)
+    return {
+        call: (*ahead.get(call, nothing), *back.get(call, nothing))
+        for call in range(len(costs.calls))
+    }
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Calls from `first` to `last` (places in the order) under one option.
+
+    Attributes:
+        reach: Highest level that the unit leads to, above what earlier calls keep; then the same
+            where the call before offers its output.
+        kept: What it adds to that until its backward.
+        seconds: Its seconds.
+        given_up: Of `kept`, what is not kept if the call before offers its output.
+        offers: Whether it offers its output in turn.
+    """
+
+    first: int
+    last: int
+    option: str
+    reach: tuple[int, int]
+    kept: int
+    seconds: float
+    given_up: int
+    offers: bool
+
+
+def _solve_group(group: _Group, room: int, units: Sequence[str]) -> dict[int, Choice] | None:
+    """The choices by the number of their first call; None if the budget is too small."""
+    ending: list[list[_Unit]] = [_single_units(group, place) for place in range(len(group.order))]
+    for unit in _segment_units(group, room, units):
+        ending[unit.last].append(unit)
+    # A few labels give a bound, which then leaves few of all.
+    fast = _best(group, room, ending, FEW_LABELS, np.inf)
+    bound = np.inf if fast is None else fast[1] * (1 + 1e-9)
+    best = _best(group, room, ending, MOST_LABELS, bound) or fast
+    return None if best is None else best[0]
+
+
+def _best(
+    group: _Group, room: int, ending: list[list[_Unit]], most: int, most_seconds: float
+) -> tuple[dict[int, Choice], float] | None:
+    """The choices and seconds of the best label at the end."""
+    size = len(group.order)
+    least = [min(u.seconds for u in units if u.first == u.last) for units in ending]
+    left = [*np.cumsum(least[::-1])[::-1], 0.0]
+    # State 1: the call before offers its output.
+    frontier: list[list[_Labels]] = [[_Labels.start(), _Labels.none()]]
+    for place in range(size):
+        new: list[list[tuple[_Unit, int, _Labels, NDArray[np.bool_], int]]] = [[], []]
+        for unit in ending[place]:
+            for state, earlier in enumerate(frontier[unit.first]):
+                fits = earlier.kept <= room - unit.reach[state]
+                fits &= earlier.seconds <= most_seconds - unit.seconds - left[place + 1]
+                if not fits.any():
+                    continue
+                kept = unit.kept - (unit.given_up if state else 0)
+                new[unit.offers].append((unit, state, earlier, fits, kept))
+        frontier.append([_Labels.joined(candidates, most) for candidates in new])
+    ends = [labels for labels in frontier[size] if len(labels.kept)]
+    if not ends:
+        return None
+    state = min(
+        (state for state in (0, 1) if len(frontier[size][state].kept)),
+        key=lambda state: float(frontier[size][state].seconds.min()),
+    )
+    index = int(np.argmin(frontier[size][state].seconds))
+    best_seconds = float(frontier[size][state].seconds[index])
+    chosen: dict[int, Choice] = {}
+    place = size
+    while place:
+        labels_here = frontier[place][state]
+        unit = labels_here.units[labels_here.by[index]]
+        for calls in group.passes:
+            numbers = calls[unit.first : unit.last + 1]
+            chosen[numbers[0]] = Choice(numbers[0], numbers[-1], unit.option)
+        state, index = int(labels_here.state[index]), int(labels_here.index[index])
+        place = unit.first
+    return chosen, best_seconds
+
+
+class _Labels:
+    """Pareto-minimal (bytes, seconds) of one boundary, and where each came from."""
+
+    def __init__(
+        self,
+        kept: NDArray[np.int64],
+        seconds: NDArray[np.float64],
+        by: NDArray[np.int64],
+        state: NDArray[np.int64],
+        index: NDArray[np.int64],
+        units: list[_Unit],
+    ) -> None:
+        self.kept, self.seconds = kept, seconds
+        self.by, self.state, self.index, self.units = by, state, index, units
+
+    @classmethod
+    def start(cls) -> _Labels:
+        one = np.zeros(1, np.int64)
+        return cls(one, np.zeros(1), one, one, one, [])
+
+    @classmethod
+    def none(cls) -> _Labels:
+        none = np.zeros(0, np.int64)
+        return cls(none, np.zeros(0), none, none, none, [])
+
+    @classmethod
+    def joined(
+        cls, candidates: list[tuple[_Unit, int, _Labels, NDArray[np.bool_], int]], most: int
+    ) -> _Labels:
+        if not candidates:
+            return cls.none()
+        places = [np.flatnonzero(fits) for _, _, _, fits, _ in candidates]
+        kept = np.concatenate(
+            [c[2].kept[place] + c[4] for c, place in zip(candidates, places, strict=True)]
+        )
+        seconds = np.concatenate(
+            [
+                c[2].seconds[place] + c[0].seconds
+                for c, place in zip(candidates, places, strict=True)
+            ]
+        )
+        counts = [len(place) for place in places]
+        by = np.repeat(np.arange(len(candidates)), counts)
+        state = np.repeat([c[1] for c in candidates], counts)
+        index = np.concatenate(places)
+        order = np.lexsort((seconds, kept))
+        best = np.minimum.accumulate(seconds[order])
+        # Sums of the same numbers in another order differ in their last bits.
+        better = np.empty(len(order), bool)
+        better[0] = True
+        better[1:] = seconds[order][1:] < best[:-1] * (1 - 1e-9)
+        left = order[better]
+        if len(left) > most:
+            left = left[np.linspace(0, len(left) - 1, most).round().astype(np.int64)]
+        return cls(
+            kept[left],
+            seconds[left],
+            by[left],
+            state[left],
+            index[left],
+            [c[0] for c in candidates],
+        )
+
+
+def _single_units(group: _Group, place: int) -> list[_Unit]:
+    call = group.costs.calls[group.order[place]]
+    follows = place > 0 and call.follows == group.order[place - 1]
+    found = []
+    for option, cost in call.options.items():
+        kept = kept_bytes(call, cost, gives_up_input=False)
+        given_up = call.input_bytes if follows and cost.takes_offers else 0
+        above = max(
+            group.before_forward[place],
+            group.forward[place] + cost.forward_peak,
+            group.backward[place] + cost.backward_peak,
+        )
+        reach = _reach(above, group.before_backward[place] + kept, given_up)
+        found.append(
+            _Unit(place, place, option, reach, kept, cost.seconds, given_up, cost.offers_output)
+        )
+    return _undominated(found)
+
+
+def _reach(above: int, at_the_backward: int, given_up: int) -> tuple[int, int]:
+    return int(max(above, at_the_backward)), int(max(above, at_the_backward - given_up))
+
+
+def _undominated(units: list[_Unit]) -> list[_Unit]:
+    """Without options that another one beats in everything."""
+    return [
+        unit
+        for unit in units
+        if not any(
+            other is not unit
+            and all(a <= b for a, b in zip(other.reach, unit.reach, strict=True))
+            and other.kept <= unit.kept
+            and other.seconds <= unit.seconds
+            and other.given_up >= unit.given_up
+            and other.offers >= unit.offers
+            and (other.option == PLAIN or other.seconds < unit.seconds)
+            for other in units
+        )
+    ]
+
+
+def _segment_units(group: _Group, room: int, allowed: Sequence[str]) -> list[_Unit]:
+    """Segments of at least two calls, each of which continues the one before it."""
+    calls = [group.costs.calls[number] for number in group.order]
+    found = []
+    for first, option in itertools.product(range(len(calls)), allowed):
+        if WHOLE not in calls[first].options:
+            continue
+        kept = kept_bytes(calls[first], calls[first].options[WHOLE], gives_up_input=False)
+        seconds = calls[first].options[WHOLE].seconds
+        if option == NESTED:
+            seconds += calls[first].options[PLAIN].forward_seconds
+        ahead = 0  # the peaks of the forwards after the first
+        again = 0  # what the calls before keep when the segment has run again
+        highest_again = 0  # the peak of their second forwards, above the level of the backward
+        inner = 0  # the peaks of their backwards
+        for place in range(first + 1, len(calls)):
+            before, call = calls[place - 1], calls[place]
+            continues = (
+                call.follows == group.order[place - 1]
+                and group.order[place] == group.order[place - 1] + 1
+                and WHOLE in call.options
+            )
+            if not continues:
+                break
+            plain, whole = before.options[PLAIN], before.options[WHOLE]
+            keeps = whole.kept + (plain.kept if option == JOINED else 0)
+            step_back = plain if option == JOINED else whole
+            inner = max(
+                inner,
+                group.backward[place - 1] + again + step_back.backward_peak,
+                group.before_backward[place - 1] + again + keeps,
+            )
+            if option == JOINED:
+                highest_again = max(highest_again, again + plain.forward_peak)
+            again += keeps
+            own = call.options[WHOLE]
+            ahead = max(
+                ahead,
+                group.before_forward[place] + kept,
+                group.forward[place] + kept + own.forward_peak,
+            )
+            kept += kept_bytes(call, own, gives_up_input=True)
+            seconds += own.seconds
+            if option == NESTED:
+                seconds += call.options[PLAIN].forward_seconds
+            back = group.backward[place] + max(highest_again, again + own.backward_peak)
+            follows = first > 0 and calls[first].follows == group.order[first - 1]
+            given_up = calls[first].input_bytes if follows else 0
+            if max(ahead - given_up, inner) > room:
+                break  # a longer one reaches higher
+            ahead_first = group.forward[first] + calls[first].options[WHOLE].forward_peak
+            above = max(group.before_forward[first], ahead_first, back, inner)
+            later = max(ahead, group.before_backward[place] + kept)
+            reach = _reach(int(above), int(later), given_up)
+            if min(reach) <= room:
+                found.append(_Unit(first, place, option, reach, kept, seconds, given_up, False))
+    return found

@@ -1,0 +1,192 @@
+"""`measure_step`: the costs of a step, from its skeleton and a measurement of each kind of call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle import memory
+from paddle_recompute.errors import DependencyError, PlanError
+from paddle_recompute.planner.costs import CallCost, Event, StepCosts
+from paddle_recompute.planner.measure import FEWEST_ROUNDS, MOST_ROUNDS, OPTIONS, measure_call
+from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
+from paddle_recompute.recompute import is_treated
+from paddle_recompute.replay import RngState
+
+Progress = Callable[[int, int], None]
+"""Told (done, total) of the calls that are measured."""
+
+
+def measure_step(
+    model: paddle.nn.Layer,
+    blocks: Mapping[str, paddle.nn.Layer],
+    step: Callable[[], object],
+    *,
+    held: Mapping[str, int],
+    update_bytes: int = 0,
+    base: int | None = None,
+    options: tuple[str, ...] = OPTIONS,
+    preserve_rng_state: bool = True,
+    progress: Progress | None = None,
+) -> StepCosts:
+    """Measure a step of `model`; parameters, buffers, gradients and random streams stay the same.
+
+    Args:
+        model: In the mode in which it is trained.
+        blocks: The Layers whose calls are planned, by name in `model`.
+        step: Forward and backward, without the optimizer's update.
+        held: Bytes by part that are held at the start of a step and known. What of them does not
+            exist yet is in `base`.
+        update_bytes: What the update takes above the gradients.
+        base: Bytes at the start of a step; None: those that are allocated now.
+        options: The options that are measured.
+        preserve_rng_state: As in `recompute`.
+        progress: Is told how far the measurement is.
+
+    Raises:
+        PlanError: The model is wrapped already, has gradients, or calls none of `blocks`.
+        DependencyError: This Paddle cannot start the peak anew.
+    """
+    check_measurable(model)
+    streams, state = RngState.capture(), _buffers_of(model)
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    if parameters:
+        raise PlanError(
+            f"the parameter '{parameters[0].name}' has a gradient; plan between two steps, after "
+            "optimizer.clear_grad(set_to_zero=False)"
+        )
+    gc.collect()
+    start = memory.current_bytes()
+    try:
+        skeleton = run_skeleton(blocks, step)
+        if not skeleton.calls:
+            raise PlanError(
+                "the step calls none of the blocks: " + ", ".join(list(blocks)[:3]) + "; name "
+                "Layers that loss_fn calls, with gradients enabled"
+            )
+        _clear(model)
+        costs, gradients = _measure_kinds(model, skeleton, options, preserve_rng_state, progress)
+    finally:
+        _clear(model)
+        streams.restore()
+        _put_back(state)
+    return _composed(
+        skeleton,
+        costs,
+        gradients,
+        base=start if base is None else base,
+        held=dict(held),
+        update_bytes=update_bytes,
+    )
+
+
+def check_measurable(model: paddle.nn.Layer) -> None:
+    """Check that `model` can be measured on this device.
+
+    Raises:
+        PlanError: It is wrapped already.
+        DependencyError: This Paddle cannot start the peak anew.
+    """
+    if not memory.can_reset_peak():
+        raise DependencyError(
+            f"Paddle {paddle.__version__} cannot start the peak of memory anew on "
+            f"'{paddle.get_device()}', so the calls of a step cannot be measured one by one; use "
+            "Paddle 3, or load a plan that was made there"
+        )
+    wrapped = is_treated(model)
+    if wrapped is not None:
+        raise PlanError(
+            f"'{wrapped}' is recomputed already; plan a model that is not, or call "
+            "RecomputePlan.remove or unwrap() first"
+        )
+
+
+def _measure_kinds(
+    model: paddle.nn.Layer,
+    skeleton: Skeleton,
+    options: tuple[str, ...],
+    preserve_rng_state: bool,
+    progress: Progress | None,
+) -> tuple[dict[Any, Any], dict[Any, dict[str, int]]]:
+    costs, gradients = {}, {}
+    new = [call for call in skeleton.calls if call.inputs is not None]
+    # About as long as three plain steps, however many kinds of calls there are.
+    affordable = 3 * len(skeleton.calls) // (len(new) * len(options))
+    rounds = max(FEWEST_ROUNDS, min(affordable, MOST_ROUNDS))
+    for done, call in enumerate(new):
+        if progress is not None:
+            progress(done, len(new))
+        costs[call.signature], gradients[call.signature] = measure_call(
+            model, call, options, rounds=rounds, preserve_rng_state=preserve_rng_state
+        )
+    if progress is not None:
+        progress(len(new), len(new))
+    return costs, gradients
+
+
+def _composed(
+    skeleton: Skeleton,
+    costs: dict[Any, Any],
+    gradients: dict[Any, dict[str, int]],
+    *,
+    base: int,
+    held: dict[str, int],
+    update_bytes: int,
+) -> StepCosts:
+    kinds = {signature: number for number, signature in enumerate(costs)}
+    calls: list[CallCost] = []
+    made_by: dict[int, int] = {}
+    taken: dict[int, int] = {}
+    for number, call in enumerate(skeleton.calls):
+        for pointer in call.input_pointers:
+            taken.setdefault(pointer, number)
+        own = sum(
+            size
+            for pointer, size in call.input_pointers.items()
+            if taken[pointer] == number and pointer not in skeleton.saved_outside
+        )
+        before = [made_by[pointer] for pointer in call.input_pointers if pointer in made_by]
+        calls.append(
+            CallCost(
+                call.layer,
+                call.number,
+                call.pass_number,
+                kinds[call.signature],
+                own,
+                call.output_bytes,
+                False,
+                max(before, default=None),
+                {f"{call.layer}.{name}": size for name, size in gradients[call.signature].items()},
+                costs[call.signature],
+            )
+        )
+        made_by.update(dict.fromkeys(call.output_pointers, number))
+    kept_outside = taken.keys() | skeleton.saved_outside
+    calls = [
+        CallCost(
+            **{**vars(call), "output_is_kept": recorded.output_pointers.keys() <= kept_outside}
+        )
+        for call, recorded in zip(calls, skeleton.calls, strict=True)
+    ]
+    end = skeleton.events[-1]
+    update = Event("update", -1, end.leave + update_bytes, end.leave, end.leave)
+    return StepCosts(base, held, tuple(calls), (*skeleton.events, update))
+
+
+def _buffers_of(model: paddle.nn.Layer) -> list[tuple[paddle.Tensor, Any]]:
+    return [(buffer, buffer.numpy().copy()) for buffer in model.buffers()]
+
+
+def _put_back(state: list[tuple[paddle.Tensor, Any]]) -> None:
+    with paddle.no_grad():
+        for buffer, values in state:
+            buffer.set_value(values)
+
+
+def _clear(model: paddle.nn.Layer) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.clear_gradient(False)

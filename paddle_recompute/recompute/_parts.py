@@ -1,0 +1,62 @@
+"""The parts of a model by name: sublayers, and the functions that Layers hold as attributes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute.recompute.layer import RecomputedFunction
+
+
+def named_parts(model: paddle.nn.Layer) -> tuple[dict[str, Any], dict[str, str]]:
+    """Sublayers, and the functions that Layers hold as attributes, by name.
+
+    A Layer that has several names (a tower that is shared) stands under the first of them, as in
+    ``named_sublayers``; its other names, and those of its parts, are returned as aliases of it.
+    """
+    parts: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    for name, layer in _walk(model, "", ()):
+        first = first_names.setdefault(id(layer), name)
+        functions = [
+            attribute
+            for attribute, value in vars(layer).items()
+            if isinstance(value, _FUNCTIONS) and not attribute.startswith("_")
+        ]
+        if first != name:
+            aliases[name] = first
+            aliases.update({_join(name, one): _join(first, one) for one in functions})
+            continue
+        if name:
+            parts[name] = layer
+        parts.update({_join(name, one): getattr(layer, one) for one in functions})
+    return parts, aliases
+
+
+def _walk(
+    layer: paddle.nn.Layer, name: str, path: tuple[int, ...]
+) -> Iterator[tuple[str, paddle.nn.Layer]]:
+    """`layer` and all below it, a shared Layer once for each way to it."""
+    yield name, layer
+    for child_name, child in _paddle.children_of(layer):
+        if id(child) not in path:
+            yield from _walk(child, _join(name, child_name), (*path, id(layer)))
+
+
+def _join(name: str, attribute: str) -> str:
+    return f"{name}.{attribute}" if name else attribute
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, RecomputedFunction)
+
+
+def is_cheap(part: Any) -> bool:
+    """Whether the part has no weight matrix, so that running it again costs next to nothing."""
+    if not isinstance(part, paddle.nn.Layer):
+        return True
+    return all(len(parameter.shape) < 2 for parameter in part.parameters())

@@ -1,0 +1,77 @@
+"""The solver against all choices that there are, and against the clock."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+
+from paddle_recompute.planner import JOINED, NESTED, Choice, simulate, smallest, solve
+from tests.planner.chains import OPTIONS, chain, every_choice
+
+ROUNDING = 1e-9
+"""Sums of the same seconds in another order."""
+
+
+@pytest.mark.parametrize(
+    "length, units", [(8, ()), (7, (JOINED,)), (6, (JOINED, NESTED)), (5, (NESTED,))]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_it_finds_the_fastest_of_all_choices(
+    length: int, units: tuple[str, ...], seed: int
+) -> None:
+    costs = chain(length, seed)
+    every = [
+        (found.peak.bytes, found.seconds)
+        for choices in every_choice(length, OPTIONS, units)
+        for found in [simulate(costs, choices)]
+    ]
+    lowest = min(peak for peak, _ in every)
+    plain = simulate(costs, [Choice(n, n, "plain") for n in range(length)]).peak.bytes
+    assert solve(costs, lowest - 1, units=units) is None
+    for tenth in range(11):
+        budget = lowest + (plain - lowest) * tenth // 10
+        found = solve(costs, budget, units=units)
+        assert found is not None and found.exact
+        assert found.peak <= budget
+        fastest = min(seconds for peak, seconds in every if peak <= budget)
+        assert found.seconds == pytest.approx(fastest, rel=ROUNDING)
+
+
+def test_the_smallest_budget_is_the_smallest_peak_of_all_choices() -> None:
+    costs = chain(6, 4)
+    lowest = min(simulate(costs, c).peak.bytes for c in every_choice(6, OPTIONS, (JOINED, NESTED)))
+    assert smallest(costs).peak == lowest
+
+
+def test_time_never_grows_with_the_budget() -> None:
+    costs = chain(12, 7)
+    low = smallest(costs).peak
+    plain = simulate(costs, [Choice(n, n, "plain") for n in range(12)]).peak.bytes
+    found = [solve(costs, low + (plain - low) * n // 40) for n in range(41)]
+    solutions = [one for one in found if one is not None]
+    assert len(solutions) == 41
+    for one, other in itertools.pairwise(solutions):
+        assert other.seconds <= one.seconds * (1 + ROUNDING)
+        assert other.peak >= one.peak or other.seconds == pytest.approx(one.seconds)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_96_calls_are_solved_at_once(alike: bool, share: float) -> None:
+    costs = chain(96, 3, alike=alike)
+    plain = simulate(costs, [Choice(n, n, "plain") for n in range(96)]).peak.bytes
+    began = time.process_time()
+    solve(costs, int(plain * share))
+    assert time.process_time() - began < 2  # 1 s on a machine that is not shared
+
+
+def test_what_a_step_took_more_than_predicted_counts_as_held() -> None:
+    costs = chain(8, 1)
+    budget = (smallest(costs).peak + costs.base) * 3 // 4 + 2000
+    found = solve(costs, budget)
+    assert found is not None
+    tighter = solve(replace(costs, excess=200), budget)
+    assert tighter is None or tighter.seconds >= found.seconds
