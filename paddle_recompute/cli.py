@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from paddle_recompute import __version__
 from paddle_recompute._installed import require_paddle
+from paddle_recompute._json_files import read_json
 from paddle_recompute.config import Config, load_config
 from paddle_recompute.errors import ConfigError, LaunchError, PaddleRecomputeError, StoppedError
 from paddle_recompute.launch import (
@@ -318,7 +319,7 @@ def _train_on_ranks(
         return None
     result = config.train.output_dir / "result.json"
     try:
-        return json.dumps(json.loads(result.read_text(encoding="utf-8")))
+        return json.dumps(read_json(result))
     except (OSError, ValueError) as error:
         raise LaunchError(f"{result}: cannot read the record of rank 0 ({error})") from error
 

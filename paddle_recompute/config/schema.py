@@ -17,7 +17,7 @@ from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._model import ModelConfig
 from paddle_recompute.config._section import Broken, Section, Values
 from paddle_recompute.config._strategy import STATIC_AMP, AmpConfigs, StrategyConfig
-from paddle_recompute.config._types import Count, Processes, UserPath
+from paddle_recompute.config._types import ByteCount, Count, Processes, UserPath
 from paddle_recompute.config._without_effect import without_effect
 
 
@@ -190,6 +190,12 @@ class DataConfig(Section):
     )
     on_bad_line: Literal["raise", "skip"] = Field(
         "raise", description="raise: stop at a line that is not a pair; skip: count it and continue"
+    )
+    max_line: ByteCount = Field(
+        1 << 20, description="bytes of the longest line of a file; a longer one is no pair"
+    )
+    max_file: ByteCount = Field(
+        8 << 30, description="bytes of the largest file, unpacked; a larger one is refused"
     )
     max_query_tokens: Annotated[int, Field(ge=2, le=2**20)] = Field(
         32, description="longest query in tokens, special tokens included; longer ones are cut"

@@ -12,6 +12,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute._json_files import read_json
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import find_blocks
@@ -183,7 +184,7 @@ class RecomputePlan:
             PlanError: The file cannot be read, or is not a plan.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = read_json(Path(path))
             if data.pop("format") != FORMAT:
                 raise PlanError(f"{path}: a plan of another version; make a new one")
             checkpoints = data.pop("checkpoints")
