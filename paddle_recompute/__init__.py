@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paddle_recompute import errors, static_graph
     from paddle_recompute.config import Config, RecomputeConfig, load_config
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
+    from paddle_recompute.doctor import DoctorReport, doctor
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
     from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan

@@ -9,6 +9,8 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
+from pathlib import Path
+from typing import Any
 
 import click
 from tqdm import tqdm
@@ -262,6 +264,123 @@ def parity(
         click.echo(json.dumps(report.to_dict()) if as_json else str(report))
         if report.faults:
             sys.exit(1)
+
+
+@main.command()
+@click.option("--config", "config_file", metavar="FILE", help="A YAML file.")
+@click.option(
+    "--self-test",
+    "runs_self_test",
+    is_flag=True,
+    help="Run the library's own contract on this device instead.",
+)
+@click.option(
+    "--output", metavar="FILE", help="Where the report goes, as JSON; with --self-test by default "
+    "paddle_recompute_self_test.json."
+)  # fmt: skip
+@click.option("--device", default=None, help="With --self-test: gpu, cpu, ...; default: Paddle's.")
+@click.option("--parity", "compares_modes", is_flag=True, help="Also as the command parity does.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def doctor(
+    config_file: str | None,
+    runs_self_test: bool,
+    output: str | None,
+    device: str | None,
+    compares_modes: bool,
+    debug: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Compare the wrapped model with the plain one on one batch, before training.
+
+    For example: paddle-recompute doctor --config run.yaml
+
+    Looks at loss, gradients, buffers and random streams, and with launch.num_ranks at the ranks.
+    Names the first sublayer that differs. Exits with code 1 if a fault is found.
+    """
+    if is_launched():
+        prepare_rank()
+        assert config_file is not None
+        _examine_here(load_config(config_file, overrides))
+        return
+    with _errors_in_one_paragraph(debug):
+        if runs_self_test:
+            _self_test(device, Path(output or "paddle_recompute_self_test.json"))
+            return
+        if config_file is None:
+            raise ConfigError("doctor needs --config FILE, or --self-test")
+        config = load_config(config_file, overrides)
+        if is_rank() or config.world_size == 1:
+            if not is_rank():
+                _prepare_one_process()
+            report = _examine_here(config)
+        else:
+            again = ["-m", "paddle_recompute.cli", "doctor", "--config", config_file, *overrides]
+            launch(config, again)
+            report = read_json(config.train.output_dir / _DOCTOR)
+        if output:
+            _write(Path(output), report)
+        if compares_modes:
+            require_paddle_and_devices(config)
+            from paddle_recompute.parity import parity as compare_modes
+
+            compared = compare_modes(config, steps=2)
+            click.echo(str(compared))
+            if compared.faults:
+                sys.exit(1)
+        if not report["ok"]:
+            sys.exit(1)
+
+
+_DOCTOR = "doctor.json"
+
+
+def _examine_here(config: Config) -> dict[str, Any]:
+    """Examine in this process; rank 0 says what all ranks found, and writes it."""
+    from paddle_recompute.distributed import values_of_ranks
+    from paddle_recompute.doctor import doctor_config
+
+    report = doctor_config(config)
+    own = report.to_dict()
+    everywhere = values_of_ranks(own["findings"], "the findings")
+    for rank, findings in enumerate(everywhere):
+        for finding in findings:
+            if finding not in own["findings"]:
+                report.add(finding["kind"], finding["where"], f"(rank {rank}) {finding['message']}")
+    if os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
+        click.echo(str(report))
+        _write(config.train.output_dir / _DOCTOR, report.to_dict())
+    return report.to_dict()
+
+
+def _self_test(device: str | None, output: Path) -> None:
+    _prepare_one_process()
+    import paddle
+
+    if device is not None:
+        paddle.set_device(device)
+    from paddle_recompute.doctor import self_test
+
+    result = self_test()
+    for case in result["cases"]:
+        if not case["ok"]:
+            click.echo(f"{case['title']}: {case['fault']}")
+    good = sum(case["ok"] for case in result["cases"])
+    click.echo(
+        f"{good} of {len(result['cases'])} cases are right on {result['device']}, Paddle "
+        f"{result['paddle']}; attach {output} to a report"
+    )
+    _write(output, result)
+    if not result["ok"]:
+        sys.exit(1)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _prepare_one_process() -> None:

@@ -117,6 +117,8 @@ class GradientSync:
         self._reduction: BucketedReduction | FleetReduction | None = None
         self._check_every = check_every
         self.mode, self.reason = _choose(mode, group)
+        self.compression = compression
+        self.find_unused_parameters = find_unused_parameters
         if self.mode == "none":
             if is_distributed():
                 peers()  # the others may wait for this rank to connect

@@ -5,6 +5,7 @@
 that a configuration selects.
 """
 
+from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
 from paddle_recompute.recompute.function import recompute
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
@@ -37,6 +38,7 @@ __all__ = [
     "RecomputedFunction",
     "Unit",
     "apply_recompute",
+    "called_plainly",
     "check_patterns",
     "forward_count",
     "is_recomputing",
@@ -49,4 +51,5 @@ __all__ = [
     "treat_calls",
     "treat_parts",
     "undo_recompute",
+    "wrapped_layers",
 ]
