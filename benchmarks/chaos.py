@@ -4,8 +4,8 @@
     python -m benchmarks.chaos --kills 5 --only static
 
 Two ranks on this machine; a rank or the launcher is killed with SIGKILL at a random moment of the
-training, saving included. The same command (``train.resume=auto``) is started again each time. Takes
-about six minutes for each way.
+training, saving included. The same command (``train.resume=auto``) is started again each time.
+Takes about five minutes for each way.
 """
 
 from __future__ import annotations
@@ -153,8 +153,9 @@ def try_way(name: str, changes: dict[str, Any], kills: int, seed: int, base: Pat
         f"{sum(victim.startswith(one) for victim in done)} {one}"
         for one in ("rank 0", "rank 1", "launcher")
     )
-    return [name, steps, len(done), who, in_save, starts, left_behind,
-            "equal, bit by bit" if equal else "DIFFERENT", f"{time.monotonic() - began:.0f}"]  # fmt: skip
+    verdict = "equal, bit by bit" if equal else "DIFFERENT"
+    seconds = f"{time.monotonic() - began:.0f}"
+    return [name, steps, len(done), who, in_save, starts, left_behind, verdict, seconds]
 
 
 HEADER = ["way", "steps", "kills", "killed", "in a save", "starts", "processes left behind",

@@ -46,6 +46,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "ContrastiveLoss",
+    "DoctorReport",
     "GradCache",
     "GradientSync",
     "MemoryEstimate",
@@ -59,6 +60,7 @@ __all__ = [
     "all_gather_with_grad",
     "apply_recompute",
     "build_model",
+    "doctor",
     "errors",
     "estimate",
     "load_config",
@@ -76,6 +78,7 @@ _WITHOUT_PADDLE = {
 }
 _WITH_PADDLE = {
     "ContrastiveLoss": "contrastive",
+    "DoctorReport": "doctor",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
     "MemoryEstimate": "planner",
@@ -87,6 +90,7 @@ _WITH_PADDLE = {
     "all_gather_with_grad": "contrastive",
     "apply_recompute": "recompute",
     "build_model": "models",
+    "doctor": "doctor",
     "estimate": "planner",
     "plan": "planner",
     "recompute": "recompute",
@@ -130,7 +134,7 @@ class _Package(types.ModuleType):
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "recompute" and isinstance(value, types.ModuleType):
+        if name in ("recompute", "doctor") and isinstance(value, types.ModuleType):
             return
         super().__setattr__(name, value)
 
