@@ -102,8 +102,10 @@ DEVICE_TESTS := tests/fake_device \
     $(addprefix tests/recompute/test_,engine.py inputs.py nesting.py lifetime.py offload.py) \
     $(addprefix tests/recompute/test_,randomness.py amp.py) \
     $(addprefix tests/contrastive/test_,grad_cache.py grad_cache_replay.py gather.py) \
+    tests/contrastive/test_grad_cache_memory.py \
     tests/grad_sync/test_gradient_sync.py \
-    $(addprefix tests/train_step/test_,train_step.py mixed_precision.py) tests/test_checkpoint.py
+    $(addprefix tests/train_step/test_,train_step.py mixed_precision.py host_reads.py) \
+    tests/test_checkpoint.py
 ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FAKE_COPY_US=200
 
 test-device: venv

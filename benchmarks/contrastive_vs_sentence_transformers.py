@@ -29,7 +29,7 @@ from typing import Any
 from paddle_recompute.launch._rank_settings import quiet_settings, speed_settings
 
 # Those of `paddle-recompute train`, for both sides; Paddle's import sets what is not set before.
-os.environ.update(speed_settings(1, os.environ))
+os.environ.update(speed_settings(1, os.environ, device="cpu"))
 os.environ.update(quiet_settings(os.environ))
 
 import numpy as np

@@ -30,11 +30,15 @@ if TYPE_CHECKING:
     from paddle_recompute.doctor import DoctorReport, doctor
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
+    from paddle_recompute.offload import OffloadSequential
+    from paddle_recompute.patch import patch_fleet, unpatch_fleet
     from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
         apply_recompute,
+        forward_count,
+        is_recomputing,
         recompute,
         recompute_wrapper,
     )
@@ -50,6 +54,7 @@ __all__ = [
     "GradCache",
     "GradientSync",
     "MemoryEstimate",
+    "OffloadSequential",
     "RecomputeConfig",
     "RecomputeLayer",
     "RecomputePlan",
@@ -63,11 +68,15 @@ __all__ = [
     "doctor",
     "errors",
     "estimate",
+    "forward_count",
+    "is_recomputing",
     "load_config",
+    "patch_fleet",
     "plan",
     "recompute",
     "recompute_wrapper",
     "static_graph",
+    "unpatch_fleet",
 ]
 
 # Where each public name lives; those in the first table are usable without Paddle.
@@ -82,6 +91,7 @@ _WITH_PADDLE = {
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
     "MemoryEstimate": "planner",
+    "OffloadSequential": "offload",
     "RecomputeLayer": "recompute",
     "RecomputePlan": "planner",
     "RecomputeReport": "recompute",
@@ -93,8 +103,12 @@ _WITH_PADDLE = {
     "doctor": "doctor",
     "estimate": "planner",
     "plan": "planner",
+    "forward_count": "recompute",
+    "is_recomputing": "recompute",
+    "patch_fleet": "patch",
     "recompute": "recompute",
     "recompute_wrapper": "recompute",
+    "unpatch_fleet": "patch",
 }
 
 

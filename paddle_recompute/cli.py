@@ -394,7 +394,7 @@ def _prepare_one_process() -> None:
 
 def _train_here(config: Config) -> str | None:
     """Train in this process; on rank 0, returns the record as one line of JSON."""
-    chosen = speed_settings(config.launch.num_ranks, os.environ)
+    chosen = speed_settings(config.launch.num_ranks, os.environ, device=config.launch.device)
     os.environ.update(chosen)
     if is_rank():
         require_paddle()

@@ -53,7 +53,14 @@ class PeerError(SyncError):
 
 
 class DivergenceError(PaddleRecomputeError, ArithmeticError):
-    """The loss or the gradient is not finite."""
+    """The loss or the gradient is not finite.
+
+    Attributes:
+        steps_ago: In which step: 0 is the one that was just made, or whose result was looked at,
+            1 the one before it.
+    """
+
+    steps_ago = 0
 
 
 class StoppedError(PaddleRecomputeError, SystemExit):
@@ -74,3 +81,7 @@ class StoppedError(PaddleRecomputeError, SystemExit):
 
 class StaticGraphError(PaddleRecomputeError, RuntimeError):
     """A Program cannot be trained as asked: its checkpoints, operators or Paddle version."""
+
+
+class OffloadError(PaddleRecomputeError, OSError):
+    """What is kept off the device cannot be stored there, or cannot be used where it is."""

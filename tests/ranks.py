@@ -240,7 +240,9 @@ def _serve(folder: Path, rank: int, jobs: IO[str]) -> None:
     (folder / f"connected{rank}").touch()
     for number in map(str.strip, jobs):
         module, name, arguments = pickle.loads((folder / f"job{number}.pkl").read_bytes())
+        # As in a new process: an earlier job may have left these otherwise.
         paddle.seed(0)
+        paddle.set_default_dtype("float32")
         result = getattr(importlib.import_module(module), name)(**arguments)
         unfinished = folder / f"result{number}of{rank}.unfinished"
         unfinished.write_bytes(pickle.dumps(result))

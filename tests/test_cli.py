@@ -29,7 +29,7 @@ TINY = CONFIGS / "contrastive_ernie-tiny_2cpu.yaml"
 @pytest.fixture(autouse=True)
 def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command sets variables for the ranks; they are put back after each test."""
-    for name in ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE"):
+    for name in ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "FLAGS_use_stride_kernel"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
     monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import gc
 import inspect
+import math
 import os
 import random
 import re
@@ -151,6 +152,40 @@ def test_writes_that_raise_no_version(how: str) -> None:
     version = x.inplace_version
     assert written_by(writes[how]) == [id(x)]
     assert x.inplace_version == version and float(x.sum()) > 0
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW"])
+def test_optimizer_create_param_lr(kind: str) -> None:
+    """At rate 0, with a gradient of 0, these optimizers leave a parameter as it is, bit by bit."""
+    layer = paddle.nn.Linear(3, 3)
+    optimizer = getattr(paddle.optimizer, kind)(0.1, parameters=layer.parameters())
+    assert _paddle.stands_still_at_rate_0(optimizer)
+
+    def step(rate: float, gradient: float) -> Any:
+        for parameter in layer.parameters():
+            parameter.grad = paddle.full_like(parameter, gradient)
+        with _paddle.learning_rate_times(optimizer, paddle.to_tensor(rate)):
+            optimizer.step()
+        return [parameter.numpy().tobytes() for parameter in layer.parameters()]
+
+    moved, stood = step(1.0, 0.5), step(0.0, 0.0)
+    assert moved == stood
+    assert step(1.0, 0.0) != stood or kind == "SGD"
+    assert "_create_param_lr" not in vars(optimizer)
+    assert not _paddle.stands_still_at_rate_0(
+        paddle.optimizer.RMSProp(0.1, parameters=[layer.bias])
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_update_loss_scaling(dtype: str) -> None:
+    """Zeros into all tensors where a condition of one element is true; else nothing."""
+    tensors = [paddle.to_tensor([1.0, math.nan, -2.0]).astype(dtype) for _ in range(2)]
+    before = [tensor.astype("float32").numpy().tobytes() for tensor in tensors]
+    _paddle.zero_if(paddle.to_tensor(False), tensors)
+    assert [tensor.astype("float32").numpy().tobytes() for tensor in tensors] == before
+    _paddle.zero_if(paddle.to_tensor(True), tensors)
+    assert all(not tensor.astype("float32").numpy().any() for tensor in tensors)
 
 
 def test_optimizer_create_optimization_pass() -> None:
@@ -482,7 +517,8 @@ def test_init_parallel_env_lists_the_flags_that_paddle_sets_itself(
     assert {flag.name for flag in listed} <= _paddle.FLAGS_SET_BY_PADDLE
     parallel._print_modified_flags(listed)
     assert _paddle.without_own_flags("before\n" + capsys.readouterr().err) == "before\n"
-    parallel._print_modified_flags([*listed, make("FLAGS_mine", 1, 0)])
+    by_launch = make("FLAGS_use_stride_kernel", False, True)
+    parallel._print_modified_flags([*listed, by_launch, make("FLAGS_mine", 1, 0)])
     shown = _paddle.without_own_flags(capsys.readouterr().err)
     assert shown.count("FLAGS(") == 1 and "FLAGS_mine" in shown and shown.count("===\n") == 2
 
@@ -669,6 +705,30 @@ def test_places_by_kind_and_number() -> None:
 def test_the_peak_of_a_device_can_begin_anew() -> None:
     """``core.device_memory_stat_reset_peak_value``, from 3.0 on."""
     assert hasattr(core, "device_memory_stat_reset_peak_value") != IS_26
+
+
+def test_where_fleets_recompute_lives() -> None:
+    """The package attribute is the function; the module of the same name has it, too."""
+    from paddle.distributed import fleet
+
+    inner = sys.modules["paddle.distributed.fleet.recompute.recompute"]
+    assert fleet.recompute.recompute is inner.recompute is _paddle.fleet_recompute
+    assert fleet.utils.recompute is _paddle.FORWARDS_TO_FLEET is not _paddle.fleet_recompute
+    assert inner.recompute.__module__ == inner.__name__
+    assert _paddle.fleet_recompute_hybrid is fleet.recompute.recompute_hybrid
+    assert hasattr(inner, "custom_state_manager") != IS_26
+    if not IS_26:
+        manager = inner.custom_state_manager
+        assert manager.custom_get_state_func is manager.custom_set_state_func is None
+    assert _paddle.custom_state_functions() is None
+    assert (inner, "recompute") in list(_paddle.holders_of(_paddle.fleet_recompute))
+
+
+def test_is_raised_by_an_operator_knows_the_text_of_its_errors() -> None:
+    with pytest.raises(ValueError) as caught:
+        paddle.ones([2, 3]) + paddle.ones([4])
+    assert _paddle.is_raised_by_an_operator(caught.value)
+    assert not _paddle.is_raised_by_an_operator(ValueError("(my) own words"))
 
 
 # --------------------------------------------------------------------------------- nothing else

@@ -14,9 +14,11 @@ from paddle_recompute._paddle.amp import (
 )
 from paddle_recompute._paddle.backward import (
     Backward,
+    after_each_backward,
     at_end_of_backward,
     current_backward,
     hand_on,
+    is_raised_by_an_operator,
     watch_backward,
 )
 from paddle_recompute._paddle.distributed import (
@@ -29,6 +31,13 @@ from paddle_recompute._paddle.distributed import (
     store_await,
     store_publish,
     without_own_flags,
+)
+from paddle_recompute._paddle.fleet_recompute import (
+    FORWARDS_TO_FLEET,
+    custom_state_functions,
+    fleet_recompute,
+    fleet_recompute_hybrid,
+    holders_of,
 )
 from paddle_recompute._paddle.gradients import (
     has_unwatched_hooks,
@@ -48,6 +57,7 @@ from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
     attributes_of_every_layer,
     children_of,
+    clip_of_optimizer,
     forward_post_hooks,
     forward_pre_hooks,
     is_initialized,
@@ -80,6 +90,11 @@ from paddle_recompute._paddle.translation import (
     never_translate_files_below,
     set_translator,
 )
+from paddle_recompute._paddle.updates import (
+    learning_rate_times,
+    stands_still_at_rate_0,
+    zero_if,
+)
 from paddle_recompute._paddle.version import (
     NEWEST_KNOWN,
     OLDEST_SUPPORTED,
@@ -91,6 +106,7 @@ from paddle_recompute._paddle.writes import address_of, watch_writes
 __all__ = [
     "BATCH_NORMS",
     "FLAGS_SET_BY_PADDLE",
+    "FORWARDS_TO_FLEET",
     "NEWEST_KNOWN",
     "OLDEST_SUPPORTED",
     "PACK_LEAKS_A_REFERENCE",
@@ -99,6 +115,7 @@ __all__ = [
     "Layout",
     "StoreConnection",
     "address_of",
+    "after_each_backward",
     "amp_off",
     "amp_state",
     "amp_state_of",
@@ -107,13 +124,18 @@ __all__ = [
     "before_saved_tensors_hooks",
     "can_reset_host_memory_peak",
     "children_of",
+    "clip_of_optimizer",
     "current_backward",
+    "custom_state_functions",
+    "fleet_recompute",
+    "fleet_recompute_hybrid",
     "forward_post_hooks",
     "forward_pre_hooks",
     "generator_states",
     "give_back_pack_references",
     "hand_on",
     "has_unwatched_hooks",
+    "holders_of",
     "host_memory",
     "hybrid_parallel_tracker",
     "init_parallel_env",
@@ -121,8 +143,10 @@ __all__ = [
     "is_from_gloo",
     "is_initialized",
     "is_parameter",
+    "is_raised_by_an_operator",
     "keeps_main_grad",
     "layout_of",
+    "learning_rate_times",
     "leaves_with_hooks",
     "make_gloo_group",
     "make_unscaling_visible",
@@ -143,6 +167,7 @@ __all__ = [
     "set_own_parameters",
     "set_translator",
     "shares_memory",
+    "stands_still_at_rate_0",
     "statistics_among_parameters",
     "store_await",
     "store_publish",
@@ -152,4 +177,5 @@ __all__ = [
     "watch_writes",
     "with_layout",
     "without_own_flags",
+    "zero_if",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -93,8 +94,31 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
             _running.calls.pop()
             for end in call.at_end.values():
                 end()
+            if _after and not _running.calls:
+                for tell in list(_after):
+                    tell()
 
     return run
+
+
+_after: list[Callable[[], None]] = []
+
+
+def after_each_backward(tell: Callable[[], None]) -> Callable[[], None]:
+    """Have `tell` called, in the thread of the caller, when an outermost backward has ended.
+
+    Needs `watch_backward`.
+
+    Returns:
+        Ends it; may be called more than once.
+    """
+    _after.append(tell)
+
+    def stop() -> None:
+        if tell in _after:
+            _after.remove(tell)
+
+    return stop
 
 
 def at_end_of_backward(owner: object, call: Callable[[], None]) -> None:
@@ -104,3 +128,14 @@ def at_end_of_backward(owner: object, call: Callable[[], None]) -> None:
     """
     if _running.calls:
         _running.calls[0].at_end.setdefault(id(owner), call)
+
+
+_OPERATOR_ERROR = re.compile(
+    r"\((InvalidArgument|NotFound|OutOfRange|AlreadyExists|PreconditionNotMet|PermissionDenied|"
+    r"Unimplemented|Unavailable|Fatal|External)\) "
+)
+
+
+def is_raised_by_an_operator(error: BaseException) -> bool:
+    """Whether `error` was raised by C++ code of Paddle, which names the kind first (2.6, 3.x)."""
+    return _OPERATOR_ERROR.search(str(error)) is not None

@@ -30,13 +30,14 @@ def init_parallel_env() -> None:
 
 
 def without_own_flags(text: str) -> str:
-    """`text` less what it says about flags that Paddle has modified itself."""
-    for name in FLAGS_SET_BY_PADDLE - os.environ.keys():
+    """`text` less what it says about flags that Paddle, or `launch`, has modified itself."""
+    for name in (FLAGS_SET_BY_PADDLE - os.environ.keys()) | _SHOWN_BEFORE:
         text = re.sub(rf"^FLAGS\(name='{name}'.*\n", "", text, flags=re.MULTILINE)
     return re.sub(r"^=+ Modified FLAGS detected =+\n=+\n", "", text, flags=re.MULTILINE)
 
 
 FLAGS_SET_BY_PADDLE = {"FLAGS_enable_pir_in_executor"}
+_SHOWN_BEFORE = {"FLAGS_use_stride_kernel"}  # in the first line of a run that `launch` starts
 
 
 def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:

@@ -34,6 +34,13 @@ def parameters_of_optimizer(optimizer: Any) -> list[paddle.Tensor]:
     return [parameter for group in groups for parameter in group]
 
 
+def clip_of_optimizer(optimizer: Any) -> Any:
+    """What `optimizer` clips gradients with, or None: ``Optimizer._grad_clip`` (2.6, 3.x). Can go
+    when an optimizer says it publicly.
+    """
+    return getattr(optimizer, "_grad_clip", None)
+
+
 @functools.cache
 def attributes_of_every_layer() -> frozenset[str]:
     """What ``Layer.__init__`` itself (2.6, 3.x) puts into the ``__dict__`` of a Layer."""

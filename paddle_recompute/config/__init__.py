@@ -5,6 +5,7 @@ from paddle_recompute.config._model import PRESETS, ModelConfig
 from paddle_recompute.config._strategy import AmpConfigs, GradientMergeConfigs, StrategyConfig
 from paddle_recompute.config.loading import load_config
 from paddle_recompute.config.schema import (
+    AUTO,
     Config,
     DataConfig,
     LaunchConfig,
@@ -14,6 +15,7 @@ from paddle_recompute.config.schema import (
 )
 
 __all__ = [
+    "AUTO",
     "PRESETS",
     "AmpConfigs",
     "Config",

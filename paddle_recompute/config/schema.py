@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._model import ModelConfig
@@ -24,6 +24,14 @@ from paddle_recompute.config._without_effect import without_effect
 def default_cache_dir() -> Path:
     """``$PADDLE_RECOMPUTE_CACHE``, or ``~/.cache/paddle_recompute`` where that is not set."""
     return Path(os.environ.get("PADDLE_RECOMPUTE_CACHE") or "~/.cache/paddle_recompute")
+
+
+AUTO = "auto"
+"""``checkpoints: auto``, which is read as the list of this one word."""
+
+
+def _auto_is_a_list(given: Any) -> Any:
+    return [AUTO] if given == AUTO else given
 
 
 class RecomputeConfig(Section):
@@ -64,10 +72,11 @@ class RecomputeConfig(Section):
         "recompute around each sublayer, as a reference. Cases that fleet computes wrong "
         "without an error are refused",
     )
-    checkpoints: list[str] = Field(
-        default_factory=lambda: ["encoder.layers.*"],
+    checkpoints: Annotated[list[str], BeforeValidator(_auto_is_a_list)] = Field(
+        default_factory=lambda: [AUTO],
         min_length=1,
-        description="glob patterns over sublayer names; * stays within one name, ** crosses dots",
+        description="glob patterns over sublayer names; * stays within one name, ** crosses dots; "
+        "auto: the repeated blocks of the model, found by its structure",
     )
     policy: Literal["all", "every_n", "segments"] = Field(
         "all",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute._nested import is_tensor, map_leaves, named_leaves, tensors_in
-from paddle_recompute.contrastive._chunks import Chunk, joined, rows_of
+from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, joined, padded, rows_of
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.replay import ReplayState, StateWatch, layers_of
 
@@ -28,6 +28,39 @@ from paddle_recompute.replay import ReplayState, StateWatch, layers_of
 REPETITION_TOLERANCE = 0.05
 
 _CONSTANTS = (type(None), bool, int, float, str)
+
+
+def check_repetition(deviations: Mapping[str, paddle.Tensor]) -> None:
+    """Check that the second forwards returned what the first ones did; waits for the device.
+
+    Args:
+        deviations: By the name of a batch, what `ChunkedEncoder.take_deviation` returned.
+
+    Raises:
+        RecomputeError: One returned other numbers.
+    """
+    if not deviations:
+        return
+    with paddle.no_grad():
+        shares = paddle.stack([*deviations.values()]).tolist()
+    for name, share in zip(deviations, shares, strict=True):
+        if share > REPETITION_TOLERANCE:
+            raise RecomputeError(
+                f"the encoder of {name} returned other values in the second forward of a chunk "
+                f"(they differ by {share:.0%}), so its gradient was made NaN. An encoder must do "
+                "the same thing twice: look for state that it changes, a global that it reads, or "
+                "randomness outside Paddle, NumPy and Python's random."
+            )
+
+
+@paddle.no_grad()
+def _nan_if_deviating(gradient: paddle.Tensor, deviation: paddle.Tensor) -> paddle.Tensor:
+    """`gradient`, bit by bit; NaN where it would be wrong, as the host may not know for a while."""
+    one = paddle.ones_like(deviation)
+    factor = paddle.where(deviation > REPETITION_TOLERANCE, one * math.nan, one)
+    if gradient.dtype == paddle.float16:  # a CPU does not multiply them
+        return (gradient.astype("float32") * factor).astype("float16")
+    return gradient * factor.astype(gradient.dtype)
 
 
 class ChunkedEncoder:
@@ -54,12 +87,13 @@ class ChunkedEncoder:
         self.num_chunks = len(chunks)
         self._batch = batch
         self._chunks = chunks
-        self._name = name
+        self.name = name
         self._keeps_graph = keeps_graph
         self._outputs: list[paddle.Tensor] = []  # of the first forward, if it keeps its graph
         self._states: list[ReplayState] = []
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
+        self._cut: dict[int, tuple[int, ...]] = {}  # by head: the axes that are a chunk's length
         self._gradients: dict[int, paddle.Tensor] = {}
         self._first: dict[int, _Kept] = {}  # by head: the outputs of the first forwards
         self._deviations: list[paddle.Tensor] = []
@@ -131,11 +165,15 @@ class ChunkedEncoder:
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
             for place, gradient in self._gradients.items():
                 head = outputs[place]
+                axes = self._cut[place]
+                deviation = None
                 if not self._keeps_graph:
-                    self._record_deviation(head, self._first[place], chunk)
+                    deviation = self._deviation(head, self._first[place], chunk, axes)
                 if head.stop_gradient:
                     continue  # nothing on the path of this chunk is trained
-                part = rows_of(gradient, chunk.rows)
+                part = cut_to(rows_of(gradient, chunk.rows), axes, head)
+                if deviation is not None:
+                    part = _nan_if_deviating(part, deviation)
                 # The engine refuses a tensor that is given twice.
                 part = heads[id(head)][1] + part if id(head) in heads else part
                 heads[id(head)] = head, part
@@ -145,24 +183,16 @@ class ChunkedEncoder:
                 del heads, part
                 paddle.autograd.backward(list(tensors), list(gradients))
 
-    def check_repetition(self) -> None:
-        """Compare the second forwards since the last call with the first; synchronizes the device.
-
-        Raises:
-            RecomputeError: A second forward returned other values.
+    def take_deviation(self) -> paddle.Tensor | None:
+        """How far the second forwards since the last call are from the first ones, at most: the
+        share of the largest number of a row, in the worst row; float32, one number, not read.
         """
         if not self._deviations:
-            return
+            return None
         with paddle.no_grad(), _paddle.amp_off():
-            worst = float(paddle.stack(self._deviations).max().item())
+            worst = paddle.stack(self._deviations).max()
         self._deviations = []
-        if worst > REPETITION_TOLERANCE:
-            raise RecomputeError(
-                f"the encoder of {self._name} returned other values in the second forward of a "
-                f"chunk (they differ by {worst:.0%}), so its gradient would be wrong. An encoder "
-                "must do the same thing twice: look for state that it changes, a global that it "
-                "reads, or randomness outside Paddle, NumPy and Python's random."
-            )
+        return worst
 
     def _call(self, chunk: Chunk) -> Any:
         batch = chunk.of(self._batch)
@@ -171,7 +201,7 @@ class ChunkedEncoder:
         output = self.encoder(*arguments, **named)
         if any(tensor.inplace_version != version for tensor, version in versions):
             raise RecomputeError(
-                f"the encoder of {self._name} changes its input in place, so the second forward "
+                f"the encoder of {self.name} changes its input in place, so the second forward "
                 "would read other values than the first; let it change a copy"
             )
         return output
@@ -184,20 +214,20 @@ class ChunkedEncoder:
         for path, tensor in tensors.items():
             if not tensor.shape or tensor.shape[0] != expected:
                 raise DataError(
-                    f"the encoder of {self._name} got {expected} rows and returned {path} of shape "
+                    f"the encoder of {self.name} got {expected} rows and returned {path} of shape "
                     f"{list(tensor.shape)}; the first axis of every returned tensor must be the "
                     "batch, because the chunks are joined along it"
                 )
         if not any(tensor.is_floating_point() for tensor in tensors.values()):
             raise DataError(
-                f"the encoder of {self._name} returned no floating-point Tensor, so the loss would "
+                f"the encoder of {self.name} returned no floating-point Tensor, so the loss would "
                 "get no embedding"
             )
         paths = list(tensors)
         if self._paths and paths != self._paths:
             error = RecomputeError if again else DataError
             raise error(
-                f"the encoder of {self._name} returned {', '.join(self._paths)} for its first "
+                f"the encoder of {self.name} returned {', '.join(self._paths)} for its first "
                 f"chunk and {', '.join(paths)} for another one; it must always return the same "
                 "structure"
             )
@@ -208,7 +238,12 @@ class ChunkedEncoder:
         heads = []
         with paddle.no_grad(), _paddle.amp_off():
             for place in range(len(self._paths)):
-                heads.append(joined([part[place] for part in parts], self._chunks))
+                pieces = [part[place] for part in parts]
+                what = f"what the encoder of {self.name} returns as {self._paths[place]}"
+                axes, length = cut_axes(pieces, self._chunks, what)
+                self._cut[place] = axes
+                pieces = [padded(piece, axes, length) for piece in pieces]
+                heads.append(joined(pieces, self._chunks))
         return heads
 
     def _receive(
@@ -218,11 +253,13 @@ class ChunkedEncoder:
         when_reached()
 
     @paddle.no_grad()
-    def _record_deviation(self, now: paddle.Tensor, first: _Kept, chunk: Chunk) -> None:
-        """Record the largest relative change of a row; on the device."""
+    def _deviation(
+        self, now: paddle.Tensor, first: _Kept, chunk: Chunk, axes: tuple[int, ...]
+    ) -> paddle.Tensor | None:
+        """The largest relative change of a row; on the device."""
         if first.is_changed:
-            return
-        then = rows_of(first.tensor, chunk.rows)
+            return None
+        then = cut_to(rows_of(first.tensor, chunk.rows), axes, now)
         if now.dtype in (paddle.float16, paddle.bfloat16):
             then, now = then.astype("float32"), now.astype("float32")
         same = (now == then) | (paddle.isnan(now) & paddle.isnan(then))
@@ -235,7 +272,9 @@ class ChunkedEncoder:
         share = paddle.where(change == 0, paddle.zeros_like(share), share)
         # Infinity minus infinity is NaN: count it as infinite change.
         share = paddle.where(paddle.isnan(share), paddle.full_like(share, math.inf), share)
-        self._deviations.append(share.max().astype("float32"))
+        worst = share.max().astype("float32")
+        self._deviations.append(worst)
+        return worst
 
     def _check_constants(self, first: Any, output: Any) -> None:
         """Check that outputs other than Tensors are equal for all chunks; the first is returned."""
@@ -247,7 +286,7 @@ class ChunkedEncoder:
             missing = path not in then or path not in now
             if missing or not _same_constant(then[path], now[path]):
                 raise DataError(
-                    f"the encoder of {self._name} returned {path} = {then.get(path)!r} for its "
+                    f"the encoder of {self.name} returned {path} = {then.get(path)!r} for its "
                     f"first chunk and {now.get(path)!r} for another one; only Tensors are joined "
                     "over the chunks, so any other value must be the same for all of them. Return "
                     "a Tensor with one row per row."

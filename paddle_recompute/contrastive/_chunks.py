@@ -10,8 +10,8 @@ the rows of one chunk become a Tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,14 +31,14 @@ class Chunk:
     """Some rows of a batch.
 
     Attributes:
-        rows: Their indices in the batch: a range or an array.
-        columns: Tokens of the longest row; None keeps the padding.
-        cut: Paths of the tensors that are cut to `columns`.
+        rows: Their places in the batch: a range, or an array of them.
+        columns: How many tokens the longest has; None leaves the padding as it is.
+        cut: The axes that have these columns, by the path of the tensor.
     """
 
     rows: range | NDArray[np.int64]
     columns: int | None = None
-    cut: frozenset[str] = frozenset()
+    cut: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def of(self, batch: Any) -> Any:
         """These rows of every tensor in `batch`, without unneeded padding.
@@ -58,9 +58,10 @@ class Chunk:
         return self._trimmed(path, rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
 
     def _trimmed(self, path: str, leaf: Any) -> Any:
-        if path not in self.cut or leaf.shape[1] == self.columns:
-            return leaf
-        return leaf[:, : self.columns]
+        for axis in self.cut.get(path, ()):
+            if leaf.shape[axis] != self.columns:
+                leaf = leaf[tuple([slice(None)] * axis + [slice(self.columns)])]
+        return leaf
 
 
 def by_rows(num_rows: int, chunk_size: int) -> list[Chunk]:
@@ -157,6 +158,60 @@ def joined(parts: Sequence[paddle.Tensor], chunks: Sequence[Chunk]) -> paddle.Te
     if all(isinstance(chunk.rows, range) for chunk in chunks):
         return whole
     return rows_of(whole, np.argsort(np.concatenate([chunk.rows for chunk in chunks])))
+
+
+def cut_axes(
+    parts: Sequence[paddle.Tensor], chunks: Sequence[Chunk], what: str
+) -> tuple[tuple[int, ...], int]:
+    """The axes along which what an encoder returned is as long as the chunk, not as the batch.
+
+    Args:
+        parts: What it returned for each chunk.
+        chunks: The chunks.
+        what: How errors call it.
+
+    Returns:
+        The axes, none where all parts have one shape, and the length of the longest chunk.
+
+    Raises:
+        DataError: The parts differ along another axis.
+    """
+    shapes = [list(part.shape[1:]) for part in parts]
+    if all(shape == shapes[0] for shape in shapes):
+        return (), 0
+    columns = [chunk.columns for chunk in chunks]
+    axes = []
+    for axis in range(1, 1 + max(map(len, shapes))):
+        sizes = [shape[axis - 1] if axis <= len(shape) else None for shape in shapes]
+        if sizes == columns and None not in sizes:
+            axes.append(axis)
+        elif len(set(sizes)) > 1:
+            first = next(place for place, size in enumerate(sizes) if size != sizes[0])
+            raise DataError(
+                f"{what} has shape {[parts[0].shape[0], *shapes[0]]} for one chunk and "
+                f"{[parts[first].shape[0], *shapes[first]]} for another; chunks can be put "
+                "together if only the first axis differs, or one that is the length of the text "
+                "(chunk_tokens). Return a vector per row"
+            )
+    return tuple(axes), max(size for size in columns if size is not None)
+
+
+def padded(part: paddle.Tensor, axes: Sequence[int], length: int) -> paddle.Tensor:
+    """`part` with zeros behind it, so that it is `length` long along `axes`."""
+    for axis in axes:
+        shape = list(part.shape)
+        shape[axis] = length - shape[axis]
+        if shape[axis]:
+            part = paddle.concat([part, paddle.zeros(shape, part.dtype)], axis=axis)
+    return part
+
+
+def cut_to(whole: paddle.Tensor, axes: Sequence[int], like: paddle.Tensor) -> paddle.Tensor:
+    """`whole` without what is behind the end of `like` along `axes`."""
+    for axis in axes:
+        if whole.shape[axis] != like.shape[axis]:
+            whole = whole[tuple([slice(None)] * axis + [slice(like.shape[axis])])]
+    return whole
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -7,7 +7,7 @@ contains zeros.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,20 +86,20 @@ class Texts:
 
     Attributes:
         width: Columns, padding included.
-        read: The tensors from which lengths are read; the longest length of a row counts.
-        cut: The paths of the tensors to cut.
+        read: The tensors in which a token may be seen; a row is as long as the longest says.
+        cut: The axes that have these columns, by the path of the tensor.
     """
 
     width: int
     read: tuple[_Leaf, ...]
-    cut: frozenset[str]
+    cut: Mapping[str, tuple[int, ...]]
 
 
 def texts_of(batch: Any, name: str) -> Texts:
     """The tensors of `batch` to read and to cut; errors call the batch `name`.
 
     Raises:
-        ConfigError: There is no text, or several candidates, or a mask has another shape.
+        ConfigError: There is none, or it is not clear which.
     """
     leaves = [
         _Leaf(path, leaf)
@@ -122,18 +122,41 @@ def texts_of(batch: Any, name: str) -> Texts:
             "use chunk_size"
         )
     [width] = widths
-    for leaf in leaves:
-        if "mask" in leaf.name and len(leaf.values.shape) > 2 and leaf.values.shape[-1] == width:
-            raise ConfigError(
-                f"chunk_tokens: {name}{leaf.path} has shape {list(leaf.values.shape)}; a mask can "
-                "be cut together with the text only if it is [batch, length]. Add its other axes "
-                "in the encoder, or use chunk_size"
-            )
     same = [leaf for leaf in texts if leaf.width == width]
     # A tensor with an unknown name may have this width by chance.
     unknown = [leaf for leaf in same if leaf.name not in _ALONGSIDE]
     read = [*deciding, *unknown] if deciding else same
-    return Texts(width, tuple(read), frozenset(leaf.path for leaf in same))
+    cut: dict[str, tuple[int, ...]] = {leaf.path: (1,) for leaf in same}
+    for leaf in leaves:
+        axes = _axes_of_mask(leaf, width, name)
+        if axes:
+            cut[leaf.path] = axes
+    return Texts(width, tuple(read), cut)
+
+
+def _axes_of_mask(leaf: _Leaf, width: int, name: str) -> tuple[int, ...]:
+    """The axes of a mask of more than two axes, such as ``[batch, 1, 1, length]``, to be cut.
+
+    The last axis, and the one before it where that is the length, too. A tensor without a name is
+    taken for a mask only where it can hardly be anything else.
+    """
+    shape = list(leaf.values.shape)
+    if len(shape) < 3 or shape[-1] != width:
+        return ()
+    last = len(shape) - 1
+    if "mask" in leaf.name:
+        return (last - 1, last) if shape[-2] == width and last > 1 else (last,)
+    if leaf.name or set(shape[1:-2]) - {1}:
+        return ()
+    if shape[-2] == 1:
+        return (last,)
+    if shape[-2] == width and len(shape) == 4:
+        raise ConfigError(
+            f"chunk_tokens: {name}{leaf.path} has shape {shape} and no name, so it may be a mask "
+            "that is cut like the text, or an image that is not. Give the batch as a dict in which "
+            "a mask has 'mask' in its key, or use chunk_size"
+        )
+    return ()
 
 
 def lengths_of(

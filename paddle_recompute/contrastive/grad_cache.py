@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
+from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder, check_repetition
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._step import Step
 from paddle_recompute.contrastive._texts import LengthOf
@@ -23,6 +23,8 @@ from paddle_recompute.replay import layers_of
 _paddle.watch_leaf_hooks()
 
 Encoder = Callable[..., Any]
+CHECK_EVERY = 64
+"""Calls of `GradCache.backward` of which one waits for the device, to check the second forwards."""
 _NAMES = ("query", "positive")
 
 
@@ -66,7 +68,10 @@ class GradCache:
 
     Effects of the encoder in Python (counters, hooks, logging) happen twice per chunk;
     ``is_recomputing()`` is true the second time. Every row of the second forward is compared with
-    the first; embeddings that `loss` changes in place are not.
+    the first; embeddings that `loss` changes in place are not. Where they differ, the gradient
+    becomes NaN at once, on the device. The error comes in the first call, in every 64th, and in
+    `check_repetition`, because the host has to wait for the device to know. `TrainStep` leaves out
+    the update of such a step.
 
     Args:
         encoders: One encoder for both sides (tied), or a pair: (for queries, for positives). Each
@@ -84,10 +89,13 @@ class GradCache:
             each at the same time.
         chunk_tokens: Instead of `chunk_size`: the most tokens of a chunk, padding included.
             Rows are sorted by length, and integer or boolean tensors ``[batch, length]`` (ids,
-            masks, token types; floating-point ones if "mask" is in their name) are cut to the
-            longest row of the chunk. Less padding is computed, which can pay for the second
-            forward. The encoder must not depend on trailing padding. Costs one copy of the inputs'
-            lengths to the host per step.
+            masks, token types), floating-point ones if "mask" is in their name, are cut to the
+            longest row of the chunk, and so are masks of more axes, ``[batch, 1, 1, length]``. So
+            little is computed for padding, which can pay for the second forward. The encoder must
+            not depend on trailing padding. It should return nothing but a vector per row: hidden
+            states ``[batch, length, dim]`` are put together too, with zeros behind the short rows,
+            but all of them, and their gradient if the loss uses them, stay in memory. Costs one
+            copy of the inputs' lengths to the host per step.
         sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
             chunk runs. It must cover all trained parameters of the encoders and the loss. None:
             gradients are not synchronized.
@@ -147,6 +155,8 @@ class GradCache:
                 "pass sync=GradientSync(encoder), which does it once per step, or the bare Layer"
             )
         _check_hooks([*self._encoders, loss])
+        self._deviations: dict[str, paddle.Tensor] = {}
+        self._num_calls = 0
         self.num_chunks = 0
         """Number of chunks in the last step, over all inputs."""
 
@@ -200,7 +210,8 @@ class GradCache:
             ConfigError: The loss is not a scalar, or does not depend on a trained parameter; it is
                 not clear which input `chunk_tokens` must cut; or the call is under
                 ``paddle.no_grad`` or while a static graph is built.
-            RecomputeError: The second forward of a chunk returned other values than the first.
+            RecomputeError: The second forward of a chunk returned other values than the first, in
+                this call, or in one of those since the last check; see `check_repetition`.
             SyncError: See `GradientSync.last_backward`.
         """
         _check_mode()
@@ -213,15 +224,34 @@ class GradCache:
                 earlier, final = _schedule(in_order)
                 for encoder, chunk in earlier:
                     encoder.backward(chunk)
-                for encoder in in_order:
-                    encoder.check_repetition()
+                self._record_deviations(in_order)
             with self._last_backward(sync) if last else self._no_sync(sync):
                 for encoder, chunk in final:
                     encoder.backward(chunk)
-                for encoder in in_order:
-                    encoder.check_repetition()
+                self._record_deviations(in_order)
                 step.run_hooks()
+        self._num_calls += 1
         return loss
+
+    def check_repetition(self) -> None:
+        """Check that the second forwards returned what the first ones did; waits for the device.
+
+        `backward` does this in its first call, and then in one of 64.
+
+        Raises:
+            RecomputeError: One returned other numbers; the gradients of its call are NaN.
+        """
+        deviations, self._deviations = self._deviations, {}
+        check_repetition(deviations)
+
+    def _record_deviations(self, encoders: list[ChunkedEncoder]) -> None:
+        for encoder in encoders:
+            found, before = encoder.take_deviation(), self._deviations.get(encoder.name)
+            if found is not None:
+                worst = found if before is None else paddle.maximum(found, before)
+                self._deviations[encoder.name] = worst
+        if self._num_calls % CHECK_EVERY == 0:
+            self.check_repetition()
 
     def _chunked_encoders(self, inputs: tuple[Any, ...]) -> list[ChunkedEncoder]:
         names = [*_NAMES, *(f"negatives[{place}]" for place in range(len(inputs) - 2))]

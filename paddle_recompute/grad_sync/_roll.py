@@ -9,6 +9,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.distributed import Scope, agree_on_parameters
 from paddle_recompute.errors import SyncError
+from paddle_recompute.grad_sync._pieces import GradientKeeper, keeper_of
 
 Source = Callable[[], Iterable[tuple[str, paddle.Tensor]]]
 """Lists name and parameter anew at each call."""
@@ -33,6 +34,8 @@ class Roll:
         self.names: list[str] = []
         self.gradients: list[paddle.Tensor | None] = []
         """As they were when `read` was called."""
+        self.keepers: dict[int, GradientKeeper] = {}
+        """Who has the gradients that are not in ``.grad``; their parameters take no part here."""
         self.trained: tuple[int, ...] = ()
         """Indices of those that took part in the last step, in the order of the source."""
         self.read()
@@ -46,6 +49,10 @@ class Roll:
         self.gradients = [None] * len(self.parameters)
         trained: dict[int, None] = {}  # by identity: a tied weight is one
         for name, parameter in self._source():
+            keeper = keeper_of(parameter)
+            if keeper is not None:
+                self.keepers[id(keeper)] = keeper
+                continue
             gradient = parameter.grad
             if gradient is None and parameter.stop_gradient:
                 continue

@@ -24,6 +24,7 @@ from paddle_recompute.distributed import (
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.grad_sync._codec import BFloat16Codec, Compression, ExactCodec
 from paddle_recompute.grad_sync._fleet import FleetReduction
+from paddle_recompute.grad_sync._pieces import GradientKeeper, PieceSender
 from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._roll import Roll, Source, agree_on_trained
 from paddle_recompute.grad_sync._timeline import Timeline
@@ -116,6 +117,8 @@ class GradientSync:
         self._is_inside = False
         self._reduction: BucketedReduction | FleetReduction | None = None
         self._check_every = check_every
+        self._compression = compression
+        self._senders: dict[int, PieceSender] = {}
         self.mode, self.reason = _choose(mode, group)
         self.compression = compression
         self.find_unused_parameters = find_unused_parameters
@@ -209,21 +212,26 @@ class GradientSync:
 
     def _synchronized(self) -> Iterator[None]:
         if self._reduction is None:
-            yield
+            yield from self._alone()
             return
         step = self.num_synchronized + 1
         peers().place = f"in step {step}"
         self._reduction.arm(step)
         try:
             peers().check(self._scope, "the gradients")
+            keepers = self._begin_keepers()
             with self.no_sync():
                 yield
             self._reduction.finish()
+            for keeper in keepers:
+                keeper.finish()
             if self._check_every is not None and step % self._check_every == 0:
                 self._check_parameters(step)
         except BaseException as error:
             self._broken = error
             self._reduction.disarm()
+            for keeper in self._roll.keepers.values():
+                keeper.abandon()
             failure = self._why(error)
             peers().tell_failure(failure, self._scope)
             if failure is error:
@@ -231,6 +239,45 @@ class GradientSync:
             raise failure from error
         self.num_synchronized = step
         peers().place = f"after step {step}"
+
+    def _alone(self) -> Iterator[None]:
+        """`_synchronized` in a single process."""
+        keepers = list(self._roll.keepers.values())
+        for keeper in keepers:
+            keeper.begin(None)
+        try:
+            yield
+        except BaseException:
+            for keeper in keepers:
+                keeper.abandon()
+            raise
+        for keeper in keepers:
+            keeper.finish()
+
+    def _begin_keepers(self) -> list[GradientKeeper]:
+        """Tell those who have gradients elsewhere that the last backward begins."""
+        keepers = list(self._roll.keepers.values())
+        for keeper in keepers:
+            if id(keeper) not in self._senders:
+                self._senders[id(keeper)] = self._sender_for(keeper)
+            keeper.begin(self._senders[id(keeper)])
+        return keepers
+
+    def _sender_for(self, keeper: GradientKeeper) -> PieceSender:
+        if isinstance(self._model, paddle.DataParallel) or self.mode == "fleet":
+            raise ConfigError(
+                "parameters that are offloaded are synchronized by GradientSync itself, a shard at "
+                "a time: give it the bare Layer instead of paddle.DataParallel, and another mode "
+                "than 'fleet'"
+            )
+        if self._compression != "none":
+            raise ConfigError(
+                f"compression {self._compression!r} is not supported for the gradients of "
+                "offloaded parameters; use 'none'"
+            )
+        name = f"{self._scope.name}-pieces{len(self._senders)}"
+        scope = scope_of(self.group, name, self._scope.limits)
+        return PieceSender(keeper.parameters, self.group, scope)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For the earlier backwards of a step; a ``paddle.DataParallel`` does not synchronize
@@ -324,10 +371,14 @@ class GradientSync:
     def _check_parameters(self, step: int) -> None:
         trained = self._roll.trained
         parameters = [self._roll.parameters[index] for index in trained]
+        names = [self._roll.names[index] for index in trained]
+        for keeper in self._roll.keepers.values():
+            parameters += keeper.parameters
+            names += [parameter.name for parameter in keeper.parameters]
         difference = first_that_differs(parameters, self._scope)
         if difference is not None:
             index, ranks = difference
-            name = self._roll.names[trained[index]]
+            name = names[index]
             raise SyncError(
                 f"'{name}' differs between the ranks: before "
                 f"the update of step {step} it differs on rank {', '.join(map(str, ranks))} "

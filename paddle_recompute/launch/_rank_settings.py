@@ -14,21 +14,30 @@ CPU_INFO = Path("/proc/cpuinfo")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def speed_settings(ranks_on_machine: int, environment: Mapping[str, str]) -> dict[str, str]:
+def speed_settings(
+    ranks_on_machine: int, environment: Mapping[str, str], *, device: str | None = None
+) -> dict[str, str]:
     """What makes a rank fast on this machine's CPU, less what `environment` holds already.
 
     Args:
         ranks_on_machine: How many ranks share the cores.
         environment: The variables in force.
+        device: Where the rank computes: ``"cpu"``, ``"gpu"``; None: not known.
 
     Returns:
         ``OMP_NUM_THREADS``, the rank's share of the cores, because Paddle uses one thread where
         it is not set; and on x86 Linux with an AMD CPU ``MKL_DEBUG_CPU_TYPE=5``, because the MKL
-        in Paddle's wheels (2.6, 3.x) takes a path half as fast there without it.
+        in Paddle's wheels (2.6, 3.x) takes a path half as fast there without it. On a CPU also
+        ``FLAGS_use_stride_kernel=0``: slices, transpositions and reshapes make contiguous copies
+        and not strided views, which Paddle's CPU kernels (2.6, 3.x) go through element by element.
+        So what is written into a slice does not reach the tensor that it was cut from, and
+        ``paddle.as_strided`` does not work; the library's own models do neither.
     """
     settings = {"OMP_NUM_THREADS": str(max(1, available_cores() // ranks_on_machine))}
     if is_amd_on_linux():
         settings["MKL_DEBUG_CPU_TYPE"] = "5"
+    if device == "cpu":
+        settings["FLAGS_use_stride_kernel"] = "0"
     return {name: value for name, value in settings.items() if name not in environment}
 
 

@@ -188,7 +188,7 @@ def _environment(config: Config, log_dir: Path) -> tuple[dict[str, str], dict[st
         for name, value in os.environ.items()
         if name not in (*_LAUNCHER_VARIABLES, *_CLUSTER_VARIABLES)
     }
-    chosen = speed_settings(config.launch.num_ranks, environment)
+    chosen = speed_settings(config.launch.num_ranks, environment, device=config.launch.device)
     environment |= chosen | quiet_settings(environment) | {LOG_DIR: str(log_dir)}
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()

@@ -231,7 +231,7 @@ def read_pdparams(path: Path) -> Any:
         ) from None
     except _DAMAGED as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: is damaged, or no .pdparams file at all ({reason})") from (
+        raise CheckpointError(f"{path}: is damaged, or is not a .pdparams file ({reason})") from (
             error
         )
 
@@ -252,7 +252,7 @@ def weights_in(path: Path) -> dict[str, NDArray[Any]]:
         found = {name: array for name, array in found.items() if name != _TABLE}
         if all(isinstance(k, str) and isinstance(v, np.ndarray) for k, v in found.items()):
             return cast("dict[str, NDArray[Any]]", found)
-    raise CheckpointError(f"{path}: holds no weights, which are arrays by name")
+    raise CheckpointError(f"{path}: contains no weights, which are a dict of arrays")
 
 
 def _finished(value: Any, done: dict[int, Any], depth: int) -> Any:

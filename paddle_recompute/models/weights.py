@@ -149,10 +149,13 @@ def _damaged(path: Path, error: BaseException) -> CheckpointError:
 
 def _check_fit(path: Path, arrays: Arrays, targets: Mapping[str, paddle.Tensor]) -> None:
     faults = []
+    advice = "The file was saved by another version of the model"
     if missing := [name for name in targets if name not in arrays]:
         faults.append(f"missing: {_listed(missing)}")
     if unexpected := [name for name in arrays if name not in targets]:
         faults.append(f"unexpected: {_listed(unexpected)}")
+    if faults:
+        advice = "The names differ: the file is of a model with other Layers, or of another library"
     shared = [name for name in targets if name in arrays]
     if misshaped := [
         f"{name} {list(arrays[name].shape)} (the model: {list(targets[name].shape)})"
@@ -160,15 +163,13 @@ def _check_fit(path: Path, arrays: Arrays, targets: Mapping[str, paddle.Tensor])
         if list(arrays[name].shape) != list(targets[name].shape)
     ]:
         faults.append(f"of another shape: {_listed(misshaped)}")
+        advice = "Build the model with the dimensions that the file was saved with"
     if fractions := [
         name for name in shared if _is_float(arrays[name]) and not targets[name].is_floating_point()
     ]:
         faults.append(f"floating point where the model has integers: {_listed(fractions)}")
     if faults:
-        raise CheckpointError(
-            f"{path}: does not fit the model; {'; '.join(faults)}. "
-            "Build the model with the dimensions that the file was saved with"
-        )
+        raise CheckpointError(f"{path}: does not fit the model; {'; '.join(faults)}. {advice}")
 
 
 def _is_float(array: NDArray[Any]) -> bool:

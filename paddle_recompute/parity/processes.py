@@ -58,7 +58,7 @@ def run_job(folder: Path, config: Config, steps: int, variant: Variant | None) -
     command = ["-m", "paddle_recompute.parity.worker", str(job)]
     try:
         if variant is None or variant.ranks == 1:
-            _run_alone(command, own)
+            _run_alone(command, own, config.launch.device)
         else:
             _run_ranks(command, own, config)
     except RankRefusedError as error:
@@ -68,9 +68,9 @@ def run_job(folder: Path, config: Config, steps: int, variant: Variant | None) -
         ) from error
 
 
-def _run_alone(command: list[str], folder: Path) -> None:
+def _run_alone(command: list[str], folder: Path, device: str) -> None:
     environment = dict(os.environ)
-    environment |= speed_settings(1, environment) | quiet_settings(environment)
+    environment |= speed_settings(1, environment, device=device) | quiet_settings(environment)
     log = folder / "workerlog.0"
     with log.open("wb") as output:
         done = subprocess.run(

@@ -5,8 +5,10 @@
 that a configuration selects.
 """
 
+from paddle_recompute.recompute._hooks import innermost
+from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept, SomeOnHost
 from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
-from paddle_recompute.recompute.function import recompute
+from paddle_recompute.recompute.function import RecomputeOptions, recompute, run_recomputed
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
@@ -32,15 +34,21 @@ from paddle_recompute.recompute.treatment import (
 from paddle_recompute.replay import is_recomputing
 
 __all__ = [
+    "OFFLOADS",
+    "InputStorage",
+    "Kept",
     "PartOption",
     "RecomputeLayer",
+    "RecomputeOptions",
     "RecomputeReport",
     "RecomputedFunction",
+    "SomeOnHost",
     "Unit",
     "apply_recompute",
     "called_plainly",
     "check_patterns",
     "forward_count",
+    "innermost",
     "is_recomputing",
     "is_treated",
     "layers_matching",
@@ -48,6 +56,7 @@ __all__ = [
     "parts_of_block",
     "recompute",
     "recompute_wrapper",
+    "run_recomputed",
     "treat_calls",
     "treat_parts",
     "undo_recompute",

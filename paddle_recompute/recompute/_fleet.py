@@ -1,8 +1,9 @@
 """`recompute.engine: fleet`: Paddle's own recompute around a Layer, as a reference.
 
 ``paddle.distributed.fleet.utils.recompute`` (2.6, 3.x) does the work, in its default form, a
-PyLayer. The calls that this form computes wrongly without an error are refused here;
-``docs/recompute_cases.md`` lists them.
+PyLayer; fleet's own function, also where that name was given ours since. What that form gets wrong
+without a word is refused here; what it refuses itself is left to it. ``docs/recompute_cases.md``
+has the cases.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ class FleetRecomputeLayer(WrappedLayer):
         bound = inspect.signature(self.forward).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs  # 2.6 takes positional arguments only
         self._refuse_lost_gradients(args, kwargs)
-        from paddle.distributed.fleet.utils import recompute
-
-        return recompute(
+        return _paddle.fleet_recompute(
             super().__call__, *args, preserve_rng_state=self._recompute_preserves_rng, **kwargs
         )
 

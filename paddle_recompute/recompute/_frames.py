@@ -32,15 +32,8 @@ from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import Recorder, innermost, recording
 from paddle_recompute.recompute._offload import InputStorage
-from paddle_recompute.replay import Call, Stamp, is_written_since
+from paddle_recompute.replay import REPETITION_ADVICE, Call, Stamp, is_written_since
 from paddle_recompute.replay import stamp as stamp_of
-
-REPETITION_ADVICE = (
-    "A recomputed function must do the same thing twice: look for state that it changes, a global "
-    "that it reads, or randomness outside Paddle, NumPy and Python's random. "
-    'determinism_check="none" disables this check if the saved tensors still fit.'
-)
-
 
 Likeness = tuple[Any, tuple[int, ...]]
 """Dtype and shape of a tensor."""
@@ -274,8 +267,9 @@ class _Repetition:
         if self._difference is None:
             self._difference = self._compare(saved, tensor, number)
         ticket = saved.ticket()
-        if ticket is not None and _likeness(tensor) != saved.likeness:
-            self._can_go_on = False  # the engine would take this tensor for the saved one
+        if _likeness(tensor) != saved.likeness:
+            # Then it is not known which tensor is which, though others may be alike by chance.
+            self._can_go_on = False
         elif ticket is not None:
             # A reloaded input or a copied buffer may have another layout than the original.
             value = _paddle.with_layout(tensor, saved.layout)
@@ -301,7 +295,7 @@ class _Repetition:
             frame._values.clear()
             raise RecomputeError(
                 f"The second forward of {frame.name} is not a repetition of the first: "
-                f"{self._difference}. {REPETITION_ADVICE}"
+                f"{self._difference}. {self._advice()}"
             )
         for ticket, original, version in self._versions:
             if original.inplace_version != version:
@@ -310,6 +304,11 @@ class _Repetition:
                     "an operator saved it for its backward; the plain call could not be "
                     "differentiated either. Change a copy instead."
                 )
+
+    def _advice(self) -> str:
+        """What to do: of the part that names a changed argument, if one does."""
+        advices = [part.call.advice for part in self._frame.parts]
+        return next((one for one in advices if one != REPETITION_ADVICE), REPETITION_ADVICE)
 
     def _compare(self, saved: _Saved, tensor: paddle.Tensor, number: int) -> str | None:
         place = f"saved tensor {number} of {len(self._frame._saved)}"

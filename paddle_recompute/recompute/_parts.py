@@ -30,11 +30,11 @@ def named_parts(model: paddle.nn.Layer) -> tuple[dict[str, Any], dict[str, str]]
         ]
         if first != name:
             aliases[name] = first
-            aliases.update({_join(name, one): _join(first, one) for one in functions})
+            aliases.update({join(name, one): join(first, one) for one in functions})
             continue
         if name:
             parts[name] = layer
-        parts.update({_join(name, one): getattr(layer, one) for one in functions})
+        parts.update({join(name, one): getattr(layer, one) for one in functions})
     return parts, aliases
 
 
@@ -45,10 +45,10 @@ def _walk(
     yield name, layer
     for child_name, child in _paddle.children_of(layer):
         if id(child) not in path:
-            yield from _walk(child, _join(name, child_name), (*path, id(layer)))
+            yield from _walk(child, join(name, child_name), (*path, id(layer)))
 
 
-def _join(name: str, attribute: str) -> str:
+def join(name: str, attribute: str) -> str:
     return f"{name}.{attribute}" if name else attribute
 
 

@@ -132,9 +132,12 @@ class RecomputedFunction:
         self.function = function
         self._options = options
         self._name = name
+        self.is_called = False
+        """Whether any forward has called it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's own call, recomputed in the backward."""
+        self.is_called = True
         return run_recomputed(
             self.function, args, kwargs, self._options, name=self._name, gives_up_outputs=True
         )

@@ -5,22 +5,28 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
+import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
 
-from paddle_recompute.config import RecomputeConfig
-from paddle_recompute.errors import SelectionError
+from paddle_recompute import _paddle
+from paddle_recompute.config import AUTO, RecomputeConfig
+from paddle_recompute.errors import RecomputeError, SelectionError
+from paddle_recompute.recompute._auto import find_blocks, is_container
+from paddle_recompute.recompute._first_step import FirstStep
 from paddle_recompute.recompute._fleet import FleetRecomputeLayer, wrap_with_fleet
-from paddle_recompute.recompute._parts import is_cheap, named_parts
+from paddle_recompute.recompute._parts import is_cheap, join, named_parts
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.layer import RecomputedFunction, RecomputeLayer
 from paddle_recompute.recompute.treatment import wrap_part
+
+_logger = logging.getLogger("paddle_recompute")
 
 
 @dataclass(frozen=True)
@@ -32,15 +38,41 @@ class RecomputeReport:
         segments: The same names, grouped: the parts of a group are recomputed together.
         left_out: Names that match a pattern but are not wrapped, each with the reason.
         gives_up_outputs: Names of the cheap parts whose outputs are recomputed too.
+        chosen: What ``checkpoints: auto`` found, as ``"encoder.layers.* (12 x EncoderLayer)"``.
+
+    The first backward of the model checks the selection: a part that no forward has called, or that
+    the model recomputes as well, is named in the log. `verify` raises for it.
     """
 
     wrapped: tuple[str, ...] = ()
     segments: tuple[tuple[str, ...], ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     gives_up_outputs: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
+    _first_step: FirstStep | None = field(default=None, repr=False, compare=False)
+
+    def verify(self) -> None:
+        """Check, after a step, that what was wrapped is called, and recomputed once.
+
+        Raises:
+            SelectionError: A part was not called in the first step, or is recomputed by the model
+                as well (three forwards). The message names the parts.
+            RecomputeError: No backward of the model has ended yet.
+        """
+        if self._first_step is None:
+            return
+        if not self._first_step.is_over:
+            raise RecomputeError(
+                "RecomputeReport.verify() tells what the first step did, and no backward has given "
+                "a gradient to a parameter of the model yet; call it after one"
+            )
+        faults = self._first_step.faults()
+        if faults:
+            raise SelectionError("; ".join(faults))
 
     def __str__(self) -> str:
         lines = [f"recompute: {len(self.wrapped)} parts in {len(self.segments)} segments"]
+        lines += [f"  checkpoints: auto chose {one}" for one in self.chosen]
         for segment in self.segments:
             note = "" if segment[0] not in self.gives_up_outputs else " (and its output)"
             lines.append(f"  {' + '.join(segment)}{note}")
@@ -51,10 +83,12 @@ class RecomputeReport:
 def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> RecomputeReport:
     """Recompute the parts of `model` that `config` selects.
 
-    Patterns are globs over the names of ``model.named_sublayers()``, and over the names of
-    attributes of Layers that hold a function (``encoder.layers.*.activation``). ``*`` matches
+    With ``checkpoints: auto``, the default, the repeated blocks of the model are found by its
+    structure. Patterns are globs over the names of ``model.named_sublayers()``, and over the names
+    of attributes of Layers that hold a function (``encoder.layers.*.activation``). ``*`` matches
     within one name between dots, ``**`` crosses dots: ``blocks.*`` selects the blocks and not their
     sublayers. If the patterns match a Layer and a part inside it, only the outer Layer is wrapped.
+    A container without a forward of its own (LayerList, LayerDict) stands for its members.
 
     A part without a weight matrix (a function, Dropout, LayerNorm) is cheap to compute. Its output
     is not kept either: it is recomputed for the later operators that need it. To name only such
@@ -81,7 +115,14 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     if not config.enable:
         return RecomputeReport()
     parts, aliases = named_parts(model)
-    matches = _matches(parts, aliases, config.checkpoints)
+    found: tuple[str, ...] = ()
+    if config.checkpoints == [AUTO]:
+        blocks = find_blocks(model)
+        found = tuple(str(one) for one in blocks)
+        matches = [name for one in blocks for name in one.names]
+        _logger.info("recompute.checkpoints: auto chose %s", ", ".join(found))
+    else:
+        matches = _matches(parts, aliases, config.checkpoints)
     left_out = _inside_another(matches)
     candidates = [name for name in matches if name not in left_out]
     for name in candidates:
@@ -96,7 +137,8 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     wrapped = tuple(name for name in candidates if name in chosen)
     if config.engine == "fleet":
         _wrap_with_fleet({name: parts[name] for name in candidates if name in chosen}, config)
-        return RecomputeReport(wrapped, segments, left_out)
+        watch = FirstStep(model, {name: parts[name] for name in wrapped}, is_ours=False)
+        return RecomputeReport(wrapped, segments, left_out, (), found, watch)
     cheap = tuple(name for name in wrapped if is_cheap(parts[name]))
     options = RecomputeOptions(config.preserve_rng_state, offload=config.offload)
     owners = dict(model.named_sublayers(include_self=True))
@@ -105,7 +147,9 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
         for position, name in enumerate(names):
             joined = (segment, position) if segment is not None else None
             wrap_part(owners, name, parts[name], options, joined, name in cheap)
-    return RecomputeReport(wrapped, segments, left_out, cheap)
+    now = named_parts(model)[0]  # functions have become `RecomputedFunction`s
+    watch = FirstStep(model, {name: now[name] for name in wrapped}, is_ours=True)
+    return RecomputeReport(wrapped, segments, left_out, cheap, found, watch)
 
 
 def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
@@ -125,8 +169,9 @@ def check_patterns(model: paddle.nn.Layer, config: RecomputeConfig) -> None:
     Raises:
         SelectionError: A pattern matches nothing.
     """
-    parts, aliases = named_parts(model)
-    _matches(parts, aliases, config.checkpoints)
+    if config.checkpoints != [AUTO]:
+        parts, aliases = named_parts(model)
+        _matches(parts, aliases, config.checkpoints)
 
 
 def layers_matching(model: paddle.nn.Layer, patterns: list[str]) -> list[str]:
@@ -189,7 +234,25 @@ def _matches(parts: dict[str, Any], aliases: dict[str, str], patterns: list[str]
         if not names:
             raise SelectionError(_no_match(pattern, list(parts)))
         matched |= {aliases.get(name, name) for name in names}
+    for name in list(matched):
+        if is_container(parts[name]):
+            matched.remove(name)
+            matched |= {aliases.get(member, member) for member in _members(parts[name], name)}
+    if not matched:
+        raise SelectionError(
+            f"recompute.checkpoints: {', '.join(map(repr, patterns))} selects only containers "
+            "without members, which are never called; name Layers that the model calls"
+        )
     return [name for name in parts if name in matched]
+
+
+def _members(container: paddle.nn.Layer, name: str) -> Iterator[str]:
+    """The names of the Layers in `container` that can be called."""
+    for child_name, child in _paddle.children_of(container):
+        if is_container(child):
+            yield from _members(child, join(name, child_name))
+        else:
+            yield join(name, child_name)
 
 
 @functools.cache

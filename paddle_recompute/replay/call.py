@@ -17,12 +17,18 @@ import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._nested import describe
-from paddle_recompute.errors import RecomputeError
+from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.replay import writes as _writes
+from paddle_recompute.replay.arguments import Opaque
 from paddle_recompute.replay.called_layers import reporting_layers
 from paddle_recompute.replay.layer_state import LayerState
 from paddle_recompute.replay.random_streams import Draws
 from paddle_recompute.replay.reach import Reach
+
+REPETITION_ADVICE = (
+    "A recomputed function must do the same thing twice: look for state that it changes, a global "
+    "that it reads, or randomness outside Paddle, NumPy and Python's random."
+)
 
 
 class _Depth(threading.local):
@@ -64,12 +70,16 @@ class Call:
     _amp: _paddle.AmpState | None = None
     _reach: Reach | None = None
     _layers: LayerState | None = None
+    _opaque: Opaque | None = None
     _returned: list[str] = field(default_factory=list)
+    advice: str = REPETITION_ADVICE
+    """What to do if the second forward differs; names an argument that the first one changed."""
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and record its state."""
         self._draws = Draws() if self.preserve_rng_state else None
         self._amp = _paddle.amp_state()
+        self._opaque = Opaque(args, kwargs)
         self._reach = Reach(self.function, (args, kwargs))
         self._layers = LayerState(self._reach.layers, with_statistics=self.compare_values)
         stamps = [(t, _writes.stamp(t)) for t in _nested.tensors_in((args, kwargs))]
@@ -93,10 +103,13 @@ class Call:
         """Run the function again, with gradients enabled, as `first` ran it.
 
         Raises:
-            RecomputeError: The second result has another structure, shape or dtype.
-            BaseException: Whatever the function itself raises, with a note that names it.
+            RecomputeError: The second result has another structure, shape or dtype; or the function
+                raises because of an argument that its first forward changed, or in an operator of
+                Paddle.
+            BaseException: Whatever else the function itself raises, with a note that names it.
         """
         assert self._amp is not None and self._layers is not None and self._reach is not None
+        assert self._opaque is not None
         with (
             self._draws.again() if self._draws is not None else contextlib.nullcontext(),
             _paddle.amp_state_of(self._amp),
@@ -106,9 +119,16 @@ class Call:
             paddle.set_grad_enabled(True),
             _recomputing(),
         ):
+            changed = self._opaque.changed()
+            self.advice = changed or REPETITION_ADVICE
             try:
                 outputs = self.function(*args, **kwargs)
             except BaseException as error:
+                if _is_of_the_repetition(error, bool(changed)):
+                    raise RecomputeError(
+                        f"The second forward of {self.name} raised {type(error).__name__}, its "
+                        f"first forward did not: {_first_line(error)}. {self.advice}"
+                    ) from error
                 _add_note(error, f"This happened in the second forward of {self.name}.")
                 raise
         if self.check:
@@ -131,10 +151,20 @@ class Call:
         )
         raise RecomputeError(
             f"{self.name} returned something else in its second forward: {was} became {now}. "
-            "A recomputed function must do the same thing twice: look for state that it changes, "
-            "a global that it reads, or randomness outside Paddle, NumPy and Python's random. "
-            'determinism_check="none" disables this check.'
+            f"{self.advice}"
         )
+
+
+def _is_of_the_repetition(error: BaseException, argument_changed: bool) -> bool:
+    """Whether `error` comes of the difference between the forwards, and not from the user."""
+    if not isinstance(error, Exception) or isinstance(error, (PaddleRecomputeError, MemoryError)):
+        return False
+    return argument_changed or _paddle.is_raised_by_an_operator(error)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300].rstrip(".") if lines else "without a message"
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: paddle.Tensor) -> str:

@@ -42,9 +42,31 @@ def reporting_layers(called: Callback, built: Callback | None = None) -> Iterato
         _thread.built.pop()
 
 
+_everywhere: list[Callback] = []
+
+
+def on_every_call(called: Callback) -> Callable[[], None]:
+    """From now on, in all threads, call ``called(layer)`` before each call of a Layer.
+
+    Returns:
+        Ends it; may be called more than once.
+    """
+    _paddle.watch_layers(_called, _built)
+    _everywhere.append(called)
+
+    def stop() -> None:
+        with contextlib.suppress(ValueError):
+            _everywhere.remove(called)
+
+    return stop
+
+
 def _called(layer: paddle.nn.Layer) -> None:
     for callback in _thread.called:
         callback(layer)
+    if _everywhere:
+        for callback in list(_everywhere):
+            callback(layer)
 
 
 def _built(layer: paddle.nn.Layer) -> None:

@@ -31,9 +31,6 @@ class _Buffer:
     buffer. Of a large unchanged buffer only the object is kept, with a stamp that reveals later
     writes.
 
-    The first time, the values of a large buffer are compared, because some kernels write without
-    raising a counter: this reads one number on the host. A buffer that was unchanged then counts as
-    unchanged until a write is counted (`writes`).
     """
 
     def __init__(self, tensor: paddle.Tensor, mode: bool) -> None:
@@ -48,38 +45,65 @@ class _Buffer:
         assert copy is not None
         if copy.size * copy.element_size() <= SMALL_BYTES or now is not tensor:
             return
-        if _writes.is_written_since(tensor, self._stamp):
-            return
-        if (id(tensor), self._mode) not in _unchanged_buffers:
-            if not same_values(tensor, copy):
-                return
-            _remember_unchanged(tensor, self._mode)
-        self._copy = None
+        if is_left_alone(tensor, self._mode, self._stamp, copy):
+            self._copy = None
 
     def as_it_was(self, name: str) -> paddle.Tensor:
         """A copy of the value before the forward; the caller may write to it."""
+        copy = _copy(self._unwritten(name))
+        # What a function that is recomputed inside asks about the copy is known of the tensor.
+        known = _is_left_alone.get((id(self._tensor), self._mode))
+        if known is not None:
+            _remember(copy, self._mode, known[1])
+        return copy
+
+    def _unwritten(self, name: str) -> paddle.Tensor:
         if self._copy is not None:
-            return _copy(self._copy)
+            return self._copy
         if _writes.is_written_since(self._tensor, self._stamp):
             raise RecomputeError(
                 f"the buffer '{name}' ({list(self._tensor.shape)}) was changed between the "
                 "forward and the backward, so the forward cannot be repeated; assign a new tensor "
                 "instead of writing into this one"
             )
-        return _copy(self._tensor)
+        return self._tensor
 
 
-_unchanged_buffers: dict[tuple[int, bool], weakref.ref[paddle.Tensor]] = {}
-"""The large buffers, with the mode of their Layer, that a forward left unchanged."""
+_is_left_alone: dict[tuple[int, bool], tuple[weakref.ref[paddle.Tensor], bool]] = {}
+"""Whether the first forward that was looked at left a buffer alone, by the mode of its Layer."""
 
 
-def _remember_unchanged(tensor: paddle.Tensor, mode: bool) -> None:
+def is_left_alone(
+    tensor: paddle.Tensor, mode: bool, before: _writes.Stamp, copy: paddle.Tensor
+) -> bool:
+    """Whether a forward has not changed a buffer since it had the stamp `before`; False if unknown.
+
+    The first time this is told by the value, because kernels may write without anybody counting it
+    (BatchNorm's do): that reads one number on the host. From then on nothing is read: a buffer that
+    was left alone is taken to be left alone as long as no write is counted (`_writes`), and one
+    that was changed uncounted is taken to be changed.
+
+    Args:
+        tensor: The buffer.
+        mode: Whether its Layer is in training mode.
+        before: Its stamp before the forward.
+        copy: Its value then.
+    """
+    if _writes.is_written_since(tensor, before):
+        return False
+    key = (id(tensor), mode)
+    if key not in _is_left_alone:
+        _remember(tensor, mode, same_values(tensor, copy))
+    return _is_left_alone[key][1]
+
+
+def _remember(tensor: paddle.Tensor, mode: bool, left_alone: bool) -> None:
     key = (id(tensor), mode)
 
     def forget(_: object) -> None:
-        _unchanged_buffers.pop(key, None)
+        _is_left_alone.pop(key, None)
 
-    _unchanged_buffers[key] = weakref.ref(tensor, forget)
+    _is_left_alone[key] = weakref.ref(tensor, forget), left_alone
 
 
 @paddle.no_grad()

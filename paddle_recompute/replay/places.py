@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import operator
 import types
 import weakref
@@ -118,9 +119,22 @@ class Entries:
         self._size = len(entries)
 
     def after_forward(self) -> None:
-        """See `Place`: changed numbers, and Layers and parameters that were built, stay."""
-        before, now = self._before, self._entries
-        self._left = {n for n in self._changed() if _is_own_state(before.get(n), now.get(n))}
+        """See `Place`: numbers, and Layers and parameters that the forward has built, stay.
+
+        Numbers beside a tensor that the forward rebinds are part of the same state (the length of a
+        cache, whether it is filled): they are put back with it.
+        """
+        before, now, changed = self._before, self._entries, self._changed()
+        is_cache = any(isinstance(now.get(name), paddle.Tensor) for name in changed)
+        self._left = {
+            name
+            for name in changed
+            if (
+                _is_built(now.get(name))
+                if is_cache
+                else _is_own_state(before.get(name), now.get(name))
+            )
+        }
         self._size = len(now) if self._size == len(now) else -1
 
     def put_back(self) -> Callable[[], None] | None:
@@ -163,12 +177,25 @@ def _assign(entries: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _is_own_state(before: Any, now: Any) -> bool:
-    """Whether content that the first forward assigned stays for the second forward."""
-    return (
-        isinstance(before, _NUMBERS)
-        or isinstance(now, paddle.nn.Layer)
-        or _paddle.is_parameter(now)
-    )
+    """Whether what a forward has put into a place stays there for the second forward."""
+    return isinstance(before, _NUMBERS) or _is_built(now)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether `value` holds no tensor, and no object that could: numbers, text, dtypes, shapes."""
+    if isinstance(value, paddle.Tensor | _Held):
+        return False
+    if isinstance(value, _HeldTuple):
+        value = value.get()
+    if isinstance(value, tuple | list | set | frozenset):
+        return all(map(_is_data, value))
+    if isinstance(value, dict):
+        return all(map(_is_data, value.keys())) and all(map(_is_data, value.values()))
+    return isinstance(value, type | enum.Enum) or not hasattr(value, "__dict__")
+
+
+def _is_built(value: Any) -> bool:
+    return isinstance(value, paddle.nn.Layer) or _paddle.is_parameter(value)
 
 
 class Globals:
@@ -251,8 +278,16 @@ class Items:
         self._is_own = False
 
     def after_forward(self) -> None:
-        """Accept all changes: a list or dict that the forward changes is its own state."""
-        self._is_own = not self._is_unchanged()
+        """A list of data that the forward changes is its own state, and so is one into which it
+        puts Layers that it builds. Tensors and objects, such as those of a cache, are put back.
+        """
+        if self._is_unchanged():
+            return
+        now = _items(self._container)
+        known = {id(item) for item in self._before}
+        self._is_own = all(map(_is_data, (*self._before, *now))) or any(
+            _is_built(item) for item in now if id(item) not in known
+        )
         if self._is_own:
             self._before = []
 

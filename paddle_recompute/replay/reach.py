@@ -13,9 +13,10 @@ it uses ``getattr``); Layers with their sublayers, parameters and attributes. Th
 `MOST_SEARCHED` objects and skips containers of more than `LONGEST_SEARCHED` items, which hold data.
 Objects of libraries and of Python itself (locks, barriers, loggers) are skipped.
 
-**What the forward itself changes** is its own state. A number that it rebinds and a list or dict
-that it changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other
-object that it rebinds is restored, so a cache that it filled is filled again.
+**What the forward itself changes.** A number that it rebinds and a list or dict of data that it
+changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other object that
+it rebinds is put back, with the numbers beside it, and so is a list or dict of such objects. So a
+cache that it filled (keys and values of attention) is filled again.
 """
 
 from __future__ import annotations

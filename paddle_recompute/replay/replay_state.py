@@ -12,8 +12,9 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute.replay import call as _calls
+from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import reporting_layers
-from paddle_recompute.replay.layer_state import LayerState, same_values
+from paddle_recompute.replay.layer_state import LayerState, is_left_alone
 from paddle_recompute.replay.random_streams import RngState
 
 
@@ -54,7 +55,7 @@ class StateWatch:
         self._state: LayerState | None = None
         self._is_new = False
         self._captured_flags: list[bool] = []
-        self._copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []
+        self._copies: list[tuple[paddle.Tensor, _writes.Stamp, paddle.Tensor]] = []
 
     def capture(self) -> ReplayState:
         """The state now, before a forward."""
@@ -70,7 +71,9 @@ class StateWatch:
         if self._is_new:
             self._state = LayerState(self._layers)
             self._captured_flags = flags
-            self._copies = [(buffer, buffer.clone()) for buffer in buffers]
+            self._copies = [
+                (buffer, _writes.stamp(buffer), buffer.clone()) for buffer, _ in buffers
+            ]
         assert self._state is not None
         return ReplayState(rng, self._amp, self._state)
 
@@ -88,10 +91,12 @@ class StateWatch:
         if self._is_new:
             self._state.after_forward()
 
-    def _buffers(self) -> list[paddle.Tensor]:
-        """The buffers that an output may depend on: no statistics of a BatchNorm in training."""
+    def _buffers(self) -> list[tuple[paddle.Tensor, bool]]:
+        """The buffers that an output may depend on, with the mode of their Layer: no statistics of
+        a BatchNorm in training.
+        """
         return [
-            tensors[name]
+            (tensors[name], member.training)
             for member in self._members
             if not (isinstance(member, _paddle.BATCH_NORMS) and member.training)
             for tensors, names in _paddle.non_trained_state(member)
@@ -100,13 +105,13 @@ class StateWatch:
         ]
 
     @paddle.no_grad()
-    def _unchanged(self, buffers: list[paddle.Tensor], flags: list[bool]) -> bool:
+    def _unchanged(self, buffers: list[tuple[paddle.Tensor, bool]], flags: list[bool]) -> bool:
         return (
             flags == self._captured_flags
             and len(buffers) == len(self._copies)
             and all(
-                now is then and same_values(now, copy)
-                for now, (then, copy) in zip(buffers, self._copies, strict=True)
+                now is then and is_left_alone(now, mode, stamp, copy)
+                for (now, mode), (then, stamp, copy) in zip(buffers, self._copies, strict=True)
             )
         )
 

@@ -13,6 +13,7 @@ third-party operators that write to their inputs.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import NamedTuple
 
 import paddle
@@ -26,6 +27,8 @@ class Stamp(NamedTuple):
     version: int
     tick: int
     address: int | None
+    content: int | None = None
+    """Only of a tensor that travels; see `travels`."""
 
 
 _tick = 0
@@ -48,8 +51,26 @@ def watch_writes() -> None:
     _paddle.watch_writes(_written)
 
 
+def travels(parameter: paddle.Tensor, content: Callable[[], int]) -> None:
+    """From now on, the memory of `parameter` comes and goes; an address tells nothing of it.
+
+    Args:
+        parameter: Keeps `content`.
+        content: Its number, another one after each write to `parameter`, wherever it is.
+    """
+    parameter._paddle_recompute_content = content
+
+
 def stamp(tensor: paddle.Tensor) -> Stamp:
     """The stamp of `tensor` now, for `is_written_since`."""
+    content = _content_of(tensor)
+    if content is not None:
+        return Stamp(tensor.inplace_version, _tick, None, content)
+    return stamp_in_place(tensor)
+
+
+def stamp_in_place(tensor: paddle.Tensor) -> Stamp:
+    """`stamp` of a tensor that will not travel before it is asked for."""
     is_parameter = _paddle.is_parameter(tensor)
     return Stamp(
         tensor.inplace_version, _tick, _paddle.address_of(tensor) if is_parameter else None
@@ -64,6 +85,8 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
     """
     if tensor.inplace_version != then.version:
         return True
+    if then.content is not None:
+        return _content_of(tensor) != then.content
     if then.address is not None and _paddle.address_of(tensor) != then.address:
         return True
     if then.tick == _tick:  # no write at all, nearly always
@@ -72,6 +95,11 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
     if address is None:
         return False
     return any(_last_write[place] > then.tick for place in _written_places(tensor, address))
+
+
+def _content_of(tensor: paddle.Tensor) -> int | None:
+    content: Callable[[], int] | None = getattr(tensor, "_paddle_recompute_content", None)
+    return content() if content is not None else None
 
 
 def _written_places(tensor: paddle.Tensor, address: int) -> list[int]:

@@ -190,7 +190,16 @@ class StaticTrainStep:
             self._state_to_set = {}
 
     def explain(self) -> SegmentReport:
-        """The report of `static_graph.explain` on the Program, which must be built."""
+        """What `static_graph.explain` tells about the Program; it must have been built.
+
+        Raises:
+            StaticGraphError: The Program is not built yet, or ``recompute.enable`` is false.
+        """
+        if not self._config.recompute.enable:
+            raise StaticGraphError(
+                "recompute is off (recompute.enable: false), so the Program has no segments to "
+                "explain; set recompute.enable: true"
+            )
         with training.static_mode():
             return explain(self._known().main)
 

@@ -22,8 +22,9 @@ class Backward(Protocol):
 
     def __call__(
         self, micro_batch: Any, *, divisor: float, loss_scale: float | None, last: bool
-    ) -> float:
-        """Run forward and backward; returns the loss, neither divided nor scaled.
+    ) -> paddle.Tensor:
+        """Run forward and backward; returns the loss, neither divided nor scaled, a copy of it
+        without a graph, on the device.
 
         Args:
             micro_batch: What the loss is of.
@@ -34,6 +35,9 @@ class Backward(Protocol):
 
     def count(self, micro_batch: Any) -> float:
         """The number of examples of a micro-batch, where the caller does not say it."""
+
+    def explain(self) -> None:
+        """Raise the error that has made a loss or a gradient NaN, if it is known."""
 
 
 class PlainBackward:
@@ -49,7 +53,7 @@ class PlainBackward:
 
     def __call__(
         self, micro_batch: Any, *, divisor: float, loss_scale: float | None, last: bool
-    ) -> float:
+    ) -> paddle.Tensor:
         with self._sync.last_backward() if last else self._sync.no_sync():
             with self._autocast():
                 loss = self._loss_fn(self._model, micro_batch)
@@ -60,10 +64,13 @@ class PlainBackward:
                 # In float32: a float16 loss times its scale could be infinite on its own.
                 weighted = weighted.astype("float32") * loss_scale
             weighted.backward()
-            return float(loss.item())
+            return loss.detach().clone()
 
     def count(self, micro_batch: Any) -> float:
         return _length_of_first_axis(micro_batch)
+
+    def explain(self) -> None:
+        """Nothing is known of it here."""
 
 
 class CachedBackward:
@@ -76,7 +83,7 @@ class CachedBackward:
 
     def __call__(
         self, micro_batch: Any, *, divisor: float, loss_scale: float | None, last: bool
-    ) -> float:
+    ) -> paddle.Tensor:
         inputs, loss_arguments = inputs_of_cache(micro_batch)
         with self._autocast():
             loss = self._cache.backward(
@@ -86,13 +93,16 @@ class CachedBackward:
                 loss_arguments=loss_arguments,
                 sync=self._sync,
             )
-        return float(loss.item())
+        return loss.clone()
 
     def count(self, micro_batch: Any) -> float:
         loss = self._cache.loss
         if isinstance(loss, ContrastiveLoss) and loss.negatives == "global":
             return 1  # the loss weighs the ranks' batches by their sizes itself
         return _length_of_first_axis(micro_batch)
+
+    def explain(self) -> None:
+        self._cache.check_repetition()
 
 
 def _length_of_first_axis(micro_batch: Any) -> int:

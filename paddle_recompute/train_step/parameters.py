@@ -9,7 +9,8 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import GradientSync, SyncMode
+from paddle_recompute.grad_sync import GradientSync, SyncMode, keeper_of
+from paddle_recompute.offload import OffloadOptimizer
 
 _SHOWN = 5
 _logger = logging.getLogger("paddle_recompute")
@@ -50,6 +51,25 @@ def warn_of_not_updated(
             ", ".join(names[:_SHOWN]),
             f" and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else "",
         )
+
+
+def offload_optimizer(
+    model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer | OffloadOptimizer
+) -> OffloadOptimizer | None:
+    """`optimizer`, if it is that of an offloaded model.
+
+    Raises:
+        ConfigError: `model` is offloaded, and `optimizer` is a plain one.
+    """
+    if isinstance(optimizer, OffloadOptimizer):
+        return optimizer
+    names = [p.name for p in model.parameters() if keeper_of(p) is not None]
+    if names:
+        raise ConfigError(
+            f"{names[0]} is offloaded, and {type(optimizer).__name__} has its state on the device; "
+            "make the optimizer with model.optimizer(lambda parameters: ...)"
+        )
+    return None
 
 
 def refuse_main_grad(parameters: list[paddle.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +11,15 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute.config import AmpConfigs
 from paddle_recompute.contrastive import GradCache
-from paddle_recompute.distributed import mean_over_ranks
-from paddle_recompute.errors import ConfigError, DivergenceError
+from paddle_recompute.distributed import is_distributed, mean_over_ranks
+from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync, SyncMode
+from paddle_recompute.offload import Finishing, OffloadOptimizer
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
+from paddle_recompute.train_step.clipping import scale_to_norm
 from paddle_recompute.train_step.mixed_precision import MixedPrecision, to_float32
 from paddle_recompute.train_step.optimizer_state import (
     set_state_of,
@@ -24,6 +28,7 @@ from paddle_recompute.train_step.optimizer_state import (
 )
 from paddle_recompute.train_step.parameters import (
     check_all_synchronized,
+    offload_optimizer,
     refuse_main_grad,
     synchronization_of,
     trained,
@@ -31,6 +36,7 @@ from paddle_recompute.train_step.parameters import (
     warn_of_not_updated,
 )
 from paddle_recompute.train_step.step import StepResult
+from paddle_recompute.train_step.unread_steps import Outcome, UnreadSteps, divergence
 
 
 class TrainStep:
@@ -59,6 +65,11 @@ class TrainStep:
        not, neither, on any rank,
     7. the loss scale moves.
 
+    Reading a number of a device makes the host wait for all that the device has to do. In a single
+    process with SGD, Momentum, Adam or AdamW, a step reads none (the first one and every 64th
+    does): clipping and the decision of 6. stay on the device, and loss and norm do until the result
+    is looked at. With a loss scale, with several ranks or with another optimizer it reads once.
+
     Examples:
         >>> import paddle
         >>> from paddle_recompute import TrainStep
@@ -80,7 +91,7 @@ class TrainStep:
     def __init__(
         self,
         model: paddle.nn.Layer,
-        optimizer: paddle.optimizer.Optimizer,
+        optimizer: paddle.optimizer.Optimizer | OffloadOptimizer,
         *,
         loss_fn: LossFn | None = None,
         grad_cache: GradCache | None = None,
@@ -147,6 +158,7 @@ class TrainStep:
             )
         self._model = model
         self._optimizer = optimizer
+        self._offloaded = offload_optimizer(model, optimizer)
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
         self._scaler = self._amp.scaler if self._amp is not None else None
         self._trained = trained(model, optimizer)
@@ -164,6 +176,7 @@ class TrainStep:
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
         self._num_examples = num_examples or self._backward.count
+        self._unread = UnreadSteps(self._backward.explain)
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Run one optimizer step.
@@ -181,7 +194,10 @@ class TrainStep:
                 number of examples cannot be told, or the optimizer has got parameters that `sync`
                 does not synchronize.
             DivergenceError: Loss or gradient is not finite, without a loss scale or even after it
-                was lowered. The parameters are unchanged.
+                was lowered. The parameters are unchanged. Where nothing is read in a step, this
+                comes when the result is looked at, in `state_dict`, or 64 steps later; neither the
+                step nor those after it have changed the parameters then.
+            RecomputeError: `grad_cache` has found another number in a second forward; likewise.
         """
         if len(micro_batches) != self._accumulate_steps:
             raise ConfigError(
@@ -195,6 +211,15 @@ class TrainStep:
         # accumulate_steps where all counts are equal: then it is the plain mean, to the bit.
         divisors = [per_rank / count for count in counts]
         loss_scale = self._scaler.scale if self._scaler is not None else None
+        if self._offloaded is not None:
+            is_double = any(p.dtype == paddle.float64 for p in self._trained)
+            self._offloaded.finish_with(
+                Finishing(
+                    loss_scale,
+                    widen=self._amp is not None,
+                    norm_dtype="float64" if is_double else "float32",
+                )
+            )
         last = self._accumulate_steps - 1
         losses = [
             self._backward(
@@ -206,18 +231,15 @@ class TrainStep:
         self._look_through_parameters()
         timeline = self._sync.timeline
         computed = timeline.backward_ended if timeline is not None else synchronized
-        own_loss = sum(loss / divisor for loss, divisor in zip(losses, divisors, strict=True))
-        grad_norm = self._unscale()
-        loss, finite = self._agree(own_loss, grad_norm)
-        if finite:
-            self._clip(grad_norm)
-            self._optimizer.step()
-        elif self._scaler is None:
-            raise DivergenceError(
-                f"the loss is {loss} and the gradient norm {grad_norm}; the parameters are as they "
-                "were before this step. Lower the learning rate, lengthen its warm-up, or set "
-                "clip_grad_norm"
-            )
+        outcome = Outcome(losses, divisors, self._unscale())
+        must_read = self._must_read
+        loss = norm = math.nan
+        finite = True
+        if must_read:
+            loss, norm, finite = self._agree(outcome)
+            self._update_if(finite, loss, norm)
+        else:
+            self._update_on_device(outcome)
         # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
         self._optimizer.clear_grad(set_to_zero=False)
         for parameter in self._model.parameters():
@@ -231,7 +253,10 @@ class TrainStep:
             "sync": synchronized - computed,
             "update": time.perf_counter() - synchronized,
         }
-        return StepResult(loss, grad_norm, seconds, not finite, loss_scale)
+        if must_read:
+            return StepResult(loss, norm, seconds, not finite, loss_scale)
+        self._unread.look_at_times()
+        return StepResult.unread(functools.partial(self._unread.look_at, outcome), seconds)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The mixed precision of the forward pass, for an evaluation of the model; without `amp`
@@ -255,7 +280,9 @@ class TrainStep:
         Raises:
             CheckpointError: The optimizer updates a parameter that is neither of `model` nor of
                 `loss`.
+            DivergenceError: A step was not finite that nobody has looked at.
         """
+        self._unread.look()
         state: dict[str, Any] = {
             "optimizer": state_of(self._optimizer, structured_parameters(self._model, self._loss)),
             "sync": self._sync.state_dict(),
@@ -305,8 +332,8 @@ class TrainStep:
         self._updated = updated(self._trained, self._optimizer)
 
     @paddle.no_grad()
-    def _unscale(self) -> float:
-        """Divide the gradients by the loss scale; returns their norm.
+    def _unscale(self) -> paddle.Tensor:
+        """Divide the gradients by the loss scale; returns their norm, one number.
 
         The norm is the test for overflow too: it is finite only if every element is.
         """
@@ -316,19 +343,60 @@ class TrainStep:
         if self._scaler is not None:
             for gradient in gradients:
                 gradient.scale_(1.0 / self._scaler.scale)
-        if not gradients:
-            return 0.0
         is_double = any(gradient.dtype == paddle.float64 for gradient in gradients)
         dtype = "float64" if is_double else "float32"
-        squares = [gradient.astype(dtype).square().sum() for gradient in gradients]
-        return float(paddle.add_n(squares).sqrt().item())
+        # In the order of the parameters, offloaded or not: so that the sum has the same bits.
+        offloaded = self._offloaded.squares() if self._offloaded is not None else {}
+        squares = [
+            p.grad.astype(dtype).square().sum() if p.grad is not None else offloaded[id(p)]
+            for p in self._updated
+            if p.grad is not None or id(p) in offloaded
+        ]
+        return paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
+
+    @property
+    def _must_read(self) -> bool:
+        """Whether the host must know loss and norm before it can go on: for the next loss scale,
+        to tell the other ranks, or to leave out the step of an optimizer that would change
+        parameters all the same.
+        """
+        return (
+            self._scaler is not None
+            or self._offloaded is not None
+            or is_distributed(self._sync.group)
+            or not _paddle.stands_still_at_rate_0(self._optimizer)
+        )
 
     @paddle.no_grad()
-    def _clip(self, norm: float) -> None:
-        """Scale gradients as ``paddle.nn.ClipGradByGlobalNorm`` does."""
-        if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
-            for gradient in self._gradients():
-                gradient.scale_(self._clip_grad_norm / norm)
+    def _update_if(self, finite: bool, loss: float, norm: float) -> None:
+        """Clip and update, or leave the parameters alone."""
+        if finite:
+            if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
+                for gradient in self._gradients():
+                    gradient.scale_(self._clip_grad_norm / norm)
+                if self._offloaded is not None:
+                    self._offloaded.scale_gradients(self._clip_grad_norm / norm)
+            self._optimizer.step()
+            return
+        self._backward.explain()
+        if self._scaler is None:
+            raise divergence(loss, norm)
+
+    @paddle.no_grad()
+    def _update_on_device(self, outcome: Outcome) -> None:
+        """The same without the host: bit by bit, as long as the step is finite.
+
+        Where it is not, the parameters stay, and the optimizer's moments decay as with a gradient
+        of 0.
+        """
+        finite = self._unread.add(outcome)
+        gradients = self._gradients()
+        _paddle.zero_if(paddle.logical_not(finite), gradients)
+        if self._clip_grad_norm is not None:
+            scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)
+        rate = finite.astype("float32").reshape([])
+        with _paddle.learning_rate_times(self._optimizer, rate):
+            self._optimizer.step()
 
     def _scale_residuals(self, ratio: float) -> None:
         """Rescale the accumulated rounding errors to the new loss scale."""
@@ -341,11 +409,12 @@ class TrainStep:
     def _gradients(self) -> list[paddle.Tensor]:
         return [p.grad for p in self._updated if p.grad is not None]
 
-    def _agree(self, own_loss: float, grad_norm: float) -> tuple[float, bool]:
-        """The loss over all ranks, and whether it and all ranks' gradients are finite."""
-        overflow = 0.0 if math.isfinite(grad_norm) else 1.0
+    def _agree(self, outcome: Outcome) -> tuple[float, float, bool]:
+        """The loss over all ranks, the norm, and whether all ranks' are finite; one read."""
+        own_loss, norm = outcome.read()
+        overflow = 0.0 if math.isfinite(norm) else 1.0
         overflows = mean_over_ranks(overflow, self._sync.group)
         # Infinities of both signs on two ranks have no mean.
         own_loss = math.nan if own_loss == -math.inf else own_loss
         loss = mean_over_ranks(own_loss, self._sync.group)
-        return loss, math.isfinite(loss) and overflows == 0
+        return loss, norm, math.isfinite(loss) and overflows == 0

@@ -247,11 +247,15 @@ class Trainer:
             window.start()
             for step, epoch, micro_batches in self._steps(loader, done, total, ids):
                 paddle.seed(step_seed(settings.seed, step, self._rank))
+                saves = step == total or step % (settings.save_every or total) == 0
+                logs = step == total or step % settings.log_every == 0
                 try:
                     result = train_step(micro_batches)
+                    if logs or saves:
+                        result.loss  # noqa: B018  waits for the device: the time is that of steps
                 except DivergenceError as error:
                     raise DivergenceError(
-                        f"step {step}: {error}. The last checkpoint is as it was"
+                        f"step {step - error.steps_ago}: {error}. The last checkpoint is as it was"
                     ) from error
                 self._say_if_skipped(step, result)
                 rate = float(schedule())
@@ -259,10 +263,9 @@ class Trainer:
                 window.stop()
                 progress.advance()
                 stops = step < total and stop.after(step)
-                saves = stops or step == total or step % (settings.save_every or total) == 0
-                if saves:
+                if saves or stops:
                     figures = self._figures(_finite(result.loss), whole_run, window)
-                if step % settings.log_every == 0 or stops or step == total:
+                if logs or stops:
                     record = {
                         "step": step,
                         "epoch": epoch,
@@ -283,7 +286,7 @@ class Trainer:
                     progress.show({**record, "loss": result.loss})
                     if log is not None:
                         log.write(record)
-                if saves:
+                if saves or stops:
                     train_step.write_back()
                     self._checkpoints.save(
                         step,

@@ -14,6 +14,7 @@ _UNSEEN = "the host cannot know when a collective on a stream begins"
 _OWN = "a collective of the user's own, which a device waits for inside its driver"
 _NOT_COUNTED = "Paddle 2.6 does not count the memory of devices other than GPUs"
 _NO_BFLOAT16 = "Paddle 2.6 has no bfloat16 in collectives of devices other than GPUs"
+_NO_KERNEL = "RMSProp has no kernel there, and that of the CPU refuses its parameters"
 _MORTAL = "tests/distributed/test_mortal_ranks.py::"
 _MIXED = "tests/train_step/test_mixed_precision.py::"
 
@@ -22,6 +23,8 @@ _ON_BOTH = {
     "test_rows_come_in_the_order_of_ranks_and_gradients_are_the_sum_over_them": _NO_ROWS,
     "tests/grad_sync/test_gradient_sync.py::"
     "test_the_timeline_tells_when_each_bucket_was_ready_and_travelled": _UNSEEN,
+    "tests/train_step/test_host_reads.py::"
+    "test_a_step_with_another_optimizer_reads_once": _NO_KERNEL,
     _MIXED + "test_on_a_cpu_it_is_refused_in_plain_words": _ON_A_CPU,
     _MORTAL + "test_the_other_rank_ends_in_error_and_names_the_rank_and_the_step"
     "[rank 0 killed]": _OWN,

@@ -73,8 +73,15 @@ def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "OMP_NUM_THREADS": "4",
         "MKL_DEBUG_CPU_TYPE": "5",
     }
-    own = {"OMP_NUM_THREADS": "1", "MKL_DEBUG_CPU_TYPE": "4", "GLOG_minloglevel": "0"}
-    assert _rank_settings.speed_settings(2, own) == {}
+    assert _rank_settings.speed_settings(2, {}, device="cpu")["FLAGS_use_stride_kernel"] == "0"
+    assert "FLAGS_use_stride_kernel" not in _rank_settings.speed_settings(2, {}, device="gpu")
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_DEBUG_CPU_TYPE": "4",
+        "GLOG_minloglevel": "0",
+        "FLAGS_use_stride_kernel": "1",
+    }
+    assert _rank_settings.speed_settings(2, own, device="cpu") == {}
     assert "GLOG_minloglevel" not in _rank_settings.quiet_settings(own)
     assert _rank_settings.speed_settings(16, {})["OMP_NUM_THREADS"] == "1"
 

@@ -162,6 +162,16 @@ def test_every_fault_is_named_and_nothing_is_loaded(tmp_path: Path, suffix: str)
     assert bits(model) == before
 
 
+def test_where_only_names_differ_no_dimensions_are_to_be_changed(tmp_path: Path) -> None:
+    model, other = Small(1), Small(2)
+    other.third = other.second
+    del other.second
+    save_weights(other, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: second.*The names differ") as caught:
+        load_weights(model, tmp_path / "model.safetensors")
+    assert "dimensions" not in str(caught.value)
+
+
 def test_long_lists_are_cut(tmp_path: Path) -> None:
     save_weights(paddle.nn.Linear(2, 2), tmp_path / "model.pdparams")
     many = paddle.nn.LayerList([paddle.nn.Linear(2, 2) for _ in range(6)])

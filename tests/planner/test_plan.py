@@ -241,7 +241,7 @@ def test_another_batch_is_estimated_from_small_ones() -> None:
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
     job = job_of("encoder")
-    with pytest.raises(PlanError, match="the smallest feasible budget is .*binds") as error:
+    with pytest.raises(PlanError, match=r"the smallest feasible budget is .*binds") as error:
         plan(job.model, job.batch, job.loss_fn, memory_budget=1000)
     number = int(str(error.value).partition("(")[2].partition(" bytes")[0])
     found = plan(job.model, job.batch, job.loss_fn, memory_budget=number + 4096)

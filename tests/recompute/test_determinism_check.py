@@ -98,7 +98,7 @@ def test_difference_is_told(function: Callable[..., Any], message: str) -> None:
         loss.backward()
     assert f"function '{function.__name__}'" in str(caught.value)
     assert "must do the same thing twice" in str(caught.value)
-    assert 'determinism_check="none"' in str(caught.value)
+    assert "determinism_check" not in str(caught.value)  # shapes differ: it would not help
 
 
 @each

@@ -11,6 +11,7 @@ from paddle.nn import functional as F
 
 from paddle_recompute import RecomputeConfig, RecomputeLayer, apply_recompute
 from paddle_recompute.errors import SelectionError
+from paddle_recompute.recompute import forward_count
 from tests.recompute.contract import clean_streams, differences, leaf, seen, state_of_the_process
 
 
@@ -94,6 +95,60 @@ def test_no_match_names_what_is_near(pattern: str, near: str) -> None:
     assert f"the pattern '{pattern}' matches no sublayer" in str(caught.value)
     assert near in str(caught.value)
     assert "model.named_sublayers()" in str(caught.value)
+
+
+class Decoder(paddle.nn.Layer):
+    """Blocks in a LayerList, some of them in a list of lists and in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        lists, dicts = paddle.nn.LayerList, getattr(paddle.nn, "LayerDict", None)
+        self.layers = lists([block() for _ in range(3)])
+        self.nested = lists([lists([block()]), lists([block(), block()])])
+        self.by_name = (dicts or (lambda blocks: lists(blocks.values())))({"0": block()})
+        self.scales = paddle.nn.ParameterList([paddle.create_parameter([1], "float32")])
+        self.norm = paddle.nn.LayerNorm(8)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        inner = [one for blocks in self.nested for one in blocks]
+        for one in (*self.layers, *inner, self.by_name["0"] if dicts_exist() else self.by_name[0]):
+            x = one(x)
+        return self.norm(x * self.scales[0])
+
+
+def dicts_exist() -> bool:
+    return hasattr(paddle.nn, "LayerDict")
+
+
+def block() -> paddle.nn.Layer:
+    return paddle.nn.Sequential(paddle.nn.Linear(8, 8), paddle.nn.Tanh())
+
+
+@pytest.mark.parametrize("patterns", [["**"], ["*"], ["layers", "nested", "by_name", "norm"]])
+def test_a_container_stands_for_its_members(patterns: list[str]) -> None:
+    model = Decoder()
+    report = select(*patterns, model=model)
+    blocks = [*(f"layers.{n}" for n in range(3)), "nested.0.0", "nested.1.0", "nested.1.1"]
+    assert report.wrapped == (*blocks, "by_name.0", "norm")
+    assert wrapped(model) == list(report.wrapped)
+    assert not any(name in report.left_out for name in ("layers", "nested", "scales"))
+    model(leaf(2, 8)).sum().backward()
+    assert all(forward_count(layer) == 1 for layer in model.sublayers() if is_wrapped(layer))
+
+
+def test_two_stars_on_a_stack_of_blocks_wrap_the_blocks() -> None:
+    model = encoder()
+    report = select("**", model=model.encoder)
+    assert report.wrapped == tuple(f"layers.{n}" for n in range(4))
+
+
+def test_a_container_without_members_is_refused() -> None:
+    with pytest.raises(SelectionError, match="only containers without members"):
+        select("scales", model=Decoder())
+
+
+def is_wrapped(layer: paddle.nn.Layer) -> bool:
+    return isinstance(layer, RecomputeLayer)
 
 
 def test_no_match_in_a_model_without_parts() -> None:

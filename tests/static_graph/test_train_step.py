@@ -294,6 +294,14 @@ def test_recompute_changes_no_bit(amp: bool) -> None:
         assert_same(state[section], plain_state[section])
 
 
+def test_explain_says_that_recompute_is_off() -> None:
+    step = static_step(recompute=False)
+    for _ in range(2):
+        with pytest.raises(StaticGraphError, match=r"recompute is off .*set recompute\.enable"):
+            step.explain()
+        step(batches(1))
+
+
 class Towers(paddle.nn.Layer):
     """Neither waits for the other, so nothing but the Program says who draws first."""
 
@@ -529,7 +537,7 @@ def test_a_state_of_another_model() -> None:
 
 
 def test_what_needs_a_program_before_there_is_one() -> None:
-    step = static_step()
+    step = static_step(recompute=True)
     for ask in (step.state_dict, step.explain):
         with pytest.raises(StaticGraphError, match="not built yet"):
             ask()

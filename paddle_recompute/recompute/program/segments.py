@@ -69,7 +69,7 @@ def find_segments(graph: Graph, names: Collection[str] = ()) -> list[Segment]:
             ends[name] = variable
     if not known and not ends:
         raise StaticGraphError(
-            "recompute is on, but this Program has no checkpoints: name variables with "
+            "this Program has no checkpoints, so nothing in it is recomputed: name variables with "
             "static_graph.mark_checkpoint(variable, name) while building it, or wrap Layers with "
             "apply_recompute before they are called"
         )

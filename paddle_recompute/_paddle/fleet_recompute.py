@@ -1,0 +1,50 @@
+"""Fleet's own recompute: the original functions, and every module that holds them.
+
+``paddle.distributed.fleet.recompute.recompute`` is a module and, in the package that it is in, the
+function that it defines (2.6, 3.x). ``fleet.utils.recompute`` looks up the latter at each call.
+Models import either. The originals are taken when this module is imported, from where they are
+defined, so that they stay what they are when a user or `patch_fleet` puts another function there.
+Can go when Paddle has a way to register a recompute.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+_RECOMPUTE = importlib.import_module("paddle.distributed.fleet.recompute.recompute")
+_HYBRID = importlib.import_module("paddle.distributed.fleet.recompute.recompute_hybrid")
+_UTILS = importlib.import_module("paddle.distributed.fleet.utils")
+
+fleet_recompute: Callable[..., Any] = _RECOMPUTE.recompute
+"""Fleet's ``recompute``, whatever its names mean by now."""
+
+fleet_recompute_hybrid: Callable[..., Any] = _HYBRID.recompute_hybrid
+"""Fleet's ``recompute_hybrid``, which pipeline layers call."""
+
+FORWARDS_TO_FLEET: Callable[..., Any] = _UTILS.recompute
+"""``fleet.utils.recompute``, a function of its own that calls the other."""
+
+
+def holders_of(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
+    """Each module that is loaded and has `function` under a global name, with that name."""
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.startswith("paddle_recompute"):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is function:
+                yield module, name
+
+
+def custom_state_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """What reads and what sets the state that a user told fleet to preserve (3.x); None: nothing.
+
+    ``custom_state_manager.set_custom_get_state_func`` (public) has no way to ask.
+    """
+    manager = getattr(_RECOMPUTE, "custom_state_manager", None)
+    if manager is None or manager.custom_get_state_func is None:
+        return None
+    return manager.custom_get_state_func, manager.custom_set_state_func

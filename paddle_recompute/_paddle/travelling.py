@@ -1,0 +1,76 @@
+"""Tensors whose memory comes and goes, while they stay the same Python objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+
+def release_memory(tensor: paddle.Tensor) -> None:
+    """Free the memory of `tensor`, which keeps its name, shape, dtype and flags.
+
+    ``Tensor._clear_data`` (2.6, 3.x) is what Paddle's own sharding (stage 3) does with parameters.
+    What an operator has saved for its backward is the same C++ tensor, so it is freed as well, and
+    is back after `take_memory`. Can go when a tensor can leave its device publicly.
+    """
+    tensor._clear_data()
+
+
+def take_memory(tensor: paddle.Tensor, source: paddle.Tensor) -> None:
+    """Give `tensor`, which may have none, the memory of the contiguous `source`.
+
+    ``Tensor._share_buffer_to`` (2.6, 3.x). It does not raise ``inplace_version``, so a backward that
+    needs `tensor` goes on. Can go with `release_memory`.
+    """
+    source._share_buffer_to(tensor)
+
+
+def has_memory(tensor: paddle.Tensor) -> bool:
+    """Whether `tensor` has memory now: ``Tensor._is_initialized`` (2.6, 3.x) of the class, where
+    the object has another one.
+    """
+    return bool(type(tensor)._is_initialized(tensor))
+
+
+def over_same_memory(tensor: paddle.Tensor) -> paddle.Tensor:
+    """A new tensor over the memory of `tensor`, which keeps it when that of `tensor` is released.
+
+    ``_new_shared_tensor`` and ``detach`` do not serve: they share the C++ tensor (3.3).
+    """
+    shared = paddle.empty([0], tensor.dtype)
+    shared.get_tensor()._share_data_with(tensor.get_tensor())
+    return shared
+
+
+def take_gradient(parameter: paddle.Tensor) -> paddle.Tensor | None:
+    """The gradient of `parameter`, which has none afterwards.
+
+    ``clear_gradient`` frees the memory of every tensor that is a ``detach`` of the gradient (2.6,
+    3.x), so the memory is handed to a new tensor first.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if not gradient.is_contiguous():
+        gradient = gradient.contiguous()
+    taken = over_same_memory(gradient)
+    parameter.clear_gradient(False)
+    return taken
+
+
+def set_gradient(parameter: paddle.Tensor, gradient: paddle.Tensor | None) -> None:
+    """Make `gradient` that of `parameter`, of whichever dtype; None: no gradient."""
+    parameter.clear_gradient(False)
+    if gradient is not None:
+        parameter.grad = gradient
+
+
+def values_of(tensor: paddle.Tensor, *args: Any) -> Any:
+    """``Tensor.numpy`` of the class, where the object has another one."""
+    return type(tensor).numpy(tensor, *args)
+
+
+def set_values_of(tensor: paddle.Tensor, *args: Any) -> Any:
+    """``Tensor.set_value`` of the class, where the object has another one."""
+    return type(tensor).set_value(tensor, *args)

@@ -1,0 +1,190 @@
+"""`RecomputeTrainerMixin`: recompute and overlapped synchronization in the trainer of others.
+
+The loop stays theirs: data, accumulation, mixed precision, logging, checkpoints. Three things are
+ours. Their trainer gets the bare model where it would wrap it in ``paddle.DataParallel``, so it
+finds nothing to synchronize. The last micro-batch of an optimizer step runs inside
+``GradientSync.last_backward()``. Selected sublayers are recomputed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import paddle
+
+from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.distributed import broadcast_from_rank0, is_distributed
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.recompute import RecomputeReport, apply_recompute
+
+_logger = logging.getLogger("paddle_recompute")
+
+# By the names of both libraries: more than one rank shares one model, and gradients are not theirs
+# to average over all ranks.
+_SPLIT_MODEL = (
+    "tensor_parallel_degree",
+    "tensor_model_parallel_size",
+    "pipeline_parallel_degree",
+    "pipeline_model_parallel_size",
+    "sep_parallel_degree",
+    "sep_parallel_size",
+    "context_parallel_degree",
+    "context_parallel_size",
+    "expert_parallel_degree",
+    "expert_model_parallel_size",
+    "sharding_parallel_degree",
+    "sharding_parallel_size",
+)
+_REFUSED_FLAGS = ("use_hybrid_parallel", "use_expert_parallel", "enable_auto_parallel")
+
+if TYPE_CHECKING:
+
+    class _Trainer:
+        args: Any
+        model: paddle.nn.Layer
+        scaler: Any
+        do_grad_scaling: bool
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def add_callback(self, callback: Any) -> None: ...
+        def autocast_smart_context_manager(self) -> Any: ...
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any: ...
+        def _prepare_inputs(self, inputs: Any) -> Any: ...
+        def _wrap_model(self, model: Any, training: bool = True) -> Any: ...
+else:
+    _Trainer = object
+
+
+class RecomputeTrainerMixin(_Trainer):
+    """Put before the ``Trainer`` of PaddleNLP (2.7, 2.8) or PaddleFormers (1.2).
+
+    ``class MyTrainer(RecomputeTrainerMixin, Trainer): ...`` takes two more arguments. All others,
+    and all training arguments, keep their meaning.
+
+    Their own recompute (``TrainingArguments.recompute``) and ours on the same Layers would be three
+    forwards: give one of them. With ``patch_fleet`` theirs is ours.
+
+    Args:
+        *args: As for their trainer.
+        recompute: Which sublayers are recomputed (`apply_recompute`); None: none.
+        sync: Options of `GradientSync` by name, such as ``{"compression": "bf16"}``.
+        **kwargs: As for their trainer.
+
+    Raises:
+        ConfigError: The training arguments split the model or the optimizer over ranks (tensor,
+            pipeline, sharding, expert parallel), or ask for ``amp_master_grad`` on several ranks.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        recompute: RecomputeConfig | None = None,
+        sync: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse(self.args)
+        self.recompute_report: RecomputeReport | None = None
+        """Which parts are recomputed."""
+        if recompute is not None:
+            self.recompute_report = apply_recompute(self.model, recompute)
+            _logger.info("%s", self.recompute_report)
+        self._sync_options = dict(sync or {})
+        self._sync: GradientSync | None = None
+        self._num_micro_batches = 0
+        self._is_synchronized = False
+        self.add_callback(_BeforeTheUpdate(self))
+
+    def _wrap_model(self, model: Any, training: bool = True) -> Any:
+        """Theirs, with the bare model where theirs has a ``paddle.DataParallel``."""
+        with _bare_model_for_data_parallel():
+            model = super()._wrap_model(model, training)
+        if training and self._sync is None and is_distributed():
+            self._sync = GradientSync(model, **self._sync_options)
+            _logger.info("Gradient synchronization: %s (%s)", self._sync.mode, self._sync.reason)
+        return model
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Theirs; the last one of an optimizer step inside ``GradientSync.last_backward()``."""
+        with self._micro_batch() as is_last, self._last_backward(is_last):
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _micro_batch(self) -> Iterator[bool]:
+        """Around a micro-batch: whether it is the last one before the optimizer's step."""
+        self._num_micro_batches += 1
+        is_last = self._num_micro_batches >= self.args.gradient_accumulation_steps
+        yield is_last
+        self._is_synchronized = is_last
+
+    def _last_backward(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        if self._sync is None:
+            return contextlib.nullcontext()
+        return self._sync.last_backward() if is_last else self._sync.no_sync()
+
+    def _before_the_update(self) -> None:
+        """Synchronize now if the micro-batch was not known to be the last one (a short epoch)."""
+        if self._sync is not None and not self._is_synchronized:
+            with self._sync.last_backward():
+                pass
+        self._num_micro_batches = 0
+        self._is_synchronized = False
+
+
+class _BeforeTheUpdate:
+    """A callback of either library: all its events do nothing, but the one before the update."""
+
+    def __init__(self, trainer: RecomputeTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer._before_the_update()
+
+    def __getattr__(self, event: str) -> Any:
+        if not event.startswith("on_"):
+            raise AttributeError(event)
+        return _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a callback does at an event that does not concern it."""
+
+
+@contextlib.contextmanager
+def _bare_model_for_data_parallel() -> Iterator[None]:
+    """Inside, ``paddle.DataParallel(model)`` gives `model`, with the parameters of rank 0."""
+    original = paddle.DataParallel
+
+    def bare(layers: paddle.nn.Layer, *args: Any, **kwargs: Any) -> paddle.nn.Layer:
+        broadcast_from_rank0(layers)
+        return layers
+
+    paddle.DataParallel = bare
+    try:
+        yield
+    finally:
+        paddle.DataParallel = original
+
+
+def _refuse(settings: Any) -> None:
+    faults = [
+        f"{name}={getattr(settings, name)}"
+        for name in _SPLIT_MODEL
+        if isinstance(getattr(settings, name, 1), int) and getattr(settings, name, 1) > 1
+    ]
+    faults += [f"{name}=True" for name in _REFUSED_FLAGS if getattr(settings, name, False)]
+    sharding = getattr(settings, "sharding", None)
+    if sharding:
+        faults.append(f"sharding={sharding!r}")
+    if is_distributed() and getattr(settings, "amp_master_grad", False):
+        faults.append("amp_master_grad=True")
+    if faults:
+        raise ConfigError(
+            f"the training arguments ask for {', '.join(faults)}; RecomputeTrainerMixin averages "
+            "the gradients of ranks that each have the whole model and optimizer. Remove these "
+            "arguments, or use the trainer without the mixin (patch_fleet works with all of them)"
+        )

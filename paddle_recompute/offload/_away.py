@@ -1,0 +1,130 @@
+"""One tensor that is on the device for some of the time only."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_recompute._paddle import travelling
+from paddle_recompute.offload._storage import Slot
+from paddle_recompute.replay import Stamp, is_written_since, stamp_in_place, travels, watch_writes
+
+
+class Away:
+    """A tensor and the slot that has its bytes while its memory is released.
+
+    Whatever writes to the tensor while it is on the device is noticed, and whatever gives it memory
+    while it is away (``set_value``) counts as a write: the slot is then written when it leaves.
+    """
+
+    def __init__(self, tensor: paddle.Tensor, slot: Slot) -> None:
+        watch_writes()
+        # Weakly: a parameter refers to this object.
+        self._tensor = weakref.ref(tensor)
+        self.key = id(tensor)
+        self._slot = slot
+        self._arrived: Stamp | None = None
+        """As the tensor was when it came from the slot; None: the slot does not have its value."""
+        self._num_written = 0
+        self._stays = False
+
+    @property
+    def tensor(self) -> paddle.Tensor:
+        """The tensor itself."""
+        tensor = self._tensor()
+        assert tensor is not None
+        return tensor
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on the device."""
+        return travelling.has_memory(self.tensor)
+
+    def _is_written(self) -> bool:
+        return self._arrived is None or is_written_since(self.tensor, self._arrived)
+
+    def content(self) -> int:
+        """Another number after each write."""
+        return self._num_written + (self.is_here and self._is_written())
+
+    def leave(self) -> None:
+        """Take it off the device."""
+        if not self.is_here or self._stays:
+            return
+        self.write()
+        self._arrived = None
+        travelling.release_memory(self.tensor)
+
+    def begin(self) -> None:
+        """Begin to bring it back."""
+        if not self.is_here:
+            self._slot.begin()
+
+    def drop(self) -> None:
+        """Forget what `begin` has begun."""
+        self._slot.drop()
+
+    def come(self) -> None:
+        """Bring it to the device."""
+        if not self.is_here:
+            travelling.take_memory(self.tensor, self._slot.read())
+            self._arrived = stamp_in_place(self.tensor)
+
+    def touch(self) -> None:
+        """It was written to, in a way that nobody counts."""
+        self._arrived = None
+
+    def write(self) -> None:
+        """Let the slot have its value now; it stays where it is."""
+        if self.is_here and self._is_written():
+            self._slot.write(self.tensor)
+            self._num_written += 1
+            self._arrived = stamp_in_place(self.tensor)
+
+    def stay(self) -> None:
+        """Bring it to the device for good."""
+        self.come()
+        self._stays = True
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Its values, wherever it is; a copy."""
+        if self.is_here:
+            return np.array(travelling.values_of(self.tensor))
+        return self._slot.numpy()
+
+
+_AWAY = "_paddle_recompute_away"
+
+
+def away_of(value: object) -> Away | None:
+    """The `Away` of a parameter; None of all else."""
+    return getattr(value, _AWAY, None)
+
+
+def let_travel(parameter: paddle.Tensor, slot: Slot) -> Away:
+    """An `Away` for a parameter, which can be read and set as before (``numpy``, ``set_value``)."""
+    away = Away(parameter, slot)
+    travels(parameter, away.content)
+
+    def numpy(*args: Any) -> Any:
+        return travelling.values_of(away.tensor, *args) if away.is_here else away.numpy()
+
+    def set_value(value: Any) -> None:
+        was_here = away.is_here
+        if not was_here:  # it needs memory to write to
+            empty = paddle.empty(away.tensor.shape, away.tensor.dtype)
+            travelling.take_memory(away.tensor, empty)
+        if isinstance(value, paddle.Tensor) and not travelling.has_memory(value):
+            value = value.numpy()
+        travelling.set_values_of(away.tensor, value)
+        if not was_here:
+            away.leave()
+
+    setattr(parameter, _AWAY, away)
+    parameter.numpy = numpy
+    parameter._is_initialized = lambda: True  # or set_state_dict of 2.6 would leave it out
+    parameter.set_value = set_value
+    return away

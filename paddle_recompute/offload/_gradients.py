@@ -1,0 +1,281 @@
+"""The gradients of a chain: off the device, synchronized and measured a shard at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import paddle
+
+from paddle_recompute._paddle import travelling
+from paddle_recompute.errors import OffloadError
+from paddle_recompute.grad_sync import PieceSender, SentPiece
+from paddle_recompute.offload._storage import MakeSlot, Slot
+
+_HALF = (paddle.float16, paddle.bfloat16)
+
+
+@dataclass(frozen=True)
+class Finishing:
+    """What is done to a gradient when it is complete.
+
+    Attributes:
+        loss_scale: What it is divided by; None: nothing.
+        widen: Whether a gradient in half precision becomes float32.
+        norm_dtype: In which its squares are summed up; None: they are not needed.
+    """
+
+    loss_scale: float | None = None
+    widen: bool = False
+    norm_dtype: str | None = None
+
+
+class _Kept:
+    """Sums of gradients by the index of their parameter, off the device."""
+
+    def __init__(self, make_slot: MakeSlot) -> None:
+        self._make_slot = make_slot
+        self._slots: dict[int, Slot] = {}
+        self.present: set[int] = set()
+
+    def put(self, index: int, gradient: paddle.Tensor) -> None:
+        slot = self._slots.get(index)
+        if slot is None:
+            slot = self._slots[index] = self._make_slot()
+        slot.write(gradient)
+        self.present.add(index)
+
+    def with_added(self, index: int, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
+        """The sum so far, and `gradient`."""
+        if index not in self.present:
+            return gradient
+        kept = self._slots[index].read()
+        return kept if gradient is None else kept.add_(gradient)
+
+    def add(self, index: int, gradient: paddle.Tensor) -> None:
+        total = self.with_added(index, gradient)
+        assert total is not None
+        self.put(index, total)
+
+    def begin(self) -> None:
+        for index in self.present:
+            self._slots[index].begin()
+
+    def forget(self) -> None:
+        for index in self.present:
+            self._slots[index].drop()
+        self.present = set()
+
+
+class ShardGradients:
+    """The gradients of one shard.
+
+    Attributes:
+        parameters: Of the shard.
+        squares: Sum of the squares of each complete gradient, by the index of its parameter; a
+            scalar on the device.
+    """
+
+    def __init__(self, name: str, parameters: Sequence[paddle.Tensor], make_slot: MakeSlot) -> None:
+        self.name = name
+        self.parameters = list(parameters)
+        self.squares: dict[int, paddle.Tensor] = {}
+        self.num_backwards = 0
+        self.is_sent = False
+        self.is_complete = False
+        self.present_here: set[int] = set()
+        """The indices of the parameters that have a gradient on this rank."""
+        self._kept = _Kept(make_slot)
+        self._late = _Kept(make_slot)
+
+    @property
+    def present(self) -> set[int]:
+        """The indices of the parameters that have a gradient, on some rank."""
+        return self._kept.present
+
+    @property
+    def late(self) -> set[int]:
+        """The indices of the parameters whose gradient was added to after it was sent."""
+        return self._late.present
+
+    def take(self) -> dict[int, paddle.Tensor]:
+        """What is in ``.grad``, which is empty then.
+
+        Raises:
+            OffloadError: A gradient is sparse.
+        """
+        taken = {}
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and parameter.grad.is_selected_rows():
+                raise OffloadError(
+                    f"the gradient of {parameter.name} is sparse (SelectedRows), which cannot be "
+                    "kept off the device; make its Embedding with sparse=False"
+                )
+            gradient = travelling.take_gradient(parameter)
+            if gradient is not None:
+                taken[index] = gradient
+        return taken
+
+    @paddle.no_grad()
+    def keep(self, taken: dict[int, paddle.Tensor]) -> None:
+        """Add `taken` to what is kept."""
+        kept = self._late if self.is_sent else self._kept
+        while taken:
+            index, gradient = taken.popitem()
+            kept.add(index, gradient)
+
+    @paddle.no_grad()
+    def totals(self, taken: dict[int, paddle.Tensor]) -> list[paddle.Tensor | None]:
+        """What is kept and `taken` together, one for each parameter, to be sent; what comes from
+        now on is late.
+        """
+        kept = self._late if self.is_sent else self._kept
+        kept.begin()
+        totals = [kept.with_added(i, taken.pop(i, None)) for i in range(len(self.parameters))]
+        self.present_here |= {i for i, total in enumerate(totals) if total is not None}
+        kept.present = set()
+        self.is_sent = True
+        return totals
+
+    @paddle.no_grad()
+    def complete(self, gradients: list[paddle.Tensor | None], how: Finishing) -> None:
+        """Keep `gradients`, which are the means over the ranks, finished; the list is emptied."""
+        for index in range(len(gradients)):
+            gradient, gradients[index] = gradients[index], None
+            if gradient is None:
+                continue
+            if how.widen and gradient.dtype in _HALF:
+                gradient = gradient.astype("float32")
+            if how.loss_scale is not None:
+                gradient.scale_(1.0 / how.loss_scale)
+            if self.is_complete:  # what came late
+                gradient = self._kept.with_added(index, gradient)
+                assert gradient is not None
+            if how.norm_dtype is not None:
+                self.squares[index] = gradient.astype(how.norm_dtype).square().sum()
+            self._kept.put(index, gradient)
+        self.is_complete = True
+
+    def without(self, indices: set[int]) -> None:
+        """The parameters of `indices` have a gradient on no rank."""
+        self._kept.present -= indices
+        for index in indices:
+            self.squares.pop(index, None)
+
+    def begin(self) -> None:
+        """Begin to bring the gradients back."""
+        self._kept.begin()
+
+    @paddle.no_grad()
+    def give(self, factor: float | None) -> None:
+        """Put the gradients, times `factor`, into ``.grad``."""
+        for index in self._kept.present:
+            gradient = self._kept.with_added(index, None)
+            assert gradient is not None
+            if factor is not None:
+                gradient.scale_(factor)
+            travelling.set_gradient(self.parameters[index], gradient)
+
+    def forget(self) -> None:
+        """There are no gradients any more."""
+        self._kept.forget()
+        self._late.forget()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.clear_gradient(False)
+        self.squares = {}
+        self.present_here = set()
+        self.num_backwards = 0
+        self.is_sent = self.is_complete = False
+
+
+class ChainGradients:
+    """The gradients of all shards of a chain; a `GradientKeeper`.
+
+    In the last backward of a step a shard's gradient is complete when it has seen as many backwards
+    as in the step before; it is sent then, while the next shard computes, always in the order from
+    the last shard to the first. What comes later than that is added at the end.
+    """
+
+    def __init__(self, shards: Sequence[ShardGradients]) -> None:
+        self._order = list(reversed(shards))
+        self.finishing = Finishing()
+        self._armed = False
+        self._sender: PieceSender | None = None
+        self._expected: list[int] | None = None
+        self._next = 0
+        self._under_way: tuple[ShardGradients, SentPiece] | None = None
+
+    @property
+    def parameters(self) -> list[paddle.Tensor]:
+        """Of the chain, last shard first."""
+        return [parameter for shard in self._order for parameter in shard.parameters]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every shard's gradient is."""
+        return all(shard.is_complete for shard in self._order)
+
+    def begin(self, sender: PieceSender | None) -> None:
+        self._sender = sender
+        self._armed, self._next = True, 0
+        for shard in self._order:
+            shard.num_backwards = 0
+
+    def abandon(self) -> None:
+        self._armed, self._under_way = False, None
+
+    def collect(self, shard: ShardGradients) -> None:
+        """`shard` will leave the device, or the backward has ended."""
+        taken = shard.take()
+        if self._armed and not shard.is_sent and self._is_next(shard):
+            self._complete(shard, taken)
+            self._next += 1
+            while self._next < len(self._order) and self._is_next(self._order[self._next]):
+                self._complete(self._order[self._next], {})
+                self._next += 1
+        else:
+            shard.keep(taken)
+
+    def finish(self) -> None:
+        for shard in self._order:
+            shard.keep(shard.take())
+        for shard in self._order:
+            if not shard.is_sent:
+                self._complete(shard, {})
+        self._settle()
+        self._armed = False
+        counts = [shard.num_backwards for shard in self._order]
+        late = [bool(shard.late) for shard in self._order]
+        if self._sender is not None:
+            present = [sorted(shard.present_here | shard.late) for shard in self._order]
+            told = self._sender.exchange([counts, late, present], "the gradients of the shards")
+            counts = [max(count) for count in zip(*(one[0] for one in told), strict=True)]
+            late = [any(flags) for flags in zip(*(one[1] for one in told), strict=True)]
+            for number, shard in enumerate(self._order):
+                anywhere = {index for one in told for index in one[2][number]}
+                shard.without(shard.present - anywhere)
+        self._expected = None if any(late) else counts
+        for shard, is_late in zip(self._order, late, strict=True):
+            if is_late:
+                self._complete(shard, {})
+                self._settle()
+
+    def _is_next(self, shard: ShardGradients) -> bool:
+        if self._expected is None or self._order[self._next] is not shard:
+            return False
+        return shard.num_backwards >= self._expected[self._next]
+
+    def _complete(self, shard: ShardGradients, taken: dict[int, paddle.Tensor]) -> None:
+        totals = shard.totals(taken)
+        if self._sender is None:
+            shard.complete(totals, self.finishing)
+            return
+        self._settle()  # no more than one shard's gradients travel
+        sent = self._sender.send(shard.parameters, totals, f"gradients of {shard.name}")
+        self._under_way = shard, sent
+
+    def _settle(self) -> None:
+        if self._under_way is not None:
+            (shard, sent), self._under_way = self._under_way, None
+            shard.complete(sent.wait(), self.finishing)

@@ -1,0 +1,248 @@
+"""`OffloadOptimizer`: one Paddle optimizer per shard, of which one is on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute._paddle import device
+from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.grad_sync import keeper_of
+from paddle_recompute.offload._away import Away
+from paddle_recompute.offload._chain import Chain, Shard
+from paddle_recompute.offload._gradients import Finishing
+from paddle_recompute.offload._state import on_host
+
+MakeOptimizer = Callable[[list[paddle.Tensor]], paddle.optimizer.Optimizer]
+_MASTERS = "master_weights"
+_SCHEDULE = "LR_Scheduler"
+
+
+class OffloadOptimizer:
+    """Makes its step shard by shard: parameters, gradients and state of one are on the device.
+
+    It has what `TrainStep` and a loop of your own need of a Paddle optimizer: `step`, `clear_grad`,
+    `get_lr`, `set_lr`, `state_dict`, `set_state_dict`. Made by `OffloadSequential.optimizer`.
+    """
+
+    def __init__(
+        self, chains: Iterable[Chain], parameters: Iterable[paddle.Tensor], make: MakeOptimizer
+    ) -> None:
+        """Make the optimizers.
+
+        Args:
+            chains: What is offloaded.
+            parameters: All that is trained; those that are of no chain have one optimizer.
+            make: Makes each.
+
+        Raises:
+            ConfigError: An optimizer looks at several parameters at once.
+        """
+        self._chains = list(chains)
+        self._parameter_list = list({id(p): p for p in parameters}.values())
+        rest = [p for p in self._parameter_list if keeper_of(p) is None]
+        self._rest = _checked(make(rest)) if rest else None
+        self._of_shard = {
+            id(shard): _checked(make(shard.gradients.parameters))
+            for chain in self._chains
+            for shard in chain.shards
+            if shard.parameters
+        }
+        self._factor: float | None = None
+
+    @property
+    def optimizers(self) -> list[paddle.optimizer.Optimizer]:
+        """Those that it is made of; that of what is not offloaded comes first."""
+        first = [self._rest] if self._rest is not None else []
+        return [*first, *self._of_shard.values()]
+
+    # ------------------------------------------------------------------------- for TrainStep
+
+    def finish_with(self, finishing: Finishing) -> None:
+        """What is done to each gradient of the step when it is complete."""
+        for chain in self._chains:
+            chain.gradients.finishing = finishing
+
+    def squares(self) -> dict[int, paddle.Tensor]:
+        """The sum of squares of each offloaded gradient by the id of its parameter; scalars."""
+        return {
+            id(shard.gradients.parameters[index]): square
+            for chain in self._chains
+            for shard in chain.shards
+            for index, square in shard.gradients.squares.items()
+        }
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the offloaded gradients by `factor`, in the step that follows."""
+        self._factor = factor
+
+    # ---------------------------------------------------------------- as a Paddle optimizer
+
+    def step(self) -> None:
+        """Update all parameters. The offloaded gradients are used up."""
+        if self._rest is not None:
+            self._rest.step()
+        for chain in self._chains:
+            if not chain.gradients.is_complete:  # not in a last_backward() of GradientSync
+                chain.gradients.finish()
+            for index in reversed(range(len(chain.shards))):
+                self._step_of(chain, index)
+        self._factor = None
+
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Forget the gradients.
+
+        Args:
+            set_to_zero: As in Paddle, for parameters that are not offloaded.
+        """
+        if self._rest is not None:
+            self._rest.clear_grad(set_to_zero=set_to_zero)
+        for chain in self._chains:
+            for shard in chain.shards:
+                shard.gradients.forget()
+        self._factor = None
+
+    clear_gradients = clear_grad
+
+    def get_lr(self) -> float:
+        """The learning rate."""
+        return float(self.optimizers[0].get_lr())
+
+    def set_lr(self, value: float) -> None:
+        """Set the learning rate, of every optimizer."""
+        for optimizer in self.optimizers:
+            optimizer.set_lr(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the plain optimizer's; what is off the device comes as copies in host memory."""
+        state: dict[str, Any] = dict(self._rest.state_dict()) if self._rest is not None else {}
+        masters = dict(state.pop(_MASTERS, {}))
+        for shard, optimizer in self._shards():
+            of_shard = optimizer.state_dict()
+            masters.update(
+                {name: _value(shard, m) for name, m in of_shard.pop(_MASTERS, {}).items()}
+            )
+            schedule = of_shard.pop(_SCHEDULE, None)
+            if schedule is not None:
+                state[_SCHEDULE] = schedule
+            state.update({key: _value(shard, tensor) for key, tensor in of_shard.items()})
+        if masters:
+            state[_MASTERS] = masters
+        return state
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the `state_dict` of this or of the plain optimizer."""
+        names = [parameter.name for parameter in self._parameter_list]
+        owners = {
+            key: max((n for n in names if key.startswith(f"{n}_")), key=len, default=None)
+            for key in state
+            if key not in (_MASTERS, _SCHEDULE)
+        }
+        if self._rest is not None:
+            rest = {p.name for p in _paddle.parameters_of_optimizer(self._rest)}
+            self._rest.set_state_dict(_of(state, owners, rest))
+        for shard, optimizer in self._shards():
+            own = {parameter.name for parameter in shard.gradients.parameters}
+            for away in shard.state:
+                away.come()
+            optimizer.set_state_dict(_of(state, owners, own))
+            # Before its first step an optimizer has master weights alone; the rest of the given
+            # state waits, where it is, until the accumulators are made.
+            self._let_state_leave(shard, optimizer, only_masters=not shard.has_stepped)
+
+    def _shards(self) -> list[tuple[Shard, paddle.optimizer.Optimizer]]:
+        return [
+            (shard, self._of_shard[id(shard)])
+            for chain in self._chains
+            for shard in chain.shards
+            if shard.parameters
+        ]
+
+    def _step_of(self, chain: Chain, index: int) -> None:
+        shard = chain.shards[index]
+        if not shard.parameters:
+            return
+        optimizer = self._of_shard[id(shard)]
+        chain.use(index, [index - 1])
+        shard.gradients.begin()
+        for away in shard.state:
+            away.begin()
+        for away in shard.state:
+            away.come()
+        following = chain.shards[index - 1] if index > 0 and chain.prefetch else None
+        if following is not None:
+            for away in following.state:
+                away.begin()
+        shard.gradients.give(self._factor)
+        optimizer.step()
+        shard.gradients.forget()
+        if following is not None:  # now, as the gradients of two shards would raise the peak
+            following.gradients.begin()
+        shard.has_stepped = True
+        self._let_state_leave(shard, optimizer)
+        shard.write()
+
+    def _let_state_leave(
+        self, shard: Shard, optimizer: paddle.optimizer.Optimizer, *, only_masters: bool = False
+    ) -> None:
+        known = {away.key: away for away in shard.state}
+        shard.state = []
+        for tensor in _tensors_of(optimizer, only_masters):
+            away = known.get(id(tensor)) or Away(tensor, shard.make_slot())
+            shard.state.append(away)
+            away.touch()
+            away.leave()
+
+
+def _checked(optimizer: paddle.optimizer.Optimizer) -> paddle.optimizer.Optimizer:
+    if isinstance(optimizer, paddle.optimizer.LBFGS):
+        raise ConfigError(
+            "the optimizer is LBFGS, which looks at all parameters at once; offloaded parameters "
+            "are on the device by turns. Use one that treats each parameter by itself"
+        )
+    clip = _paddle.clip_of_optimizer(optimizer)
+    if isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
+        raise ConfigError(
+            "the optimizer clips by the norm of all gradients, of which it sees one shard only; "
+            "take grad_clip out, and use TrainStep(clip_grad_norm=...) for the same"
+        )
+    return optimizer
+
+
+def _tensors_of(optimizer: paddle.optimizer.Optimizer, only_masters: bool) -> list[paddle.Tensor]:
+    """The state of the size of parameters, which is where the parameters are."""
+    state = optimizer.state_dict()
+    state.pop(_SCHEDULE, None)
+    found = list(state.pop(_MASTERS, {}).values())
+    if not only_masters:
+        found += state.values()
+    on_cpu = str(paddle.get_device()) == "cpu"
+    return [
+        tensor
+        for tensor in found
+        if isinstance(tensor, paddle.Tensor)
+        and tensor.size > 1
+        and (on_cpu or not has_memory(tensor) or not device.is_on_host(tensor))
+    ]
+
+
+def _value(shard: Shard, tensor: Any) -> Any:
+    away = next((one for one in shard.state if one.key == id(tensor)), None)
+    if away is None or away.is_here:
+        return tensor
+    return on_host(away.numpy(), tensor.name, tensor.dtype)
+
+
+def _of(state: Mapping[str, Any], owners: Mapping[str, str | None], own: set[str]) -> Any:
+    """The part of `state` that belongs to the parameters `own`."""
+    part = {key: state[key] for key, owner in owners.items() if owner in own}
+    masters = {name: m for name, m in state.get(_MASTERS, {}).items() if name in own}
+    if masters:
+        part[_MASTERS] = masters
+    if _SCHEDULE in state:
+        part[_SCHEDULE] = state[_SCHEDULE]
+    return part

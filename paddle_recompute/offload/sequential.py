@@ -1,0 +1,238 @@
+"""`OffloadSequential`: a chain of Layers larger than the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute.errors import ConfigError, OffloadError
+from paddle_recompute.offload import _passage
+from paddle_recompute.offload._away import Away, let_travel
+from paddle_recompute.offload._balance import cut
+from paddle_recompute.offload._chain import Chain
+from paddle_recompute.offload._state import show_values_in_state_dict
+from paddle_recompute.offload._storage import PLACES, Place, slots
+from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
+from paddle_recompute.recompute import OFFLOADS
+
+LayerOrFactory = paddle.nn.Layer | Callable[[], paddle.nn.Layer]
+
+
+class OffloadSequential(paddle.nn.Sequential):  # type: ignore[misc]
+    """A chain of Layers whose parameters, gradients and optimizer state are not on the device.
+
+    The chain is cut into shards. One of them is on the device, and those that come next are on
+    their way, while the others are in host memory or in a file. The forward keeps the inputs of
+    each shard, off the device too. The backward brings the shards back in reverse and runs each
+    again. Random numbers, buffers and gradients are those of the plain chain, to the bit.
+
+    Names, ``state_dict``, ``set_state_dict`` and checkpoints are those of the plain
+    ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. A parameter can be read
+    and set wherever it is (``numpy``, ``set_value``).
+
+    A tuple that a Layer returns becomes the positional arguments of the next one.
+
+    A parameter that two shards share stays on the device, as do buffers.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute import OffloadSequential, TrainStep
+        >>> layers = [paddle.nn.Linear(8, 8) for _ in range(4)]
+        >>> model = OffloadSequential(layers, num_shards=2, offload="disk")
+        >>> optimizer = model.optimizer(
+        ...     lambda parameters: paddle.optimizer.AdamW(1e-3, parameters=parameters)
+        ... )
+        >>> step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).square().mean())
+        >>> step([paddle.ones([2, 8])]).grad_norm > 0
+        True
+
+    References:
+        Pudipeddi et al. 2020, "Training Large Neural Networks with Constant Memory using a New
+        Execution Algorithm", arXiv:2002.05645 (FairScale's OffloadModel).
+    """
+
+    def __init__(
+        self,
+        layers: paddle.nn.Sequential | Iterable[LayerOrFactory],
+        *,
+        num_shards: int,
+        offload: Place = "host",
+        num_microbatches: int = 1,
+        checkpoint_activations: bool = True,
+        prefetch: int = 1,
+        offload_folder: str | None = None,
+    ) -> None:
+        """Cut the chain and take its parameters off the device.
+
+        Args:
+            layers: The chain, or a ``paddle.nn.Sequential``, whose names are kept. An entry may be
+                a function that makes a Layer: it is called when its turn has come, so that the
+                device never holds all of them.
+            num_shards: Into how many shards; they are cut so that the largest is small.
+            offload: ``"host"`` (pinned memory on GPUs; on a CPU it changes nothing) or ``"disk"``
+                (a temporary file, which the system removes even after a crash).
+            num_microbatches: A shard computes so many parts of the batch one after the other. Every
+                tensor that is as long as the first input is split.
+            checkpoint_activations: Whether the backward computes activations again; False keeps
+                them on the device.
+            prefetch: How many shards are on their way while one computes; 0: none.
+            offload_folder: Where the file of ``"disk"`` is; None: where Python puts temporary
+                files (TMPDIR).
+
+        Raises:
+            ConfigError: An option has a value that is not allowed.
+            OffloadError: The file cannot be made, or the disk is full.
+        """
+        super().__init__()
+        _check(num_shards, offload, num_microbatches, prefetch)
+        make_slot = slots(offload, offload_folder)
+        away = self._add(layers, make_slot)
+        if num_shards > len(self):
+            raise ConfigError(
+                f"num_shards is {num_shards}, and the chain has {len(self)} Layers; a shard has "
+                "at least one"
+            )
+        self._cuts = _cut(list(self), num_shards)
+        groups = [
+            (f"shard {number} of {num_shards} (Layers {part[0]} to {part[-1]})", owned)
+            for number, (part, owned) in enumerate(
+                zip(self._cuts, _owned(list(self), self._cuts, away), strict=True)
+            )
+        ]
+        self._chain = Chain(groups, make_slot, prefetch=prefetch)
+        self._storage = OFFLOADS[offload]
+        self._num_microbatches = num_microbatches
+        self._checkpoint = checkpoint_activations
+        show_values_in_state_dict(self)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the chain.
+
+        Args:
+            *inputs: Of the first Layer.
+
+        Returns:
+            What the last Layer returns.
+        """
+        outputs: Any = inputs
+        members = list(self)
+        for number, part in enumerate(self._cuts):
+            given = outputs if isinstance(outputs, tuple) else (outputs,)
+            outputs = _passage.run(
+                self._chain,
+                number,
+                _Consecutive(members[part.start : part.stop]),
+                given,
+                storage=self._storage,
+                checkpoint=self._checkpoint,
+                num_microbatches=self._num_microbatches,
+            )
+        return outputs
+
+    def optimizer(self, make: MakeOptimizer) -> OffloadOptimizer:
+        """One Paddle optimizer per shard, as one that `TrainStep` takes.
+
+        Args:
+            make: ``make(parameters)`` returns a Paddle optimizer over them, with the same settings
+                each time. Any that treats each parameter by itself.
+
+        Raises:
+            ConfigError: The optimizer is LBFGS, or clips by a norm over all parameters.
+        """
+        return OffloadOptimizer([self._chain], self.parameters(), make)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refused."""
+        raise OffloadError(
+            "an OffloadSequential cannot be copied or pickled, its parameters are not on the "
+            "device; copy or pickle the plain Layers before, or keep its state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused."""
+        return self.__deepcopy__({})
+
+    def _add(
+        self, layers: Iterable[LayerOrFactory], make_slot: Callable[[], Any]
+    ) -> dict[int, Away]:
+        """Add the Layers one after the other; their parameters leave the device at once."""
+        away: dict[int, Away] = {}
+        named = (
+            list(layers.named_children())
+            if isinstance(layers, paddle.nn.Sequential)
+            else ((str(number), layer) for number, layer in enumerate(layers))
+        )
+        for name, entry in named:
+            layer = entry if isinstance(entry, paddle.nn.Layer) else entry()
+            self.add_sublayer(name, layer)
+            for parameter in _travelling(layer):
+                if id(parameter) not in away:
+                    away[id(parameter)] = let_travel(parameter, make_slot())
+                    away[id(parameter)].leave()
+        return away
+
+
+class _Consecutive:
+    """Layers that are called one after the other."""
+
+    def __init__(self, layers: list[paddle.nn.Layer]) -> None:
+        self._layers = layers
+
+    def __call__(self, *inputs: Any) -> Any:
+        outputs: Any = inputs
+        for layer in self._layers:
+            outputs = layer(*outputs) if isinstance(outputs, tuple) else layer(outputs)
+        return outputs
+
+
+def _cut(layers: list[paddle.nn.Layer], num_shards: int) -> list[range]:
+    return cut([_num_bytes(layer) for layer in layers], num_shards)
+
+
+def _num_bytes(layer: paddle.nn.Layer) -> int:
+    return sum(int(p.size) * int(p.element_size()) for p in layer.parameters())
+
+
+def _travelling(layer: paddle.nn.Layer) -> list[paddle.Tensor]:
+    """The parameters of `layer`, without the statistics that kernels write to."""
+    statistics = {
+        id(_paddle.own_parameters(part)[name])
+        for part in layer.sublayers(include_self=True)
+        for name in _paddle.statistics_among_parameters(part)
+    }
+    return [p for p in layer.parameters() if id(p) not in statistics and p.size]
+
+
+def _owned(
+    layers: list[paddle.nn.Layer], cuts: list[range], away: dict[int, Away]
+) -> list[list[Away]]:
+    """The parameters that each shard has for itself; the others come back for good."""
+    users: dict[int, set[int]] = {}
+    for number, part in enumerate(cuts):
+        for place in part:
+            for parameter in _travelling(layers[place]):
+                users.setdefault(id(parameter), set()).add(number)
+    owned: list[list[Away]] = [[] for _ in cuts]
+    for key, shards in users.items():
+        if len(shards) == 1:
+            owned[shards.pop()].append(away[key])
+        else:
+            away[key].stay()
+    return owned
+
+
+def _check(num_shards: int, offload: str, num_microbatches: int, prefetch: int) -> None:
+    if offload not in PLACES:
+        raise ConfigError(
+            f"offload={offload!r} does not exist; it is one of {', '.join(map(repr, PLACES))}"
+        )
+    for name, value, least in (
+        ("num_shards", num_shards, 1),
+        ("num_microbatches", num_microbatches, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}")

@@ -1,0 +1,116 @@
+"""What the first step shows of a selection: parts that nobody calls, and a second recompute.
+
+A part that is wrapped and not called saves nothing: its ``forward()`` is called directly, or it is
+a container. A Layer that is called in the backward, and not by our second forward, is recomputed by
+the model as well: it has three forwards. Both are seen while the first step runs, and told when its
+first backward has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute.replay import is_recomputing, on_every_call
+
+_logger = logging.getLogger("paddle_recompute")
+
+
+class FirstStep:
+    """Watches a model from `apply_recompute` until its first backward has ended.
+
+    Args:
+        model: The model.
+        parts: Its wrapped parts by name.
+        is_ours: Whether our engine recomputes them. Of fleet's, a second recompute cannot be told.
+    """
+
+    def __init__(self, model: paddle.nn.Layer, parts: Mapping[str, Any], *, is_ours: bool) -> None:
+        self.is_over = False
+        self.repeated: set[str] = set()
+        """The parts in which a Layer was repeated by another recompute."""
+        self._called: set[str] = set()
+        self._functions = {
+            name: part for name, part in parts.items() if not isinstance(part, paddle.nn.Layer)
+        }
+        self._names = tuple(parts)
+        self._tops: dict[int, str] = {}
+        self._below: dict[int, str] = {}
+        for name, part in parts.items():
+            if isinstance(part, paddle.nn.Layer):
+                self._tops[id(part)] = name
+                if is_ours:
+                    self._below.update({id(one): name for one in part.sublayers(include_self=True)})
+        self._parameters = [weakref.ref(p) for p in model.parameters() if not p.stop_gradient]
+        _paddle.watch_backward()
+        self._stop_calls = on_every_call(self._tell)
+        self._stop_backwards = _paddle.after_each_backward(self._after_backward)
+        weakref.finalize(model, _stop, weakref.ref(self)).atexit = False
+
+    @property
+    def not_called(self) -> list[str]:
+        """The parts that no forward has called."""
+        called = self._called | {name for name, one in self._functions.items() if one.is_called}
+        return [name for name in self._names if name not in called]
+
+    def faults(self) -> list[str]:
+        """What is wrong, in sentences."""
+        faults = []
+        if self.not_called:
+            faults.append(
+                f"{_listed(self.not_called)}: not called by any forward of the first step, so "
+                "nothing is recomputed there. The model does not use it, or calls its forward() "
+                "directly, past the wrapping; name Layers that are called"
+            )
+        if self.repeated:
+            repeated = [name for name in self._names if name in self.repeated]
+            faults.append(
+                f"{_listed(repeated)}: recomputed by the model as well, so there are three "
+                "forwards instead of two. Switch the recompute of the model off (recompute: false, "
+                "enable_recompute = False), or do not select these Layers"
+            )
+        return faults
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stop_calls()
+        self._stop_backwards()
+        self._functions = {name: part for name, part in self._functions.items() if part.is_called}
+
+    def _tell(self, layer: paddle.nn.Layer) -> None:
+        name = self._tops.get(id(layer))
+        if name is not None:
+            self._called.add(name)
+        if _paddle.current_backward() is not None and not is_recomputing():
+            name = self._below.get(id(layer))
+            if name is not None:
+                self.repeated.add(name)
+
+    def _after_backward(self) -> None:
+        parameters = [reference() for reference in self._parameters]
+        if not any(p is not None and _has_gradient(p) for p in parameters):
+            return  # a backward of another model
+        self.is_over = True
+        self.stop()
+        for fault in self.faults():
+            _logger.warning("recompute: %s", fault)
+
+
+def _has_gradient(parameter: paddle.Tensor) -> bool:
+    return parameter.grad is not None or getattr(parameter, "main_grad", None) is not None
+
+
+def _stop(reference: weakref.ref[FirstStep]) -> None:
+    step = reference()
+    if step is not None:
+        step.stop()
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,369 @@
+"""OffloadSequential trains what the plain chain trains, to the bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import OffloadSequential, TrainStep
+from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute.errors import ConfigError, OffloadError, RecomputeError
+from paddle_recompute.recompute import recompute
+from tests.offload.chains import (
+    BATCH,
+    WIDTH,
+    adamw,
+    assert_same_bits,
+    batch,
+    cross_entropy,
+    encoder_layers,
+    offloaded,
+    plain,
+    train,
+)
+from tests.ranks import run_ranks
+
+# A batch in parts is summed up in another order; Momentum passes that on without magnifying it.
+SUM_IN_ANOTHER_ORDER = 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"offload": "host"},
+        {"prefetch": 0},
+        {"num_shards": 5, "prefetch": 2},
+        {"num_shards": 1},
+        {"checkpoint_activations": False},
+    ],
+    ids=str,
+)
+def test_five_steps_give_the_bits_of_the_plain_chain(options: dict[str, Any]) -> None:
+    expected, losses = train(plain())
+    actual, same_losses = train(offloaded(**options))
+    assert losses == same_losses
+    assert_same_bits(expected, actual)
+
+
+def _rank(is_offloaded: bool, accumulate: int, mode: str) -> Any:
+    model = offloaded() if is_offloaded else plain()
+    return train(model, accumulate=accumulate, sync=mode)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("mode", ["overlap", "fused"])
+def test_two_ranks_give_the_bits_of_the_plain_chain(accumulate: int, mode: str) -> None:
+    plain_ranks = run_ranks(_rank, 2, is_offloaded=False, accumulate=accumulate, mode=mode)
+    ranks = run_ranks(_rank, 2, is_offloaded=True, accumulate=accumulate, mode=mode)
+    for (expected, losses), (actual, same_losses) in zip(plain_ranks, ranks, strict=True):
+        assert losses == same_losses
+        assert_same_bits(expected, actual)
+
+
+def test_the_device_holds_the_shards_in_use_only() -> None:
+    model = offloaded(num_shards=5, prefetch=1)
+    counts: list[int] = []
+    layer = model[2]
+    layer.register_forward_post_hook(
+        lambda *_: counts.append(sum(bool(has_memory(p)) for p in model.parameters()))
+    )
+    per_block = len(layer.parameters())
+    train(model, steps=2)
+    # It and the next in the forward; in its second forward, it and the one before.
+    assert set(counts) <= {per_block, 2 * per_block, per_block + 1}
+    assert sum(bool(has_memory(p)) for p in model.parameters()) < 3 * per_block
+
+
+class _Two(paddle.nn.Layer):
+    """Two tensors in, three out: one is passed on as it is, one needs no gradient."""
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        self.a = paddle.nn.Linear(WIDTH, WIDTH)
+        self.b = paddle.nn.Linear(WIDTH, WIDTH)
+        self.drop = paddle.nn.Dropout(0.1)
+        self.first = first
+
+    def forward(self, x: Any, y: Any, mask: Any) -> Any:
+        return self.drop(self.a(x) * mask), self.b(y) + x, mask
+
+
+def _two_chain() -> list[paddle.nn.Layer]:
+    paddle.seed(3)
+    return [_Two() for _ in range(4)]
+
+
+def _plain_two(layers: list[paddle.nn.Layer], x: Any, y: Any, mask: Any) -> Any:
+    for layer in layers:
+        x, y, mask = layer(x, y, mask)
+    return x, y, mask
+
+
+def test_several_inputs_and_outputs_have_the_gradients_of_the_plain_chain() -> None:
+    def run(is_offloaded: bool) -> list[Any]:
+        layers = _two_chain()
+        x, y = paddle.randn([BATCH, WIDTH]), paddle.randn([BATCH, WIDTH])
+        x.stop_gradient = y.stop_gradient = False
+        mask = paddle.ones([1, WIDTH])
+        paddle.seed(1)
+        found: list[Any] = []
+        if is_offloaded:
+            chain = OffloadSequential(layers, num_shards=2, offload="disk")
+            a, b, out_mask = chain(x, y, mask)
+            assert out_mask is mask
+            (a.sum() + (b * b).sum()).backward()
+            optimizer = chain.optimizer(adamw)
+            optimizer.step()
+        else:
+            a, b, _ = _plain_two(layers, x, y, mask)
+            (a.sum() + (b * b).sum()).backward()
+            optimizer = adamw([p for layer in layers for p in layer.parameters()])
+            optimizer.step()
+        found += [x.grad.numpy(), y.grad.numpy(), a.numpy(), b.numpy()]
+        return found + [p.numpy() for layer in layers for p in layer.parameters()]
+
+    paddle.seed(2)
+    expected = run(False)
+    paddle.seed(2)
+    for one, other in zip(expected, run(True), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_micro_batches_inside_a_shard_give_the_same_sum() -> None:
+    def momentum(parameters: Any) -> Any:
+        return paddle.optimizer.Momentum(0.1, parameters=parameters)
+
+    def eval_mode(model: paddle.nn.Layer) -> paddle.nn.Layer:
+        model.eval()  # parts draw other dropout masks than the whole
+        return model
+
+    expected, losses = train(eval_mode(plain()), make=momentum)
+    actual, same_losses = train(eval_mode(offloaded(num_microbatches=3)), make=momentum)
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], atol=SUM_IN_ANOTHER_ORDER)
+    np.testing.assert_allclose(same_losses, losses, atol=SUM_IN_ANOTHER_ORDER)
+
+
+def test_an_output_that_is_no_batch_is_refused_with_micro_batches() -> None:
+    class Mean(paddle.nn.Layer):
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return x.mean()
+
+    layers = [paddle.nn.Linear(4, 4), Mean()]
+    chain = OffloadSequential(layers, num_shards=1, offload="disk", num_microbatches=2)
+    with pytest.raises(OffloadError, match="first axis is not the batch"):
+        chain(paddle.ones([4, 4]))
+
+
+def test_evaluation_keeps_nothing_and_returns_the_same() -> None:
+    model, expected = offloaded(), plain()
+    model.eval()
+    expected.eval()
+    tokens, _ = batch(0, 0)
+    with paddle.no_grad():
+        assert np.array_equal(model(tokens).numpy(), expected(tokens).numpy())
+
+
+def test_state_travels_between_plain_and_offloaded(tmp_path: Path) -> None:
+    """A checkpoint after two steps; either continues that of the other."""
+
+    def start(model: paddle.nn.Layer) -> TrainStep:
+        optimizer = (
+            model.optimizer(adamw) if hasattr(model, "optimizer") else adamw(model.parameters())
+        )
+        return TrainStep(model, optimizer, loss_fn=cross_entropy)
+
+    def two_steps(step: TrainStep, first: int) -> None:
+        paddle.seed(first)
+        for number in (first, first + 1):
+            step([batch(number, 0)])
+
+    models = {"plain": plain(), "offloaded": offloaded()}
+    ends = {}
+    for name, model in models.items():
+        step = start(model)
+        two_steps(step, 0)
+        paddle.save(model.state_dict(), str(tmp_path / f"{name}.pdparams"))
+        paddle.save(step.state_dict()["optimizer"], str(tmp_path / f"{name}.pdopt"))
+        two_steps(step, 2)
+        ends[name] = {key: value.numpy() for key, value in model.state_dict().items()}
+    assert_same_bits(ends["plain"], ends["offloaded"])
+    for source, make in (("plain", offloaded), ("offloaded", plain), ("offloaded", offloaded)):
+        model = make()
+        for parameter in model.parameters():
+            parameter.set_value(paddle.zeros(parameter.shape))
+        model.set_state_dict(paddle.load(str(tmp_path / f"{source}.pdparams")))
+        step = start(model)
+        step.set_state_dict({"optimizer": paddle.load(str(tmp_path / f"{source}.pdopt"))})
+        two_steps(step, 2)
+        actual = {key: value.numpy() for key, value in model.state_dict().items()}
+        assert_same_bits(ends["plain"], actual)
+
+
+def test_a_parameter_can_be_read_and_set_where_it_is_not_on_the_device() -> None:
+    model = offloaded(num_shards=5)
+    parameter = model[3].linear1.weight
+    assert not has_memory(parameter)
+    value = np.arange(parameter.size, dtype="float32").reshape(parameter.shape)
+    parameter.set_value(value)
+    assert not has_memory(parameter)
+    assert np.array_equal(parameter.numpy(), value)
+    assert np.array_equal(np.asarray(parameter), value)
+
+
+def test_a_tied_parameter_stays_on_the_device() -> None:
+    class Tied(paddle.nn.Layer):
+        def __init__(self, weight: paddle.Tensor) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return paddle.matmul(x.mean(1), self.weight, transpose_y=True)
+
+    def layers() -> list[paddle.nn.Layer]:
+        *body, _ = encoder_layers()
+        return [*body, Tied(body[0].weight)]
+
+    # Of several micro-batches, the sum over both places has another order than in the plain chain.
+    expected, losses = train(paddle.nn.Sequential(*layers()), accumulate=1)
+    model = OffloadSequential(layers(), num_shards=3, offload="disk")
+    actual, same_losses = train(model, accumulate=1)
+    assert losses == same_losses
+    assert_same_bits(expected, actual)
+    assert has_memory(model[0].weight)
+
+
+def test_a_frozen_layer_and_one_that_is_not_used_have_no_update() -> None:
+    def freeze(model: paddle.nn.Layer) -> paddle.nn.Layer:
+        for parameter in model[1].parameters():
+            parameter.stop_gradient = True
+        model[2].linear2.extra = paddle.create_parameter([4], "float32")  # unused: not decayed
+        return model
+
+    def layers() -> list[paddle.nn.Layer]:
+        return list(freeze(paddle.nn.Sequential(*encoder_layers())))
+
+    expected, _ = train(paddle.nn.Sequential(*layers()))
+    actual, _ = train(OffloadSequential(layers(), num_shards=3, offload="disk"))
+    assert_same_bits(expected, actual)
+
+
+def test_layers_may_be_made_one_after_the_other() -> None:
+    def block() -> paddle.nn.Layer:
+        return paddle.nn.Linear(64, 64)
+
+    from paddle_recompute._paddle import memory
+
+    if not memory.can_reset_peak() or not memory.is_counted():
+        pytest.skip("this Paddle cannot measure a peak here")
+    before = memory.current_bytes()
+    memory.reset_peak()
+    chain = OffloadSequential([block] * 20, num_shards=10, offload="disk")
+    one = 64 * 65 * 4
+    assert memory.peak_bytes() - before < 3 * one
+    assert len(chain) == 20
+
+
+@pytest.mark.parametrize("parameters", ["all", "resident"])
+def test_a_plain_optimizer_is_refused(parameters: str) -> None:
+    model = offloaded()
+    optimizer = adamw(model.parameters() if parameters == "all" else model.parameters()[:1])
+    with pytest.raises(ConfigError, match="model.optimizer"):
+        TrainStep(model, optimizer, loss_fn=cross_entropy)
+
+
+def test_what_an_optimizer_cannot_do_shard_by_shard_is_refused() -> None:
+    model = offloaded()
+    with pytest.raises(ConfigError, match="clip_grad_norm"):
+        model.optimizer(
+            lambda parameters: paddle.optimizer.AdamW(
+                parameters=parameters, grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0)
+            )
+        )
+    with pytest.raises(ConfigError, match="LBFGS"):
+        model.optimizer(lambda parameters: paddle.optimizer.LBFGS(parameters=parameters))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_shards": 9}, "a shard has at least one"),
+        ({"num_shards": 0}, "num_shards is 0"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"offload": "tape"}, "'tape' does not exist"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offloaded(**options)
+
+
+def test_what_cannot_be_repeated_is_refused() -> None:
+    x = paddle.randn([4, 4])
+    x.stop_gradient = False
+    chain = OffloadSequential([paddle.nn.Linear(4, 4)], num_shards=1, offload="disk")
+    with pytest.raises(RecomputeError, match=r"paddle\.grad"):
+        paddle.grad(chain(x).sum(), [x])
+    with pytest.raises(OffloadError, match="inside of a recomputed"):
+        recompute(chain, x)
+    loss = chain(x).sum()
+    chain[0].weight.set_value(paddle.zeros([4, 4]))
+    with pytest.raises(RecomputeError, match="was changed"):
+        loss.backward()
+
+
+def test_a_loop_without_train_step() -> None:
+    def run(model: paddle.nn.Layer, optimizer: Any) -> list[Any]:
+        paddle.seed(4)
+        for number in range(3):
+            cross_entropy(model, batch(number, 0)).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        return [p.numpy() for p in model.parameters()]
+
+    expected, actual = plain(), offloaded()
+    for one, other in zip(
+        run(expected, adamw(expected.parameters())),
+        run(actual, actual.optimizer(adamw)),
+        strict=True,
+    ):
+        assert np.array_equal(one, other)
+
+
+def test_a_disk_that_is_full_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import errno
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OffloadError, match=r"is full.*are free.*offload_folder"):
+        offloaded(offload_folder=str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match="no file can be made"):
+        offloaded(offload_folder=str(tmp_path / "nowhere"))
+
+
+def test_a_crash_leaves_no_files(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = f"""
+import os, signal, paddle
+from tests.offload.chains import offloaded, train
+model = offloaded(offload_folder={str(tmp_path)!r})
+train(model, steps=1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert ended.returncode == -9, ended.stderr[-2000:]
+    assert os.listdir(tmp_path) == []
