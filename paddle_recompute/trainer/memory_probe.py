@@ -149,7 +149,8 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     """
     gc.collect()  # Layers and their hooks are reference cycles; free the models of earlier steps
     paddle.seed(config.train.seed)
-    model = build_model(config.model, vocab_size)
+    section = config.model.model_copy(update={"init_from": None})  # bytes do not depend on it
+    model = build_model(section, vocab_size)
     model.train()
     if recompute:
         apply_recompute(model, config.recompute)
@@ -158,9 +159,7 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     section = config.recompute.model_copy(update={"enable": recompute})
     as_measured = config.model_copy(update={"recompute": section})
     amp = _unscaled(config.strategy.amp_configs) if config.strategy.amp else None
-    step = build_step(
-        as_measured, objective, model, config.learning_rate, vocab_size=vocab_size, amp=amp
-    )
+    step = build_step(as_measured, objective, model, 0.0, vocab_size=vocab_size, amp=amp)
     steps = [
         [
             _largest_batch(config, vocab_size, chunks)

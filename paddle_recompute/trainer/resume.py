@@ -21,6 +21,7 @@ from paddle_recompute.config import Config
 from paddle_recompute.distributed import barrier, mean_over_ranks, values_of_ranks
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.train_step import Step
+from paddle_recompute.trainer.metrics import writing
 from paddle_recompute.trainer.objective import Chunks
 
 RECORD = "result.json"
@@ -251,8 +252,9 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Write the final record of a run into its folder, complete or not at all."""
     path = folder / RECORD
     being_written = path.with_name(f".{RECORD}.{os.getpid()}")
-    being_written.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    being_written.replace(path)
+    with writing(path):
+        being_written.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        being_written.replace(path)
 
 
 def remove_record(folder: Path) -> None:

@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
@@ -47,6 +48,7 @@ from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
 from paddle_recompute.train_step import StepResult, build_schedule
 from paddle_recompute.trainer.build import build_step, check_mode
+from paddle_recompute.trainer.divergence import check_weights, explained
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
@@ -127,6 +129,8 @@ class Trainer:
                 f"{total} steps, which ends below its learning rate; train.decay has no effect here"
             )
         vocab_size = data.tokenizer.vocab_size
+        if self.config.model.init_from is not None and checkpoint is None:
+            check_weights(build_model(self.config.model, vocab_size), self.config.model.init_from)
         memory = MemoryProbe(self.config, vocab_size, say=self._say)
         chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
         plain_peak, configured_peak = memory.measure(chunks)
@@ -158,10 +162,12 @@ class Trainer:
         try:
             if self._is_main:
                 self._folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=self._folder) as file:
+                    file.write(bytes(4096))
         except OSError as error:
             raise ConfigError(
-                f"train.output_dir: {self._folder} cannot be made ({error.strerror}); name a "
-                "folder that is writable"
+                f"train.output_dir: {self._folder} cannot be made, or written to "
+                f"({error.strerror}); name a folder that is writable"
             ) from error
         barrier()
         saves_residuals = self.config.sync.compression == "bf16" and self.config.sync.error_feedback
@@ -254,9 +260,7 @@ class Trainer:
                     if logs or saves:
                         result.loss  # noqa: B018  waits for the device: the time is that of steps
                 except DivergenceError as error:
-                    raise DivergenceError(
-                        f"step {step - error.steps_ago}: {error}. The last checkpoint is as it was"
-                    ) from error
+                    raise explained(error, step - error.steps_ago, model) from error
                 self._say_if_skipped(step, result)
                 rate = float(schedule())
                 schedule.step()
