@@ -149,8 +149,8 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     """
     gc.collect()  # Layers and their hooks are reference cycles; free the models of earlier steps
     paddle.seed(config.train.seed)
-    section = config.model.model_copy(update={"init_from": None})  # bytes do not depend on it
-    model = build_model(section, vocab_size)
+    bare = config.model.model_copy(update={"init_from": None})  # bytes do not depend on it
+    model = build_model(bare, vocab_size)
     model.train()
     if recompute:
         apply_recompute(model, config.recompute)
