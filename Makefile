@@ -34,7 +34,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py')
 
-.PHONY: venv venv26 venv-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
+.PHONY: venv venv26 venv-torch venv-nlp venv-formers test-nlp test-formers train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
 .PHONY: lint bench wheel-test clean
 
 venv: .venv/.installed
@@ -54,6 +54,25 @@ venv-torch: .venv-torch/.installed
 	@echo ".venv-torch: installing $<, which takes some minutes the first time"
 	@.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+# PaddleNLP (Paddle 2.6.2) and PaddleFormers (Paddle 3.3.1), for benchmarks/third_party.py and for
+# the tests of the mixins and the weights, which are skipped elsewhere.
+venv-nlp: .venv-nlp/.installed
+venv-formers: .venv-formers/.installed
+
+.venv-nlp/.installed: setup.py requirements/nlp.txt requirements/common.txt
+	@$(call install,.venv-nlp,requirements/nlp.txt)
+
+.venv-formers/.installed: setup.py requirements/formers.txt requirements/common.txt
+	@$(call install,.venv-formers,requirements/formers.txt)
+
+THIRD_PARTY_TESTS := tests/integrations tests/models/test_init_from.py
+
+test-nlp: venv-nlp
+	.venv-nlp/bin/python -m pytest $(THIRD_PARTY_TESTS) $(ARGS)
+
+test-formers: venv-formers
+	.venv-formers/bin/python -m pytest $(THIRD_PARTY_TESTS) $(ARGS)
 
 train: venv
 	@.venv/bin/python -m paddle_recompute.cli train --config $(CONFIG) $(ARGS)
@@ -109,6 +128,7 @@ DEVICE_TESTS := tests/fake_device \
     $(addprefix tests/contrastive/test_,grad_cache.py grad_cache_replay.py gather.py) \
     tests/contrastive/test_grad_cache_memory.py \
     tests/grad_sync/test_gradient_sync.py \
+    tests/offload \
     $(addprefix tests/train_step/test_,train_step.py mixed_precision.py host_reads.py) \
     tests/test_checkpoint.py
 ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FAKE_COPY_US=200
@@ -133,7 +153,7 @@ bench: venv
 	    module=benchmarks.$$(basename $$script .py); \
 	    case $$module in \
 	        *.sync_cost_model|*.batch_size_study) continue;; \
-	        *.contrastive_vs_sentence_transformers) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
+	        *.contrastive_vs_sentence_transformers|*.third_party|*.peers) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
 	        *.sync|*.sync_scaling) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
 	    esac; \
 	    echo "=== python -m $$module"; \
@@ -141,12 +161,22 @@ bench: venv
 	done
 
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
+# bench-control_plane, bench-control_port, bench-gloo_starts,
 # bench-batch_size_study, bench-peers_that_die, bench-static_graph, bench26-static_graph,
-# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-real_models,
-# bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling; with Paddle 2.6:
+# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-offload, bench-real_models,
+# bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
 bench-%: venv
 	.venv/bin/python -m benchmarks.$*
+
+# Some seconds for each of 19 models.
+bench-third_party: venv-nlp venv-formers
+	.venv-nlp/bin/python -m benchmarks.third_party --library paddlenlp $(ARGS)
+	.venv-formers/bin/python -m benchmarks.third_party --library paddleformers $(ARGS)
+
+# FairScale, torch's own and sentence-transformers beside fleet's and ours.
+bench-peers: venv venv-torch
+	.venv/bin/python -m benchmarks.peers $(ARGS)
 
 # Needs the environment of the other library too.
 bench-contrastive_vs_sentence_transformers: venv venv-torch
@@ -164,6 +194,6 @@ build/.wheel-tested: .venv/.installed setup.py pyproject.toml tests/wheel_check.
 	cd / && PYTHONPATH=$(CURDIR)/build/site $(CURDIR)/.venv/bin/python $(CURDIR)/tests/wheel_check.py $(CURDIR)
 	@touch $@
 
-# The environments stay: they are dear, and `make venv` keeps them right. rm -rf .venv .venv26 ends them.
+# The environments stay: they are dear, and `make venv` keeps them right. rm -rf .venv* ends them.
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -10,6 +10,10 @@ A step is a forward, a backward in which buckets of gradients become ready one a
 their all-reduces, which take the link one after the other, and an update. Fused starts the first of
 them when the backward has ended, overlap when it is ready.
 
+Behind the last bucket the ranks agree in one small all-reduce (`AGREEMENT_BYTES`), which every step
+waits for. Nothing of a step goes through rank 0; what its control connection costs is measured in
+`benchmarks.control_plane`.
+
 Left out: the memory traffic of joining and splitting buckets, the processor time that sending takes
 (on gloo; a network card or a copy engine has its own), ranks that are slower than others, and links
 that are shared.
@@ -27,6 +31,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+AGREEMENT_BYTES = 17 * 8
+"""Seventeen numbers in float64: `paddle_recompute.grad_sync._agreement`."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +104,9 @@ def queue_end(ready: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def communication_seconds(step: Step, num_ranks: int, link: Link) -> float:
-    """All buckets, one after the other."""
-    return sum(all_reduce_seconds(num_ranks, bucket.num_bytes, link) for bucket in step.buckets)
+    """All buckets, one after the other, and the agreement."""
+    sizes = [*(bucket.num_bytes for bucket in step.buckets), AGREEMENT_BYTES]
+    return sum(all_reduce_seconds(num_ranks, num_bytes, link) for num_bytes in sizes)
 
 
 def fused_seconds(step: Step, num_ranks: int, link: Link) -> float:
@@ -112,7 +120,8 @@ def overlap_seconds(step: Step, num_ranks: int, link: Link) -> float:
         [bucket.ready for bucket in step.buckets],
         [all_reduce_seconds(num_ranks, bucket.num_bytes, link) for bucket in step.buckets],
     )
-    return step.forward + max(step.backward, sent) + step.update
+    agreement = all_reduce_seconds(num_ranks, AGREEMENT_BYTES, link)
+    return step.forward + max(step.backward, sent) + agreement + step.update
 
 
 def fit_link(measured: Iterable[tuple[int, float, float]]) -> Link:

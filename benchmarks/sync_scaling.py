@@ -218,7 +218,8 @@ def main() -> None:
         f"{options.tokens} tokens per rank and step; 8 floating-point operations per token and "
         f"parameter of a block (forward, second forward, backward) at {options.teraflops:.0f} "
         f"TFLOP/s sustained; float32 gradients in buckets of 25 MiB, the first of 1 MiB; one flat "
-        f"ring over links of the full rate, {options.alpha * 1e6:.0f} microseconds a round. With "
+        f"ring over links of the full rate, {options.alpha * 1e6:.0f} microseconds a round; the "
+        "agreement of the ranks at the end of the backward included. With "
         "hundreds of ranks the rounds of a flat ring dominate, where a library would take a tree "
         "or a hierarchy.",
         "",

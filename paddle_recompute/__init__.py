@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from paddle_recompute.models import build_model
     from paddle_recompute.offload import OffloadSequential
     from paddle_recompute.patch import patch_fleet, unpatch_fleet
-    from paddle_recompute.planner import MemoryEstimate, RecomputePlan, estimate, plan
+    from paddle_recompute.planner import (
+        BatchSize,
+        MemoryEstimate,
+        RecomputePlan,
+        estimate,
+        find_batch_size,
+        plan,
+    )
     from paddle_recompute.recompute import (
         RecomputeLayer,
         RecomputeReport,
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchSize",
     "Config",
     "ContrastiveLoss",
     "DoctorReport",
@@ -68,6 +76,7 @@ __all__ = [
     "doctor",
     "errors",
     "estimate",
+    "find_batch_size",
     "forward_count",
     "is_recomputing",
     "load_config",
@@ -90,6 +99,7 @@ _WITH_PADDLE = {
     "DoctorReport": "doctor",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
+    "BatchSize": "planner",
     "MemoryEstimate": "planner",
     "OffloadSequential": "offload",
     "RecomputeLayer": "recompute",
@@ -102,6 +112,7 @@ _WITH_PADDLE = {
     "build_model": "models",
     "doctor": "doctor",
     "estimate": "planner",
+    "find_batch_size": "planner",
     "plan": "planner",
     "forward_count": "recompute",
     "is_recomputing": "recompute",

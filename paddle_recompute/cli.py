@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from paddle_recompute import __version__
 from paddle_recompute._installed import require_paddle
 from paddle_recompute._json_files import read_json
-from paddle_recompute.config import Config, load_config
+from paddle_recompute.config import Config, byte_count, load_config
 from paddle_recompute.errors import ConfigError, LaunchError, PaddleRecomputeError, StoppedError
 from paddle_recompute.launch import (
     RankFailedError,
@@ -93,6 +93,76 @@ def train(
             record = _train_on_ranks(config, again, master, node_rank, max_restart)
         if record is not None:
             click.echo(record)
+
+
+def _memory_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that `estimate` and `plan` have in common."""
+    for decorate in reversed(
+        [
+            click.option(
+                "--config", "config_file", required=True, metavar="FILE", help="A YAML file."
+            ),
+            click.option(
+                "--memory-budget",
+                metavar="BYTES|CARD",
+                help="8GiB, or a card such as A100-40G, less 1.5 GiB for driver and libraries.",
+            ),
+            click.option(
+                "--what-if",
+                default="",
+                metavar="NAME=N,...",
+                help="Another step: batch (pairs of all ranks), gpus (ranks), length (tokens of a "
+                "positive), layers.",
+            ),
+            click.option(
+                "--output",
+                metavar="FOLDER",
+                help="Write memory.png, memory.html and, with a budget, plan.json there.",
+            ),
+            click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+            click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
+        ]
+    ):
+        command = decorate(command)
+    return command
+
+
+@main.command()
+@_memory_options
+def estimate(
+    config_file: str,
+    memory_budget: str | None,
+    what_if: str,
+    output: str | None,
+    debug: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Show what a step of FILE takes under each policy: peak, extra time, largest batch.
+
+    For example: paddle-recompute estimate --config run.yaml --what-if batch=4096,gpus=8
+
+    The calls of the blocks are measured on small batches in this process; no data is read.
+    """
+    _show_memory(config_file, memory_budget, what_if, output, debug, overrides, needs_budget=False)
+
+
+@main.command()
+@_memory_options
+def plan(
+    config_file: str,
+    memory_budget: str | None,
+    what_if: str,
+    output: str | None,
+    debug: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Choose what is recomputed so that a step of FILE stays within a budget.
+
+    For example: paddle-recompute plan --config run.yaml --memory-budget 8GiB --output memory
+
+    To train with it, set recompute.policy: budget and recompute.memory_budget.
+    """
+    _show_memory(config_file, memory_budget, what_if, output, debug, overrides, needs_budget=True)
 
 
 @main.command()
@@ -299,13 +369,20 @@ def doctor(
     Names the first sublayer that differs. Exits with code 1 if a fault is found.
     """
     if is_launched():
+        from paddle_recompute.doctor import examine
+
         prepare_rank()
         assert config_file is not None
-        _examine_here(load_config(config_file, overrides))
+        examine(load_config(config_file, overrides), say=click.echo)
         return
     with _errors_in_one_paragraph(debug):
         if runs_self_test:
-            _self_test(device, Path(output or "paddle_recompute_self_test.json"))
+            _prepare_one_process()
+            from paddle_recompute.doctor import write_self_test
+
+            file = Path(output or "paddle_recompute_self_test.json")
+            if not write_self_test(file, device=device, say=click.echo):
+                sys.exit(1)
             return
         if config_file is None:
             raise ConfigError("doctor needs --config FILE, or --self-test")
@@ -313,13 +390,15 @@ def doctor(
         if is_rank() or config.world_size == 1:
             if not is_rank():
                 _prepare_one_process()
-            report = _examine_here(config)
+            from paddle_recompute.doctor import examine
+
+            report = examine(config, say=click.echo)
         else:
             again = ["-m", "paddle_recompute.cli", "doctor", "--config", config_file, *overrides]
             launch(config, again)
-            report = read_json(config.train.output_dir / _DOCTOR)
+            report = read_json(config.train.output_dir / "doctor.json")
         if output:
-            _write(Path(output), report)
+            Path(output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         if compares_modes:
             require_paddle_and_devices(config)
             from paddle_recompute.parity import parity as compare_modes
@@ -332,55 +411,69 @@ def doctor(
             sys.exit(1)
 
 
-_DOCTOR = "doctor.json"
+@main.command()
+@click.option(
+    "--to",
+    "naming",
+    required=True,
+    type=click.Choice(["paddle_recompute", "paddlenlp", "huggingface"]),
+    help="Whose names the new file has.",
+)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("source")
+@click.argument("target")
+def convert(naming: Any, debug: bool, source: str, target: str) -> None:
+    """Write the weights in SOURCE to TARGET under other names (.pdparams or .safetensors).
+
+    For example: paddle-recompute convert --to huggingface model.pdparams model.safetensors
+
+    SOURCE holds an encoder of this library, PaddleNLP's Ernie or Bert, or Hugging Face's BERT.
+    model.init_from reads all of these as they are.
+    """
+    with _errors_in_one_paragraph(debug, "interrupted"):
+        _prepare_one_process()
+        from paddle_recompute.models import convert_weights
+
+        count = convert_weights(source, target, to=naming)
+        click.echo(f"{count} arrays with the names of {naming}: {target}")
 
 
-def _examine_here(config: Config) -> dict[str, Any]:
-    """Examine in this process; rank 0 says what all ranks found, and writes it."""
-    from paddle_recompute.distributed import values_of_ranks
-    from paddle_recompute.doctor import doctor_config
+def _show_memory(
+    config_file: str,
+    memory_budget: str | None,
+    changes: str,
+    output: str | None,
+    debug: bool,
+    overrides: tuple[str, ...],
+    *,
+    needs_budget: bool,
+) -> None:
+    with _errors_in_one_paragraph(debug, "interrupted"):
+        _prepare_one_process()
+        from paddle_recompute.planner import budget_of_card
+        from paddle_recompute.trainer import memory_report, what_if
 
-    report = doctor_config(config)
-    own = report.to_dict()
-    everywhere = values_of_ranks(own["findings"], "the findings")
-    for rank, findings in enumerate(everywhere):
-        for finding in findings:
-            if finding not in own["findings"]:
-                report.add(finding["kind"], finding["where"], f"(rank {rank}) {finding['message']}")
-    if os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
-        click.echo(str(report))
-        _write(config.train.output_dir / _DOCTOR, report.to_dict())
-    return report.to_dict()
+        config = load_config(config_file, [*overrides, *what_if(changes)])
+        budget = config.recompute.memory_budget
+        if memory_budget is not None:
+            is_size = memory_budget.strip()[:1].isdigit()
+            budget = byte_count(memory_budget) if is_size else budget_of_card(memory_budget)
+        if needs_budget and budget is None:
+            raise ConfigError(
+                "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
+            )
+        folder = Path(output) if output is not None else None
+        with tqdm(unit="call", desc="measure", disable=None) as bar:
 
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.n = done
+                bar.refresh()
 
-def _self_test(device: str | None, output: Path) -> None:
-    _prepare_one_process()
-    import paddle
-
-    if device is not None:
-        paddle.set_device(device)
-    from paddle_recompute.doctor import self_test
-
-    result = self_test()
-    for case in result["cases"]:
-        if not case["ok"]:
-            click.echo(f"{case['title']}: {case['fault']}")
-    good = sum(case["ok"] for case in result["cases"])
-    click.echo(
-        f"{good} of {len(result['cases'])} cases are right on {result['device']}, Paddle "
-        f"{result['paddle']}; attach {output} to a report"
-    )
-    _write(output, result)
-    if not result["ok"]:
-        sys.exit(1)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
+            report = memory_report(config, budget=budget, folder=folder, progress=show)
+        click.echo(report.text)
+        for path in report.files:
+            click.echo(f"written: {path}")
 
 
 def _prepare_one_process() -> None:

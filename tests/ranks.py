@@ -40,13 +40,6 @@ from tests.fake_device import selected
 PATIENCE = 5.0
 """Seconds that the other ranks have to end after one has failed."""
 
-CONNECTING = 15.0
-"""Seconds for the ranks to connect when all have started, where that is tried again."""
-CONNECTION_ATTEMPTS = 5
-"""Of three ranks or more, ``init_parallel_env`` fails or hangs once in about ten times (gloo of
-Paddle 2.6.2 and 3.3.1: "Connection refused"), before any code of ours runs.
-"""
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -98,7 +91,7 @@ def run_ranks(
         **arguments: Picklable keyword arguments, the same for every rank.
     """
     fresh = fresh or num_ranks != POOLED
-    ranks = _connected_ranks(num_ranks) if fresh else _pool()
+    ranks = _Ranks(num_ranks) if fresh else _pool()
     job = pickle.dumps((worker.__module__, worker.__qualname__, arguments))
     try:
         return ranks.run(job, timeout)
@@ -111,16 +104,6 @@ def run_ranks(
 
 POOLED = 2
 """The number of ranks that are kept from one test to the next."""
-
-
-def _connected_ranks(num_ranks: int) -> _Ranks:
-    for _ in range(CONNECTION_ATTEMPTS - 1):
-        ranks = _Ranks(num_ranks)
-        if num_ranks == POOLED or ranks.connect():
-            return ranks
-        ranks.are_broken = True
-        ranks.end()
-    return _Ranks(num_ranks)
 
 
 class _Ranks:
@@ -146,18 +129,6 @@ class _Ranks:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-
-    def connect(self) -> bool:
-        """Whether all ranks have connected; False when one ended or hangs."""
-        folder, started = Path(self._folder.name), None
-        while len([*folder.glob("connected*")]) < len(self._processes):
-            if started is None and len([*folder.glob("started*")]) == len(self._processes):
-                started = time.monotonic()
-            is_late = started is not None and time.monotonic() - started > CONNECTING
-            if is_late or any(process.poll() is not None for process in self._processes):
-                return False
-            time.sleep(0.01)
-        return True
 
     def run(self, job: bytes, timeout: float) -> list[Any]:
         """The results of `job` on every rank."""
@@ -231,13 +202,11 @@ def _serve(folder: Path, rank: int, jobs: IO[str]) -> None:
     import importlib
 
     import paddle
-    import paddle.distributed as dist
 
+    from paddle_recompute import _paddle
     from paddle_recompute.distributed import barrier
 
-    (folder / f"started{rank}").touch()
-    dist.init_parallel_env()
-    (folder / f"connected{rank}").touch()
+    _paddle.init_parallel_env()
     for number in map(str.strip, jobs):
         module, name, arguments = pickle.loads((folder / f"job{number}.pkl").read_bytes())
         # As in a new process: an earlier job may have left these otherwise.

@@ -24,7 +24,7 @@ from paddle.base import core, framework
 from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
 from paddle_recompute import _paddle
-from paddle_recompute._paddle import gradients
+from paddle_recompute._paddle import gradients, travelling
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import DependencyError
 from tests.ranks import run_ranks
@@ -480,11 +480,11 @@ def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:
 
 
 def group_of_our_own() -> list[float]:
+    from paddle_recompute.distributed.gloo_group import make_gloo_group
     from paddle_recompute.distributed.ranks import scope_of
-    from paddle_recompute.grad_sync._groups import make_gloo_group
 
     number = paddle.ones([1]) * (paddle.distributed.get_rank() + 1)
-    paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None)))
+    paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None), "test"))
     return number.tolist()
 
 
@@ -613,10 +613,45 @@ def test_memory_of_a_device_that_is_not_counted_is_refused(monkeypatch: pytest.M
             _memory.peak_bytes()
 
 
-def test_tensor_copy_to() -> None:
-    """``Tensor._copy_to(place, blocking)`` takes another tensor's place (`device.Arriving`)."""
-    x = paddle.ones([3])
-    assert x._copy_to(x.place, False).tolist() == [1.0, 1.0, 1.0]
+def test_tensor_copy_into_memory_that_is_there() -> None:
+    """``Tensor.copy_(source, blocking)`` keeps the memory (`device.Arriving`)."""
+    x = paddle.zeros([3])
+    address = x.data_ptr()
+    x.copy_(paddle.ones([3]), False)
+    assert x.tolist() == [1.0, 1.0, 1.0] and x.data_ptr() == address
+
+
+def test_memory_of_a_parameter_is_released_and_taken() -> None:
+    """``_clear_data`` and ``_share_buffer_to`` leave all else of a parameter as it is, also what
+    an operator has saved (`_paddle.travelling`)."""
+    weight = paddle.nn.Linear(2, 3).weight
+    x = paddle.ones([1, 2])
+    x.stop_gradient = False
+    y, values = paddle.matmul(x, weight), paddle.to_tensor(weight.numpy())
+    travelling.release_memory(weight)
+    assert not travelling.has_memory(weight)
+    assert list(weight.shape) == [2, 3] and not weight.stop_gradient
+    travelling.take_memory(weight, values)
+    y.sum().backward()
+    assert weight.inplace_version == 0 and x.grad.tolist() == [values.numpy().sum(1).tolist()]
+
+
+def test_a_gradient_is_taken_with_its_memory() -> None:
+    """``get_tensor()._share_data_with`` keeps what ``clear_gradient`` frees (`_paddle.travelling`),
+    and a gradient of another dtype can be put where none is."""
+    weight = paddle.nn.Linear(2, 3).weight
+    (weight.t() * 2).sum().backward()
+    taken = travelling.take_gradient(weight)
+    assert weight.grad is None and taken is not None and taken.tolist() == [[2.0] * 3] * 2
+    travelling.set_gradient(weight, taken.astype("float64"))
+    assert weight.grad.dtype == paddle.float64
+
+
+def test_optimizer_grad_clip() -> None:
+    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
+    weight = paddle.nn.Linear(2, 3).weight
+    optimizer = paddle.optimizer.SGD(parameters=[weight], grad_clip=clip)
+    assert _paddle.clip_of_optimizer(optimizer) is clip
 
 
 # -------------------------------------------------------------------------- translated bytecode

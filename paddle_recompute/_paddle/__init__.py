@@ -24,6 +24,7 @@ from paddle_recompute._paddle.backward import (
 from paddle_recompute._paddle.distributed import (
     FLAGS_SET_BY_PADDLE,
     StoreConnection,
+    all_reduce_numbers,
     init_parallel_env,
     is_from_gloo,
     make_gloo_group,
@@ -116,6 +117,7 @@ __all__ = [
     "StoreConnection",
     "address_of",
     "after_each_backward",
+    "all_reduce_numbers",
     "amp_off",
     "amp_state",
     "amp_state_of",

@@ -59,8 +59,8 @@ class _CopyStream:
 class Arriving:
     """A tensor on its way from the host to a device, on a stream beside the one that computes.
 
-    ``Tensor._copy_to`` (2.6, 3.x) copies to the place of another tensor; the public ``Tensor.to``
-    takes no such place on 2.6, and ``paddle.to_tensor`` warns of a copy. Can go with 2.6.
+    ``Tensor.copy_`` (2.6, 3.x) copies into memory that is there; the public ``Tensor.to`` takes no
+    such place on 2.6, and ``paddle.to_tensor`` warns of a copy. Can go with 2.6.
 
     Args:
         copy: In host memory. Pinned memory is read while the device computes, other memory before
@@ -71,12 +71,16 @@ class Arriving:
     def __init__(self, copy: paddle.Tensor, place: Any) -> None:
         self._source = copy  # must outlive the copying
         self._to = to = _copy_stream(*_number_of(place))
+        # Made for the stream that computes: Paddle (3.3) keeps the freed memory of each stream for
+        # that stream alone, so the device would fill up with that of both.
+        tensor = paddle.empty(copy.shape, copy.dtype)
         # The new tensor may get memory whose last use still stands in the queue of computations.
         used = to.recorded(to.computing)
         to.stream.wait_event(used)
         to.take_back(used)
         with paddle.device.stream_guard(to.stream):
-            self._tensor: paddle.Tensor | None = copy._copy_to(place, False)
+            tensor.copy_(copy, False)
+        self._tensor: paddle.Tensor | None = tensor
         self._done = to.recorded(to.stream)
 
     def tensor(self) -> paddle.Tensor:

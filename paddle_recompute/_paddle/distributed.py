@@ -8,14 +8,19 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 
+import numpy as np
 import paddle.distributed as dist
-from paddle.base import core
+from paddle.base import core, framework
 from paddle.distributed.communication.group import Group
+
+from paddle_recompute._paddle.start import gloo_group_tried_again
 
 
 def init_parallel_env() -> None:
-    """``dist.init_parallel_env`` without a list of flags that nobody has modified.
+    """``dist.init_parallel_env`` that tries again where gloo does not connect, and without a list
+    of flags that nobody has modified.
 
     It writes every flag that differs from its default to ``sys.stderr`` (2.6, 3.x), and 3.x sets
     one itself as it is imported, so each rank of each run shows a block about it. Flags that the
@@ -23,7 +28,7 @@ def init_parallel_env() -> None:
     """
     written = io.StringIO()
     try:
-        with contextlib.redirect_stderr(written):
+        with contextlib.redirect_stderr(written), gloo_group_tried_again(_master_endpoint):
             dist.init_parallel_env()
     finally:
         sys.stderr.write(without_own_flags(written.getvalue()))
@@ -55,6 +60,26 @@ def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
     place = ranks.index(dist.get_rank())
     made = core.ProcessGroupGloo.create(store, place, len(ranks), number)
     return Group(place, number, list(ranks), pg=made, name=f"paddle_recompute_{number}")
+
+
+def all_reduce_numbers(group: Group, values: Sequence[float], operation: str) -> list[float]:
+    """The sum, minimum or maximum of each number over the ranks of `group`, in float64.
+
+    In dygraph and while a Program is built alike: ``dist.all_reduce`` would put an operator into
+    the Program, so this calls the group's ``process_group`` itself, with a ``core.eager.Tensor``
+    (2.6, 3.x). Waits for the collective. Can go when there is a public way to do so.
+
+    Args:
+        group: Of any backend.
+        values: As many on every rank. Whole numbers are exact up to 2**53.
+        operation: ``"sum"``, ``"min"`` or ``"max"``.
+    """
+    operations = {"sum": core.ReduceOp.SUM, "min": core.ReduceOp.MIN, "max": core.ReduceOp.MAX}
+    is_gloo = group.backend.lower() == "gloo"
+    place = core.CPUPlace() if is_gloo else framework._current_expected_place()
+    numbers = core.eager.Tensor(np.array(values, "float64"), place)
+    group.process_group.all_reduce(numbers, operations[operation], True).wait()
+    return [float(value) for value in numbers.numpy()]
 
 
 def is_from_gloo(error: BaseException) -> bool:

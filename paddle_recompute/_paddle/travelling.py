@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import paddle
+from paddle.base import framework
 
 
 def release_memory(tensor: paddle.Tensor) -> None:
@@ -20,7 +21,7 @@ def release_memory(tensor: paddle.Tensor) -> None:
 def take_memory(tensor: paddle.Tensor, source: paddle.Tensor) -> None:
     """Give `tensor`, which may have none, the memory of the contiguous `source`.
 
-    ``Tensor._share_buffer_to`` (2.6, 3.x). It does not raise ``inplace_version``, so a backward that
+    ``Tensor._share_buffer_to`` (2.6, 3.x). It does not raise ``inplace_version``: a backward that
     needs `tensor` goes on. Can go with `release_memory`.
     """
     source._share_buffer_to(tensor)
@@ -41,6 +42,19 @@ def over_same_memory(tensor: paddle.Tensor) -> paddle.Tensor:
     shared = paddle.empty([0], tensor.dtype)
     shared.get_tensor()._share_data_with(tensor.get_tensor())
     return shared
+
+
+def twin_of(parameter: paddle.Tensor, memory: paddle.Tensor) -> paddle.Tensor:
+    """Another parameter of the same name, dtype and flags, over `memory`.
+
+    ``EagerParamBase`` (2.6, 3.x), because a plain tensor of 2.6 takes no attributes.
+    """
+    twin = framework.EagerParamBase(
+        shape=list(parameter.shape), dtype=parameter.dtype, name=parameter.name
+    )
+    twin.stop_gradient = parameter.stop_gradient
+    take_memory(twin, memory)
+    return twin
 
 
 def take_gradient(parameter: paddle.Tensor) -> paddle.Tensor | None:

@@ -3,6 +3,7 @@
 from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._model import PRESETS, ModelConfig
 from paddle_recompute.config._strategy import AmpConfigs, GradientMergeConfigs, StrategyConfig
+from paddle_recompute.config._types import byte_count
 from paddle_recompute.config.loading import load_config
 from paddle_recompute.config.schema import (
     AUTO,
@@ -28,5 +29,6 @@ __all__ = [
     "StrategyConfig",
     "SyncConfig",
     "TrainConfig",
+    "byte_count",
     "load_config",
 ]

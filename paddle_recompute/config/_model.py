@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -41,6 +41,20 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 
 
+_NAME = r"^(ernie|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+
+# A Layer of the user's has no dimensions that are known here. These stand for them.
+_OWN_MODEL: dict[str, int] = {
+    "hidden_size": 1,
+    "num_layers": 1,
+    "num_heads": 1,
+    "intermediate_size": 1,
+    "max_position_embeddings": 1_000_000,
+    "type_vocab_size": 1,
+}
+_FOR_OWN_MODELS = ("name", "options", "init_from", "vocab_size", "max_position_embeddings")
+
+
 class ModelConfig(Section):
     """The encoder. A preset sets every dimension that is not given."""
 
@@ -54,10 +68,34 @@ class ModelConfig(Section):
                 f"must divide hidden_size = {hidden}; the remainder is {hidden % heads}",
             )
 
-    rules = (_heads_divide,)
+    @staticmethod
+    def _settings_are_of_the_model(v: Values) -> Iterator[Broken]:
+        name = v["name"]
+        if ":" not in name:
+            if v["options"]:
+                yield Broken("options", v["options"], "are of a model of your own; remove them")
+            return
+        for field, info in ModelConfig.model_fields.items():
+            default = _OWN_MODEL.get(field, info.get_default(call_default_factory=True))
+            if field not in _FOR_OWN_MODELS and v[field] != default:
+                yield Broken(
+                    field,
+                    v[field],
+                    f"is a setting of the ernie encoder and not known to {name}; if it has such an "
+                    "argument, set it in model.options",
+                )
+
+    rules = (_heads_divide, _settings_are_of_the_model)
     filled_in_by = "preset"
 
-    name: Literal["ernie"] = Field("ernie", description="the architecture")
+    name: Annotated[str, Field(pattern=_NAME)] = Field(
+        "ernie",
+        description="the architecture: ernie, or a Layer of your own as package.module:Class, "
+        "which gets ids [batch, length] and returns vectors [batch, dim]",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of a Layer of your own"
+    )
     preset: Literal["tiny", "base", "large"] | None = Field(
         None,
         description="published dimensions; dimensions that are given override them; none: all "
@@ -96,11 +134,19 @@ class ModelConfig(Section):
     )
     init_from: UserPath | None = Field(
         None,
-        description="file with initial weights, .pdparams or .safetensors; none: random weights",
+        description="file with initial weights, .pdparams or .safetensors, of this library, of "
+        "PaddleNLP (Ernie, Bert) or Hugging Face (BERT); none: random weights",
     )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a Layer of the user's."""
+        return ":" in self.name
 
     @classmethod
     def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Fill in the dimensions of the preset; dimensions in the file override them."""
+        if ":" in str(given.get("name", "")):
+            return {**_OWN_MODEL, **given}
         preset = given.get("preset")
         return {**PRESETS.get(preset, {}), **given} if isinstance(preset, str) else given

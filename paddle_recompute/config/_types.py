@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from paddle_recompute.errors import ConfigError
+
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MOST_DIGITS = 20
 _AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
@@ -48,6 +50,18 @@ def _bytes(value: Any) -> Any:
             raise ValueError(f"value should be a number of at most {_MOST_DIGITS} digits")
         return int(float(amount[1]) * _UNITS[amount[2]])
     return value
+
+
+def byte_count(text: str) -> int:
+    """The number of bytes that ``"1.5GiB"`` stands for.
+
+    Raises:
+        ConfigError: It stands for none.
+    """
+    try:
+        return int(_bytes(text))
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no number of bytes: {error}") from error
 
 
 ByteCount = Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(_bytes)]

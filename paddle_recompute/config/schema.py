@@ -57,13 +57,52 @@ class RecomputeConfig(Section):
         if v["engine"] == "fleet" and v["offload"] != "none":
             yield Broken("offload", v["offload"], "is not supported by engine: fleet; remove it")
 
-    rules = (_settings_need_their_policy, _fleet_has_no_more)
-    refused_values: ClassVar[Any] = {
-        "policy": {"budget": "policy budget is not available yet; use all, every_n or segments"}
-    }
-    refused_keys: ClassVar[Any] = {
-        "memory_budget": "a memory budget for recompute is not available yet; use policy",
-    }
+    @staticmethod
+    def _budget_and_its_bytes(v: Values) -> Iterator[Broken]:
+        given = v["memory_budget"]
+        if v["policy"] == "budget" and given is None:
+            yield Broken("memory_budget", None, "required with policy: budget, for example 8GiB")
+        if v["policy"] != "budget" and given is not None:
+            yield Broken(
+                "memory_budget",
+                given,
+                f"has no effect with policy: {v['policy']}; set policy: budget or remove it",
+            )
+        if v["policy"] == "budget" and v["engine"] == "fleet":
+            yield Broken("policy", "budget", "is not supported by engine: fleet; use all, every_n")
+        if v["policy"] == "budget" and v["offload"] != "none":
+            yield Broken("offload", v["offload"], "is not supported by policy: budget; remove it")
+
+    @staticmethod
+    def _offloaded_layers_are_all_recomputed(v: Values) -> Iterator[Broken]:
+        place, shards = v["offload_parameters"], v["num_shards"]
+        if place == "none":
+            if shards != RecomputeConfig.model_fields["num_shards"].default:
+                yield Broken(
+                    "num_shards", shards, "has no effect without offload_parameters; remove it"
+                )
+            return
+        for name, allowed in (
+            ("enable", True),
+            ("engine", "paddle_recompute"),
+            ("policy", "all"),
+            ("offload", "none"),
+            ("preserve_rng_state", True),
+        ):
+            if v[name] != allowed:
+                yield Broken(
+                    name,
+                    v[name],
+                    f"does not go with offload_parameters: {place}, which recomputes every "
+                    f"offloaded sublayer and keeps its inputs there too; remove it",
+                )
+
+    rules = (
+        _settings_need_their_policy,
+        _fleet_has_no_more,
+        _budget_and_its_bytes,
+        _offloaded_layers_are_all_recomputed,
+    )
 
     enable: bool = Field(True, description="false: the model is left as it is")
     engine: Literal["paddle_recompute", "fleet"] = Field(
@@ -78,10 +117,16 @@ class RecomputeConfig(Section):
         description="glob patterns over sublayer names; * stays within one name, ** crosses dots; "
         "auto: the repeated blocks of the model, found by its structure",
     )
-    policy: Literal["all", "every_n", "segments"] = Field(
+    policy: Literal["all", "every_n", "segments", "budget"] = Field(
         "all",
         description="all: each selected sublayer on its own; every_n: the 1st, (n+1)th, ... of "
-        "them; segments: consecutive ones are joined and recomputed together",
+        "them; segments: consecutive ones are joined and recomputed together; budget: what is "
+        "fastest within memory_budget, by measurement",
+    )
+    memory_budget: ByteCount | None = Field(
+        None,
+        description="with policy: budget, the most bytes that a rank may hold on its device, all "
+        "in all, as in 8GiB",
     )
     every_n: Count = Field(2, description="the n of policy every_n, in selected sublayers")
     segments: Count | Literal["auto"] = Field(
@@ -92,6 +137,14 @@ class RecomputeConfig(Section):
         "none",
         description="where the inputs of recomputed parts are kept until the backward; none: on "
         "the device; host: pinned memory; disk: a temporary file",
+    )
+    offload_parameters: Literal["none", "host", "disk"] = Field(
+        "none",
+        description="where parameters, gradients and optimizer state of the selected sublayers are "
+        "while others compute; none: on the device; host: pinned memory; disk: a temporary file",
+    )
+    num_shards: Count = Field(
+        1, description="with offload_parameters: one of so many parts is on the device at a time"
     )
     preserve_rng_state: bool = Field(
         True,
@@ -372,7 +425,26 @@ class Config(Section):
                     path, v[path], "is a setting of the static graph; remove it in mode: dygraph"
                 )
 
+    @staticmethod
+    def _parameters_leave_in_dygraph(v: Values) -> Iterator[Broken]:
+        place = v["recompute.offload_parameters"]
+        if v["mode"] == "static" and place != "none":
+            yield Broken(
+                "recompute.offload_parameters",
+                place,
+                "is not supported by mode: static, whose Program owns its parameters; use dygraph",
+            )
+        if place != "none" and v["sync.mode"] == "fleet":
+            yield Broken("sync.mode", "fleet", "does not go with recompute.offload_parameters")
+        if place != "none" and v["sync.compression"] != "none":
+            yield Broken(
+                "sync.compression",
+                v["sync.compression"],
+                "is not supported with recompute.offload_parameters; use none",
+            )
+
     rules = (
+        _parameters_leave_in_dygraph,
         _batch_divides,
         _chunks_instead_of_micro_batches,
         _a_chunk_holds_a_text,

@@ -221,6 +221,8 @@ class GradCache:
         with Step() as step:
             with self._no_sync(sync):
                 loss, in_order = self._backward_of_loss(encoders, loss_scale, loss_arguments or {})
+                if sync is not None:
+                    sync.add_loss(loss)
                 earlier, final = _schedule(in_order)
                 for encoder, chunk in earlier:
                     encoder.backward(chunk)

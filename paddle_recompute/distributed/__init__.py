@@ -3,10 +3,11 @@
 from paddle_recompute.distributed.agreement import (
     agree_on_options,
     agree_on_parameters,
-    exchange_long,
     first_that_differs,
 )
 from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.device_watch import watched_on_device
+from paddle_recompute.distributed.gloo_lane import GlooLane, Job, lane_of
 from paddle_recompute.distributed.peer_state import Limits, Scope
 from paddle_recompute.distributed.ranks import (
     barrier,
@@ -15,27 +16,29 @@ from paddle_recompute.distributed.ranks import (
     mean_over_ranks,
     run_collective,
     scope_of,
+    sum_over_ranks,
     values_of_ranks,
 )
 from paddle_recompute.distributed.stop_request import StopRequest
-from paddle_recompute.distributed.watched_collective import Run, run_watched
 
 __all__ = [
+    "GlooLane",
+    "Job",
     "Limits",
-    "Run",
     "Scope",
     "StopRequest",
     "agree_on_options",
     "agree_on_parameters",
     "barrier",
     "broadcast_from_rank0",
-    "exchange_long",
     "first_that_differs",
     "is_distributed",
+    "lane_of",
     "mean_over_ranks",
     "peers",
     "run_collective",
-    "run_watched",
     "scope_of",
+    "sum_over_ranks",
     "values_of_ranks",
+    "watched_on_device",
 ]

@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import paddle
 
-from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.control_client import Said, peers
 from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import SyncError
 
 
-def exchange_long(content: Any, label: str, scope: Scope) -> list[Any]:
-    """As ``peers().exchange``, for long contents that are mostly the same on all ranks.
-
-    Checksums travel first, and the contents only where they differ.
-    """
-    digest = zlib.crc32(json.dumps(content).encode())
-    if len(set(peers().exchange(digest, label, scope))) == 1:
-        return [content] * len(scope.ranks)
-    return peers().exchange(content, label, scope)
-
-
-def agree_on_options(options: Mapping[str, Any], scope: Scope) -> None:
+def agree_on_options(
+    options: Mapping[str, Any], scope: Scope, *, of: str = "GradientSync was made"
+) -> None:
     """Check that `options` are the same on all ranks.
+
+    Args:
+        options: By name.
+        scope: The ranks.
+        of: Who has them, for the message.
 
     Raises:
         SyncError: They are not; names the first that differs, and the ranks.
     """
-    everywhere = exchange_long(dict(options), "the options of GradientSync", scope)
-    for name in options:
-        values = [theirs[name] for theirs in everywhere]
+    said = peers().meet("the options of GradientSync", scope, dict(options))
+    for name in options if said is not None else ():
+        values = [one.content[name] for one in said or ()]
         if any(value != values[0] for value in values):
             raise SyncError(
-                f"GradientSync was made with different options: {name} is "
-                f"{_by_rank([repr(value) for value in values], scope)}. Give it the same "
-                "everywhere."
+                f"{of} with different options: {name} is "
+                f"{_by_rank(said or [], list(map(repr, values)))}. Give it the same everywhere."
             )
 
 
@@ -60,9 +54,10 @@ def agree_on_parameters(
     """
     shapes = [f"{list(parameter.shape)} {parameter.dtype}" for parameter in parameters]
     described = [f"'{name}' {shape}" for name, shape in zip(names, shapes, strict=True)]
-    theirs = exchange_long(described, "the parameters of GradientSync", scope)
-    if all(one == theirs[0] for one in theirs):
+    said = peers().meet("the parameters of GradientSync", scope, described)
+    if said is None:
         return
+    theirs: list[list[str]] = [one.content for one in said]
     compared = theirs
     if not structured and len({tuple(sorted(one)) for one in theirs}) > 1:
         compared = [[entry.rpartition("' ")[2] for entry in one] for one in theirs]
@@ -72,7 +67,7 @@ def agree_on_parameters(
             shown = [one[index] if index < len(one) else "missing" for one in theirs]
             raise SyncError(
                 "the ranks do not synchronize the same parameters: number "
-                f"{index} (from 0) is {_by_rank(shown, scope)}. Build the model in the same way, "
+                f"{index} (from 0) is {_by_rank(said, shown)}. Build the model in the same way, "
                 "and freeze the same of it, on every rank."
             )
 
@@ -86,21 +81,22 @@ def first_that_differs(
     Copies every tensor to the host and computes its checksum: about 1 s per GB.
     """
     own = [zlib.crc32(tensor.numpy().tobytes()) for tensor in tensors]
-    theirs = exchange_long(own, "the checksums of the tensors", scope)
-    for index in range(len(tensors)):
-        sums = [one[index] for one in theirs]
-        usual = max(sums, key=sums.count)
-        others = [rank for rank, one in zip(scope.ranks, sums, strict=True) if one != usual]
-        if others:
-            return index, others
+    said = peers().meet("the checksums of the tensors", scope, own)
+    for index in range(len(tensors)) if said is not None else ():
+        ranks_with: dict[int, list[int]] = {}
+        for one in said or ():
+            ranks_with.setdefault(one.content[index], []).extend(one.ranks)
+        if len(ranks_with) > 1:
+            usual = max(ranks_with, key=lambda checksum: len(ranks_with[checksum]))
+            return index, sorted({*scope.ranks} - {*ranks_with[usual]})
     return None
 
 
-def _by_rank(values: Sequence[str], scope: Scope) -> str:
+def _by_rank(said: Sequence[Said], values: Sequence[str]) -> str:
     """``a on rank 0, 1, b on rank 2``."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, value in zip(scope.ranks, values, strict=True):
-        ranks_of.setdefault(value, []).append(rank)
+    for one, value in zip(said, values, strict=True):
+        ranks_of.setdefault(value, []).extend(one.ranks)
     return ", ".join(
-        f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items()
+        f"{value} on rank {', '.join(map(str, sorted(ranks)))}" for value, ranks in ranks_of.items()
     )

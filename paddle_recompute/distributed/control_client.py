@@ -6,6 +6,10 @@ waits on a `threading.Event`, never in C++, and checks that record regularly: `C
 So a rank that waits for a dead, stopped or failed peer ends with a `PeerError` that names the peer,
 instead of hanging or of being aborted by a collective.
 
+A rank that goes on says nothing but that it lives. One that has waited for longer than a tick says
+where, so that the others learn whom they wait for, and that ranks which wait at different places
+are told.
+
 A rank that fails tells the others why before it ends: through `ControlClient.tell_failure` where
 the library sees the error, else from `sys.excepthook` and `atexit`.
 """
@@ -15,33 +19,65 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import hashlib
+import hmac
+import itertools
 import json
 import os
+import secrets
 import selectors
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import paddle.distributed as dist
 
 from paddle_recompute import _paddle
-from paddle_recompute.distributed.control_server import TICK, ControlServer, Message, encode
-from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
+from paddle_recompute.distributed import control_wire as wire
+from paddle_recompute.distributed.control_server import TICK, ControlServer
+from paddle_recompute.distributed.control_wire import Message
+from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope, where
 from paddle_recompute.errors import PeerError, SyncError
 
+CONTROL_KEY = "PADDLE_RECOMPUTE_CONTROL_KEY"
+"""The environment variable with a secret of the run, the same on all machines. Without it the key
+is what rank 0 puts into Paddle's TCP store, which tells it to whoever can connect to the store.
+"""
 _POLL = 0.1
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
 _PARTING = 10.0  # seconds for the server, on a busy machine, to pass on this rank's last words
 _ADDRESS = "paddle_recompute/control_server"
 
 
-class _PendingExchange:
-    """What the ranks of a channel said, once all of them have."""
+class Lane(Protocol):
+    """Collectives in progress between some ranks, which a failure can leave half done."""
 
-    def __init__(self) -> None:
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is half done."""
+
+    def drop(self) -> None:
+        """Use it no more."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What some of the ranks said at a meeting."""
+
+    ranks: tuple[int, ...]
+    content: Any
+
+
+class _Answer:
+    """That of the server, when all ranks are at a meeting."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
         self.here = threading.Event()
         self.message: Message = {}
 
@@ -55,13 +91,17 @@ class ControlClient:
         """For waits that belong to no `GradientSync`: those of the newest one."""
         self.place = "before the first step"
         """Where this rank is, for messages."""
+        self.lanes: dict[tuple[int, ...], list[Lane]] = {}
+        """Collectives that begin anew, on all ranks, when some rank's have been left half done."""
         self._process = os.getpid()
         self._sending = threading.Lock()
-        self._answers: dict[str, _PendingExchange] = {}
+        self._answers: dict[str, _Answer] = {}
+        self._waits = itertools.count(1)
         self._peer_state = PeerState(rank)
-        self._heard = threading.Event()  # the control server has repeated our own last words
+        self._heard = threading.Event()  # the control server has passed on our last words
         self._connected = threading.Event()
         self._socket: socket.socket | None = None
+        _paddle.watch_backward()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
         self._await_connection()
         self._last_words: Message = {"kind": "left", "message": None}
@@ -72,65 +112,126 @@ class ControlClient:
 
     # ------------------------------------------------------------------------------ waiting
 
-    def exchange(self, content: Any, label: str, scope: Scope, *, lane: str = "main") -> list[Any]:
-        """Give `content` (for JSON) to all ranks of `scope`, and return theirs, in rank order.
+    def meet(
+        self,
+        label: str,
+        scope: Scope,
+        content: Any = None,
+        *,
+        lane: str = "main",
+        everything: bool = False,
+    ) -> list[Said] | None:
+        """Wait for all ranks of `scope`, and compare what they say.
 
-        Returns when all have called it, so it is a barrier too. About 0.2 ms.
+        One message to rank 0 and one back, however many ranks there are. Not for the steps of a
+        training: rank 0 serves all ranks.
 
         Args:
-            content: What JSON can hold.
             label: What this is about; must be the same on all ranks.
             scope: The ranks.
-            lane: Each thread that exchanges has its own; that of the main thread is the same for
+            content: What JSON can hold. Its digest travels, and itself only where they differ.
+            lane: Each thread that meets others has its own; that of the main thread is the same for
                 all scopes of the same ranks, so that a rank that is elsewhere is noticed.
+            everything: Whether all contents are wanted, however many there are; the same on all
+                ranks.
+
+        Returns:
+            None where all have said the same; else who has said what, of at most 8 different
+            contents (without `everything`), in the order of the ranks.
 
         Raises:
             SyncError: The ranks are in different places of the program: their labels differ.
             PeerError: A rank will not come.
         """
-        channel = f"{scope.ranks}/{lane}"
-        answer = self._answers[channel] = _PendingExchange()
+        channel = f"{scope.among}/{lane}"
+        answer = self._answers[channel] = _Answer(content)
+        lanes = self.lanes.get(scope.ranks, []) if lane == "main" else []
         self._send(
             {
-                "kind": "exchange",
+                "kind": "meet",
                 "channel": channel,
+                "size": len(scope.ranks),
                 "scope": scope.key,
-                "ranks": scope.ranks,
                 "label": label,
-                "content": content,
+                "digest": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
+                "clean": all(one.is_clean for one in lanes),
+                "everything": everything,
             }
         )
-        self.wait(answer.here, label, scope)
-        labels = answer.message.get("labels")
-        if labels is not None:
-            where = ", ".join(f"rank {rank} is at {at}" for rank, at in labels.items())
-            raise SyncError(
-                f"the ranks are not in the same place of the program: {where}. Every rank must "
-                "take the same number of steps and make the same calls in the same order."
-            )
-        contents: list[Any] = answer.message["contents"]
-        return contents
+        self.wait(answer.here, label, scope, tells=lane == "main")
+        if not answer.message["clean"] and lane == "main":
+            for one in self.lanes.pop(scope.ranks, []):
+                one.drop()
+        groups: list[Message] | None = answer.message.get("groups")
+        if groups is None:
+            return None
+        if len({group["label"] for group in groups}) > 1:
+            raise _apart(where(groups))
+        return [Said(tuple(wire.ranks_in(one["ranks"])), one["content"]) for one in groups]
 
-    def wait(self, event: threading.Event, what: str, scope: Scope) -> None:
-        """Return when `event` is set.
+    def wait(
+        self,
+        event: threading.Event,
+        what: str,
+        scope: Scope,
+        *,
+        place: str | None = None,
+        tells: bool = True,
+    ) -> None:
+        """Return when `event` is set, by another thread of this process; see `wait_until`."""
+        self.wait_until(event.wait, what, scope, place=place, tells=tells)
+
+    def wait_until(
+        self,
+        has_come: Callable[[float], bool],
+        what: str,
+        scope: Scope,
+        *,
+        place: str | None = None,
+        tells: bool = True,
+    ) -> None:
+        """Return when something has come.
 
         Args:
-            event: Set by another thread of this process.
+            has_come: ``has_come(seconds)`` waits for it for so long at most, and says whether it
+                has come.
             what: What one waits for, for messages.
             scope: The ranks whose death or failure ends the wait.
+            place: The part of the program; ranks that wait in different ones wait for ever. None:
+                `what`.
+            tells: Whether the others are to know that this rank waits here, if it takes long. Only
+                one thread of a process may do so at a time.
 
         Raises:
             PeerError: One of them has died, failed, fallen silent, or not come in time.
+            SyncError: The ranks wait for each other in different places.
         """
         waited = 0.0
         began = time.monotonic()
-        while not event.wait(min(_POLL, max(waited, 0.002))):
-            waited = time.monotonic() - began
-            try:
-                self.check(scope, what, waited=waited)
-            except PeerError:
-                if not event.is_set():
-                    raise
+        serial = 0
+        try:
+            while not has_come(min(_POLL, max(waited, 0.002))):
+                waited = time.monotonic() - began
+                if tells and not serial and waited > TICK:
+                    serial = self._tell_wait(what, scope, place or what)
+                try:
+                    self.check(scope, what, waited=waited)
+                    apart = self._peer_state.apart(serial) if serial else None
+                    if apart is not None:
+                        raise _apart(apart)
+                except SyncError as error:
+                    if not has_come(0.0):
+                        _paddle.hand_on(error)
+                        raise
+        finally:
+            if serial:
+                self._send({"kind": "goes on"})
+
+    def _tell_wait(self, what: str, scope: Scope, place: str) -> int:
+        serial = next(self._waits)
+        told = {"among": scope.among, "size": len(scope.ranks), "serial": serial}
+        self._send({"kind": "waits", "place": place, "label": what, **told})
+        return serial
 
     def check(self, scope: Scope, what: str, *, waited: float = 0.0) -> None:
         """Raise if waiting for `what` from the ranks of `scope`, `waited` seconds so far, is in
@@ -190,7 +291,7 @@ class ControlClient:
         # it may have said why.
         with contextlib.suppress(OSError), self._sending:
             assert self._socket is not None
-            self._socket.sendall(encode(message))
+            self._socket.sendall(wire.encode(message))
 
     # ----------------------------------------------------------------------------- listening
 
@@ -212,47 +313,64 @@ class ControlClient:
         """Send signs of life and note what the control server says, until the process ends."""
         try:
             self._socket = line = self._connect()
-            self._send({"kind": "alive"})
             self._connected.set()
             news = selectors.DefaultSelector()
             news.register(line, selectors.EVENT_READ)
-            received, last_sign = b"", time.monotonic()
+            reader, last_sign = wire.Reader(), time.monotonic()
             while True:
                 if news.select(TICK):
                     data = line.recv(1 << 16)
                     if not data:
                         raise ConnectionError("no more data")
                     self._peer_state.server_quiet = 0
-                    *lines, received = (received + data).split(b"\n")
-                    for text in lines:
-                        self._hear(json.loads(text))
+                    for message in reader.feed(data):
+                        self._hear(message)
                 else:
                     self._peer_state.server_quiet += 1
                 if time.monotonic() - last_sign >= TICK:
                     last_sign = time.monotonic()
-                    self._send({"kind": "alive"})
-        except (OSError, RuntimeError) as error:  # RuntimeError: the store's
+                    with contextlib.suppress(OSError), self._sending:
+                        line.sendall(wire.SIGN_OF_LIFE)
+        # RuntimeError: the store's
+        except (OSError, RuntimeError, wire.ProtocolError) as error:
             self._peer_state.lost = self._peer_state.lost or str(error)
 
     def _connect(self) -> socket.socket:
         host = _paddle.master_host()
         if self.rank == 0:
-            server = ControlServer(host)
-            port, token = server.port, server.token
+            token = secrets.token_hex(32)
+            server = ControlServer(host, _key(token), dist.get_world_size())
+            port = server.port
             _paddle.store_publish(_ADDRESS, json.dumps([port, token]))
         else:
             port, token = json.loads(_paddle.store_await(_ADDRESS))
-        line = socket.create_connection((host, port), timeout=self.limits.peer_timeout)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.sendall(encode({"kind": "hello", "rank": self.rank, "token": token}))
-        return line
+        deadline = time.monotonic() + self.limits.peer_timeout
+        pause = 0.1
+        while True:
+            try:
+                return wire.connected(host, port, self.rank, _key(token), self.limits.peer_timeout)
+            except OSError as error:
+                # Strangers may crowd at the door.
+                if time.monotonic() > deadline:
+                    raise ConnectionError(
+                        f"the control server at {host}:{port} did not let this rank in within "
+                        f"{self.limits.peer_timeout:.0f} s ({error}). If {CONTROL_KEY} is set, it "
+                        "must be the same on all machines"
+                    ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
 
     def _hear(self, message: Message) -> None:
-        if message["kind"] == "exchanged":
+        kind = message["kind"]
+        if kind == "met":
             answer = self._answers[message["channel"]]
             answer.message = message
             answer.here.set()
-        elif message["kind"] == "left" and message["rank"] == self.rank:
+        elif kind == "say":
+            channel = message["channel"]
+            content = self._answers[channel].content
+            self._send({"kind": "content", "channel": channel, "content": content})
+        elif kind == "heard":
             self._heard.set()
         else:
             self._peer_state.take(message)
@@ -261,6 +379,17 @@ class ControlClient:
         """In a forked child: a socket that it held open would hide the end of this process."""
         if self._socket is not None:
             self._socket.close()
+
+
+def _key(token: str) -> bytes:
+    return hmac.digest(os.environ.get(CONTROL_KEY, "").encode(), token.encode(), "sha256")
+
+
+def _apart(where_the_ranks_are: str) -> SyncError:
+    return SyncError(
+        f"the ranks are not in the same place of the program: {where_the_ranks_are}. Every rank "
+        "must take the same number of steps and make the same calls in the same order."
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,52 +1,84 @@
-"""The thread in rank 0 that every rank is connected to: who is there, who is not, who said what.
+"""The thread in rank 0 that every rank is connected to: who is there, who is not, who failed.
 
-Ranks need to know three things about each other that no collective tells: that a peer has died,
-stopped or failed; that it is merely late; and a small value of its own (a flag, a checksum). All
-three go through here, as lines of JSON over one TCP connection per rank.
+Ranks need to know things about each other that no collective tells: that a peer has died, stopped
+or failed, that it is merely late, and at the start whether all are set up alike. That goes through
+here. What ranks agree on in every step does not: it travels in collectives of their backend.
 
 Why not Paddle's own TCP store? One of its operations takes 43 ms (2.6.2 and 3.3.1, measured between
 two processes of one machine: its client writes a request in several small packets without
 TCP_NODELAY), cannot be bounded in time, and blocks for ever on a store whose process is stopped.
-An exchange here takes about 0.2 ms. The store only tells the ranks where the server listens.
+The store only tells the ranks where the server listens, and the key.
 
 A connection that closes is a process that has ended, and is seen at once. A process that is
 stopped, or whose machine is cut off, keeps its connection and falls silent: the server counts its
 own ticks since it last heard of each rank, so that a server that was itself stopped accuses nobody.
 
-Trust: the server listens on the loopback interface where the store's address is there, else on all,
-as gloo's own sockets and the store do. A connection is closed unless it begins with the token that
-rank 0 has put into the store.
+A tick costs one byte from and to each rank. News of many ranks at once (all of them end) are joined
+into one message a tick. So all costs grow with the number of ranks, none with its square.
+
+Trust: the server listens on the address that the ranks use, loopback where they do. What strangers
+can do there is bounded: they have 5 s to send `control_wire.HELLO_BYTES`, nothing of it is parsed
+before it is compared, and at most `MOST_STRANGERS` connections are open at a time. A rank that does
+not keep to the protocol is closed, and counts as dead.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-import ipaddress
-import json
-import secrets
+import contextlib
+import selectors
 import socket
 import threading
-from dataclasses import dataclass
-from typing import Any
+import time
+from dataclasses import dataclass, field
+
+from paddle_recompute.distributed._meetings import Meetings, Waits
+from paddle_recompute.distributed.control_wire import (
+    HELLO_BYTES,
+    SIGN_OF_LIFE,
+    Message,
+    ProtocolError,
+    Reader,
+    encode,
+    new_challenge,
+    number_of,
+    ranges,
+    rank_of,
+    text_of,
+    welcome,
+)
 
 TICK = 1.0
 """Seconds between two signs of life."""
-LONGEST_LINE = 2**28
+HELLO_SECONDS = 5.0
+MOST_STRANGERS = 256
+"""Connections that have not said who they are. More of them wait in the system's queue."""
+_HELLO_SECONDS_IN_A_CROWD = 1.0
+_LONGEST_BACKLOG = 2**26
+"""Bytes that a rank has not read. Beyond it, the rank counts as dead."""
+_LOUD = 8
+"""Failures and deaths that are told at once; more of them are told together, each tick."""
+_MOST_SILENT = 16
+_PAUSE_PER_RANK = 20e-6
 
-Message = dict[str, Any]
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connection that has not said who it is."""
+
+    socket: socket.socket
+    challenge: bytes
+    since: float
+    said: bytearray = field(default_factory=bytearray)
 
 
-def encode(message: Message) -> bytes:
-    """One line on the wire."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-@dataclass
-class _Connection:
+@dataclass(eq=False)
+class _Line:
     """The connection to one rank."""
 
-    writer: asyncio.StreamWriter
+    rank: int
+    socket: socket.socket
+    reader: Reader = field(default_factory=Reader)
+    unsent: bytearray = field(default_factory=bytearray)
     quiet: int = 0
     left: bool = False
 
@@ -56,122 +88,303 @@ class ControlServer:
 
     Args:
         host: The name under which the ranks reach this process.
+        key: Known to the ranks alone.
+        num_ranks: How many there are.
     """
 
-    def __init__(self, host: str) -> None:
-        self.token = secrets.token_hex(16)
-        self._lines: dict[int, _Connection] = {}
-        self._troubles: list[Message] = []  # for ranks that connect later
-        self._failed_scopes: set[str] = set()
-        self._waiting: dict[str, dict[int, Message]] = {}
-        listening = socket.create_server(("127.0.0.1" if _is_loopback(host) else "", 0))
-        self.port = int(listening.getsockname()[1])
-        thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(listening)), name="control server", daemon=True
-        )
-        thread.start()
+    def __init__(self, host: str, key: bytes, num_ranks: int) -> None:
+        self._key = key
+        self._num_ranks = num_ranks
+        self._lines: dict[int, _Line] = {}
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._failed: list[Message] = []
+        self._gone: list[int] = []
+        self._left: list[int] = []  # in good order
+        self._untold: dict[str, list[int]] = {"gone": [], "left": []}
+        self._meetings = Meetings(self._tell)
+        self._waits = Waits(self._tell)
+        self._news = selectors.DefaultSelector()
+        self._listening = _listen(host)
+        self.port = int(self._listening.getsockname()[1])
+        self._listening.setblocking(False)
+        self._is_open, self._is_full, self._said_silent = True, False, False
+        self._is_busy = False  # there was more than signs of life
+        self._news.register(self._listening, selectors.EVENT_READ)
+        threading.Thread(target=self._serve, name="control server", daemon=True).start()
 
-    async def _serve(self, listening: socket.socket) -> None:
-        server = await asyncio.start_server(self._attend, sock=listening, limit=LONGEST_LINE)
-        async with server:
-            while True:
-                await asyncio.sleep(TICK)
-                for line in self._lines.values():
-                    line.quiet += 1
+    def _serve(self) -> None:
+        next_tick = time.monotonic() + TICK
+        while True:
+            if not self._is_busy:
+                # Of many ranks, several have shown a sign of life by then: one look for all of
+                # them, and the training of rank 0 is disturbed less often.
+                time.sleep(_PAUSE_PER_RANK * len(self._lines))
+            self._is_busy = False
+            for key, events in self._news.select(max(0.0, next_tick - time.monotonic())):
+                if key.data is None:
+                    self._accept()
+                elif isinstance(key.data, _Stranger):
+                    self._hear_stranger(key.data)
+                else:
+                    if events & selectors.EVENT_WRITE:
+                        self._send(key.data, b"")
+                    if events & selectors.EVENT_READ:
+                        self._hear(key.data)
+            if time.monotonic() >= next_tick:
+                next_tick = time.monotonic() + TICK
+                self._tick()
 
-    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await _next(reader)
-        if hello is None or not hmac.compare_digest(str(hello.get("token")), self.token):
-            writer.close()
+    # ----------------------------------------------------------------------------- strangers
+
+    def _accept(self) -> None:
+        self._is_busy = True
+        try:
+            connection, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionError):  # it has gone again
             return
-        # asyncio does it only for a socket made with IPPROTO_TCP; without it an answer that follows
-        # another waits 40 ms for the peer's delayed acknowledgement.
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        rank = int(hello["rank"])
-        line = self._lines[rank] = _Connection(writer)
-        for trouble in self._troubles:
-            writer.write(encode(trouble))
-        while (message := await _next(reader)) is not None:
-            line.quiet = 0
-            self._take(rank, line, message)
+        except OSError:  # this process has no descriptor left: not again before the next tick
+            self._is_full = True
+            self._mind_the_door()
+            return
+        connection.setblocking(False)
+        stranger = _Stranger(connection, new_challenge(), time.monotonic())
+        self._strangers[connection] = stranger
+        self._news.register(connection, selectors.EVENT_READ, stranger)
+        try:
+            connection.send(stranger.challenge)
+        except OSError:
+            self._show_out(stranger)
+        self._mind_the_door()
+
+    def _hear_stranger(self, stranger: _Stranger) -> None:
+        self._is_busy = True
+        try:
+            said = stranger.socket.recv(HELLO_BYTES - len(stranger.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        stranger.said += said
+        if said and len(stranger.said) < HELLO_BYTES:
+            return
+        rank = None
+        if said:
+            rank = rank_of(bytes(stranger.said), stranger.challenge, self._key)
+        if rank is None or rank >= self._num_ranks or rank in self._lines:
+            self._show_out(stranger)
+            return
+        del self._strangers[stranger.socket]
+        self._mind_the_door()
+        stranger.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line = self._lines[rank] = _Line(rank, stranger.socket)
+        self._news.modify(line.socket, selectors.EVENT_READ, line)
+        self._send(line, welcome(bytes(stranger.said), stranger.challenge, self._key))
+        for message in [*self._failed, *self._ends({"gone": self._gone, "left": self._left})]:
+            self._send(line, encode(message))
+
+    def _show_out(self, stranger: _Stranger) -> None:
+        if self._strangers.pop(stranger.socket, None) is not None:
+            self._news.unregister(stranger.socket)
+            stranger.socket.close()
+            self._mind_the_door()
+
+    def _mind_the_door(self) -> None:
+        """Accept nobody while too many strangers are here."""
+        is_open = len(self._strangers) < MOST_STRANGERS and not self._is_full
+        if is_open != self._is_open:
+            self._is_open = is_open
+            if is_open:
+                self._news.register(self._listening, selectors.EVENT_READ)
+            else:
+                self._news.unregister(self._listening)
+
+    # --------------------------------------------------------------------------------- ranks
+
+    def _hear(self, line: _Line) -> None:
+        try:
+            data = line.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:  # reset by a process that was killed
+            data = b""
+        line.quiet = 0
+        if data == SIGN_OF_LIFE:
+            return
+        self._is_busy = True
+        try:
+            if not data:
+                raise ProtocolError("it has ended")
+            for message in line.reader.feed(data):
+                self._take(line, message)
+        except ProtocolError:
+            self._hang_up(line)
+
+    def _take(self, line: _Line, message: Message) -> None:
+        kind, rank = message["kind"], line.rank
+        if kind == "meet":
+            self._meetings.come(
+                rank,
+                text_of(message, "channel"),
+                number_of(message, "size"),
+                text_of(message, "scope"),
+                text_of(message, "label"),
+                text_of(message, "digest"),
+                message.get("clean") is True,
+                message.get("everything") is True,
+            )
+        elif kind == "content":
+            self._meetings.take_content(rank, text_of(message, "channel"), message.get("content"))
+        elif kind == "waits":
+            self._waits.begin(
+                rank,
+                text_of(message, "among"),
+                number_of(message, "size"),
+                number_of(message, "serial"),
+                text_of(message, "place"),
+                text_of(message, "label"),
+            )
+        elif kind == "goes on":
+            self._waits.end(rank)
+        elif kind == "failed":
+            self._fail(rank, message)
+        elif kind == "left":
+            self._leave(line, message)
+        else:
+            raise ProtocolError(f"no such message: {kind}")
+
+    def _fail(self, rank: int, message: Message) -> None:
+        told: Message = {
+            "kind": "failed",
+            "rank": rank,
+            "scope": text_of(message, "scope"),
+            "place": text_of(message, "place"),
+            "message": text_of(message, "message"),
+            "is_peer_error": message.get("is_peer_error") is True,
+        }
+        self._meetings.give_up(told["scope"])
+        # A failure takes all ranks of its scope along, and each of them tells of it.
+        before = [one for one in self._failed if one.get("scope") == told["scope"]]
+        if len(before) < _LOUD and (not told["is_peer_error"] or not before):
+            self._failed.append(told)
+            self._tell_all(told)
+
+    def _leave(self, line: _Line, message: Message) -> None:
+        reason = message.get("message")
+        if reason is None:
+            self._note_end("left", line.rank, text_of(message, "place"))
+        else:
+            ended = {**message, "kind": "ended", "rank": line.rank, "message": str(reason)}
+            before = [one for one in self._failed if one["kind"] == "ended"]
+            if len(before) < _LOUD:
+                self._failed.append(ended)
+                self._tell_all(ended)
+            else:
+                self._note_end("left", line.rank, text_of(message, "place"))
+        line.left = True
+        self._send(line, encode({"kind": "heard"}))
+
+    def _hang_up(self, line: _Line) -> None:
+        if self._lines.pop(line.rank, None) is None:
+            return
+        self._waits.end(line.rank)
+        self._news.unregister(line.socket)
+        line.socket.close()
         if not line.left:
-            self._announce({"kind": "gone", "rank": rank})
-        del self._lines[rank]
-        writer.close()
+            self._note_end("gone", line.rank)
 
-    def _take(self, rank: int, line: _Connection, message: Message) -> None:
-        kind = message["kind"]
-        if kind == "alive":
-            line.writer.write(encode(self._news_for(rank)))
-        elif kind == "exchange":
-            self._exchange(rank, message)
-        elif kind in ("failed", "left"):
-            line.left = kind == "left"
-            if kind == "failed":
-                self._give_up(message["scope"])
-            self._announce({**message, "rank": rank})
+    def _note_end(self, kind: str, rank: int, place: str = "") -> None:
+        """Tell of the first ends at once, of more of them together."""
+        ends = self._gone if kind == "gone" else self._left
+        ends.append(rank)
+        if len(ends) <= _LOUD:
+            self._tell_all({"kind": kind, "ranks": str(rank), "place": place})
+        else:
+            self._untold[kind].append(rank)
 
-    def _news_for(self, rank: int) -> Message:
-        """Who has been silent for more than a tick, and for whom `rank` waits in each channel."""
-        silent = {r: line.quiet * TICK for r, line in self._lines.items() if line.quiet > 1}
-        missing = {
-            channel: [r for r in arrived[rank]["ranks"] if r not in arrived]
-            for channel, arrived in self._waiting.items()
-            if rank in arrived
-        }
-        return {"kind": "alive", "silent": silent, "missing": missing}
+    def _ends(self, ends: dict[str, list[int]]) -> list[Message]:
+        return [
+            {"kind": kind, "ranks": ranges(ranks), "place": ""}
+            for kind, ranks in ends.items()
+            if ranks
+        ]
 
-    def _exchange(self, rank: int, message: Message) -> None:
-        """Keep what `rank` has to say until all of its channel have spoken, then tell them all."""
-        channel, ranks = message["channel"], message["ranks"]
-        if message["scope"] in self._failed_scopes:
-            return
-        arrived = self._waiting.setdefault(channel, {})
-        arrived[rank] = message
-        if len(arrived) < len(ranks):
-            return
-        del self._waiting[channel]
-        answer: Message = {
-            "kind": "exchanged",
-            "channel": channel,
-            "contents": [arrived[r]["content"] for r in ranks],
-        }
-        labels = {r: arrived[r]["label"] for r in ranks}
-        if len(set(labels.values())) > 1:
-            answer["labels"] = labels
-        for r in ranks:
-            self._tell(r, answer)
+    # ------------------------------------------------------------------------------- telling
 
-    def _give_up(self, scope: str) -> None:
-        """Forget who waits on behalf of `scope`, which has failed: they are told, and what they
-        said, or will say before they hear of it, must not answer the exchange of a new start.
-        """
-        self._failed_scopes.add(scope)
-        for arrived in self._waiting.values():
-            for rank in [r for r, message in arrived.items() if message["scope"] == scope]:
-                del arrived[rank]
+    def _tick(self) -> None:
+        patience = HELLO_SECONDS if self._is_open else _HELLO_SECONDS_IN_A_CROWD
+        for stranger in [*self._strangers.values()]:
+            if time.monotonic() - stranger.since > patience:
+                self._show_out(stranger)
+        self._is_full = False
+        self._mind_the_door()
+        self._waits.tick()
+        for message in self._ends(self._untold):
+            self._tell_all(message)
+        self._untold = {"gone": [], "left": []}
+        silent = {}
+        for line in self._lines.values():
+            line.quiet += 1
+            if line.quiet > 2:
+                silent[line.rank] = line.quiet * TICK
+        if silent:
+            longest = sorted(silent.items(), key=lambda item: -item[1])[:_MOST_SILENT]
+            self._tell_all({"kind": "silent", "seconds": {str(r): s for r, s in longest}})
+        elif self._said_silent:
+            self._tell_all({"kind": "silent", "seconds": {}})
+        self._said_silent = bool(silent)
+        for line in [*self._lines.values()]:
+            self._send(line, SIGN_OF_LIFE)
 
-    def _announce(self, trouble: Message) -> None:
-        """Tell everybody, and last the one concerned: it may wait to end until it was heard."""
-        self._troubles.append(trouble)
-        for rank in sorted(self._lines, key=lambda rank: rank == trouble["rank"]):
-            self._tell(rank, trouble)
+    def _tell_all(self, message: Message) -> None:
+        data = encode(message)
+        for line in [*self._lines.values()]:
+            self._send(line, data)
 
     def _tell(self, rank: int, message: Message) -> None:
         line = self._lines.get(rank)
-        if line is not None and not line.writer.is_closing():
-            line.writer.write(encode(message))
+        if line is not None:
+            self._send(line, encode(message))
+
+    def _send(self, line: _Line, data: bytes) -> None:
+        """Send what the system takes now, and the rest when it can take more."""
+        waits = bool(line.unsent)
+        if waits:
+            line.unsent += data
+        try:
+            sent = line.socket.send(line.unsent if waits else data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # closed by the other side: what it said last is still to be read
+            line.unsent.clear()
+            return
+        if waits:
+            del line.unsent[:sent]
+        elif sent < len(data):
+            line.unsent += data[sent:]
+        if len(line.unsent) > _LONGEST_BACKLOG:
+            self._hang_up(line)
+        elif bool(line.unsent) != waits:
+            both = selectors.EVENT_READ | selectors.EVENT_WRITE
+            with contextlib.suppress(KeyError):
+                self._news.modify(line.socket, both if line.unsent else selectors.EVENT_READ, line)
 
 
-async def _next(reader: asyncio.StreamReader) -> Message | None:
-    """The next message; None when the connection has ended, in order or not."""
+def _listen(host: str) -> socket.socket:
+    """Listen where `host` leads; where that is no address of this machine, as behind a NAT, on
+    all of them.
+    """
+    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with contextlib.suppress(OSError):
+            return _listening_at(family, kind, (str(address[0]), 0))
+    return _listening_at(socket.AF_INET, socket.SOCK_STREAM, ("", 0))
+
+
+def _listening_at(family: int, kind: int, address: tuple[str, int]) -> socket.socket:
+    listening = socket.socket(family, kind)
     try:
-        line = await reader.readline()
-    except OSError:  # reset by a process that was killed
-        return None
-    return json.loads(line) if line.endswith(b"\n") else None
-
-
-def _is_loopback(host: str) -> bool:
-    addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+        listening.bind(address)
+        listening.listen(1024)
+    except OSError:
+        listening.close()
+        raise
+    return listening

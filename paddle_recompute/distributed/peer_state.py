@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paddle_recompute.distributed.control_server import TICK, Message
+from paddle_recompute.distributed.control_server import TICK
+from paddle_recompute.distributed.control_wire import Message, ranges, ranks_in
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,14 @@ class Scope:
     limits: Limits
 
     @property
+    def among(self) -> str:
+        """The ranks on the wire."""
+        return ranges(self.ranks)
+
+    @property
     def key(self) -> str:
         """The scope on the wire."""
-        return f"{self.ranks}/{self.name}"
+        return f"{self.among}/{self.name}"
 
 
 @dataclass
@@ -48,26 +54,43 @@ class PeerState:
     Attributes:
         rank: This rank.
         lost: Why there is no connection to the control server any more; None while there is one.
-        hub_quiet: Ticks of this process since it last heard of the control server.
+        server_quiet: Ticks of this process since it last heard of the control server.
     """
 
     rank: int
     lost: str | None = None
     server_quiet: int = 0
     _silent: dict[int, float] = field(default_factory=dict)
-    _missing: dict[str, list[int]] = field(default_factory=dict)
+    _waiting: dict[str, frozenset[int]] = field(default_factory=dict)
+    _apart: tuple[int, str] | None = None
     _ended: dict[int, Message] = field(default_factory=dict)
     _failures: list[Message] = field(default_factory=list)
 
     def take(self, message: Message) -> None:
         """Note what the control server says."""
-        if message["kind"] == "alive":
-            self._silent = {int(rank): float(s) for rank, s in message["silent"].items()}
-            self._missing = message["missing"]
-        elif message["kind"] == "failed":
+        kind = message["kind"]
+        if kind == "silent":
+            self._silent = {int(rank): float(s) for rank, s in message["seconds"].items()}
+        elif kind == "waiting":
+            self._waiting[message["among"]] = frozenset(ranks_in(message["ranks"]))
+            if "apart" in message:
+                self._apart = (message["serial"], where(message["apart"]))
+        elif kind == "failed":
             self._failures.append(message)
-        else:
+        elif kind == "ended":
             self._ended[message["rank"]] = message
+        else:  # gone, or left in good order
+            for rank in ranks_in(message["ranks"]):
+                self._ended.setdefault(rank, {**message, "rank": rank})
+
+    def apart(self, serial: int) -> str | None:
+        """Where the ranks are, if they wait for each other at different places; None if not.
+
+        Args:
+            serial: The number of this rank's wait; what was said of another one is over.
+        """
+        told = self._apart
+        return told[1] if told is not None and told[0] == serial else None
 
     def trouble(self, scope: Scope, waited: float, *, patience: float | None = None) -> str | None:
         """Why waiting for the ranks of `scope` is in vain; None if it is not, as far as known.
@@ -82,9 +105,9 @@ class PeerState:
         # Failures of this rank too: its courier must not wait on for a scope that the main thread
         # has given up.
         told = [failure for failure in self._failures if failure["scope"] == scope.key]
-        told += [self._ended[rank] for rank in {0, *scope.ranks} if rank in self._ended]
+        told += [self._ended[rank] for rank in sorted({0, *scope.ranks}) if rank in self._ended]
         if waited <= 2 * TICK and patience is None:
-            told = [end for end in told if not _is_regular(end)]
+            told = [end for end in told if end["kind"] != "left"]
         if told:
             # Who ended because of another comes after that other.
             return _described(min(told, key=lambda end: bool(end.get("is_peer_error"))))
@@ -111,21 +134,22 @@ class PeerState:
     def _lateness(self, scope: Scope, waited: float) -> str | None:
         if waited <= scope.limits.stall_timeout:
             return None
-        # As far as the control server knows; it tells once per tick.
-        missing = {
-            rank
-            for channel, ranks in self._missing.items()
-            if channel.startswith(f"{scope.ranks}/")
-            for rank in ranks
-        } or {*scope.ranks} - {self.rank}
+        # As far as the control server knows; it tells who else waits.
+        others = {*scope.ranks} - {self.rank}
+        missing = others - self._waiting.get(scope.among, frozenset()) or others
         return (
             f"rank {', '.join(map(str, sorted(missing)))} did not come within {waited:.0f} s "
             "(stall_timeout) although it shows signs of life"
         )
 
 
-def _is_regular(end: Message) -> bool:
-    return end["kind"] == "left" and end["message"] is None
+def where(groups: list[Message]) -> str:
+    """Which ranks are at which place: ``rank 0, 1 is at A, rank 2 is at B``."""
+    told = []
+    for group in groups:
+        ranks = ", ".join(map(str, ranks_in(group["ranks"])))
+        told.append(f"rank {ranks} is at {group['label']}")
+    return ", ".join(told)
 
 
 def _described(end: Message) -> str:
@@ -135,6 +159,6 @@ def _described(end: Message) -> str:
             f"rank {rank} has died (its connection was closed): killed, crashed or out of memory; "
             "its log may say more"
         )
-    if _is_regular(end):
-        return f"rank {rank} has ended {end['place']}; its log may say why"
+    if end["kind"] == "left":
+        return f"rank {rank} has ended {end['place']}".rstrip() + "; its log may say why"
     return f"rank {rank} failed {end['place']}: {str(end['message']).rstrip('.')}"

@@ -7,22 +7,25 @@ names it. The limits are those of the newest `GradientSync` of the process.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute import _paddle
 from paddle_recompute.distributed.agreement import first_that_differs
 from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.device_watch import watched_on_device
+from paddle_recompute.distributed.gloo_lane import GlooLane, lane_of
 from paddle_recompute.distributed.peer_state import Limits, Scope
-from paddle_recompute.distributed.watched_collective import run_watched
 from paddle_recompute.errors import SyncError
 
 Result = TypeVar("Result")
+
+MAIN_LANE = "main collectives"
+"""Those that the main thread waits for; buckets of gradients have a lane of their own."""
 
 
 def is_distributed(group: Group | None = None) -> bool:
@@ -52,15 +55,15 @@ def barrier(timeout: float = 3600.0) -> None:
     if is_distributed():
         scope = scope_of(None)
         limits = dataclasses.replace(scope.limits, stall_timeout=timeout)
-        peers().exchange(None, "barrier()", dataclasses.replace(scope, limits=limits))
+        peers().meet("barrier()", dataclasses.replace(scope, limits=limits))
 
 
 def run_collective(function: Callable[[], Result], what: str, group: Group | None = None) -> Result:
     """The result of ``function()``, which calls collectives between the ranks of `group`.
 
     With gloo it begins when all ranks are here, so that none waits for a late one longer than gloo
-    does, and a peer that dies or stops meanwhile ends it with an error that names the peer. Costs
-    about 0.4 ms. With the backends of devices it is begun only, and the host goes on; where it
+    does, and a peer that dies or stops meanwhile ends it with an error that names the peer
+    (`gloo_lane`). With the backends of devices it is begun only, and the host goes on; where it
     waits for a peer that has died or stopped, another thread ends the process with that error. In
     a single process the function is just called.
 
@@ -77,9 +80,20 @@ def run_collective(function: Callable[[], Result], what: str, group: Group | Non
     if not is_distributed(group):
         return function()
     if dist.get_backend(group).lower() == "gloo":
-        return run_watched(function, what, scope_of(group))
+        scope = scope_of(group)
+        return _main_lane(scope).begin(lambda _: function(), what, scope).wait()
     with watched_on_device(what, scope_of(group)):
         return function()
+
+
+def _main_lane(scope: Scope) -> GlooLane:
+    lane = lane_of(scope, MAIN_LANE)
+    if not lane.is_clean:
+        raise SyncError(
+            "an earlier collective has failed on this rank, so the ranks are out of step; make a "
+            "new GradientSync on all ranks, or start again"
+        )
+    return lane
 
 
 def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> None:
@@ -116,7 +130,7 @@ def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> 
 
 
 def mean_over_ranks(value: float, group: Group | None = None) -> float:
-    """The mean of a number over the ranks of `group`, the same bits on all; about 0.2 ms.
+    """The mean of a number over the ranks of `group`, the same bits on all.
 
     Raises:
         PeerError: A rank has died, stopped or failed.
@@ -124,12 +138,43 @@ def mean_over_ranks(value: float, group: Group | None = None) -> float:
     """
     if not is_distributed(group):
         return value
-    values = peers().exchange(float(value), "mean_over_ranks()", scope_of(group))
-    return math.fsum(values) / len(values)
+    (total,) = sum_over_ranks([value], "mean_over_ranks()", group)
+    return total / len(scope_of(group).ranks)
+
+
+def sum_over_ranks(values: Sequence[float], what: str, group: Group | None = None) -> list[float]:
+    """The sums of numbers over the ranks of `group`, in float64, the same bits on all.
+
+    A collective of the group's backend, also while a Program is built; nothing goes through rank 0.
+
+    Args:
+        values: As many on every rank.
+        what: Names them, for messages; the same on every rank.
+        group: The ranks; None is all of them.
+
+    Raises:
+        PeerError: A rank has died, stopped or failed.
+        SyncError: Another rank does something else.
+    """
+    if not is_distributed(group):
+        return list(values)
+    scope = scope_of(group)
+    if dist.get_backend(group).lower() == "gloo":
+        job = _main_lane(scope).begin(
+            lambda own: _paddle.all_reduce_numbers(own, list(values), "sum"),
+            what,
+            scope,
+            code=f"{len(values)} numbers",
+        )
+        return job.wait()
+    with watched_on_device(what, scope):
+        return _paddle.all_reduce_numbers(group or dist.get_group(0), list(values), "sum")
 
 
 def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[Any]:
-    """The `value` (for JSON) of every rank of `group`, in rank order; about 0.2 ms.
+    """The `value` (for JSON) of every rank of `group`, in rank order.
+
+    Through rank 0, and not for every step: where all values differ, each rank gets all of them.
 
     Args:
         value: Of this rank; it may differ.
@@ -142,7 +187,10 @@ def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[A
     """
     if not is_distributed(group):
         return [value]
-    return peers().exchange(value, what, scope_of(group))
+    scope = scope_of(group)
+    said = peers().meet(what, scope, value, everything=True)
+    by_rank = {rank: one.content for one in said or () for rank in one.ranks}
+    return [by_rank.get(rank, value) for rank in scope.ranks]
 
 
 def _tensors_of(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:

@@ -1,5 +1,6 @@
 """Gradient synchronization of data-parallel ranks, overlapped with the backward."""
 
+from paddle_recompute.grad_sync._agreement import StepReport
 from paddle_recompute.grad_sync._pieces import (
     GradientKeeper,
     PieceSender,
@@ -14,6 +15,7 @@ __all__ = [
     "GradientSync",
     "PieceSender",
     "SentPiece",
+    "StepReport",
     "SyncMode",
     "keep_elsewhere",
     "keeper_of",

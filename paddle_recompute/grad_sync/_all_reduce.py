@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute.distributed import Scope, peers
-from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._groups import make_gloo_group
+from paddle_recompute.distributed import Scope, lane_of, peers, watched_on_device
+
+_LANE = "gradients"
 
 
 class AllReduceTask(Protocol):
@@ -24,130 +24,149 @@ class AllReduceTask(Protocol):
     ended: float | None
     """When it ended."""
 
-    def wait(self) -> None:
-        """Return when the tensor holds the sum over all ranks; raise what went wrong."""
+    def wait(self) -> object:
+        """Return when what is computed next finds the sum in the tensor; raise what went wrong.
+
+        On a device the host does not wait for that, the device does.
+        """
 
 
 class AllReducer(Protocol):
     """Sums tensors over the ranks, in the order in which it is given them."""
 
-    def send(self, tensor: paddle.Tensor, label: str, scope: Scope) -> AllReduceTask:
+    def send(self, tensor: paddle.Tensor, label: str, scope: Scope, place: str) -> AllReduceTask:
         """Begin to sum `tensor` in place over the ranks of `scope`, and return at once.
 
         Args:
             tensor: The same shape and dtype on every rank.
             label: What it is, for messages; the same on every rank.
             scope: Whose death ends the wait for it.
+            place: The part of the program, as in `ControlClient.wait`.
         """
 
+    def sums(
+        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
+    ) -> list[float]:
+        """The sums over the ranks of `numbers`, and of those in `own`; waits for them.
 
-class _ThreadTask:
-    def __init__(self, tensor: paddle.Tensor, label: str, scope: Scope) -> None:
-        self.started: float | None = None
-        self.ended: float | None = None
-        self._tensor = tensor
-        self._label = label
-        self._scope = scope
-        self._done = threading.Event()
-        self._error: BaseException | None = None
+        After all that was sent before; so when this returns, that has arrived too.
 
-    def deliver(self, group: Group) -> None:
-        """Sum the tensor; called by the courier's thread."""
-        try:
-            # gloo gives up after 30 s, which a live rank may be late by, and sums buffers of
-            # different sizes without a word: so all say first that they are here, and with what.
-            lane = f"{self._scope.name}/buckets"
-            peers().exchange(None, self._described(), self._scope, lane=lane)
-            self.started = time.perf_counter()
-            dist.all_reduce(self._tensor, group=group)
-            self.ended = time.perf_counter()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._done.set()
+        Args:
+            numbers: As many on every rank.
+            own: Float64, ``[n]``, which need not have been computed yet.
+            label: As of `send`.
+            scope: As of `send`.
+        """
 
-    def wait(self) -> None:
-        peers().wait(self._done, self._label, self._scope)
-        if self._error is None:
-            return
-        if isinstance(self._error, SyncError):
-            raise self._error
-        raise peers().explain(self._error, self._label, self._scope) from self._error
-
-    def _described(self) -> str:
-        return f"{self._label} ({self._tensor.size} x {self._tensor.dtype})"
+    def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
+        """The largest over the ranks of each of `numbers`, as many on every rank."""
 
 
 class ThreadAllReducer:
     """For gloo, whose collectives ignore ``sync_op=False`` but let go of the GIL (2.6, 3.3).
 
-    One thread, with a group of its own that nobody else uses: two threads in one gloo group give
-    wrong sums without a word. A daemon: it may be inside a collective with a peer that is gone
-    when the process ends.
+    Args:
+        name: That of its lane; the same on all ranks.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._tasks: queue.SimpleQueue[_ThreadTask] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_run_all, args=(self._tasks, self._group), name="gradients", daemon=True
+    def __init__(self, name: str = _LANE) -> None:
+        self._name = name
+
+    def send(self, tensor: paddle.Tensor, label: str, scope: Scope, place: str) -> AllReduceTask:
+        return lane_of(scope, self._name).begin(
+            lambda group: dist.all_reduce(tensor, group=group),
+            label,
+            scope,
+            place=place,
+            code=f"{tensor.size} x {tensor.dtype}",
         )
-        self._thread.start()
 
-    def send(self, tensor: paddle.Tensor, label: str, scope: Scope) -> AllReduceTask:
-        task = _ThreadTask(tensor, label, scope)
-        self._tasks.put(task)
-        return task
+    def sums(
+        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
+    ) -> list[float]:
+        joined = paddle.concat([_tensor(numbers), own])
+        return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
 
+    def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
+        if not numbers:  # gloo refuses to reduce nothing
+            return []
+        return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
 
-def _run_all(tasks: queue.SimpleQueue[_ThreadTask], group: Group) -> None:
-    while True:
-        tasks.get().deliver(group)
+    def _reduce(
+        self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
+    ) -> list[float]:
+        def reduce(group: Group) -> None:
+            dist.all_reduce(numbers, operation, group=group)
+
+        place = label.partition(":")[0]
+        code = f"{numbers.size} numbers"
+        lane_of(scope, self._name).begin(reduce, label, scope, place=place, code=code).wait()
+        return [float(value) for value in numbers.tolist()]
 
 
 class _StreamTask:
-    """An asynchronous collective; the host polls it, so that it can notice a peer that is gone."""
-
     started: float | None = None
     ended: float | None = None
 
-    def __init__(self, task: Any, label: str, scope: Scope) -> None:
+    def __init__(self, task: Any) -> None:
         self._task = task
-        self._label = label
-        self._scope = scope
 
     def wait(self) -> None:
-        began = time.monotonic()
-        while not self._task.is_completed():
-            peers().check(self._scope, self._label, waited=time.monotonic() - began)
-            time.sleep(0.0005)
-        self._task.wait()  # and the stream that computes waits too
+        self._task.wait()  # the stream that computes waits, the host does not
 
 
 class StreamAllReducer:
     """For NCCL and other device backends: asynchronous collectives on the communication stream.
 
-    The host waits for the last of them, which it need not for the sums to be right: a peer that
-    died would leave it waiting in the next read of a tensor, inside the driver, for ever.
+    The host does not wait for the buckets. It waits once for the numbers that the ranks agree on at
+    the end of the step, and polls meanwhile: a peer that died would leave it waiting inside the
+    driver, for ever.
     """
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
 
-    def send(self, tensor: paddle.Tensor, label: str, scope: Scope) -> AllReduceTask:
-        return _StreamTask(dist.all_reduce(tensor, group=self._group, sync_op=False), label, scope)
+    def send(self, tensor: paddle.Tensor, label: str, scope: Scope, place: str) -> AllReduceTask:
+        with watched_on_device(label, scope):
+            return _StreamTask(dist.all_reduce(tensor, group=self._group, sync_op=False))
+
+    def sums(
+        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
+    ) -> list[float]:
+        joined = paddle.concat([_tensor(numbers), own])
+        return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
+
+    def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
+        if not numbers:  # gloo refuses to reduce nothing
+            return []
+        return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
+
+    def _reduce(
+        self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
+    ) -> list[float]:
+        task = dist.all_reduce(numbers, operation, group=self._group, sync_op=False)
+        place = label.partition(":")[0]
+        peers().wait_until(partial(_is_over, task), label, scope, place=place)
+        task.wait()
+        return [float(value) for value in numbers.tolist()]
+
+
+def _is_over(task: Any, patience: float) -> bool:
+    deadline = time.monotonic() + patience
+    while not task.is_completed():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.0001)
+    return True
+
+
+def _tensor(numbers: Sequence[float]) -> paddle.Tensor:
+    return paddle.to_tensor([float(number) for number in numbers], "float64")
 
 
 def all_reducer_of(group: Group | None, scope: Scope) -> AllReducer:
     """The courier for the backend of `group` (None: all ranks); every rank of it must call this."""
     if dist.get_backend(group).lower() != "gloo":
         return StreamAllReducer(group)
-    if scope.ranks not in _all_reducers:
-        _all_reducers[scope.ranks] = ThreadAllReducer(make_gloo_group(scope))
-    return _all_reducers[scope.ranks]
-
-
-_all_reducers: dict[tuple[int, ...], ThreadAllReducer] = {}
-"""One thread and one group serve all synchronizations between the same ranks: a gloo group costs a
-connection between each two of them.
-"""
+    lane_of(scope, _LANE)  # made now, and not in the first step
+    return ThreadAllReducer()

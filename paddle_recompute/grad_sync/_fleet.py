@@ -19,9 +19,11 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute.distributed import Scope, exchange_long, peers, run_watched
+from paddle_recompute.distributed import Scope, run_collective
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._roll import Roll, agree_on_trained, refuse_main_grad
+from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepReport, Told
+from paddle_recompute.grad_sync._all_reduce import all_reducer_of
+from paddle_recompute.grad_sync._roll import Roll, refuse_main_grad
 from paddle_recompute.grad_sync._timeline import Timeline
 
 _ADVICE = "Use sync mode 'fused' or 'overlap', which synchronize it."
@@ -37,12 +39,14 @@ class FleetReduction:
         self._roll = roll
         self._group = group
         self._scope = scope
+        self._all_reducer = all_reducer_of(group, scope)
+        self._agreement = Agreement(roll, scope, self._all_reducer)
         self._is_gloo = dist.get_backend(group).lower() == "gloo"
         self.timeline: Timeline | None = None
         """The last step's times; without buckets, as Paddle does not tell about them."""
         self._refuse_unsupported()
 
-    def arm(self, step: int) -> None:
+    def arm(self, step: int, report: StepReport) -> None:
         """The backward that follows is the last one before the optimizer's step number `step`."""
         self._step = step
         self._began = time.perf_counter()
@@ -50,16 +54,22 @@ class FleetReduction:
     def disarm(self) -> None:
         """The backward failed."""
 
-    def finish(self) -> None:
+    def finish(self, report: StepReport) -> Agreed:
         """Replace every gradient by the mean over the ranks."""
         backward_ended = time.perf_counter()
         self._roll.read()
-        agree_on_trained(self._roll, self._scope)
+        _, agreed = self._agreement.reach(Told(), report, self._label)
         self._refuse_unsupported()
+        if agreed.counts_differ and report.count is not None:
+            with paddle.no_grad():
+                for gradient in self._roll.gradients:
+                    if gradient is not None:
+                        gradient.scale_(report.count / agreed.count)
         parameters = self._with_gradient_anywhere()
         if parameters:
             self._average(parameters)
         self.timeline = Timeline(self._began, None, backward_ended, time.perf_counter(), ())
+        return agreed
 
     def residuals(self) -> dict[int, paddle.Tensor]:
         """None: nothing is rounded."""
@@ -92,12 +102,17 @@ class FleetReduction:
     def _with_gradient_anywhere(self) -> list[paddle.Tensor]:
         """The parameters that have a gradient on any rank, now on every rank."""
         roll = self._roll
-        own = [_dtype_of(roll.gradients[index]) for index in roll.trained]
-        theirs = exchange_long(own, self._label("which gradients there are"), self._scope)
+        own = [_code_of(roll.gradients[index]) for index in roll.trained]
+        # The largest code of each, and the smallest.
+        numbers = [*(code or 0 for code in own), *(-(code or len(_DTYPES) + 1) for code in own)]
+        label = self._label("which gradients there are")
+        codes = [int(n) for n in self._all_reducer.largest(numbers, label, self._scope)]
         found = []
-        for index, dtypes in zip(roll.trained, zip(*theirs, strict=True), strict=True):
+        for place, index in enumerate(roll.trained):
             parameter = roll.parameters[index]
-            known = {dtype for dtype in dtypes if dtype is not None}
+            known = {
+                _DTYPES[c - 1] for c in (codes[place], -codes[place + len(own)]) if codes[place]
+            }
             if len(known) > 1:
                 raise SyncError(
                     f"the gradient of '{roll.names[index]}' has not the same dtype on all ranks: "
@@ -120,11 +135,7 @@ class FleetReduction:
                 "the gradients of the ranks instead of averaging them. Unset the flag."
             )
         label = self._label("fused_allreduce_gradients")
-        if self._is_gloo:
-            run_watched(lambda: self._call(parameters), label, self._scope)
-        else:
-            peers().exchange(None, label, self._scope)
-            self._call(parameters)
+        run_collective(lambda: self._call(parameters), label, self._group)
 
     def _call(self, parameters: list[paddle.Tensor]) -> None:
         from paddle.distributed.fleet.utils import hybrid_parallel_util as fleet
@@ -138,5 +149,11 @@ class FleetReduction:
         return f"gradient sync of step {self._step}: {what}"
 
 
-def _dtype_of(gradient: paddle.Tensor | None) -> str | None:
-    return None if gradient is None else str(gradient.dtype).removeprefix("paddle.")
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+
+
+def _code_of(gradient: paddle.Tensor | None) -> int | None:
+    """A number for the dtype, from 1."""
+    if gradient is None:
+        return None
+    return _DTYPES.index(str(gradient.dtype).removeprefix("paddle.")) + 1

@@ -7,6 +7,7 @@ last one of a step, and leaves its parameters out of its own buckets.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -14,14 +15,13 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute.distributed import Scope, agree_on_parameters, exchange_long
+from paddle_recompute.distributed import Scope, agree_on_parameters
 from paddle_recompute.grad_sync._all_reduce import (
     AllReducer,
     AllReduceTask,
     StreamAllReducer,
     ThreadAllReducer,
 )
-from paddle_recompute.grad_sync._groups import make_gloo_group
 
 _KEEPER = "_paddle_recompute_gradient_keeper"
 
@@ -44,13 +44,14 @@ class GradientKeeper(Protocol):
 
 
 def keep_elsewhere(parameter: paddle.Tensor, keeper: GradientKeeper) -> None:
-    """From now on, `keeper` has the gradient of `parameter`; `parameter` keeps `keeper`."""
-    setattr(parameter, _KEEPER, keeper)
+    """From now on, `keeper` has the gradient of `parameter`, as long as somebody keeps `keeper`."""
+    setattr(parameter, _KEEPER, weakref.ref(keeper))
 
 
 def keeper_of(parameter: paddle.Tensor) -> GradientKeeper | None:
     """Who has the gradient of `parameter`; None: it is in ``.grad``."""
-    return getattr(parameter, _KEEPER, None)
+    keeper: weakref.ref[GradientKeeper] | None = getattr(parameter, _KEEPER, None)
+    return keeper() if keeper is not None else None
 
 
 class PieceSender:
@@ -72,7 +73,7 @@ class PieceSender:
         self._scope = scope
         self._is_gloo = dist.get_backend(group).lower() == "gloo"
         self._reducer: AllReducer = (
-            ThreadAllReducer(make_gloo_group(scope))
+            ThreadAllReducer(scope.name)
             if self._is_gloo
             else StreamAllReducer(dist.new_group(list(scope.ranks)))
         )
@@ -103,13 +104,15 @@ class PieceSender:
             )
             if self._is_gloo and dtype == paddle.float16:
                 flat = flat.astype("float32")  # gloo's sums of float16 are wrong (2.6, 3.3)
-            task = self._reducer.send(flat, f"{label} ({dtype})", self._scope)
+            task = self._reducer.send(
+                flat, f"{label} ({dtype})", self._scope, "gradient sync of offloaded parameters"
+            )
             piece.parts.append((members, [parameters[i] for i in members], flat, task))
         return piece
 
-    def exchange(self, content: Any, label: str) -> list[Any]:
-        """What every rank says, in the order of the ranks."""
-        return exchange_long(content, label, self._scope)
+    def largest(self, numbers: Sequence[float], label: str) -> list[float]:
+        """The largest over the ranks of each of `numbers`, as many on every rank."""
+        return self._reducer.largest(numbers, label, self._scope)
 
 
 class SentPiece:

@@ -19,7 +19,8 @@ bucket. Then a rank says so at the end, the ranks send what they have besides, a
 
 The ``.grad`` of a parameter keeps this rank's own gradient until everything has arrived. So when a
 gradient is added to after its bucket was sent (the graph has changed), or changed by hand,
-nothing is lost: all ranks send everything again.
+nothing is lost: all ranks send everything again. So they do where the numbers of their examples
+turn out to differ.
 """
 
 from __future__ import annotations
@@ -28,42 +29,21 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import paddle
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute.distributed import Scope, exchange_long, peers
+from paddle_recompute.distributed import Scope, peers
+from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepReport, Told
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask, all_reducer_of
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._codec import Codec
-from paddle_recompute.grad_sync._roll import Roll, agree_on_trained, refuse_main_grad
+from paddle_recompute.grad_sync._roll import Roll, refuse_main_grad
 from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
 _logger = logging.getLogger("paddle_recompute")
-
-
-class _Told(NamedTuple):
-    """What the ranks tell each other when the backward has ended."""
-
-    late: bool
-    """A gradient was added to after it was sent."""
-    touched: bool
-    """A gradient was changed by hand after it was sent."""
-    changed: bool
-    """Other parameters take part than in the step before."""
-    missing: bool
-    """One that has a place in a bucket has no gradient."""
-    besides: bool
-    """There is a gradient without a place in a bucket."""
-    more: bool
-    """A gradient was added to more often than expected."""
-
-    @property
-    def concerns_presence(self) -> bool:
-        return self.late or self.touched or self.changed or self.missing or self.besides
 
 
 class BucketedReduction:
@@ -94,6 +74,7 @@ class BucketedReduction:
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, int] = {}
         self._all_reducer: AllReducer = all_reducer_of(group, scope)
+        self._agreement = Agreement(roll, scope, self._all_reducer)
         if early:
             _paddle.watch_backward()
             _paddle.make_unscaling_visible()
@@ -102,14 +83,22 @@ class BucketedReduction:
         self._armed = False
         self._warned = False
         self._steps_unchanged = 0
+        self._counts_differ = False
+        """Whether the ranks had different numbers of examples in the last step. Then they tell each
+        other before the next backward, as otherwise everything would have to be sent twice.
+        """
         self.num_early = 0
         """Buckets that the last step sent before its backward had ended."""
         self.timeline: Timeline | None = None
         """The last step's times."""
 
-    def arm(self, step: int) -> None:
+    def arm(self, step: int, report: StepReport) -> None:
         """The backward that follows is the last one before the optimizer's step number `step`."""
         self._step = step
+        self._weight: float | None = None
+        if self._counts_differ and report.count is not None:
+            label = self._label("number of examples")
+            self._weight = self._agreement.weight_of(report.count, label)
         self._codec.begin()
         self._began = time.perf_counter()
         self._first_gradient: float | None = None
@@ -133,8 +122,11 @@ class BucketedReduction:
         """The backward failed."""
         self._armed = False
 
-    def finish(self) -> None:
-        """Send what is left, wait for everything, and write the means into ``.grad``."""
+    def finish(self, report: StepReport) -> Agreed:
+        """Send what is left, wait for everything, and write the means into ``.grad``.
+
+        In a step that goes well the ranks agree in one small collective, behind the buckets.
+        """
         self._armed = False
         backward_ended = time.perf_counter()
         self.num_early = self._next
@@ -143,11 +135,11 @@ class BucketedReduction:
         gradients = self._roll.gradients
         learns = self._expected is None
         if learns:
-            self._learn(changed)
+            self._learn()
             changed = False
         self._send_rest()
         missing = [i for i in self._bucket_of if gradients[i] is None]
-        told = self._agree(
+        own = Told(
             late=bool(self._late),
             touched=self._early and self._sent.is_changed(gradients),
             changed=changed,
@@ -158,19 +150,29 @@ class BucketedReduction:
             ),
             more=self._got_more_than_expected(),
         )
+        told, agreed = self._agreement.reach(own, report, self._label)
         self._warn_of_missing(missing)
         self._wait()
-        if told.changed:
-            agree_on_trained(self._roll, self._scope)
         nowhere = frozenset[int]()
         if told.concerns_presence or self._always_exchange_presence:
             nowhere = self._without_gradient_anywhere()
         if told.touched:
             self._stop_sending_early()
+        was_weighted = self._weight is not None
+        self._counts_differ = agreed.counts_differ
+        if agreed.counts_differ and report.count is not None:
+            self._weight = report.count / agreed.count
         if told.late or (told.touched and not learns):
-            self._repeat(nowhere)
+            self._plan([*self._bucket_of, *self._besides(nowhere)])
+            self._repeat()
+        elif agreed.counts_differ and not was_weighted:
+            if told.besides:
+                self._add_buckets(nowhere)
+            self._repeat()
         elif told.besides:
-            self._send_besides(nowhere)
+            self._add_buckets(nowhere)
+            self._send_rest()
+            self._wait()
         if told.late or told.besides or told.more or self._has_long_frozen(told.changed):
             self._expected = None
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
@@ -178,6 +180,7 @@ class BucketedReduction:
         self._codec.commit(nowhere)
         self.timeline = self._timeline(backward_ended)
         self._flats, self._tasks, self._sent = [], [], SentGradients()
+        return agreed
 
     def residuals(self) -> dict[int, paddle.Tensor]:
         """The accumulated rounding error of each parameter, by index; flat tensors."""
@@ -222,7 +225,7 @@ class BucketedReduction:
     @paddle.no_grad()
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
-        flat = bucket.join(self._parameters, 1.0 / len(self._scope.ranks))
+        flat = bucket.join(self._parameters, (self._weight or 1.0) / len(self._scope.ranks))
         if self._armed:  # from here on, it is not to change
             for index in bucket.members:
                 self._sent.add(index, self._parameters[index].grad)
@@ -230,7 +233,7 @@ class BucketedReduction:
         self._flats.append(wire)
         self._queued.append((time.perf_counter(), int(wire.size) * wire.element_size()))
         label = f"bucket {self._next} of {len(self._buckets)} of step {self._step}"
-        self._tasks.append(self._all_reducer.send(wire, label, self._scope))
+        self._tasks.append(self._all_reducer.send(wire, label, self._scope, self._place))
         self._next += 1
 
     def _send_rest(self) -> None:
@@ -260,10 +263,9 @@ class BucketedReduction:
 
     # ----------------------------------------------------------------------------- agreeing
 
-    def _learn(self, changed: bool) -> None:
+    def _learn(self) -> None:
         """Agree on how often each gradient is added to, and in which order they become ready."""
-        if any(peers().exchange(changed, self._label("parameters"), self._scope)):
-            agree_on_trained(self._roll, self._scope)
+        self._agreement.check_parameters(self._label("parameters"))
         counts = self._counts + [0] * (len(self._parameters) - len(self._counts))
         last = {index: position for position, index in enumerate(self._order)}
         # A gradient that did not come goes to the end, later parameters first.
@@ -271,17 +273,23 @@ class BucketedReduction:
             range(len(self._parameters)), key=lambda i: (last.get(i, len(self._order)), -i)
         )
         present = [gradient is not None for gradient in self._roll.gradients]
-        learnt = exchange_long(
-            [counts, ready, present], self._label("order of gradients"), self._scope
+        is_first = peers().rank == self._scope.ranks[0]  # whose order all take over
+        learnt = self._all_reducer.largest(
+            [*counts, *present, *(ready if is_first else [0] * len(ready))],
+            self._label("order of gradients"),
+            self._scope,
         )
-        everywhere, orders, presences = zip(*learnt, strict=True)
-        counts = [max(count) for count in zip(*everywhere, strict=True)]
-        here = {i for i, there in enumerate(zip(*presences, strict=True)) if any(there)}
+        size = len(counts)
+        counts, presences, order = (
+            [int(number) for number in learnt[first : first + size]]
+            for first in (0, size, 2 * size)
+        )
+        here = {i for i, there in enumerate(presences) if there}
         here |= self._bucket_of.keys() & set(self._roll.trained)
         # One that has a place and is not used in this step may be in the next.
         self._usual.update({i: count for i, count in enumerate(counts) if count})
         self._expected = [self._usual.get(i, 0) for i in range(len(counts))]
-        self._plan([i for i in orders[0] if i in here or counts[i]])
+        self._plan([i for i in order if i in here or counts[i]])
 
     def _plan(self, order: list[int]) -> None:
         self._set_buckets(plan_buckets(self._parameters, order, **self._sizes))
@@ -304,19 +312,18 @@ class BucketedReduction:
         self._steps_unchanged = 0 if changed else self._steps_unchanged + 1
         return self._steps_unchanged == 2 and not self._bucket_of.keys() <= {*self._roll.trained}
 
-    def _agree(self, **own: bool) -> _Told:
-        """What has happened on any rank."""
-        flags = [own[name] for name in _Told._fields]
-        told = peers().exchange(flags, self._label("end of the backward"), self._scope)
-        return _Told(*map(any, zip(*told, strict=True)))
-
     def _without_gradient_anywhere(self) -> frozenset[int]:
-        present = "".join("01"[gradient is not None] for gradient in self._roll.gradients)
-        told = exchange_long(present, self._label("which gradients there are"), self._scope)
-        return frozenset(i for i, flags in enumerate(zip(*told, strict=True)) if "1" not in flags)
+        present = [float(gradient is not None) for gradient in self._roll.gradients]
+        label = self._label("which gradients there are")
+        anywhere = self._all_reducer.largest(present, label, self._scope)
+        return frozenset(i for i, there in enumerate(anywhere[: len(present)]) if not there)
+
+    @property
+    def _place(self) -> str:
+        return f"gradient sync of step {self._step}"
 
     def _label(self, what: str) -> str:
-        return f"gradient sync of step {self._step}: {what}"
+        return f"{self._place}: {what}"
 
     def _besides(self, nowhere: frozenset[int]) -> list[int]:
         """The parameters that have a gradient on some rank, and no place in a bucket."""
@@ -332,7 +339,7 @@ class BucketedReduction:
             "last_backward(), when they are the mean over the ranks."
         )
 
-    def _repeat(self, nowhere: frozenset[int]) -> None:
+    def _repeat(self) -> None:
         """Send every bucket again, from gradients that are complete now."""
         if self._late:
             _logger.warning(
@@ -344,16 +351,13 @@ class BucketedReduction:
         self._next, self._num_arrived = 0, 0
         self._flats, self._tasks, self._queued = [], [], []
         self._codec.begin()
-        self._plan([*self._bucket_of, *self._besides(nowhere)])
         self._send_rest()
         self._wait()
 
-    def _send_besides(self, nowhere: frozenset[int]) -> None:
-        """Send the gradients that no bucket has a place for, in buckets of their own."""
+    def _add_buckets(self, nowhere: frozenset[int]) -> None:
+        """Make buckets for the gradients that none has a place for."""
         besides = self._besides(nowhere)
         self._set_buckets([*self._buckets, *plan_buckets(self._parameters, besides, **self._sizes)])
-        self._send_rest()
-        self._wait()
 
     def _warn_of_missing(self, missing: list[int]) -> None:
         trained = {*self._roll.trained}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 
 import paddle
@@ -38,6 +39,8 @@ class Roll:
         """Who has the gradients that are not in ``.grad``; their parameters take no part here."""
         self.trained: tuple[int, ...] = ()
         """Indices of those that took part in the last step, in the order of the source."""
+        self.digest = 0
+        """The same number on all ranks where the same parameters take part."""
         self.read()
 
     def read(self) -> bool:
@@ -68,7 +71,18 @@ class Roll:
             trained[index] = None
         changed = tuple(trained) != self.trained
         self.trained = tuple(trained)
+        if changed:
+            self.digest = self._digest()
         return changed
+
+    def _digest(self) -> int:
+        """Names that Paddle gives by itself are left out: they may differ between the ranks."""
+        told = [
+            f"{index} {self.names[index] if self.structured else ''} "
+            f"{list(self.parameters[index].shape)} {self.parameters[index].dtype}"
+            for index in self.trained
+        ]
+        return zlib.crc32("\n".join(told).encode())
 
     def _join(self, name: str, parameter: paddle.Tensor) -> int:
         index = self._index_of[id(parameter)] = len(self.parameters)

@@ -22,6 +22,7 @@ from paddle_recompute.distributed import (
     scope_of,
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
+from paddle_recompute.grad_sync._agreement import Agreed, StepReport
 from paddle_recompute.grad_sync._codec import BFloat16Codec, Compression, ExactCodec
 from paddle_recompute.grad_sync._fleet import FleetReduction
 from paddle_recompute.grad_sync._pieces import GradientKeeper, PieceSender
@@ -113,6 +114,10 @@ class GradientSync:
         self.group = group
         self.num_synchronized = 0
         """How many optimizer steps were synchronized so far."""
+        self.report = StepReport()
+        """What the caller adds to the agreement at the end of the next last backward."""
+        self.agreed: Agreed | None = None
+        """What came of it; None in a single process."""
         self._broken: BaseException | None = None
         self._is_inside = False
         self._reduction: BucketedReduction | FleetReduction | None = None
@@ -209,6 +214,7 @@ class GradientSync:
             yield from self._synchronized()
         finally:
             self._is_inside = False
+            self.report = StepReport()
 
     def _synchronized(self) -> Iterator[None]:
         if self._reduction is None:
@@ -216,13 +222,13 @@ class GradientSync:
             return
         step = self.num_synchronized + 1
         peers().place = f"in step {step}"
-        self._reduction.arm(step)
         try:
+            self._reduction.arm(step, self.report)
             peers().check(self._scope, "the gradients")
             keepers = self._begin_keepers()
             with self.no_sync():
                 yield
-            self._reduction.finish()
+            self.agreed = self._reduction.finish(self.report)
             for keeper in keepers:
                 keeper.finish()
             if self._check_every is not None and step % self._check_every == 0:
@@ -239,6 +245,12 @@ class GradientSync:
             raise failure from error
         self.num_synchronized = step
         peers().place = f"after step {step}"
+
+    @paddle.no_grad()
+    def add_loss(self, loss: paddle.Tensor) -> None:
+        """Add `loss` to the one that the ranks agree on at the end of this step, on the device."""
+        own = loss.detach().astype("float64").reshape([1]) / self.report.divisor
+        self.report.losses.append(own)
 
     def _alone(self) -> Iterator[None]:
         """`_synchronized` in a single process."""
@@ -393,7 +405,7 @@ def _new_scope(group: Group | None) -> Scope:
     ranks = scope_of(group).ranks
     number = _num_made[ranks] = _num_made.get(ranks, 0) + 1
     scope = scope_of(group, f"gradients{number}")
-    peers().exchange(None, f"the making of GradientSync number {number}", scope_of(group))
+    peers().meet(f"the making of GradientSync number {number}", scope_of(group))
     return scope
 
 

@@ -2,6 +2,19 @@
 
 from paddle_recompute.models._pdparams import read_pdparams
 from paddle_recompute.models.ernie import ErnieEncoder, build_model
-from paddle_recompute.models.weights import load_weights, save_weights
+from paddle_recompute.models.weights import (
+    convert_weights,
+    init_weights,
+    load_weights,
+    save_weights,
+)
 
-__all__ = ["ErnieEncoder", "build_model", "load_weights", "read_pdparams", "save_weights"]
+__all__ = [
+    "ErnieEncoder",
+    "build_model",
+    "convert_weights",
+    "init_weights",
+    "load_weights",
+    "read_pdparams",
+    "save_weights",
+]

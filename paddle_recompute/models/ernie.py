@@ -16,7 +16,8 @@ from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 
 from paddle_recompute.config import ModelConfig
 from paddle_recompute.errors import ConfigError, DataError
-from paddle_recompute.models.weights import load_weights
+from paddle_recompute.models.own import build_own
+from paddle_recompute.models.weights import init_weights
 
 # Added to the score of a padded position. It is finite, because a softmax over -inf alone is NaN;
 # it is within float16, where a cast must not make it -inf; and exp(-1e4) is 0 in every float type.
@@ -24,8 +25,11 @@ from paddle_recompute.models.weights import load_weights
 PADDED_SCORE = -1e4
 
 
-def build_model(config: ModelConfig, vocab_size: int) -> ErnieEncoder:
+def build_model(config: ModelConfig, vocab_size: int) -> paddle.nn.Layer:
     """Build the encoder that `config` describes, with random weights or those of `init_from`.
+
+    A Layer of the user's (``name: package.module:Class``) is called with ``options``, and with
+    ``vocab_size`` if it takes an argument of that name.
 
     Args:
         config: The section ``model`` of the configuration.
@@ -33,7 +37,8 @@ def build_model(config: ModelConfig, vocab_size: int) -> ErnieEncoder:
             number of rows of the word embedding; it must be at least `vocab_size`.
 
     Raises:
-        ConfigError: ``config.vocab_size`` is smaller than `vocab_size`.
+        ConfigError: ``config.vocab_size`` is smaller than `vocab_size`; or the user's Layer cannot
+            be imported or built.
         CheckpointError: ``config.init_from`` cannot be read, or does not fit the model.
     """
     rows = config.vocab_size or vocab_size
@@ -42,9 +47,9 @@ def build_model(config: ModelConfig, vocab_size: int) -> ErnieEncoder:
             f"model.vocab_size: received {rows}; must be at least {vocab_size}, the size of the "
             "tokenizer's vocabulary; remove model.vocab_size to use that size"
         )
-    model = ErnieEncoder(config, rows)
+    model = build_own(config, rows) if config.is_own else ErnieEncoder(config, rows)
     if config.init_from is not None:
-        load_weights(model, config.init_from)
+        init_weights(model, config.init_from)
     return model
 
 

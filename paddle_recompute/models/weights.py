@@ -6,6 +6,7 @@ as a whole or not at all: names and shapes are checked before the first paramete
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from paddle_recompute.errors import CheckpointError
+from paddle_recompute.models._naming import NAMINGS, Naming, from_ours, naming_of, to_ours
 from paddle_recompute.models._pdparams import weights_in
 
 # By structured name. Paddle's bfloat16 tensors become uint16 arrays, and back.
@@ -38,6 +40,7 @@ _SAFETENSORS_TYPES = {
     "BOOL": np.bool_,
 }
 _NAMES_SHOWN = 5
+_logger = logging.getLogger("paddle_recompute")
 # safetensors has no type hints.
 _deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
 
@@ -57,7 +60,10 @@ def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     """
     path = Path(path)
     _check_suffix(path)
-    state = model.state_dict()
+    _write(model.state_dict(), path)
+
+
+def _write(state: dict[str, paddle.Tensor], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as folder:
@@ -92,15 +98,84 @@ def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
             model. The message names the keys that are missing, unexpected or of another shape.
     """
     path = Path(path)
+    _put(model, path, read_arrays(path))
+
+
+def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
+    """`load_weights`, also from a file of PaddleNLP (Ernie, Bert) or Hugging Face (BERT).
+
+    Such a file has no ``projection``: that of `model` stays as it is. If `model` has no ``pooler``
+    with weights, that of the file is left out. Both are said in the log.
+
+    Args:
+        model: An `ErnieEncoder`, or any Layer with the names of the file.
+        path: Ends in ``.pdparams`` or ``.safetensors``.
+
+    Raises:
+        CheckpointError: As `load_weights`; or the file holds a RoBERTa.
+    """
+    path = Path(path)
+    arrays = read_arrays(path)
+    targets = model.state_dict()
+    naming = naming_of(arrays)
+    if naming in (None, "paddle_recompute") or naming_of(targets) != "paddle_recompute":
+        _put(model, path, arrays)
+        return
+    arrays = to_ours(arrays, str(path))
+    for name in [name for name in arrays if name.startswith("pooler.") and name not in targets]:
+        del arrays[name]
+        _logger.info("%s: %s is left out; the model has another pooling", path, name)
+    for name in [name for name in targets if name.startswith("projection.")]:
+        arrays[name] = targets[name].numpy()
+        _logger.info("%s: has no %s, which starts from its random values", path, name)
+    _put(model, path, arrays)
+
+
+def convert_weights(source: str | Path, target: str | Path, *, to: Naming) -> int:
+    """Rewrite a file of weights under the names of another library; returns the number of arrays.
+
+    Args:
+        source: Weights of this library, of PaddleNLP's Ernie or Bert, or of Hugging Face's BERT.
+        target: The file to write; its suffix says in which format.
+        to: Whose names it gets. bfloat16 becomes float32, which loses nothing.
+
+    Raises:
+        CheckpointError: `source` cannot be read or is none of these, or `target` cannot be written.
+    """
+    source, target = Path(source), Path(target)
+    if to not in NAMINGS:
+        raise CheckpointError(f"--to: received {to!r}; allowed are {', '.join(NAMINGS)}")
+    _check_suffix(target)
+    arrays = read_arrays(source)
+    if naming_of(arrays) is None:
+        raise CheckpointError(
+            f"{source}: has the names of neither this library's encoder, nor PaddleNLP's Ernie and "
+            f"Bert, nor Hugging Face's BERT; its first names are {_listed(arrays)}"
+        )
+    renamed = from_ours(to_ours(arrays, str(source)), to)
+    _write({name: paddle.to_tensor(np.ascontiguousarray(a)) for name, a in renamed.items()}, target)
+    return len(renamed)
+
+
+def read_arrays(path: Path) -> Arrays:
+    """What a file of weights holds, by name.
+
+    Raises:
+        CheckpointError: It is missing or damaged, or has another suffix.
+    """
     _check_suffix(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file")
-    arrays = weights_in(path) if path.suffix == ".pdparams" else _read_safetensors(path)
+    return weights_in(path) if path.suffix == ".pdparams" else _read_safetensors(path)
+
+
+def _put(model: paddle.nn.Layer, path: Path, arrays: Arrays) -> None:
     targets = model.state_dict()
     _check_fit(path, arrays, targets)
     with paddle.no_grad():
         for name, target in targets.items():
-            target.set_value(paddle.to_tensor(arrays[name]).astype(target.dtype))
+            value = np.ascontiguousarray(arrays[name]).reshape(arrays[name].shape)
+            target.set_value(paddle.to_tensor(value).astype(target.dtype))
 
 
 def _check_suffix(path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 
 from paddle_recompute._paddle import travelling
+from paddle_recompute.errors import OffloadError
 from paddle_recompute.offload._storage import Slot
 from paddle_recompute.replay import Stamp, is_written_since, stamp_in_place, travels, watch_writes
 
@@ -30,6 +31,13 @@ class Away:
         """As the tensor was when it came from the slot; None: the slot does not have its value."""
         self._num_written = 0
         self._stays = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused."""
+        raise OffloadError(
+            "a parameter that is offloaded cannot be copied or pickled; its values can: "
+            "state_dict() has copies in host memory"
+        )
 
     @property
     def tensor(self) -> paddle.Tensor:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import paddle
-
 from paddle_recompute.grad_sync import keep_elsewhere
-from paddle_recompute.offload._away import Away, let_travel
+from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._gradients import ChainGradients, ShardGradients
 from paddle_recompute.offload._storage import MakeSlot
 
@@ -112,13 +110,3 @@ class Chain:
     def note_backward(self, index: int) -> None:
         """A backward through shard `index` has ended."""
         self.shards[index].gradients.num_backwards += 1
-
-
-def sent_away(parameters: Sequence[paddle.Tensor], make_slot: MakeSlot) -> list[Away]:
-    """An `Away` for each of `parameters`, which leave the device at once."""
-    made = []
-    for parameter in parameters:
-        away = let_travel(parameter, make_slot())
-        away.leave()
-        made.append(away)
-    return made

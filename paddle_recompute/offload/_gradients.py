@@ -248,13 +248,20 @@ class ChainGradients:
         counts = [shard.num_backwards for shard in self._order]
         late = [bool(shard.late) for shard in self._order]
         if self._sender is not None:
-            present = [sorted(shard.present_here | shard.late) for shard in self._order]
-            told = self._sender.exchange([counts, late, present], "the gradients of the shards")
-            counts = [max(count) for count in zip(*(one[0] for one in told), strict=True)]
-            late = [any(flags) for flags in zip(*(one[1] for one in told), strict=True)]
-            for number, shard in enumerate(self._order):
-                anywhere = {index for one in told for index in one[2][number]}
+            here = [
+                index in shard.present_here or index in shard.late
+                for shard in self._order
+                for index in range(len(shard.parameters))
+            ]
+            told = self._sender.largest([*counts, *late, *here], "the gradients of the shards")
+            size = len(self._order)
+            counts, late = [int(n) for n in told[:size]], [n > 0 for n in told[size : 2 * size]]
+            first = 2 * size
+            for shard in self._order:
+                end = first + len(shard.parameters)
+                anywhere = {index for index, there in enumerate(told[first:end]) if there}
                 shard.without(shard.present - anywhere)
+                first = end
         self._expected = None if any(late) else counts
         for shard, is_late in zip(self._order, late, strict=True):
             if is_late:

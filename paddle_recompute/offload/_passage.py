@@ -216,7 +216,10 @@ class _Passage:
             there = [g for g in column if g is not None]
             if not there:
                 joined.append(None)
-            elif all(g.ndim and g.shape[0] == s for g, s in zip(there, self._parts.sizes)):
+            elif len(there) == len(of_parts) and all(
+                g.ndim and g.shape[0] == size
+                for g, size in zip(there, self._parts.sizes, strict=True)
+            ):
                 joined.append(paddle.concat(there))
             else:
                 joined.append(paddle.add_n(there))
@@ -275,7 +278,7 @@ def _next_of(tensors: list[paddle.Tensor]) -> Callable[[paddle.Tensor], paddle.T
     return lambda _: next(remaining)
 
 
-class _Boundary(PyLayer):  # type: ignore[misc]
+class _Boundary(PyLayer):
     """Where the graph of a shard's call would be."""
 
     @staticmethod

@@ -7,7 +7,8 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute.offload._away import away_of
+from paddle_recompute._paddle.travelling import set_values_of, twin_of
+from paddle_recompute.offload._away import Away, away_of
 
 
 def on_host(values: Any, name: str, dtype: Any) -> paddle.Tensor:
@@ -18,12 +19,24 @@ def on_host(values: Any, name: str, dtype: Any) -> paddle.Tensor:
 
 
 def show_values_in_state_dict(layer: paddle.nn.Layer) -> None:
-    """Let ``layer.state_dict()``, and that of a Layer that has it, hold copies of the parameters."""
+    """Let ``state_dict()`` of `layer`, and of its owners, hold copies of the parameters."""
 
     def show(state: MutableMapping[str, Any]) -> None:
         for key, value in state.items():
             away = away_of(value)
-            if away is not None and not away.is_here:
-                state[key] = on_host(away.numpy(), value.name, value.dtype)
+            if away is not None:
+                state[key] = _copy_of(value, away)
 
     layer.register_state_dict_hook(show)
+
+
+def _copy_of(parameter: paddle.Tensor, away: Away) -> paddle.Tensor:
+    """Its values; ``set_value`` of the copy sets the parameter too, as with a plain Layer."""
+    copy = twin_of(parameter, on_host(away.numpy(), parameter.name, parameter.dtype))
+
+    def set_value(value: Any) -> None:
+        set_values_of(copy, value)
+        parameter.set_value(value)
+
+    copy.set_value = set_value
+    return copy

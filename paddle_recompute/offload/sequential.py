@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import paddle
 
-from paddle_recompute import _paddle
 from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.offload import _passage
-from paddle_recompute.offload._away import Away, let_travel
-from paddle_recompute.offload._balance import cut
+from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._chain import Chain
+from paddle_recompute.offload._cut import cut, num_bytes, owned, send_away
 from paddle_recompute.offload._state import show_values_in_state_dict
 from paddle_recompute.offload._storage import PLACES, Place, slots
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
 from paddle_recompute.recompute import OFFLOADS
 
-LayerOrFactory = paddle.nn.Layer | Callable[[], paddle.nn.Layer]
+LayerOrFactory: TypeAlias = paddle.nn.Layer | Callable[[], paddle.nn.Layer]
 
 
-class OffloadSequential(paddle.nn.Sequential):  # type: ignore[misc]
+class OffloadSequential(paddle.nn.Sequential):
     """A chain of Layers whose parameters, gradients and optimizer state are not on the device.
 
     The chain is cut into shards. One of them is on the device, and those that come next are on
@@ -95,14 +94,14 @@ class OffloadSequential(paddle.nn.Sequential):  # type: ignore[misc]
                 f"num_shards is {num_shards}, and the chain has {len(self)} Layers; a shard has "
                 "at least one"
             )
-        self._cuts = _cut(list(self), num_shards)
+        self._cuts = cut([num_bytes(layer) for layer in self], num_shards)
         groups = [
-            (f"shard {number} of {num_shards} (Layers {part[0]} to {part[-1]})", owned)
-            for number, (part, owned) in enumerate(
-                zip(self._cuts, _owned(list(self), self._cuts, away), strict=True)
+            (f"shard {number} of {num_shards} (Layers {part[0]} to {part[-1]})", own)
+            for number, (part, own) in enumerate(
+                zip(self._cuts, owned(list(self), self._cuts, away), strict=True)
             )
         ]
-        self._chain = Chain(groups, make_slot, prefetch=prefetch)
+        self._offload_chain = Chain(groups, make_slot, prefetch=prefetch)
         self._storage = OFFLOADS[offload]
         self._num_microbatches = num_microbatches
         self._checkpoint = checkpoint_activations
@@ -122,7 +121,7 @@ class OffloadSequential(paddle.nn.Sequential):  # type: ignore[misc]
         for number, part in enumerate(self._cuts):
             given = outputs if isinstance(outputs, tuple) else (outputs,)
             outputs = _passage.run(
-                self._chain,
+                self._offload_chain,
                 number,
                 _Consecutive(members[part.start : part.stop]),
                 given,
@@ -142,7 +141,7 @@ class OffloadSequential(paddle.nn.Sequential):  # type: ignore[misc]
         Raises:
             ConfigError: The optimizer is LBFGS, or clips by a norm over all parameters.
         """
-        return OffloadOptimizer([self._chain], self.parameters(), make)
+        return OffloadOptimizer([self._offload_chain], self.parameters(), make)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refused."""
@@ -168,10 +167,7 @@ class OffloadSequential(paddle.nn.Sequential):  # type: ignore[misc]
         for name, entry in named:
             layer = entry if isinstance(entry, paddle.nn.Layer) else entry()
             self.add_sublayer(name, layer)
-            for parameter in _travelling(layer):
-                if id(parameter) not in away:
-                    away[id(parameter)] = let_travel(parameter, make_slot())
-                    away[id(parameter)].leave()
+            send_away(layer, away, make_slot)
         return away
 
 
@@ -186,42 +182,6 @@ class _Consecutive:
         for layer in self._layers:
             outputs = layer(*outputs) if isinstance(outputs, tuple) else layer(outputs)
         return outputs
-
-
-def _cut(layers: list[paddle.nn.Layer], num_shards: int) -> list[range]:
-    return cut([_num_bytes(layer) for layer in layers], num_shards)
-
-
-def _num_bytes(layer: paddle.nn.Layer) -> int:
-    return sum(int(p.size) * int(p.element_size()) for p in layer.parameters())
-
-
-def _travelling(layer: paddle.nn.Layer) -> list[paddle.Tensor]:
-    """The parameters of `layer`, without the statistics that kernels write to."""
-    statistics = {
-        id(_paddle.own_parameters(part)[name])
-        for part in layer.sublayers(include_self=True)
-        for name in _paddle.statistics_among_parameters(part)
-    }
-    return [p for p in layer.parameters() if id(p) not in statistics and p.size]
-
-
-def _owned(
-    layers: list[paddle.nn.Layer], cuts: list[range], away: dict[int, Away]
-) -> list[list[Away]]:
-    """The parameters that each shard has for itself; the others come back for good."""
-    users: dict[int, set[int]] = {}
-    for number, part in enumerate(cuts):
-        for place in part:
-            for parameter in _travelling(layers[place]):
-                users.setdefault(id(parameter), set()).add(number)
-    owned: list[list[Away]] = [[] for _ in cuts]
-    for key, shards in users.items():
-        if len(shards) == 1:
-            owned[shards.pop()].append(away[key])
-        else:
-            away[key].stay()
-    return owned
 
 
 def _check(num_shards: int, offload: str, num_microbatches: int, prefetch: int) -> None:

@@ -126,7 +126,13 @@ def plan(config: Config) -> Plan:
     for sentence in config.without_effect():
         notes.append(f"{sentence}.")
     has_dropout = bool(config.model.hidden_dropout or config.model.attention_dropout)
-    if not has_dropout:
+    if config.model.is_own:
+        has_dropout = False
+        notes.append(
+            f"{config.model.name} is compared as it is: a static graph draws other dropout masks, "
+            "so set its dropout to 0 in model.options."
+        )
+    elif not has_dropout:
         notes.append("The configuration has no dropout: all comparisons are without dropout.")
     cases = tuple(Case(dropout) for dropout in ([True, False] if has_dropout else [False]))
     ranks = config.launch.num_ranks

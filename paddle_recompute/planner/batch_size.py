@@ -78,9 +78,8 @@ def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
         return round(_quadratic(sizes, [read(one) for one in known], rows))
 
     def seconds(read: Callable[[StepCosts], float]) -> float:
-        low, high = sizes[0], sizes[-1]
-        a, b = read(known[0]), read(known[-1])
-        return max(0.0, a + (b - a) * (rows - low) / (high - low))
+        # In proportion: a line through two short times would be all noise.
+        return read(known[-1]) * rows / sizes[-1]
 
     def option(place: int, name: str) -> OptionCost:
         own = first.calls[place].options[name]

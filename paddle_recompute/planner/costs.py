@@ -9,8 +9,11 @@ apart (`OptionCost`), and `simulate` puts the two together.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
+
+from paddle_recompute.errors import PlanError
 
 PLAIN = "plain"
 WHOLE = "whole"
@@ -30,6 +33,7 @@ class OptionCost:
         keeps_output: Whether the call itself keeps its output until its backward.
         offers_output: Whether later calls need not keep the output: it is computed again for them.
         takes_offers: Whether the call asks for such outputs instead of keeping its input.
+        frees_input: Bytes of its inputs that it does not keep, because it keeps a copy of them.
     """
 
     kept: int
@@ -40,6 +44,7 @@ class OptionCost:
     keeps_output: bool = False
     offers_output: bool = False
     takes_offers: bool = False
+    frees_input: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ class Event:
     """Something that happens in a step.
 
     Attributes:
-        kind: ``forward`` or ``backward`` of a call, ``update`` of the optimizer or ``end``.
+        kind: ``forward`` or ``backward`` of a call, that its backward is ``done`` or the graph over
+            it was ``dropped``; ``update`` of the optimizer, or ``end``.
         call: Number of the call; -1 for ``update`` and ``end``.
         before: The peak since the event before.
         enter: The level at its begin.
@@ -91,7 +97,7 @@ class Event:
         seconds: Time since the event before.
     """
 
-    kind: Literal["forward", "backward", "update", "end"]
+    kind: Literal["forward", "backward", "done", "dropped", "update", "end"]
     call: int
     before: int
     enter: int
@@ -146,3 +152,47 @@ class StepCosts:
         )
         events = tuple(Event(**event) for event in data["events"])
         return cls(**{**data, "calls": calls, "events": events, "notes": tuple(data["notes"])})
+
+
+def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:
+    """The largest of the ranks' figures, one by one.
+
+    Raises:
+        PlanError: The ranks' steps consist of different calls.
+    """
+    first = everywhere[0]
+    described = [
+        [(c.layer, c.number, sorted(c.options)) for c in one.calls]
+        + [(e.kind, e.call, []) for e in one.events]
+        for one in everywhere
+    ]
+    if any(one != described[0] for one in described):
+        raise PlanError(
+            "the steps of the ranks consist of different calls, so that no plan fits them all; "
+            "build the model in the same way, and give batches of the same structure, on every rank"
+        )
+
+    def largest(items: Sequence[Any], names: Sequence[str]) -> Any:
+        return replace(
+            items[0], **{name: max(getattr(one, name) for one in items) for name in names}
+        )
+
+    calls = []
+    for place, call in enumerate(first.calls):
+        same = [one.calls[place] for one in everywhere]
+        options = {
+            name: largest(
+                [one.options[name] for one in same],
+                ("kept", "forward_peak", "backward_peak", "seconds", "forward_seconds"),
+            )
+            for name in call.options
+        }
+        calls.append(replace(call, options=options))
+    names = ("before", "enter", "leave", "seconds")
+    events = [
+        largest([one.events[place] for one in everywhere], names)
+        for place in range(len(first.events))
+    ]
+    return replace(
+        first, base=max(one.base for one in everywhere), calls=tuple(calls), events=tuple(events)
+    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
@@ -40,7 +41,8 @@ class Job:
         optimizer: Its moments are part of the memory; None: there are none.
         grad_cache: Computes the gradient chunk by chunk instead of `loss_fn`.
         sync: Its communication is kept out of the measurement.
-        bucket_bytes: Of its buckets that are under way at a time; 0 with one rank.
+        besides: More bytes that every step begins with, by what they are: communication buckets,
+            batches that wait.
         accumulate_steps: Micro-batches of a step: with more than one, gradients are there before.
         checkpoints: Patterns of the blocks; None: they are found.
         autocast: The mixed precision of the forward.
@@ -53,7 +55,7 @@ class Job:
     optimizer: paddle.optimizer.Optimizer | None = None
     grad_cache: GradCache | None = None
     sync: GradientSync | None = None
-    bucket_bytes: int = 0
+    besides: Mapping[str, int] = field(default_factory=dict)
     accumulate_steps: int = 1
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -91,6 +93,7 @@ class Job:
         self, *, options: tuple[str, ...] = OPTIONS, progress: Progress | None = None
     ) -> StepCosts:
         """Measure the step; the model, its gradients and the random streams stay as they are."""
+        gc.collect()
         held = self.held()
         now = memory.current_bytes()
         missing = sum(held.values()) - self._present(held)
@@ -104,6 +107,7 @@ class Job:
             self.step,
             held=held,
             base=now + missing,
+            batch=self.batch,
             update_bytes=self._update_bytes(gradients),
             options=options,
             preserve_rng_state=self.preserve_rng_state,
@@ -127,7 +131,7 @@ class Job:
             "batch": sum(map(_bytes, _nested.tensors_in(self.batch))),
             "moments": 0,
             "masters": 0,
-            "communication buckets": self.bucket_bytes,
+            **self.besides,
         }
         if self.optimizer is not None:
             name = type(self.optimizer).__name__

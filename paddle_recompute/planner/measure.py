@@ -7,15 +7,16 @@ the gradients as it does there, and every byte is where it would be.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import PlanError
+from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import PLAIN, WHOLE, OptionCost
 from paddle_recompute.planner.skeleton import HostTensor, RecordedCall
 from paddle_recompute.recompute import (
@@ -35,7 +36,7 @@ PART_OPTIONS: tuple[PartOption, ...] = (
     "selective+attention",
 )
 OPTIONS = (PLAIN, *PART_OPTIONS, WHOLE)
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+FEWEST_ROUNDS, MOST_ROUNDS = 2, 9
 """A round runs a call under each option once. The bytes of the last and the least time count."""
 
 
@@ -77,6 +78,11 @@ def measure_call(
         for option in wanted:
             with _under(block, option, parts.get(option, ()), preserve_rng_state):
                 runs[option].append(_run(block, call, gradients))
+    freed = {}
+    for option in wanted:
+        if option != WHOLE:  # which keeps its input whatever its operators do
+            with _under(block, option, parts.get(option, ()), preserve_rng_state):
+                freed[option] = _freed_input(block, call)
     plain = min(run.seconds for run in runs[PLAIN])
     return {
         option: replace(
@@ -85,6 +91,7 @@ def measure_call(
             seconds=max(plain, min(run.seconds for run in found)),
             forward_seconds=min(run.forward_seconds for run in found),
             takes_offers=option != PLAIN,
+            frees_input=freed.get(option, 0),
         )
         for option, found in runs.items()
     }, gradients
@@ -106,39 +113,45 @@ def _under(
         undo_recompute(block)
 
 
-def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) -> OptionCost:
-    data = _nested.map_leaves(
-        lambda leaf: leaf.load() if isinstance(leaf, HostTensor) else leaf, call.inputs
-    )
-    wants = [
-        leaf.stop_gradient
-        for _, leaf in _nested.named_leaves(call.inputs)
-        if isinstance(leaf, HostTensor)
-    ]
+def _freed_input(block: paddle.nn.Layer, call: RecordedCall) -> int:
+    """Bytes that go when nobody but `block` holds its input after the forward."""
+    with paddle.set_grad_enabled(True):
+        args, kwargs = _inputs(call)
+        with _paddle.amp_state_of(call.amp):
+            outputs = block(*args, **kwargs)
+        before = memory.current_bytes()
+        del args, kwargs
+        freed = before - memory.current_bytes()
+        del outputs
+    return freed
+
+
+def _inputs(call: RecordedCall) -> Any:
+    """(args, kwargs): tensors that come out of an operator where they need gradients."""
     anchor = paddle.zeros([1])
     anchor.stop_gradient = False
-    stops = iter(wants)
 
-    def give(tensor: paddle.Tensor) -> paddle.Tensor:
-        if _paddle.is_parameter(tensor):
-            return tensor
-        needs_none = next(stops)
-        if needs_none or not tensor.is_floating_point():
+    def give(leaf: Any) -> Any:
+        if not isinstance(leaf, HostTensor):
+            return leaf
+        tensor = leaf.load()
+        if leaf.stop_gradient or not tensor.is_floating_point():
             return tensor
         return tensor + anchor.astype(tensor.dtype)
 
+    return _nested.map_leaves(give, call.inputs)
+
+
+def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) -> OptionCost:
     with paddle.set_grad_enabled(True):
-        args, kwargs = _nested.map_tensors(give, data)
-        del data
+        args, kwargs = _inputs(call)
         given = {one.data_ptr() for one in _nested.tensors_in((args, kwargs))}
         before = memory.current_bytes()
         memory.reset_peak()
-        _wait()
-        began = time.perf_counter()
+        began = now()
         with _paddle.amp_state_of(call.amp):
             outputs = block(*args, **kwargs)
-        _wait()
-        forwarded = time.perf_counter()
+        forwarded = now()
         forward_peak = memory.peak_bytes() - before
         after = memory.current_bytes() - before
         fresh = {
@@ -159,10 +172,9 @@ def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) 
         held = memory.current_bytes() - before
         small = sum(one.size * one.element_size() for one in ends)
         memory.reset_peak()
-        continued = time.perf_counter()
+        continued = now()
         paddle.autograd.backward(ends)
-        _wait()
-        ended = time.perf_counter()
+        ended = now()
         backward_peak = memory.peak_bytes() - before - small
     for name, parameter in block.named_parameters():
         if parameter.grad is not None:
@@ -177,9 +189,3 @@ def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) 
         keeps_output=bool(output_bytes) and held - small >= after,
         offers_output=offers,
     )
-
-
-def _wait() -> None:
-    """For the kernels of a device, so that the clock reads theirs."""
-    if str(paddle.get_device()) != "cpu":
-        paddle.device.synchronize()

@@ -21,7 +21,7 @@ from paddle_recompute.planner.job import Job, LossFn
 from paddle_recompute.planner.policies import choices_of_policy
 from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
 from paddle_recompute.planner.simulate import Choice, Timeline, simulate
-from paddle_recompute.planner.step_costs import Progress
+from paddle_recompute.planner.step_costs import Progress, buffers_of, put_back
 from paddle_recompute.replay import RngState
 
 
@@ -106,7 +106,7 @@ def estimate(
         batch_size: Rows of the batch, if not those of `sample_batch`: smaller ones are measured.
         checkpoints: Patterns of the blocks; None: those of `recompute`, or they are found.
         progress: Is told (done, total) of the calls that are measured.
-        **options: More of `Job`: ``bucket_bytes``, ``accumulate_steps``, ``autocast``.
+        **options: More of `Job`: ``besides``, ``accumulate_steps``, ``autocast``.
 
     Raises:
         PlanError: The step cannot be measured.
@@ -237,7 +237,7 @@ def verified(job: Job, found: RecomputePlan) -> RecomputePlan:
 def measured_peak(job: Job, found: RecomputePlan) -> int:
     """The peak of a second forward and backward under the plan, with what is held in training."""
     streams = RngState.capture()
-    buffers = [(buffer, buffer.numpy().copy()) for buffer in job.model.buffers()]
+    buffers = buffers_of(job.model)
     found.apply(job.model)
     try:
         for _ in range(2):
@@ -252,8 +252,6 @@ def measured_peak(job: Job, found: RecomputePlan) -> int:
     finally:
         found.remove(job.model)
         streams.restore()
-        with paddle.no_grad():
-            for buffer, values in buffers:
-                buffer.set_value(values)
+        put_back(buffers)
     update = found.timeline.points[-1].bytes
     return max(found.costs.base + peak, update)

@@ -41,6 +41,7 @@ class RecomputePlan:
             otherwise the choices were made as for a chain, and the simulation judged them.
         measured_bytes: The peak of a step that was measured under the plan; None: none was.
         preserve_rng_state: As in `recompute`.
+        segments: The kinds of segments that are allowed.
     """
 
     memory_budget: int
@@ -51,6 +52,7 @@ class RecomputePlan:
     exact: bool = True
     measured_bytes: int | None = None
     preserve_rng_state: bool = True
+    segments: tuple[str, ...] = (JOINED, NESTED)
 
     @property
     def timeline(self) -> Timeline:
@@ -149,21 +151,33 @@ class RecomputePlan:
         """
         if measured_bytes <= self.memory_budget:
             return replace(self, measured_bytes=measured_bytes)
-        excess = max(measured_bytes - self.peak_bytes, 1)
-        costs = replace(self.costs, excess=self.costs.excess + excess)
+        return self.recalibrated(max(measured_bytes - self.peak_bytes, 1))
+
+    def recalibrated(self, excess: int) -> RecomputePlan:
+        """A new plan, in which `excess` bytes more are held than predicted (or fewer: negative).
+
+        Raises:
+            PlanError: Nothing stays within the budget.
+        """
         return make_plan(
-            costs,
+            replace(self.costs, excess=self.costs.excess + excess),
             self.memory_budget,
             signature=self.signature,
             checkpoints=self.checkpoints,
             preserve_rng_state=self.preserve_rng_state,
+            segments=self.segments,
         )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything is recomputed."""
+        return any(choice.option != PLAIN for choice in self.choices)
 
     # -------------------------------------------------------------------------------- files
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        data = {
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
             "format": FORMAT,
             "memory_budget": self.memory_budget,
             "signature": self.signature,
@@ -173,8 +187,36 @@ class RecomputePlan:
             "preserve_rng_state": self.preserve_rng_state,
             "choices": [asdict(choice) for choice in self.choices],
             "costs": self.costs.to_dict(),
+            "segments": self.segments,
         }
-        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RecomputePlan:
+        """The inverse of `to_dict`.
+
+        Raises:
+            PlanError: It is not a plan.
+        """
+        try:
+            rest = dict(data)
+            if rest.pop("format") != FORMAT:
+                raise PlanError("the plan is of another version of this library; make a new one")
+            checkpoints = rest.pop("checkpoints")
+            return cls(
+                costs=StepCosts.from_dict(rest.pop("costs")),
+                choices=tuple(Choice(**choice) for choice in rest.pop("choices")),
+                checkpoints=None if checkpoints is None else tuple(checkpoints),
+                segments=tuple(rest.pop("segments")),
+                **rest,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"it is not a plan ({error!r})") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> RecomputePlan:
@@ -185,19 +227,12 @@ class RecomputePlan:
         """
         try:
             data = read_json(Path(path))
-            if data.pop("format") != FORMAT:
-                raise PlanError(f"{path}: a plan of another version; make a new one")
-            checkpoints = data.pop("checkpoints")
-            return cls(
-                costs=StepCosts.from_dict(data.pop("costs")),
-                choices=tuple(Choice(**choice) for choice in data.pop("choices")),
-                checkpoints=None if checkpoints is None else tuple(checkpoints),
-                **data,
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, PlanError):
-                raise
+        except (OSError, ValueError) as error:
             raise PlanError(f"{path}: is not a plan ({error})") from error
+        try:
+            return cls.from_dict(data)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
     def check_is_of(self, signature: str) -> None:
         """Check that the plan is of this model and batch.
@@ -290,13 +325,14 @@ def make_plan(
     signature: str,
     checkpoints: tuple[str, ...] | None = None,
     preserve_rng_state: bool = True,
+    segments: tuple[str, ...] = (JOINED, NESTED),
 ) -> RecomputePlan:
     """Solve, and say in words if there is no solution.
 
     Raises:
         PlanError: Nothing stays within the budget.
     """
-    solution = solve(costs, memory_budget)
+    solution = solve(costs, memory_budget, units=segments)
     if solution is None:
         raise PlanError(infeasible(costs, memory_budget))
     return RecomputePlan(
@@ -307,6 +343,7 @@ def make_plan(
         checkpoints,
         solution.exact,
         preserve_rng_state=preserve_rng_state,
+        segments=segments,
     )
 
 

@@ -121,15 +121,29 @@ class Kept:
 
     def bytes(self, call: int) -> int:
         """From the end of its forward on, above the skeleton."""
-        return kept_bytes(self.calls[call], self.cost(call), self.gives_up_input(call))
+        kept = kept_bytes(self.calls, call, self.cost(call))
+        return kept - given_up_bytes(self.calls, call, self.gives_up_input(call))
 
 
-def kept_bytes(call: CallCost, cost: OptionCost, gives_up_input: bool) -> int:
-    """What one call adds to the level of the skeleton."""
-    kept = cost.kept
-    if cost.keeps_output and not call.output_is_kept:
-        kept += call.output_bytes
-    return kept - call.input_bytes if gives_up_input else kept
+def kept_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
+    """What one call adds to the level of the skeleton, if it does not give up its input."""
+    call = calls[number]
+    kept = cost.kept - freed_bytes(calls, number, cost)
+    return kept + call.output_bytes if cost.keeps_output and not call.output_is_kept else kept
+
+
+def given_up_bytes(calls: Sequence[CallCost], number: int, gives_up: bool) -> int:
+    """What a call does not keep of its input, where it is computed again for it."""
+    return calls[number].input_bytes if gives_up else 0
+
+
+def freed_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
+    """The input of a call that keeps a copy of it (an LSTM), unless the call before keeps it."""
+    call = calls[number]
+    before = call.follows
+    if before is not None and any(one.keeps_output for one in calls[before].options.values()):
+        return 0
+    return min(cost.frees_input, call.input_bytes)
 
 
 def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
@@ -138,12 +152,16 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
     above = 0  # bytes of the calls, above the skeleton
     live: dict[int, int] = {}  # what each call of a segment that runs again keeps
     present: dict[str, int] = {}  # the gradients that exist
+    running: dict[int, int] = {}  # what has been computed again for backwards that have begun
+    seen_to_end = {event.call for event in costs.events if event.kind == "done"}
     for event in costs.events:
         gradients = sum(present.values())
         level = base + above + gradients
         yield Point(_before(event, calls), level + event.before, gradients, above)
         number = event.call
-        if number < 0:
+        if event.kind == "done":
+            running.pop(number, None)
+        if number < 0 or event.kind == "done":
             continue
         call, cost, choice = calls[number], kept.cost(number), kept.choice[number]
         level += event.enter
@@ -151,6 +169,9 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
             peak = cost.forward_peak
             yield Point(f"forward of {call.name}", level + peak, gradients, above, peak)
             above += kept.bytes(number)
+            continue
+        if event.kind == "dropped":
+            above -= kept.bytes(number)
             continue
         level -= call.output_bytes  # its gradient, which is part of the measured peak
         if choice.option not in (JOINED, NESTED):
@@ -173,13 +194,12 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
                 live[inner] = whole.kept + (plain.kept if choice.option == JOINED else 0)
                 change += live[inner]
         above += change
-        yield Point(
-            f"backward of {call.name}",
-            level + change + cost.backward_peak,
-            gradients,
-            above,
-            cost.backward_peak,
-        )
+        # The operators of calls that do not depend on each other take turns.
+        inside = sum(running.values()) + cost.backward_peak - freed_bytes(calls, number, cost)
+        if number in seen_to_end and cost is call.options.get(WHOLE):
+            running[number] = call.options[PLAIN].kept + call.output_bytes
+        where = f"backward of {call.name}"
+        yield Point(where, level + change + inside, gradients, above, inside)
         present.update(call.gradients)
 
 
@@ -188,4 +208,6 @@ def _before(event: Event, calls: Sequence[CallCost]) -> str:
         return "end of the backward"
     if event.kind == "update":
         return "update"
+    if event.kind == "done":
+        return f"end of the backward of {calls[event.call].name}"
     return f"before the {event.kind} of {calls[event.call].name}"

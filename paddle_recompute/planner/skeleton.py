@@ -8,7 +8,7 @@ plain step, and everything outside of the blocks (embedding, head, loss) is the 
 from __future__ import annotations
 
 import contextlib
-import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
+from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import Event
 from paddle_recompute.planner.signatures import structure_of
 
@@ -115,15 +116,15 @@ class _Recorder:
         self._restart()
 
     def event(self, kind: Any, call: int, leave: int | None = None) -> None:
-        now, start = memory.current_bytes(), self.skeleton.start
+        level, start = memory.current_bytes(), self.skeleton.start
         self.skeleton.events.append(
             Event(
                 kind,
                 call,
                 memory.peak_bytes() - start,
-                now - start,
-                now - start,
-                time.perf_counter() - self._since,
+                level - start,
+                level - start,
+                now() - self._since,
             )
         )
         self._restart()
@@ -140,7 +141,7 @@ class _Recorder:
 
     def _restart(self) -> None:
         memory.reset_peak()
-        self._since = time.perf_counter()
+        self._since = now()
 
     def call(self, name: str, forward: Callable[..., Any], inputs: Any) -> Any:
         place = len(self.skeleton.calls)
@@ -153,12 +154,13 @@ class _Recorder:
                 lambda one: one if _paddle.is_parameter(one) else HostTensor(one), inputs
             )
             memory.reset_peak()
-        holder = _Holder(self, place, forward, inputs)
+        holder = _Holder(self, place, forward, inputs, [])
         tensors = [
             tensor
             for tensor in _unique(_nested.tensors_in(inputs))
             if not tensor.stop_gradient and tensor.is_floating_point()
         ]
+        holder.likenesses += [(tensor.shape, tensor.dtype) for tensor in tensors]
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False
         given = {tensor.data_ptr() for tensor in _nested.tensors_in(inputs)}
@@ -170,10 +172,13 @@ class _Recorder:
         self._numbers[name] = number + 1
         self.inside = True
         try:
-            passed = _Pass.apply(anchor, holder, *tensors)
+            gated: Any = _Gate.apply(_GateHolder(self, place), *tensors) if tensors else ()
+            gated = gated if isinstance(gated, (tuple, list)) else [gated]
+            passed = _Pass.apply(anchor, holder, *gated)
         finally:
             self.inside = False
         holder.forward = None
+        weakref.finalize(holder, self._dropped, place)
         passed = passed if isinstance(passed, (tuple, list)) else (passed,)
         outputs = _nested.map_leaves(
             lambda leaf: passed[leaf.position] if isinstance(leaf, _Place) else leaf,
@@ -198,6 +203,13 @@ class _Recorder:
         self.leave()
         return outputs
 
+    def _dropped(self, place: int) -> None:
+        """The graph over a call is gone; it may have been dropped without a backward."""
+        done = {one.call for one in self.skeleton.events if one.kind in ("backward", "end")}
+        if place not in done and -1 not in done:
+            self.event("dropped", place)
+            self._waiting -= 1
+
     def pack(self, tensor: paddle.Tensor) -> _Saved:
         if not self.inside and _paddle.is_initialized(tensor):
             self.skeleton.saved_outside.add(tensor.data_ptr())
@@ -216,6 +228,33 @@ class _Saved:
         return tensor
 
 
+class _GateHolder:
+    """What a `_Gate` needs; Paddle does not look into it."""
+
+    def __init__(self, recorder: _Recorder, place: int) -> None:
+        self.recorder, self.place = recorder, place
+
+
+class _Gate(paddle.autograd.PyLayer):
+    """Notes when the backward of a call is over.
+
+    Two calls that do not depend on each other share the engine's queue: their operators take turns,
+    and both are live at a time. Then the gate of the first comes after the beginning of the second.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, holder: _GateHolder, *tensors: paddle.Tensor) -> Any:
+        ctx.recorder, ctx.place = holder.recorder, holder.place
+        ctx.set_materialize_grads(False)
+        # Only gradients go this way; the block gets its inputs themselves.
+        return tuple(paddle.zeros([1], tensor.dtype) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.recorder.event("done", ctx.place)
+        return gradients if len(gradients) > 1 else gradients[0]
+
+
 @dataclass(eq=False)
 class _Holder:
     """A call of a block; an argument that Paddle does not look into."""
@@ -224,6 +263,8 @@ class _Holder:
     place: int
     forward: Callable[..., Any] | None
     inputs: Any
+    likenesses: list[tuple[Any, Any]]
+    """Shape and dtype of the inputs that get gradients."""
     outputs: Any = None
 
 
@@ -241,7 +282,6 @@ class _Pass(paddle.autograd.PyLayer):
     def forward(ctx: Any, anchor: paddle.Tensor, holder: _Holder, *tensors: paddle.Tensor) -> Any:
         ctx.holder = holder
         ctx.set_materialize_grads(False)
-        ctx.likeness = [(tensor.shape, tensor.dtype) for tensor in tensors]
         args, kwargs = holder.inputs
         assert holder.forward is not None
         result = holder.forward(*args, **kwargs)
@@ -262,7 +302,7 @@ class _Pass(paddle.autograd.PyLayer):
         holder, recorder = ctx.holder, ctx.holder.recorder
         recorder.event("backward", holder.place)
         del gradients
-        found = [paddle.zeros(shape, dtype) for shape, dtype in ctx.likeness]
+        found = [paddle.zeros(shape, dtype) for shape, dtype in holder.likenesses]
         holder.inputs = None
         recorder.leave()
         return (paddle.zeros([1]), *found)

@@ -35,6 +35,7 @@ from paddle_recompute.planner.simulate import (
     NESTED,
     Choice,
     Timeline,
+    freed_bytes,
     kept_bytes,
     simulate,
 )
@@ -199,14 +200,10 @@ def _groups(costs: StepCosts) -> list[_Group]:
         plain = [sum(costs.calls[c].options[PLAIN].kept for c in order) for order in passes]
         largest = passes[int(np.argmax(plain))]
         highest = np.max([[levels[call] for call in order] for order in passes], axis=0)
+        ahead, before_ahead, back, before_back = np.ascontiguousarray(highest.T, np.int64)
+        is_chain = all(chain for _, chain in members)
         groups.append(
-            _Group(
-                costs,
-                largest,
-                tuple(passes),
-                *(np.ascontiguousarray(column) for column in highest.T),
-                is_chain=all(chain for _, chain in members),
-            )
+            _Group(costs, largest, tuple(passes), ahead, before_ahead, back, before_back, is_chain)
         )
     return groups
 
@@ -378,12 +375,13 @@ def _single_units(group: _Group, place: int) -> list[_Unit]:
     follows = place > 0 and call.follows == group.order[place - 1]
     found = []
     for option, cost in call.options.items():
-        kept = kept_bytes(call, cost, gives_up_input=False)
+        number, calls = group.order[place], group.costs.calls
+        kept = kept_bytes(calls, number, cost)
         given_up = call.input_bytes if follows and cost.takes_offers else 0
         above = max(
             group.before_forward[place],
             group.forward[place] + cost.forward_peak,
-            group.backward[place] + cost.backward_peak,
+            group.backward[place] + cost.backward_peak - freed_bytes(calls, number, cost),
         )
         reach = _reach(above, group.before_backward[place] + kept, given_up)
         found.append(
@@ -421,7 +419,8 @@ def _segment_units(group: _Group, room: int, allowed: Sequence[str]) -> list[_Un
     for first, option in itertools.product(range(len(calls)), allowed):
         if WHOLE not in calls[first].options:
             continue
-        kept = kept_bytes(calls[first], calls[first].options[WHOLE], gives_up_input=False)
+        every, number = group.costs.calls, group.order[first]
+        kept = kept_bytes(every, number, calls[first].options[WHOLE])
         seconds = calls[first].options[WHOLE].seconds
         if option == NESTED:
             seconds += calls[first].options[PLAIN].forward_seconds
@@ -455,7 +454,7 @@ def _segment_units(group: _Group, room: int, allowed: Sequence[str]) -> list[_Un
                 group.before_forward[place] + kept,
                 group.forward[place] + kept + own.forward_peak,
             )
-            kept += kept_bytes(call, own, gives_up_input=True)
+            kept += kept_bytes(every, group.order[place], own) - call.input_bytes
             seconds += own.seconds
             if option == NESTED:
                 seconds += call.options[PLAIN].forward_seconds

@@ -8,6 +8,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
@@ -28,6 +29,7 @@ def measure_step(
     held: Mapping[str, int],
     update_bytes: int = 0,
     base: int | None = None,
+    batch: Any = None,
     options: tuple[str, ...] = OPTIONS,
     preserve_rng_state: bool = True,
     progress: Progress | None = None,
@@ -41,6 +43,7 @@ def measure_step(
         held: Bytes by part that are held at the start of a step and known. What of them does not
             exist yet is in `base`.
         update_bytes: What the update takes above the gradients.
+        batch: Its tensors are there all the time, whoever else holds them.
         base: Bytes at the start of a step; None: those that are allocated now.
         options: The options that are measured.
         preserve_rng_state: As in `recompute`.
@@ -51,7 +54,7 @@ def measure_step(
         DependencyError: This Paddle cannot start the peak anew.
     """
     check_measurable(model)
-    streams, state = RngState.capture(), _buffers_of(model)
+    streams, state = RngState.capture(), buffers_of(model)
     parameters = [p for p in model.parameters() if p.grad is not None]
     if parameters:
         raise PlanError(
@@ -72,7 +75,8 @@ def measure_step(
     finally:
         _clear(model)
         streams.restore()
-        _put_back(state)
+        put_back(state)
+    skeleton.saved_outside |= {one.data_ptr() for one in _nested.tensors_in(batch)}
     return _composed(
         skeleton,
         costs,
@@ -176,11 +180,19 @@ def _composed(
     return StepCosts(base, held, tuple(calls), (*skeleton.events, update))
 
 
-def _buffers_of(model: paddle.nn.Layer) -> list[tuple[paddle.Tensor, Any]]:
-    return [(buffer, buffer.numpy().copy()) for buffer in model.buffers()]
+def buffers_of(model: paddle.nn.Layer) -> list[tuple[paddle.Tensor, Any]]:
+    """What a forward of `model` may write to, and its values, on the host."""
+    written = [
+        place[name]
+        for layer in model.sublayers(include_self=True)
+        for place, names in _paddle.non_trained_state(layer)
+        for name in names
+    ]
+    return [(one, one.numpy().copy()) for one in written if _paddle.is_initialized(one)]
 
 
-def _put_back(state: list[tuple[paddle.Tensor, Any]]) -> None:
+def put_back(state: list[tuple[paddle.Tensor, Any]]) -> None:
+    """Put values back that `buffers_of` returned."""
     with paddle.no_grad():
         for buffer, values in state:
             buffer.set_value(values)

@@ -5,6 +5,7 @@
 that a configuration selects.
 """
 
+from paddle_recompute.recompute._auto import find_blocks
 from paddle_recompute.recompute._hooks import innermost
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept, SomeOnHost
 from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
@@ -12,8 +13,10 @@ from paddle_recompute.recompute.function import RecomputeOptions, recompute, run
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
+    WrappedLayer,
     forward_count,
     recompute_wrapper,
+    replace_class,
 )
 from paddle_recompute.recompute.selection import (
     RecomputeReport,
@@ -44,9 +47,11 @@ __all__ = [
     "RecomputedFunction",
     "SomeOnHost",
     "Unit",
+    "WrappedLayer",
     "apply_recompute",
     "called_plainly",
     "check_patterns",
+    "find_blocks",
     "forward_count",
     "innermost",
     "is_recomputing",
@@ -56,6 +61,7 @@ __all__ = [
     "parts_of_block",
     "recompute",
     "recompute_wrapper",
+    "replace_class",
     "run_recomputed",
     "treat_calls",
     "treat_parts",

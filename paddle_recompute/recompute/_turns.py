@@ -48,6 +48,14 @@ class Turns:
         self._turns = turns
         self._next = 0
 
+    def segments(self) -> list[Segment | None]:
+        """The segment of each turn that is recomputed."""
+        return [
+            turn.segment[0] if turn.segment is not None else None
+            for turn in self._turns
+            if turn.recomputed
+        ]
+
     def run(
         self,
         function: Callable[..., Any],

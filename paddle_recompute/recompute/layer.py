@@ -86,6 +86,12 @@ class RecomputeLayer(WrappedLayer):
     _recompute_turns: Turns | None
     _recompute_forward_count: int
 
+    def segments_of_calls(self) -> list[Segment | None]:
+        """The segment of each recomputed call of a step; None: the call is one by itself."""
+        if self._recompute_turns is not None:
+            return self._recompute_turns.segments()
+        return [self._recompute_segment[0] if self._recompute_segment is not None else None]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, recomputed in the backward."""
         if not is_recomputing():

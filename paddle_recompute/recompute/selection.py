@@ -114,6 +114,11 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     """
     if not config.enable:
         return RecomputeReport()
+    if config.policy == "budget":
+        raise SelectionError(
+            "recompute.policy: budget is made from measurements, which apply_recompute does not "
+            "have; use paddle_recompute.plan(model, batch, loss_fn, memory_budget=...).apply(model)"
+        )
     parts, aliases = named_parts(model)
     found: tuple[str, ...] = ()
     if config.checkpoints == [AUTO]:

@@ -39,7 +39,7 @@ class TrainedEncoder:
     @property
     def reads_at_most(self) -> int:
         """The longest text that the model accepts, in tokens."""
-        return int(self.model.max_tokens)
+        return int(getattr(self.model, "max_tokens", self.max_positive_tokens))
 
 
 def load_encoder(folder: str | Path) -> TrainedEncoder:

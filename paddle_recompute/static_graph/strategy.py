@@ -166,8 +166,8 @@ def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:
     names: dict[str, None] = {}
     for layer in model.sublayers(include_self=True):
         if isinstance(layer, RecomputeLayer):
-            chain, _ = layer._recompute_segment or (None, 0)
-            names[layer._recompute_name if chain is None else chain.names[-1]] = None
+            for chain in layer.segments_of_calls():
+                names[layer._recompute_name if chain is None else chain.names[-1]] = None
         for value in vars(layer).values():
             if isinstance(value, RecomputedFunction):
                 names[value._name] = None

@@ -71,6 +71,8 @@ class StaticTrainStep:
             are drawn, or set by `set_state_dict`.
         loss: The dygraph loss of `model`, if it has parameters. They must be parameters of the
             model that `model_fn` returns, with the prefix `OF_LOSS`.
+        recompute_with: Wraps parts of the model of `model_fn`, as `RecomputePlan.apply` does; None:
+            ``apply_recompute(model, config.recompute)``.
 
     Raises:
         ConfigError: A static graph cannot honour a setting.
@@ -101,6 +103,7 @@ class StaticTrainStep:
         num_examples: Callable[[Any], float] | None = None,
         model: paddle.nn.Layer | None = None,
         loss: paddle.nn.Layer | None = None,
+        recompute_with: Callable[[paddle.nn.Layer], object] | None = None,
     ) -> None:
         check_static(config)
         if config.strategy.amp and config.strategy.amp_configs.dtype != "bfloat16":
@@ -118,6 +121,7 @@ class StaticTrainStep:
         self._accumulate_steps = config.strategy.gradient_merge_configs.k_steps
         self._model = model
         self._loss = loss
+        self._recompute_with = recompute_with
         self._built: TrainedProgram | None = None
         self._state_to_set: dict[str, Any] = {}
 
@@ -284,7 +288,10 @@ class StaticTrainStep:
             model = self._model_fn()
             model.train()
             if config.recompute.enable:
-                apply_recompute(model, config.recompute)
+                if self._recompute_with is not None:
+                    self._recompute_with(model)
+                else:
+                    apply_recompute(model, config.recompute)
             amp = config.strategy.amp_configs if config.strategy.amp else None
             dtype = amp.dtype if amp is not None else None
             lists = (

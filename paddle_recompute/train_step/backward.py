@@ -64,6 +64,7 @@ class PlainBackward:
                 # In float32: a float16 loss times its scale could be infinite on its own.
                 weighted = weighted.astype("float32") * loss_scale
             weighted.backward()
+            self._sync.add_loss(loss)
             return loss.detach().clone()
 
     def count(self, micro_batch: Any) -> float:

@@ -9,6 +9,7 @@ import paddle
 from paddle.optimizer import AdamW, lr
 
 from paddle_recompute.config import Config
+from paddle_recompute.offload import OffloadOptimizer, offloaded_optimizer
 
 
 def build_schedule(config: Config, total_steps: int) -> lr.LRScheduler:
@@ -58,8 +59,9 @@ def build_optimizer(
     model: paddle.nn.Layer,
     schedule: lr.LRScheduler | float,
     besides: Iterable[paddle.Tensor] = (),
-) -> AdamW:
-    """AdamW over all trainable parameters; biases and LayerNorms are not decayed.
+) -> AdamW | OffloadOptimizer:
+    """AdamW over all trainable parameters; biases and LayerNorms are not decayed. One for each
+    shard of what is offloaded.
 
     Clipping is the train step's: it must see the gradients of all ranks together.
 
@@ -70,12 +72,17 @@ def build_optimizer(
         besides: More parameters to train, which are not decayed: those of the loss.
     """
     decayed = decayed_parameters(model)
-    return AdamW(
-        learning_rate=schedule,
-        parameters=[p for p in [*model.parameters(), *besides] if not p.stop_gradient],
-        weight_decay=config.train.weight_decay,
-        apply_decay_param_fun=decayed.__contains__,
-    )
+
+    def make(parameters: list[paddle.Tensor]) -> AdamW:
+        return AdamW(
+            learning_rate=schedule,
+            parameters=parameters,
+            weight_decay=config.train.weight_decay,
+            apply_decay_param_fun=decayed.__contains__,
+        )
+
+    parameters = [p for p in [*model.parameters(), *besides] if not p.stop_gradient]
+    return offloaded_optimizer(model, parameters, make) or make(parameters)
 
 
 def decayed_parameters(model: paddle.nn.Layer) -> frozenset[str]:

@@ -14,9 +14,9 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.config import AmpConfigs
 from paddle_recompute.contrastive import GradCache
-from paddle_recompute.distributed import is_distributed, mean_over_ranks
+from paddle_recompute.distributed import mean_over_ranks
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import GradientSync, SyncMode
+from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode
 from paddle_recompute.offload import Finishing, OffloadOptimizer
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
 from paddle_recompute.train_step.clipping import scale_to_norm
@@ -60,15 +60,17 @@ class TrainStep:
     2. backward,
     3. the ranks' gradients are averaged, still scaled: an overflow on one rank reaches all,
     4. gradients become float32 and are divided by the scale,
-    5. the ranks agree on whether loss and gradient are finite everywhere,
+    5. loss and gradient are finite, or not: the same on all ranks, which agreed on the loss and
+       have the same bits of the mean gradient,
     6. if they are: clipping, by the norm of the whole synchronized gradient, and the update; if
        not, neither, on any rank,
     7. the loss scale moves.
 
-    Reading a number of a device makes the host wait for all that the device has to do. In a single
-    process with SGD, Momentum, Adam or AdamW, a step reads none (the first one and every 64th
-    does): clipping and the decision of 6. stay on the device, and loss and norm do until the result
-    is looked at. With a loss scale, with several ranks or with another optimizer it reads once.
+    Reading a number of a device makes the host wait for all that the device has to do. With SGD,
+    Momentum, Adam or AdamW, a step reads none (the first one and every 64th does): clipping and the
+    decision of 6. stay on the device, and loss and norm do until the result is looked at. With a
+    loss scale or with another optimizer it reads once. Several ranks wait once for each other, at
+    the end of the backward, for the small collective in which they agree.
 
     Examples:
         >>> import paddle
@@ -206,11 +208,14 @@ class TrainStep:
             )
         began = time.perf_counter()
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
-        per_rank = mean_over_ranks(math.fsum(counts), self._sync.group)
-        # The mean and not the sum, as the synchronization divides by the number of ranks. Exactly
-        # accumulate_steps where all counts are equal: then it is the plain mean, to the bit.
-        divisors = [per_rank / count for count in counts]
+        total = math.fsum(counts)
+        if self._offloaded is not None:  # shards are sent and gone before the backward ends
+            total = mean_over_ranks(total, self._sync.group)
+        # Exactly accumulate_steps where all counts are equal: then it is the plain mean, to the
+        # bit. The synchronization weighs the ranks, where theirs differ.
+        divisors = [total / count for count in counts]
         loss_scale = self._scaler.scale if self._scaler is not None else None
+        self._sync.report = StepReport(total if self._offloaded is None else None, self._terms())
         if self._offloaded is not None:
             is_double = any(p.dtype == paddle.float64 for p in self._trained)
             self._offloaded.finish_with(
@@ -221,22 +226,26 @@ class TrainStep:
                 )
             )
         last = self._accumulate_steps - 1
-        losses = [
-            self._backward(
-                micro_batch, divisor=divisors[place], loss_scale=loss_scale, last=place == last
+        losses = []
+        for place, micro_batch in enumerate(micro_batches):
+            divisor = self._sync.report.divisor = divisors[place]
+            losses.append(
+                self._backward(
+                    micro_batch, divisor=divisor, loss_scale=loss_scale, last=place == last
+                )
             )
-            for place, micro_batch in enumerate(micro_batches)
-        ]
         synchronized = time.perf_counter()
         self._look_through_parameters()
         timeline = self._sync.timeline
         computed = timeline.backward_ended if timeline is not None else synchronized
-        outcome = Outcome(losses, divisors, self._unscale())
+        agreed = self._sync.agreed
+        outcome = Outcome(losses, divisors, self._unscale(), agreed.loss if agreed else None)
         must_read = self._must_read
         loss = norm = math.nan
         finite = True
         if must_read:
-            loss, norm, finite = self._agree(outcome)
+            loss, norm = outcome.read()
+            finite = self._is_finite_everywhere(loss, norm)
             self._update_if(finite, loss, norm)
         else:
             self._update_on_device(outcome)
@@ -357,15 +366,22 @@ class TrainStep:
     @property
     def _must_read(self) -> bool:
         """Whether the host must know loss and norm before it can go on: for the next loss scale,
-        to tell the other ranks, or to leave out the step of an optimizer that would change
-        parameters all the same.
+        or to leave out the step of an optimizer that would change parameters all the same.
         """
         return (
             self._scaler is not None
             or self._offloaded is not None
-            or is_distributed(self._sync.group)
             or not _paddle.stands_still_at_rate_0(self._optimizer)
         )
+
+    def _is_finite_everywhere(self, loss: float, norm: float) -> bool:
+        """With a loss scale the ranks make sure of it: a step that one of them skipped alone would
+        move the scales apart for good.
+        """
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if self._scaler is None:
+            return finite
+        return mean_over_ranks(float(finite), self._sync.group) == 1
 
     @paddle.no_grad()
     def _update_if(self, finite: bool, loss: float, norm: float) -> None:
@@ -409,12 +425,12 @@ class TrainStep:
     def _gradients(self) -> list[paddle.Tensor]:
         return [p.grad for p in self._updated if p.grad is not None]
 
-    def _agree(self, outcome: Outcome) -> tuple[float, float, bool]:
-        """The loss over all ranks, the norm, and whether all ranks' are finite; one read."""
-        own_loss, norm = outcome.read()
-        overflow = 0.0 if math.isfinite(norm) else 1.0
-        overflows = mean_over_ranks(overflow, self._sync.group)
-        # Infinities of both signs on two ranks have no mean.
-        own_loss = math.nan if own_loss == -math.inf else own_loss
-        loss = mean_over_ranks(own_loss, self._sync.group)
-        return loss, norm, math.isfinite(loss) and overflows == 0
+    def _terms(self) -> dict[str, Any]:
+        """What must be the same on all ranks in this step."""
+        rate = self._optimizer.get_lr()
+        return {
+            "accumulate_steps": self._accumulate_steps,
+            "clip_grad_norm": self._clip_grad_norm,
+            "the loss scale": self._scaler.scale if self._scaler is not None else None,
+            "the learning rate": rate if isinstance(rate, (int, float)) else None,
+        }

@@ -28,6 +28,7 @@ class Outcome:
         losses: Of each micro-batch, one number.
         divisors: What each of them counts less than its value.
         norm: Of the gradient, one number.
+        agreed_loss: The loss of all ranks, where there are several: they agreed on it.
         figures: (loss, norm), where somebody has looked at them.
         error: Why the update of this step was not made, where that is known.
     """
@@ -35,6 +36,7 @@ class Outcome:
     losses: Sequence[paddle.Tensor]
     divisors: Sequence[float]
     norm: paddle.Tensor
+    agreed_loss: float | None = None
     figures: tuple[float, float] | None = None
     error: DivergenceError | None = None
 
@@ -49,11 +51,16 @@ class Outcome:
 
     @paddle.no_grad()
     def _numbers(self) -> paddle.Tensor:
-        parts = [*self.losses, self.norm]
+        losses = self.losses
+        if self.agreed_loss is not None:
+            losses = [paddle.full([1], self.agreed_loss, "float64")]
+        parts = [*losses, self.norm]
         return paddle.concat([part.astype("float64").reshape([1]) for part in parts])
 
     def _understand(self, values: Sequence[float]) -> tuple[float, float]:
         *losses, norm = values
+        if self.agreed_loss is not None:
+            return self.agreed_loss, norm
         # On the host, in float64: the sum of K losses has the bits that it has always had.
         loss = sum(one / divisor for one, divisor in zip(losses, self.divisors, strict=True))
         return float(loss), norm
@@ -65,7 +72,7 @@ def read_all(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
     if unread:
         values = paddle.concat([outcome._numbers() for outcome in unread]).tolist()
         for outcome in unread:
-            count = len(outcome.losses) + 1
+            count = (len(outcome.losses) if outcome.agreed_loss is None else 1) + 1
             outcome.figures, values = outcome._understand(values[:count]), values[count:]
     return [outcome.figures for outcome in outcomes if outcome.figures is not None]
 

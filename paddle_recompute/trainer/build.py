@@ -12,6 +12,7 @@ from paddle_recompute import _paddle
 from paddle_recompute.config import AmpConfigs, Config
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.models import build_model
+from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.static_graph import StaticTrainStep, check_static
 from paddle_recompute.train_step import Step, build_optimizer, check_device
 from paddle_recompute.trainer.objective import Batch, Chunks, Objective
@@ -54,6 +55,7 @@ def build_step(
     *,
     vocab_size: int,
     amp: AmpConfigs | None,
+    plan: RecomputePlan | None = None,
 ) -> Step:
     """The step that trains `model` as `config` describes, in its mode.
 
@@ -65,8 +67,12 @@ def build_step(
         schedule: The learning rate.
         vocab_size: Rows of the word embedding.
         amp: Mixed precision in dygraph; a Program uses that of `config`.
+        plan: What a Program recomputes, with ``policy: budget``; in dygraph `model` is wrapped.
     """
     if config.mode == "static":
+        if plan is not None and not plan.recomputes:
+            section = config.recompute.model_copy(update={"enable": False})
+            config = config.model_copy(update={"recompute": section})
         in_program = ProgramModel(config, vocab_size)
         return StaticTrainStep(
             config,
@@ -76,6 +82,7 @@ def build_step(
             input_spec=in_program.input_spec(),
             model=model,
             loss=objective.loss,
+            recompute_with=plan.apply if plan is not None else None,
         )
     return objective.train_step(
         model,

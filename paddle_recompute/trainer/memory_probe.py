@@ -18,6 +18,8 @@ from paddle_recompute.config import AmpConfigs, Config
 from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.models import build_model
+from paddle_recompute.offload import offload_layers
+from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.trainer.build import build_step
 from paddle_recompute.trainer.objective import Batch, Chunks, Objective
@@ -122,7 +124,14 @@ def largest_of_ranks(count: int) -> int:
     return int(largest.item())
 
 
-def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Chunks) -> int:
+def measure_step(
+    config: Config,
+    *,
+    vocab_size: int,
+    recompute: bool,
+    chunks: Chunks,
+    plan: RecomputePlan | None = None,
+) -> int:
     """Peak bytes of one optimizer step on texts of full length.
 
     The second of two steps is measured, because AdamW creates its moments in the first one, which
@@ -143,6 +152,7 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
         vocab_size: Rows of the word embedding.
         recompute: Whether `config.recompute` is applied to the model.
         chunks: The chunks of each rank.
+        plan: What is recomputed, with ``policy: budget``.
 
     Returns:
         The peak on this rank, in bytes, including parameters, gradients and moments.
@@ -152,17 +162,32 @@ def measure_step(config: Config, *, vocab_size: int, recompute: bool, chunks: Ch
     bare = config.model.model_copy(update={"init_from": None})  # bytes do not depend on it
     model = build_model(bare, vocab_size)
     model.train()
-    if recompute:
-        apply_recompute(model, config.recompute)
+    if recompute and config.recompute.offload_parameters != "none":
+        offload_layers(model, config.recompute)
+    elif recompute:
+        if plan is None:
+            if config.recompute.policy == "budget":  # the plan is made when the chunks are known
+                config = _with_all_blocks(config)
+            apply_recompute(model, config.recompute)
+        elif config.mode == "dygraph":
+            plan.apply(model)
     objective = Objective(config, chunks)
     # A Program takes recompute from its configuration, not from the wrapping of this model.
     section = config.recompute.model_copy(update={"enable": recompute})
     as_measured = config.model_copy(update={"recompute": section})
     amp = _unscaled(config.strategy.amp_configs) if config.strategy.amp else None
-    step = build_step(as_measured, objective, model, 0.0, vocab_size=vocab_size, amp=amp)
+    step = build_step(
+        as_measured,
+        objective,
+        model,
+        0.0,
+        vocab_size=vocab_size,
+        amp=amp,
+        plan=plan if recompute else None,
+    )
     steps = [
         [
-            _largest_batch(config, vocab_size, chunks)
+            largest_batch(config, vocab_size, chunks)
             for _ in range(config.strategy.gradient_merge_configs.k_steps)
         ]
         for _ in range(1 + BATCHES_AHEAD)
@@ -254,12 +279,18 @@ def _does_not_fit(config: Config, chunks: Chunks) -> str:
     )
 
 
+def _with_all_blocks(config: Config) -> Config:
+    section = config.recompute.model_copy(update={"policy": "all", "memory_budget": None})
+    return config.model_copy(update={"recompute": section})
+
+
 def _unscaled(amp: AmpConfigs) -> AmpConfigs:
     """AMP without overflow: an overflow would skip the step, and AdamW would create no moments."""
     return amp.model_copy(update={"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False})
 
 
-def _largest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
+def largest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
+    """A micro-batch of full texts, or with `chunks` of the two largest kinds of chunks."""
     random = np.random.default_rng(config.train.seed)
     lengths = {
         "query": config.data.max_query_tokens,

@@ -20,6 +20,7 @@ from paddle_recompute.checkpoint import (
 from paddle_recompute.config import Config
 from paddle_recompute.distributed import barrier, mean_over_ranks, values_of_ranks
 from paddle_recompute.errors import CheckpointError
+from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.train_step import Step
 from paddle_recompute.trainer.metrics import writing
 from paddle_recompute.trainer.objective import Chunks
@@ -165,6 +166,21 @@ class RunCheckpoints:
         if "chunks" not in checkpoint.state or before != self._config.to_dict()["contrastive"]:
             return None
         return Chunks(**checkpoint.state["chunks"])
+
+    def plan_of(self, checkpoint: Checkpoint | None) -> RecomputePlan | None:
+        """The plan that the run of `checkpoint` had; None if a new one is to be made: there was
+        none, or what it was measured for has changed.
+        """
+        found = checkpoint.state.get("plan") if checkpoint is not None else None
+        if checkpoint is None or found is None:
+            return None
+        if checkpoint.state.get("world_size") != self._world_size:
+            return None
+        before, now = checkpoint.state["config"], self._config.to_dict()
+        sections = ("mode", "recompute", "contrastive", "strategy", "data")
+        if any(before.get(name) != now[name] for name in sections):
+            return None
+        return RecomputePlan.from_dict(found)
 
     def restore(
         self,

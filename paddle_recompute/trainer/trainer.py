@@ -44,6 +44,8 @@ from paddle_recompute.distributed import (
 )
 from paddle_recompute.errors import ConfigError, DataError, DivergenceError, StoppedError
 from paddle_recompute.models import build_model
+from paddle_recompute.offload import offload_layers
+from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
 from paddle_recompute.train_step import StepResult, build_schedule
@@ -52,6 +54,7 @@ from paddle_recompute.trainer.divergence import check_weights, explained
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
+from paddle_recompute.trainer.planned import BudgetPlanner
 from paddle_recompute.trainer.report import retrieval_table, write_report
 from paddle_recompute.trainer.resume import RunCheckpoints, remove_record, write_record
 
@@ -71,6 +74,7 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._folder = config.train.output_dir
+        self._plan: RecomputePlan | None = None
         self._amp = config.strategy.amp_configs if config.strategy.amp else None
         self._autocast: Callable[[], contextlib.AbstractContextManager[None]]
         self._autocast = contextlib.nullcontext
@@ -133,7 +137,16 @@ class Trainer:
             check_weights(build_model(self.config.model, vocab_size), self.config.model.init_from)
         memory = MemoryProbe(self.config, vocab_size, say=self._say)
         chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
-        plain_peak, configured_peak = memory.measure(chunks)
+        plain_peak: int | None
+        self._plan = None
+        if self.config.recompute.enable and self.config.recompute.policy == "budget":
+            planner = BudgetPlanner(self.config, vocab_size, say=self._say)
+            earlier = self._checkpoints.plan_of(checkpoint)
+            self._plan, plain_peak, configured_peak = planner.make(chunks, earlier)
+            if self._is_main:
+                self._plan.save(self._folder / "plan.json")
+        else:
+            plain_peak, configured_peak = memory.measure(chunks)
         model = self._build_model(vocab_size)
         if checkpoint is not None:
             untrained = checkpoint.state["untrained"]
@@ -198,7 +211,12 @@ class Trainer:
         paddle.seed(self.config.train.seed)
         model = build_model(self.config.model, vocab_size)
         broadcast_from_rank0(model)
-        if self.config.recompute.enable:
+        if self._plan is not None:
+            if self.config.mode == "dygraph":
+                self._plan.apply(model)
+        elif self.config.recompute.offload_parameters != "none":
+            self._say(str(offload_layers(model, self.config.recompute)))
+        elif self.config.recompute.enable:
             self._say(str(apply_recompute(model, self.config.recompute)))
         else:
             check_patterns(model, self.config.recompute)
@@ -225,6 +243,7 @@ class Trainer:
             schedule,
             vocab_size=data.tokenizer.vocab_size,
             amp=self._amp,
+            plan=self._plan,
         )
         self._say(f"Gradient synchronization: {train_step.synchronization}")
         if objective.chunks:
@@ -301,6 +320,7 @@ class Trainer:
                         about={
                             "untrained": untrained,
                             "chunks": objective.chunks.to_dict(),
+                            "plan": self._plan.to_dict() if self._plan is not None else None,
                             "figures": figures,
                         },
                     )

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.sync_cost_model import (
+    AGREEMENT_BYTES,
     Bucket,
     Encoder,
     Link,
@@ -53,13 +54,16 @@ def test_a_link_takes_buckets_one_after_the_other_and_not_before_they_are_ready(
 def test_with_a_link_that_is_idle_in_between_only_the_last_bucket_is_seen() -> None:
     step = Step(1.0, 10.0, 0.5, (Bucket(1e6, 2.0), Bucket(1e6, 6.0), Bucket(1e6, 10.0)))
     link = Link(0.0, 1e6)
-    assert fused_seconds(step, 2, link) == pytest.approx(11.5 + 3.0)
-    assert overlap_seconds(step, 2, link) == pytest.approx(11.5 + 1.0)
+    agreement = all_reduce_seconds(2, AGREEMENT_BYTES, link)
+    assert fused_seconds(step, 2, link) == pytest.approx(11.5 + 3.0 + agreement)
+    assert overlap_seconds(step, 2, link) == pytest.approx(11.5 + 1.0 + agreement)
 
 
 def test_with_a_link_that_is_never_idle_the_computation_before_the_first_bucket_is_seen() -> None:
     step = Step(1.0, 10.0, 0.5, (Bucket(2e7, 2.0), Bucket(2e7, 6.0), Bucket(2e7, 10.0)))
-    assert overlap_seconds(step, 2, Link(0.0, 1e6)) == pytest.approx(1.0 + 2.0 + 60.0 + 0.5)
+    link = Link(0.0, 1e6)
+    agreement = all_reduce_seconds(2, AGREEMENT_BYTES, link)
+    assert overlap_seconds(step, 2, link) == pytest.approx(1.0 + 2.0 + 60.0 + agreement + 0.5)
 
 
 @given(steps(), st.integers(1, 1024), links)

@@ -51,11 +51,15 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
         ({"model": {"num_layers": True}}, "model.num_layers", "must be a valid integer"),
         ({"model": {"num_layers": 0}}, "model.num_layers", "must be greater than or equal to 1"),
         ({"model": {"layer_norm_epsilon": float("nan")}}, "model.layer_norm_epsilon", "finite"),
-        ({"recompute": {"policy": "budget"}}, "recompute.policy", "budget is not available yet"),
-        ({"recompute": {"policy": "budget"}}, "recompute.policy", "use all, every_n or segments"),
+        ({"recompute": {"policy": "budget"}}, "recompute.memory_budget", "required with"),
+        (
+            {"recompute": {"policy": "budget", "memory_budget": "1GiB", "engine": "fleet"}},
+            "recompute.policy",
+            "use all, every_n",
+        ),
         ({"recompute": {"policy": "al"}}, "recompute.policy", "did you mean all?"),
         ({"recompute": {"every_n": 3}}, "recompute.every_n", "no effect with policy: all"),
-        ({"recompute": {"memory_budget": 1}}, "recompute.memory_budget", "not available yet"),
+        ({"recompute": {"memory_budget": 1}}, "recompute.memory_budget", "no effect with"),
         ({"recompute": {"segments": 3}}, "recompute.segments", "set policy: segments"),
         (
             {"recompute": {"policy": "segments", "segments": "many"}},

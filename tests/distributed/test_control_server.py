@@ -2,117 +2,166 @@
 
 from __future__ import annotations
 
-import json
-import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from paddle_recompute.distributed.control_server import TICK, ControlServer, encode
+from paddle_recompute.distributed.control_server import TICK, ControlServer
+from paddle_recompute.distributed.control_wire import ranges, ranks_in
 from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
-
-
-class Client:
-    """One rank's side of the line, message by message."""
-
-    def __init__(self, server: ControlServer, rank: int, token: str | None = None) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-        self._lines = self._socket.makefile("rb")
-        self.say(kind="hello", rank=rank, token=server.token if token is None else token)
-
-    def say(self, **message: Any) -> None:
-        self._socket.sendall(encode(message))
-
-    def exchange(self, content: Any, *, ranks: list[int], label: str = "x", scope: str = "s"):
-        self.say(
-            kind="exchange", channel="c", scope=scope, ranks=ranks, label=label, content=content
-        )
-
-    def hear(self) -> dict[str, Any]:
-        """The next message; an empty one when the server has closed the line."""
-        return json.loads(self._lines.readline() or "{}")
-
-    def end(self) -> None:
-        self._lines.close()
-        self._socket.close()
+from tests.distributed.simulated import KEY, SimulatedRank
 
 
 @pytest.fixture
 def server() -> ControlServer:
-    return ControlServer("127.0.0.1")
+    return ControlServer("127.0.0.1", KEY, 8)
 
 
 @pytest.fixture
-def clients(server: ControlServer) -> Iterator[list[Client]]:
-    made = [Client(server, rank) for rank in range(3)]
-    for client in made:
-        client.say(kind="alive")
-        assert client.hear() == {"kind": "alive", "silent": {}, "missing": {}}
+def clients(server: ControlServer) -> Iterator[list[SimulatedRank]]:
+    made = [SimulatedRank(server, rank) for rank in range(3)]
+    assert all(client.is_in for client in made)
     yield made
     for client in made:
         client.end()
 
 
 def test_a_stranger_is_shown_the_door(server: ControlServer) -> None:
-    assert Client(server, 1, token="guessed").hear() == {}
+    stranger = SimulatedRank(server, 1, key=b"guessed")
+    assert not stranger.is_in and stranger.hear() == {}
 
 
-def test_everybody_gets_what_everybody_said_when_all_have(clients: list[Client]) -> None:
+@pytest.mark.parametrize("rank", [8, 2**40])
+def test_a_rank_that_does_not_exist_is_shown_the_door(server: ControlServer, rank: int) -> None:
+    assert not SimulatedRank(server, rank).is_in
+
+
+def test_a_rank_can_connect_once_only(clients: list[SimulatedRank], server: ControlServer) -> None:
+    assert not SimulatedRank(server, 2).is_in
+    clients[2].meet("same", size=1)
+    assert clients[2].hear() == {"kind": "met", "channel": "c", "clean": True}
+
+
+def test_all_meet_when_the_last_has_come(clients: list[SimulatedRank]) -> None:
     for rank in (2, 0):
-        clients[rank].exchange(f"of {rank}", ranks=[0, 1, 2])
-    clients[0].say(kind="alive")
-    assert clients[0].hear()["missing"] == {"c": [1]}
-    clients[1].exchange("of 1", ranks=[0, 1, 2])
+        clients[rank].meet("same", size=3)
+    assert clients[0].hear(within=0.1) == {}
+    clients[1].meet("same", size=3, clean=False)
     for client in clients:
-        assert client.hear() == {
-            "kind": "exchanged",
-            "channel": "c",
-            "contents": ["of 0", "of 1", "of 2"],
-        }
+        assert client.hear() == {"kind": "met", "channel": "c", "clean": False}
 
 
-def test_ranks_that_say_different_things_are_told(clients: list[Client]) -> None:
-    clients[0].exchange(None, ranks=[0, 1], label="step 2")
-    clients[1].exchange(None, ranks=[0, 1], label="barrier")
-    assert clients[0].hear()["labels"] == {"0": "step 2", "1": "barrier"}
+def test_contents_are_fetched_where_they_differ_from_one_rank_for_each(
+    clients: list[SimulatedRank],
+) -> None:
+    for client, digest in zip(clients, "aba", strict=True):
+        client.meet(digest, size=3)
+    for rank in (0, 1):
+        assert clients[rank].hear() == {"kind": "say", "channel": "c"}
+        clients[rank].say(kind="content", channel="c", content=f"of {rank}")
+    for client in clients:
+        assert client.hear()["groups"] == [
+            {"label": "x", "ranks": "0,2", "content": "of 0"},
+            {"label": "x", "ranks": "1", "content": "of 1"},
+        ]
 
 
-def test_what_was_said_for_a_failed_scope_answers_nothing(clients: list[Client]) -> None:
-    clients[0].exchange("old", ranks=[0, 1], scope="failed")
+def test_ranks_that_meet_for_different_things_are_told(clients: list[SimulatedRank]) -> None:
+    clients[0].meet("same", size=2, label="step 2")
+    clients[1].meet("same", size=2, label="barrier")
+    for client in clients[:2]:
+        assert client.hear()["kind"] == "say"
+        client.say(kind="content", channel="c", content=None)
+    labels = [(group["label"], group["ranks"]) for group in clients[0].hear()["groups"]]
+    assert labels == [("step 2", "0"), ("barrier", "1")]
+
+
+def test_what_was_said_for_a_failed_scope_answers_nothing(clients: list[SimulatedRank]) -> None:
+    clients[0].meet("old", size=2, scope="failed")
     clients[1].say(kind="failed", scope="failed", place="in step 3", message="why")
     assert clients[0].hear()["message"] == "why"
-    clients[0].exchange("late", ranks=[0, 1], scope="failed")
-    clients[1].exchange("new", ranks=[0, 1], scope="next")
-    clients[0].exchange("new", ranks=[0, 1], scope="next")
-    assert clients[0].hear()["contents"] == ["new", "new"]
+    clients[0].meet("late", size=2, scope="failed")
+    clients[1].meet("new", size=2, scope="next")
+    clients[0].meet("new", size=2, scope="next")
+    assert clients[0].hear() == {"kind": "met", "channel": "c", "clean": True}
+
+
+def waits(at: str, *, serial: int = 7) -> dict[str, Any]:
+    told = {"among": "0-1", "size": 2, "serial": serial, "label": f"{at}: now"}
+    return {"kind": "waits", "place": at, **told}
+
+
+def test_ranks_that_wait_at_different_places_are_told_when_nobody_goes_on(
+    clients: list[SimulatedRank],
+) -> None:
+    clients[0].say(**waits("step 2"))
+    time.sleep(TICK / 2)
+    clients[1].say(**waits("barrier"))
+    told = clients[0].hear()
+    assert (told["kind"], told["serial"], told["ranks"]) == ("waiting", 7, "0-1")
+    assert told["apart"] == [
+        {"label": "step 2: now", "ranks": "0"},
+        {"label": "barrier: now", "ranks": "1"},
+    ]
+    notes = PeerState(rank=0)
+    notes.take(told)
+    assert notes.apart(7) == "rank 0 is at step 2: now, rank 1 is at barrier: now"
+    assert notes.apart(8) is None, "it was said of a wait that is over"
+
+
+def test_ranks_that_go_on_or_wait_at_one_place_are_not_apart(
+    clients: list[SimulatedRank],
+) -> None:
+    clients[0].say(**waits("step 2"))
+    clients[1].say(**waits("step 2"))
+    told = clients[0].hear()
+    assert told["ranks"] == "0-1" and "apart" not in told
+    clients[1].say(kind="goes on")
+    assert clients[0].hear() == {"kind": "waiting", "among": "0-1", "ranks": "0"}
 
 
 def test_an_end_is_announced_also_to_those_who_come_later(
-    server: ControlServer, clients: list[Client]
+    server: ControlServer, clients: list[SimulatedRank]
 ) -> None:
     clients[2].end()
+    assert clients[0].hear() == {"kind": "gone", "ranks": "2", "place": ""}
     clients[1].say(kind="left", message=None, place="after step 9")
-    told = sorted([clients[0].hear() for _ in range(2)], key=lambda message: message["rank"])
-    assert told == [
-        {"kind": "left", "message": None, "place": "after step 9", "rank": 1},
-        {"kind": "gone", "rank": 2},
-    ]
-    late = Client(server, 7)
-    assert {late.hear()["rank"], late.hear()["rank"]} == {1, 2}
+    assert clients[0].hear() == {"kind": "left", "ranks": "1", "place": "after step 9"}
+    late = SimulatedRank(server, 7)
+    assert {late.hear()["ranks"], late.hear()["ranks"]} == {"1", "2"}
 
 
-def test_silence_is_counted(clients: list[Client]) -> None:
+def test_last_words_are_passed_on_before_they_are_acknowledged(
+    clients: list[SimulatedRank],
+) -> None:
+    clients[1].say(kind="left", message="KeyError", place="in step 4", is_peer_error=False)
+    assert clients[0].hear()["message"] == "KeyError"
+    assert [clients[1].hear()["kind"], clients[1].hear()["kind"]] == ["ended", "heard"]
+    clients[2].say(kind="failed", scope="s", place="in step 4", message="why")
+    assert clients[0].hear()["message"] == "why"
+
+
+def test_silence_is_counted(clients: list[SimulatedRank]) -> None:
     silent: dict[str, float] = {}
-    while silent.get("2", 0.0) < 2 * TICK:  # ends by the test's time limit, if at all
-        clients[0].say(kind="alive")
-        silent = clients[0].hear()["silent"]
+    while silent.get("2", 0.0) < 3 * TICK:  # ends by the test's time limit, if at all
+        clients[0].live()
+        silent = clients[0].hear(TICK / 2, leave_out="").get("seconds", silent)
     assert "0" not in silent
 
 
+@pytest.mark.parametrize(
+    "ranks", [[], [5], [0, 1], [0, 2], [0, 2, 4], [0, 1, 2, 5, 8, 11, 30], list(range(0, 1024, 8))]
+)
+def test_ranks_are_written_in_few_characters(ranks: list[int]) -> None:
+    assert ranks_in(ranges(ranks)) == ranks
+    assert len(ranges(ranks)) < 20
+
+
 SCOPE = Scope((0, 1, 2), "s", Limits(peer_timeout=5, stall_timeout=60))
-GONE = {"kind": "gone", "rank": 2}
-LEFT = {"kind": "left", "rank": 1, "message": None, "place": "after step 9"}
+GONE = {"kind": "gone", "ranks": "2", "place": ""}
+LEFT = {"kind": "left", "ranks": "1", "place": "after step 9"}
 FAILED = {
     "kind": "failed",
     "scope": SCOPE.key,
@@ -124,7 +173,7 @@ FAILED = {
 
 
 def alive(**silent: float) -> dict[str, Any]:
-    return {"kind": "alive", "silent": {r[1:]: s for r, s in silent.items()}, "missing": {}}
+    return {"kind": "silent", "seconds": {r[1:]: s for r, s in silent.items()}}
 
 
 @pytest.mark.parametrize(
@@ -132,13 +181,13 @@ def alive(**silent: float) -> dict[str, Any]:
     [
         ([], 59, None),
         ([], 61, "rank 1, 2 did not come within 61 s (stall_timeout)"),
-        ([{**alive(), "missing": {f"{SCOPE.ranks}/main": [2]}}], 61, "rank 2 did not come"),
+        ([{"kind": "waiting", "among": "0-2", "ranks": "0-1"}], 61, "rank 2 did not come"),
         ([alive(r2=4.0)], 1, None),
         ([alive(r2=6.0)], 1, "rank 2 has shown no sign of life for 6 s"),
         ([alive(r2=6.0), alive()], 1, None),
         ([alive(r3=6.0)], 1, None),  # of another group
         ([GONE], 0, "rank 2 has died"),
-        ([{**GONE, "rank": 3}], 0, None),
+        ([{**GONE, "ranks": "3-5"}], 0, None),
         ([LEFT], 1, None),  # it may have done its part
         ([LEFT], 3, "rank 1 has ended after step 9"),
         ([FAILED], 0, "rank 1 failed in step 4: KeyError: 'x'"),

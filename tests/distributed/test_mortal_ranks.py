@@ -15,7 +15,7 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_recompute import ContrastiveLoss
-from paddle_recompute.distributed import barrier
+from paddle_recompute.distributed import barrier, mean_over_ranks
 from paddle_recompute.grad_sync import GradientSync
 from tests.distributed.mortal_ranks import MortalRanks
 
@@ -61,6 +61,29 @@ def gather_for_ever() -> None:
         query, positive = (paddle.randn([4, 8]) for _ in range(2))
         query.stop_gradient = positive.stop_gradient = False
         loss_fn(query, positive).backward()
+        if step <= 3:
+            print(f"step {step} done", flush=True)
+
+
+class SumInBackward(paddle.autograd.PyLayer):
+    """Most of the time in a collective that the engine's C++ has called Python for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        for _ in range(200):
+            mean_over_ranks(1.0)
+        return gradient * 2
+
+
+def sum_in_backward() -> None:
+    for step in range(1, 1_000_000):
+        x = paddle.ones([2])
+        x.stop_gradient = False
+        SumInBackward.apply(x).sum().backward()
         if step <= 3:
             print(f"step {step} done", flush=True)
 
@@ -114,6 +137,7 @@ DEATHS = {
     "stopped": Death(1, arguments={"mode": "fused"}, signal_number=signal.SIGSTOP),
     "rank 0 stopped": Death(0, signal_number=signal.SIGSTOP),
     "killed in a loss": Death(1, worker=gather_for_ever, signal_number=signal.SIGKILL),
+    "rank 0 killed in a backward": Death(0, worker=sum_in_backward, signal_number=signal.SIGKILL),
     "failed": Death(1, arguments={"fail_in_step": 3}),
     "rank 0 failed between steps": Death(0, worker=fail_between_steps),
     "ended": Death(1, worker=end_early),
@@ -124,6 +148,7 @@ MESSAGES = {
     "stopped": r"rank 1 has shown no sign of life for \d s .* Rank 0 waited in step \d+ for",
     "rank 0 stopped": r"rank 0 has shown no sign of life for \d s .* Rank 1 waited in step \d+",
     "killed in a loss": r"rank 1 has died .* for the (gather|sum of gradients) of",
+    "rank 0 killed in a backward": r"rank 0, .* has died .* Rank 1 waited .* for mean_over_ranks",
     "failed": r"rank 1 failed in step 3: ValueError: a label is out of range. Rank 0 waited in",
     "rank 0 failed between steps": r"rank 0 failed before the first step: ValueError: a file is "
     r"missing. Rank 1 waited before the first step for barrier\(\)",
@@ -144,4 +169,5 @@ def test_the_other_rank_ends_in_error_and_names_the_rank_and_the_step(
 ) -> None:
     death = deaths[name].result()
     assert death.code == 1
+    assert "OSError" not in death.message, "the error of the engine would hide ours"
     assert re.match(MESSAGES[name], death.message), death.message

@@ -145,7 +145,7 @@ def test_the_error_is_the_one_that_the_command_gives(run_yaml: str) -> None:
 
 def test_what_is_called_refused_is_refused(run_yaml: str) -> None:
     settings = re.findall(r"`([\w.]+=\w+)`", Page("docs/limits.md").text)
-    assert len(settings) >= 9
+    assert len(settings) >= 8
     for setting in settings:
         path = setting.partition("=")[0]
         with pytest.raises(ConfigError, match=rf"1 fault:\n  - {re.escape(path)} "):

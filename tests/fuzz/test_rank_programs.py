@@ -215,7 +215,11 @@ def run_step(parts: Parts, step: Step, sync: GradientSync | None) -> None:
 
 def mean_by_hand(parts: Parts) -> list[np.ndarray | None]:
     own = [None if w.grad is None else w.grad.numpy().tolist() for w in parts.parameters()]
-    everywhere = peers().exchange(own, "gradients by hand", scope_of(None))
+    said = peers().meet("gradients by hand", scope_of(None), own)
+    everywhere = [own] * RANKS
+    for one in said or ():
+        for rank in one.ranks:
+            everywhere[rank] = one.content
     means = []
     for theirs in zip(*everywhere, strict=True):
         there = [np.array(one, "float32") for one in theirs if one is not None]

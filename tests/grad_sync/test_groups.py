@@ -12,9 +12,9 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_recompute import _paddle
-from paddle_recompute.distributed import mean_over_ranks
+from paddle_recompute.distributed import gloo_group, mean_over_ranks, peers
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync import GradientSync, _groups
+from paddle_recompute.grad_sync import GradientSync
 from tests.ranks import run_ranks
 
 
@@ -68,25 +68,63 @@ def failing_attempts() -> dict[str, Any]:
     def never(ranks: tuple[int, ...], number: int) -> Any:
         raise RuntimeError(f"the firewall of rank {rank}")
 
-    from paddle_recompute.grad_sync import _all_reduce as _all_reducers
-
     began = time.monotonic()
     with (
         mock.patch.object(_paddle, "make_gloo_group", sometimes),
-        mock.patch.object(_groups, "PATIENCE", 1.0),
+        mock.patch.object(gloo_group, "PATIENCE", 1.0),
     ):
         found = train(GradientSync([parameter]), parameter)
     result = {"gradients": found, "numbers": calls, "seconds": time.monotonic() - began}
-    _all_reducers._all_reducers.clear()
+    peers().lanes.clear()
     began = time.monotonic()
     with mock.patch.object(_paddle, "make_gloo_group", never), pytest.raises(SyncError) as caught:
         GradientSync([parameter])
     return result | {"message": str(caught.value), "seconds to fail": time.monotonic() - began}
 
 
+def on_three_ranks() -> dict[str, Any]:
+    return {**groups_of_some(), "start": failing_start()}
+
+
+def failing_start() -> dict[str, Any]:
+    """The group of all ranks: the first attempt fails on rank 1, the second hangs on rank 2."""
+    from paddle.base import core
+
+    from paddle_recompute._paddle import start
+    from paddle_recompute._paddle.distributed import _master_endpoint
+
+    rank, calls = dist.get_rank(), []
+
+    class Failing:
+        @staticmethod
+        def create(store: Any, place: int, size: int, number: int) -> Any:
+            calls.append(number)
+            if (len(calls), rank) == (1, 1):
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:833] connect: Connection refused")
+            if (len(calls), rank) == (2, 2):
+                threading.Event().wait(60)
+            return create(store, place, size, number)
+
+    create = core.ProcessGroupGloo.create
+    host, _, port = _master_endpoint().rpartition(":")
+    with (
+        mock.patch.object(core, "ProcessGroupGloo", Failing),
+        mock.patch.object(start, "PATIENCE", 2.0),
+        mock.patch.object(start, "_KEY", "tests/start"),
+        mock.patch.object(start._logger, "warning") as warned,
+    ):
+        store = core.create_or_get_global_tcp_store()
+        made = start._connected(store, rank, 3, host, int(port))
+    group = dist.communication.group.Group(rank, 77, [0, 1, 2], pg=made)
+    number = paddle.to_tensor([rank + 1.0])
+    dist.all_reduce(number, group=group)
+    said = [call.args[0] % call.args[1:] for call in warned.call_args_list]
+    return {"sum": number.item(), "numbers": calls, "said": said}
+
+
 @pytest.fixture(scope="module")
 def on_three() -> list[dict[str, Any]]:
-    return run_ranks(groups_of_some, 3, timeout=110)
+    return run_ranks(on_three_ranks, 3, timeout=110)
 
 
 def test_a_group_of_some_ranks_is_made_by_them_alone(on_three: list[dict[str, Any]]) -> None:
@@ -119,3 +157,15 @@ def test_a_gloo_group_that_fails_or_hangs_is_made_again_and_at_last_refused() ->
         assert seen["message"].startswith("gloo could not connect the ranks 0, 1 in 6 attempts")
         assert "rank 0: the firewall of rank 0, rank 1: the firewall of rank 1" in seen["message"]
         assert seen["seconds to fail"] < 5
+
+
+def test_a_start_that_gloo_fails_on_one_rank_is_tried_again_by_all(
+    on_three: list[dict[str, Any]],
+) -> None:
+    for rank, seen in enumerate(one["start"] for one in on_three):
+        assert seen["sum"] == 6.0
+        assert len(seen["numbers"]) >= 3 and len(set(seen["numbers"])) == len(seen["numbers"])
+        assert seen["said"][0].startswith("gloo did not connect")
+        assert "at attempt 1 of 6" in seen["said"][0]
+        if rank == 1:
+            assert "connect: Connection refused" in seen["said"][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.offload.chains import (
     cross_entropy,
     encoder_layers,
     offloaded,
+    optimizer_of,
     plain,
     train,
 )
@@ -174,10 +176,7 @@ def test_state_travels_between_plain_and_offloaded(tmp_path: Path) -> None:
     """A checkpoint after two steps; either continues that of the other."""
 
     def start(model: paddle.nn.Layer) -> TrainStep:
-        optimizer = (
-            model.optimizer(adamw) if hasattr(model, "optimizer") else adamw(model.parameters())
-        )
-        return TrainStep(model, optimizer, loss_fn=cross_entropy)
+        return TrainStep(model, optimizer_of(model), loss_fn=cross_entropy)
 
     def two_steps(step: TrainStep, first: int) -> None:
         paddle.seed(first)
@@ -215,6 +214,15 @@ def test_a_parameter_can_be_read_and_set_where_it_is_not_on_the_device() -> None
     assert not has_memory(parameter)
     assert np.array_equal(parameter.numpy(), value)
     assert np.array_equal(np.asarray(parameter), value)
+    model.state_dict()["3.linear1.weight"].set_value(2 * value)
+    assert np.array_equal(parameter.numpy(), 2 * value)
+
+
+def test_a_copy_is_refused() -> None:
+    model = offloaded()
+    for value in (model, model[1].linear1.weight):
+        with pytest.raises(OffloadError, match=r"state_dict\(\)"):
+            copy.deepcopy(value)
 
 
 def test_a_tied_parameter_stays_on_the_device() -> None:
@@ -274,7 +282,7 @@ def test_layers_may_be_made_one_after_the_other() -> None:
 def test_a_plain_optimizer_is_refused(parameters: str) -> None:
     model = offloaded()
     optimizer = adamw(model.parameters() if parameters == "all" else model.parameters()[:1])
-    with pytest.raises(ConfigError, match="model.optimizer"):
+    with pytest.raises(ConfigError, match=r"model\.optimizer"):
         TrainStep(model, optimizer, loss_fn=cross_entropy)
 
 

@@ -17,7 +17,9 @@ from functools import partial
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute.distributed import Run, Scope, peers
+from paddle_recompute.distributed.background import Run
+from paddle_recompute.distributed.control_client import Said, peers
+from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import SyncError
 
 ATTEMPTS = 6
@@ -25,23 +27,32 @@ PATIENCE = 4.0
 """Seconds for the first attempt, which takes 0.6 to 1.2; each one after it has 2 more."""
 _FIRST_NUMBER = 2**20  # far from the numbers that Paddle counts up from 0
 
-_num_made: dict[tuple[int, ...], int] = {}
+_num_made: dict[tuple[tuple[int, ...], str], int] = {}
 
 
-def make_gloo_group(scope: Scope) -> Group:
+def make_gloo_group(scope: Scope, name: str) -> Group:
     """A gloo group of the ranks of `scope`, that nobody else has; all of them must call this.
+
+    Args:
+        scope: The ranks.
+        name: The same on all of them; what several threads make at a time has different ones.
 
     Raises:
         SyncError: No attempt succeeded; the message has what each rank saw in the last one.
         PeerError: A rank has died, stopped or failed.
     """
-    made = _num_made[scope.ranks] = _num_made.get(scope.ranks, 0) + 1
-    seen: list[str] = []
+    lane = f"making of {name}"
+    made = _num_made.get((scope.ranks, name), 0) + 1
+    differently = peers().meet(f"the making of a gloo group for {name}", scope, made, lane=lane)
+    if differently is not None:  # a rank has failed before it had made one
+        made = max(int(said.content) for said in differently)
+    _num_made[scope.ranks, name] = made
+    seen: list[Said] = []
     began = time.monotonic()
     for attempt in range(ATTEMPTS):
-        label = f"the making of gloo group {made}, attempt {attempt + 1}"
-        number = zlib.crc32(f"{scope.ranks}/{made}/{attempt}".encode()) % 2**30 + _FIRST_NUMBER
-        peers().exchange(None, label, scope)
+        label = f"the making of gloo group {made} for {name}, attempt {attempt + 1}"
+        text = f"{scope.ranks}/{name}/{made}/{attempt}"
+        number = zlib.crc32(text.encode()) % 2**30 + _FIRST_NUMBER
         # A thread: what hangs cannot be interrupted, it is left to gloo's own limit (30 s).
         run = Run(partial(_paddle.make_gloo_group, scope.ranks, number))
         run.start()
@@ -49,17 +60,17 @@ def make_gloo_group(scope: Scope) -> Group:
         if not _ends_within(run, patience, label, scope):
             outcome = f"no answer within {patience:.0f} s"
         else:
-            outcome = "" if run.error is None else str(run.error)
-        seen = peers().exchange(outcome, f"the end of {label}", scope)
-        if not any(seen):
+            outcome = "" if run.error is None else str(run.error).strip().splitlines()[-1]
+        told = peers().meet(f"the end of {label}", scope, outcome, lane=lane)
+        seen = told or [Said(scope.ranks, outcome)]
+        if not any(said.content for said in seen):
             return run.result
-    told = ", ".join(
-        f"rank {rank}: {one.strip().splitlines()[-1] if one else 'made'}"
-        for rank, one in zip(scope.ranks, seen, strict=True)
+    last = ", ".join(
+        f"rank {', '.join(map(str, said.ranks))}: {said.content or 'made'}" for said in seen
     )
     raise SyncError(
         f"gloo could not connect the ranks {', '.join(map(str, scope.ranks))} in {ATTEMPTS} "
-        f"attempts and {time.monotonic() - began:.0f} s; in the last one, {told}. See that their "
+        f"attempts and {time.monotonic() - began:.0f} s; in the last one, {last}. See that their "
         "machines reach each other on all TCP ports (GLOO_SOCKET_IFNAME names the interface), and "
         "start again."
     )

@@ -1,0 +1,209 @@
+"""Gloo collectives one after the other in a thread, which begin when all ranks are there.
+
+gloo (Paddle 2.6, 3.3) has four faults that show as soon as ranks are not in step:
+
+- a collective fails after 30 s of waiting for a rank that is merely late, and its group is broken
+  for good;
+- buffers of different sizes, or those of different steps, are summed without a word;
+- two threads in one group give wrong sums without a word;
+- it cannot be interrupted while it waits for a process that is stopped.
+
+So a `GlooLane` has a thread and a group of its own. Before each collective the ranks compare, in a
+collective of two numbers, what comes next. If they are not at the same, the ranks say where they
+are, and all raise the same error. If that small collective fails because a rank comes late, the
+ranks wait for it at a meeting (`ControlClient.meet`), which has no such limit, make a new group,
+and try again: nothing has been summed yet. So nothing goes through rank 0 unless a rank is late by
+more than 30 s.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from paddle.distributed.communication.group import Group
+
+from paddle_recompute import _paddle
+from paddle_recompute.distributed.control_client import ControlClient, peers
+from paddle_recompute.distributed.gloo_group import make_gloo_group
+from paddle_recompute.distributed.peer_state import Scope
+from paddle_recompute.errors import PeerError, SyncError
+
+Result = TypeVar("Result")
+
+MOST_RENEWALS = 20
+"""New groups for one collective: with rank after rank late by more than 30 s."""
+_logger = logging.getLogger("paddle_recompute")
+
+
+class Job(Generic[Result]):
+    """A collective of a lane, or several.
+
+    Attributes:
+        started: When all ranks were there and it began (``time.perf_counter``); None: not yet.
+        ended: When it had ended.
+    """
+
+    def __init__(
+        self, function: Callable[[Group], Result], label: str, scope: Scope, place: str, code: str
+    ) -> None:
+        self.started: float | None = None
+        self.ended: float | None = None
+        self.label = label
+        self.scope = scope
+        self.code = code
+        self._function = function
+        self._place = place
+        self._done = threading.Event()
+        self._result: Result
+        self.error: BaseException | None = None
+
+    def run(self, lane: GlooLane) -> None:
+        """To be called by the lane's thread."""
+        try:
+            lane.await_all(self)
+            self.started = time.perf_counter()
+            self._result = self._function(lane.group)
+            self.ended = time.perf_counter()
+        except BaseException as error:
+            self.error = error
+
+    def finish(self) -> None:
+        """Let `wait` return."""
+        self._done.set()
+
+    def wait(self) -> Result:
+        """The result, when there is one.
+
+        Raises:
+            PeerError: A rank will not come, or the collective failed.
+            SyncError: The ranks are at different collectives.
+        """
+        peers().wait(self._done, self.label, self.scope, place=self._place)
+        if self.error is None:
+            return self._result
+        if isinstance(self.error, SyncError):
+            _paddle.hand_on(self.error)
+            raise self.error
+        explained = peers().explain(self.error, self.label, self.scope)
+        _paddle.hand_on(explained)
+        raise explained from self.error
+
+
+class GlooLane:
+    """A thread and a group, for collectives between the ranks of `scope` in one order.
+
+    A daemon: it may be inside a collective with a peer that is gone when the process ends.
+
+    Args:
+        scope: All of its ranks must make the lane.
+        name: The same on all ranks; tells it apart from other lanes of the same ranks.
+    """
+
+    def __init__(self, scope: Scope, name: str) -> None:
+        self.name = name
+        self.group: Group = make_gloo_group(scope, name)
+        self._jobs: queue.SimpleQueue[Job[object] | None] = queue.SimpleQueue()
+        self._num_unfinished = 0
+        self._has_failed = False
+        self._broken: list[Group] = []  # to end one could wait for what still hangs in it
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    @property
+    def is_clean(self) -> bool:
+        return not self._num_unfinished and not self._has_failed
+
+    def drop(self) -> None:
+        """End the thread, when it has done what it is at."""
+        self._jobs.put(None)
+
+    def begin(
+        self,
+        function: Callable[[Group], Result],
+        label: str,
+        scope: Scope,
+        *,
+        place: str | None = None,
+        code: str = "",
+    ) -> Job[Result]:
+        """Call ``function(group)`` in the lane's thread, when all ranks are there.
+
+        Args:
+            function: The collectives. They may be in another group that nobody uses meanwhile.
+            label: What it is; the same on every rank.
+            scope: Whose death ends the wait for it.
+            place: The part of the program, as in `ControlClient.wait`.
+            code: What else must be the same on every rank, such as sizes.
+        """
+        job = Job(function, label, scope, place or label, code)
+        self._num_unfinished += 1
+        self._jobs.put(job)  # type: ignore[arg-type]
+        return job
+
+    def await_all(self, job: Job[Result]) -> None:
+        """Return when all ranks are at `job`; called in the lane's thread.
+
+        Raises:
+            SyncError: They are at different ones.
+        """
+        number = zlib.crc32(f"{job.label} {job.code}".encode())
+        for _ in range(MOST_RENEWALS):
+            try:
+                low, high = _paddle.all_reduce_numbers(self.group, [number, -number], "min")
+                break
+            except (RuntimeError, ValueError) as error:
+                if not _paddle.is_from_gloo(error):
+                    raise
+                self._renew(job, error)
+        else:
+            raise SyncError(f"{job.label}: gloo lost the connection {MOST_RENEWALS} times")
+        if low != -high:
+            # The labels differ, or else the codes: one of the two raises.
+            described = f"{job.label} ({job.code})" if job.code else job.label
+            peers().meet(described, job.scope, lane=self.name)
+            raise SyncError(f"{job.label}: two descriptions have the same checksum by chance")
+
+    def _renew(self, job: Job[Result], error: BaseException) -> None:
+        _logger.info(
+            "%s: a rank is late, and gloo has given up the connection (%s); the ranks wait for it "
+            "and connect anew",
+            job.label,
+            str(error).strip().splitlines()[-1],
+        )
+        self._broken.append(self.group)
+        try:
+            self.group = make_gloo_group(job.scope, self.name)
+        except PeerError:  # that rank is not late
+            raise peers().explain(error, job.label, job.scope) from error
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run(self)
+            self._num_unfinished -= 1
+            # Any other error is one of all ranks, or that of a function which calls no collective.
+            is_half_done = isinstance(job.error, PeerError) or (
+                job.error is not None and _paddle.is_from_gloo(job.error)
+            )
+            self._has_failed = self._has_failed or is_half_done
+            job.finish()
+
+
+def lane_of(scope: Scope, name: str) -> GlooLane:
+    """The lane `name` of the ranks of `scope`, made at the first call; each of them must call it.
+
+    All scopes of the same ranks have it in common: a gloo group costs a connection between each
+    two of them.
+    """
+    client: ControlClient = peers()
+    lanes = client.lanes.setdefault(scope.ranks, [])
+    for lane in lanes:
+        if isinstance(lane, GlooLane) and lane.name == name:
+            return lane
+    made = GlooLane(scope, name)
+    lanes.append(made)
+    return made

@@ -1,0 +1,104 @@
+"""Which parameters travel, and where to cut a chain so that the largest shard is small."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute.offload._away import Away, let_travel
+from paddle_recompute.offload._storage import MakeSlot
+
+
+def num_bytes(layer: paddle.nn.Layer) -> int:
+    """Of the parameters of `layer`."""
+    return sum(int(p.size) * int(p.element_size()) for p in layer.parameters())
+
+
+def send_away(
+    layer: paddle.nn.Layer,
+    away: dict[int, Away],
+    make_slot: MakeSlot,
+    but: Collection[int] = (),
+) -> None:
+    """Take the parameters of `layer` off the device, and add each to `away` by its id.
+
+    Args:
+        layer: The statistics of its BatchNorms stay: kernels write to them without a trace.
+        away: Those that have left before, which are left alone.
+        make_slot: Where they go.
+        but: The ids of parameters that stay.
+    """
+    for parameter in _travelling(layer):
+        if id(parameter) not in away and id(parameter) not in but:
+            away[id(parameter)] = let_travel(parameter, make_slot())
+            away[id(parameter)].leave()
+
+
+def owned(
+    layers: Sequence[paddle.nn.Layer], ranges: Sequence[range], away: dict[int, Away]
+) -> list[list[Away]]:
+    """The parameters that each shard has for itself; those of several come back for good."""
+    users: dict[int, set[int]] = {}
+    for number, part in enumerate(ranges):
+        for place in part:
+            for parameter in _travelling(layers[place]):
+                users.setdefault(id(parameter), set()).add(number)
+    found: list[list[Away]] = [[] for _ in ranges]
+    for key, one in away.items():
+        if len(users[key]) == 1:
+            found[users[key].pop()].append(one)
+        else:
+            one.stay()
+    return found
+
+
+def _travelling(layer: paddle.nn.Layer) -> list[paddle.Tensor]:
+    statistics = {
+        id(_paddle.own_parameters(part)[name])
+        for part in layer.sublayers(include_self=True)
+        for name in _paddle.statistics_among_parameters(part)
+    }
+    return [p for p in layer.parameters() if id(p) not in statistics and p.size]
+
+
+def cut(sizes: Sequence[int], num_shards: int) -> list[range]:
+    """`num_shards` consecutive, non-empty ranges of the indices of `sizes`.
+
+    Args:
+        sizes: The bytes of each Layer.
+        num_shards: At most ``len(sizes)``.
+    """
+    low, high = max(sizes, default=0), sum(sizes)
+    while low < high:
+        limit = (low + high) // 2
+        if _num_needed(sizes, limit) <= num_shards:
+            high = limit
+        else:
+            low = limit + 1
+    return _ranges(sizes, low, num_shards)
+
+
+def _num_needed(sizes: Sequence[int], limit: int) -> int:
+    count, filled = 1, 0
+    for size in sizes:
+        if filled + size > limit:
+            count, filled = count + 1, 0
+        filled += size
+    return count
+
+
+def _ranges(sizes: Sequence[int], limit: int, num_shards: int) -> list[range]:
+    """Shards of at most `limit`, none of them empty."""
+    ranges: list[range] = []
+    begin, filled = 0, 0
+    for index, size in enumerate(sizes):
+        # What is left must be enough for one Layer in each shard that is left.
+        must_cut = len(sizes) - index == num_shards - len(ranges) - 1
+        if index > begin and (filled + size > limit or must_cut):
+            ranges.append(range(begin, index))
+            begin, filled = index, 0
+        filled += size
+    ranges.append(range(begin, len(sizes)))
+    return ranges

@@ -1,0 +1,206 @@
+"""The plan of a run with ``recompute.policy: budget``, the same on all ranks.
+
+The calls are measured in dygraph, in either mode. Then whole steps of the mode in question are
+measured under the plan; what they take more counts as held, and the plan is made anew.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from paddle_recompute._nested import tensors_in
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.config import Config
+from paddle_recompute.contrastive import GradCache
+from paddle_recompute.distributed import is_distributed, values_of_ranks
+from paddle_recompute.errors import PlanError
+from paddle_recompute.models import build_model
+from paddle_recompute.planner import (
+    JOINED,
+    NESTED,
+    PLAIN,
+    Job,
+    RecomputePlan,
+    StepCosts,
+    make_plan,
+    maximum,
+    simulate,
+    uniform,
+)
+from paddle_recompute.train_step import build_optimizer
+from paddle_recompute.trainer.memory_probe import (
+    BATCHES_AHEAD,
+    largest_batch,
+    largest_of_ranks,
+    measure_step,
+)
+from paddle_recompute.trainer.objective import Chunks, Objective
+
+MOST_CORRECTIONS = 3
+USED = 0.97
+"""Part of the budget below which a Program's plan is made anew with what it left."""
+
+
+class BudgetPlanner:
+    """Makes the plan of a run. All ranks call its methods together.
+
+    Args:
+        config: Of the run.
+        vocab_size: Rows of the word embedding.
+        say: Tells the user something; does so on rank 0 alone.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, *, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._say = say
+
+    def make(
+        self, chunks: Chunks, earlier: RecomputePlan | None = None
+    ) -> tuple[RecomputePlan, int, int]:
+        """The plan, the predicted peak without recompute, and the measured peak, in bytes.
+
+        Args:
+            chunks: What a rank encodes at once.
+            earlier: The plan of the run that is resumed: it is kept.
+
+        Raises:
+            PlanError: Nothing stays within ``recompute.memory_budget``.
+            DependencyError: This Paddle cannot start the peak anew.
+        """
+        budget = self._config.recompute.memory_budget
+        assert budget is not None
+        if earlier is not None and earlier.measured_bytes is not None:
+            self._agree(earlier)
+            self._say(f"{earlier}\n  as before the interruption")
+            return earlier, _plain_peak(earlier), earlier.measured_bytes
+        costs, signature = self._costs(chunks)
+        costs = self._largest_costs(costs)
+        static = self._config.mode == "static"
+        found = make_plan(
+            costs,
+            budget,
+            signature=signature,
+            checkpoints=tuple(self._config.recompute.checkpoints),
+            preserve_rng_state=self._config.recompute.preserve_rng_state,
+            # The passes over a Program repeat a call once.
+            segments=(JOINED,) if static else (JOINED, NESTED),
+        )
+        plan, measured = self._checked(found, chunks)
+        self._say(str(plan))
+        return plan, _plain_peak(plan), measured
+
+    def _checked(self, found: RecomputePlan, chunks: Chunks) -> tuple[RecomputePlan, int]:
+        """The plan whose measured step is within the budget, and that peak."""
+        best: tuple[RecomputePlan, int] | None = None
+        measured = 0
+        for _ in range(1 + MOST_CORRECTIONS):
+            self._agree(found)
+            measured = largest_of_ranks(
+                measure_step(
+                    self._config,
+                    vocab_size=self._vocab_size,
+                    recompute=found.recomputes,
+                    chunks=chunks,
+                    plan=found,
+                )
+            )
+            if measured <= found.memory_budget:
+                corrected = found.corrected(measured)
+                if best is None or corrected.seconds < best[0].seconds:
+                    best = corrected, measured
+                wastes = measured < USED * found.memory_budget and found.recomputes
+                if self._config.mode == "dygraph" or not wastes:
+                    break
+            elif best is not None:
+                break
+            again = found.recalibrated(measured - found.peak_bytes)
+            if again.choices == found.choices:
+                break
+            found = again
+        if best is None:
+            raise PlanError(
+                f"a step takes {_memory.format_bytes(measured)} on the largest rank with the last "
+                f"of {MOST_CORRECTIONS} plans, more than recompute.memory_budget: "
+                f"{_memory.format_bytes(found.memory_budget)}; raise it"
+            )
+        return best
+
+    def _costs(self, chunks: Chunks) -> tuple[StepCosts, str]:
+        job = job_of(self._config, self._vocab_size, chunks)
+        return job.measure(), job.signature()
+
+    def _largest_costs(self, own: StepCosts) -> StepCosts:
+        """The largest bytes of all ranks, call by call; the same on every rank."""
+        if not is_distributed():
+            return own
+        everywhere = values_of_ranks(own.to_dict(), "the costs of a step")
+        return maximum([StepCosts.from_dict(json.loads(json.dumps(one))) for one in everywhere])
+
+    def _agree(self, plan: RecomputePlan) -> None:
+        """Check that all ranks have the same plan.
+
+        Raises:
+            PlanError: They have not.
+        """
+        if not is_distributed():
+            return
+        hashes = values_of_ranks(plan.hash, "the hash of the plan")
+        if len(set(hashes)) > 1:
+            raise PlanError(f"the ranks made different plans: {', '.join(hashes)}")
+
+
+def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
+    """The step of a run, on a model and a batch of its own.
+
+    Args:
+        config: Of the run.
+        vocab_size: Rows of the word embedding.
+        chunks: What a rank encodes at once.
+    """
+    gc.collect()
+    paddle.seed(config.train.seed)
+    model = build_model(config.model, vocab_size)
+    model.train()
+    objective = Objective(config, chunks)
+    batch = largest_batch(config, vocab_size, chunks)
+    cache = None
+    if chunks:
+        cache = GradCache(model, objective.loss, chunk_size=chunks.size, chunk_tokens=chunks.tokens)
+    of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
+    k_steps = config.strategy.gradient_merge_configs.k_steps
+    besides = {"batches that wait": of_batch * (k_steps * (1 + BATCHES_AHEAD) - 1)}
+    if config.world_size > 1:
+        besides["communication buckets"] = config.strategy.fuse_grad_size_in_MB * 2**20
+        besides["communication buckets"] = min(
+            besides["communication buckets"],
+            sum(int(p.size * p.element_size()) for p in model.parameters()),
+        )
+    return Job(
+        model,
+        batch,
+        None if cache is not None else objective.loss_of,
+        build_optimizer(config, model, config.learning_rate, objective.loss.parameters()),
+        cache,
+        besides=besides,
+        accumulate_steps=k_steps,
+        checkpoints=config.recompute.checkpoints,
+        autocast=lambda: _autocast(config),
+        preserve_rng_state=config.recompute.preserve_rng_state,
+    )
+
+
+def _plain_peak(plan: RecomputePlan) -> int:
+    return simulate(plan.costs, uniform(plan.costs, PLAIN)).peak.bytes
+
+
+def _autocast(config: Config) -> Any:
+    amp = config.strategy.amp_configs
+    return paddle.amp.auto_cast(
+        enable=config.strategy.amp and config.mode == "dygraph", level=amp.level, dtype=amp.dtype
+    )

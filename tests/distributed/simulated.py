@@ -1,0 +1,76 @@
+"""Ranks that are nothing but a connection to a control server; they need no Paddle."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+from paddle_recompute.distributed import control_wire as wire
+from paddle_recompute.distributed.control_server import ControlServer
+
+KEY = b"k" * 32
+
+
+class SimulatedRank:
+    """One rank's side of the line, message by message."""
+
+    def __init__(self, server: ControlServer, rank: int, key: bytes = KEY) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        self._reader = wire.Reader()
+        self._heard: list[wire.Message] = []
+        challenge = self._exactly(wire.CHALLENGE_BYTES)
+        said = wire.hello(rank, challenge, key)
+        self.socket.sendall(said)
+        proof = self._exactly(wire.PROOF_BYTES)
+        self.is_in = proof == wire.welcome(said, challenge, key)
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            new = self.socket.recv(size - len(data))
+            if not new:
+                break
+            data += new
+        return data
+
+    def say(self, **message: Any) -> None:
+        self.socket.sendall(wire.encode(message))
+
+    def live(self) -> None:
+        self.socket.sendall(wire.SIGN_OF_LIFE)
+
+    def meet(
+        self,
+        digest: str,
+        *,
+        size: int,
+        label: str = "x",
+        scope: str = "s",
+        clean: bool = True,
+    ) -> None:
+        told = {"scope": scope, "label": label, "digest": digest, "clean": clean}
+        self.say(kind="meet", channel="c", size=size, **told)
+
+    def hear(self, within: float = 10.0, *, leave_out: str = "silent") -> wire.Message:
+        """The next message; an empty one when the server has closed the line, or says nothing.
+
+        Silence is left out: these ranks show signs of life when they are told to.
+        """
+        deadline = time.monotonic() + within
+        while True:
+            while self._heard:
+                message = self._heard.pop(0)
+                if message["kind"] != leave_out:
+                    return message
+            self.socket.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                data = self.socket.recv(1 << 16)
+            except (TimeoutError, ConnectionError):
+                return {}
+            if not data:
+                return {}
+            self._heard += self._reader.feed(data)
+
+    def end(self) -> None:
+        self.socket.close()

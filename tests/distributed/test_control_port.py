@@ -1,0 +1,194 @@
+"""Whatever arrives at the control port: nobody gets in, nothing is printed, the ranks live on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paddle_recompute.distributed import control_server
+from paddle_recompute.distributed import control_wire as wire
+from paddle_recompute.distributed.control_server import ControlServer
+from tests.distributed.simulated import KEY, SimulatedRank
+from tests.fuzz import budget
+
+RANKS = 4
+
+
+class Port:
+    """A server with one rank of ours on the line."""
+
+    def __init__(self) -> None:
+        self.server = ControlServer("127.0.0.1", KEY, RANKS)
+        self.ours = SimulatedRank(self.server, 0)
+
+    def stranger(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
+
+    def assert_alive(self) -> None:
+        self.ours.meet("still here", size=1)
+        while (heard := self.ours.hear())["kind"] != "met":
+            assert heard["kind"] in ("gone", "failed", "left", "ended", "waiting")
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[Port]:
+    opened = Port()
+    yield opened
+    opened.ours.end()
+
+
+def ends(line: socket.socket, within: float = 10.0) -> bool:
+    """Whether the server closes `line`."""
+    line.settimeout(within)
+    with contextlib.suppress(ConnectionError):
+        try:
+            while line.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return False
+    return True
+
+
+messages = st.dictionaries(
+    st.sampled_from(
+        ["kind", "channel", "size", "scope", "label", "digest", "serial", "place", "message"]
+    ),
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**70), 2**70)
+        | st.floats()
+        | st.text(max_size=8)
+        | st.sampled_from(["meet", "content", "waits", "goes on", "failed", "left"]),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+        max_leaves=5,
+    ),
+)
+after_the_door = st.lists(
+    st.binary(max_size=200) | messages.map(wire.encode) | st.just(wire.SIGN_OF_LIFE), max_size=6
+).map(b"".join)
+
+
+@settings(
+    max_examples=budget.examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(said=st.binary(max_size=3000))
+def test_no_stranger_gets_in(port: Port, said: bytes) -> None:
+    line = port.stranger()
+    with contextlib.suppress(ConnectionError):
+        line.sendall(said)
+        line.shutdown(socket.SHUT_WR)
+    assert ends(line)
+    port.assert_alive()
+
+
+@settings(
+    max_examples=budget.examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(said=after_the_door)
+def test_a_rank_that_talks_nonsense_is_closed_or_heard(port: Port, said: bytes) -> None:
+    one = SimulatedRank(port.server, 1)
+    deadline = time.monotonic() + 10
+    while not one.is_in and time.monotonic() < deadline:  # the one before is still on its way out
+        one = SimulatedRank(port.server, 1)
+    assert one.is_in
+    with contextlib.suppress(ConnectionError):
+        one.socket.sendall(said)
+    one.end()
+    port.assert_alive()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\2",
+        b"\1\xff\xff\xff\xff",
+        b"\1" + (2**24 + 1).to_bytes(4, "big"),
+        wire.encode({"kind": "meet"}),
+        wire.encode({"kind": "no such kind"}),
+        b"\1\0\0\0\2[]",
+        b"\1" + (10**6).to_bytes(4, "big") + b"[" * 10**6,
+        b"\1" + (10**5).to_bytes(4, "big") + b"9" * 10**5,
+    ],
+    ids=["kind", "4 GiB", "too long", "half", "unknown", "a list", "nested", "digits"],
+)
+def test_what_is_no_message_closes_the_line(
+    port: Port, said: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = SimulatedRank(port.server, 2)
+    while not one.is_in:
+        one = SimulatedRank(port.server, 2)
+    with contextlib.suppress(ConnectionError):
+        one.socket.sendall(said)
+    assert ends(one.socket)
+    port.assert_alive()
+    shown = capfd.readouterr()
+    assert shown.out == shown.err == ""
+
+
+def test_a_slow_hello_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "HELLO_SECONDS", 1.0)
+    port = Port()
+    line, began = port.stranger(), time.monotonic()
+    line.sendall(b"\0" * (wire.HELLO_BYTES - 1))
+    assert ends(line)
+    assert time.monotonic() - began < 4
+    port.ours.end()
+
+
+def test_a_crowd_of_strangers_does_not_keep_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "MOST_STRANGERS", 8)
+    port = Port()
+    crowd = [port.stranger() for _ in range(40)]
+    port.assert_alive()
+    rank = SimulatedRank(port.server, 3)
+    assert rank.is_in
+    assert len(port.server._strangers) <= 8
+    for line in [*crowd, rank.socket, port.ours.socket]:
+        line.close()
+
+
+def test_a_hello_is_good_for_one_challenge(port: Port) -> None:
+    """What somebody has overheard lets nobody in."""
+    first, second = port.stranger(), port.stranger()
+    challenges = [line.recv(wire.CHALLENGE_BYTES) for line in (first, second)]
+    assert challenges[0] != challenges[1]
+    second.sendall(wire.hello(3, challenges[0], KEY))
+    assert ends(second)
+    first.close()
+
+
+def test_a_rank_talks_to_nobody_who_has_taken_the_port() -> None:
+    false = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        line, _ = false.accept()
+        line.sendall(bytes(wire.CHALLENGE_BYTES))
+        line.recv(wire.HELLO_BYTES)
+        line.sendall(bytes(wire.PROOF_BYTES))
+
+    import threading
+
+    threading.Thread(target=answer, daemon=True).start()
+    with pytest.raises(ConnectionError, match="does not have the key of this run"):
+        wire.connected("127.0.0.1", false.getsockname()[1], 1, KEY, 10.0)
+
+
+def test_the_server_listens_where_its_host_leads_and_nowhere_else() -> None:
+    loopback = ControlServer("localhost", KEY, 1)._listening
+    assert loopback.getsockname()[0] in ("127.0.0.1", "::1")
+    second = ControlServer("127.0.0.2", KEY, 1)
+    with socket.create_connection(("127.0.0.2", second.port), timeout=5):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", second.port), timeout=5)

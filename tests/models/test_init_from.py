@@ -1,0 +1,239 @@
+"""Weights of PaddleNLP and Hugging Face in our encoder: against a float64 BERT in NumPy, and
+against PaddleNLP's own models where it is installed (``make test-nlp``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+import safetensors.numpy
+from click.testing import CliRunner
+from numpy.typing import NDArray
+
+from paddle_recompute.cli import main
+from paddle_recompute.config import ModelConfig
+from paddle_recompute.errors import CheckpointError
+from paddle_recompute.models import build_model, load_weights, save_weights
+
+Array = NDArray[np.float64]
+LAYERS, HEADS, HIDDEN, INNER, WORDS, POSITIONS, TYPES, TASKS = 3, 4, 32, 64, 60, 24, 3, 3
+# float32 against float64 over three blocks.
+TOLERANCE = 5e-6
+IDS = np.array([[1, 5, 9, 33, 2], [1, 7, 59, 2, 4]])
+
+
+def config(**more: Any) -> ModelConfig:
+    return ModelConfig(
+        hidden_size=HIDDEN, num_layers=LAYERS, num_heads=HEADS, intermediate_size=INNER,
+        max_position_embeddings=POSITIONS, type_vocab_size=TYPES, **more,
+    )  # fmt: skip
+
+
+def hf_arrays(prefix: str = "") -> dict[str, NDArray[np.float32]]:
+    """Random weights under Hugging Face's names."""
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (WORDS, HIDDEN),
+        "embeddings.position_embeddings.weight": (POSITIONS, HIDDEN),
+        "embeddings.token_type_embeddings.weight": (TYPES, HIDDEN),
+        "pooler.dense.weight": (HIDDEN, HIDDEN),
+        "pooler.dense.bias": (HIDDEN,),
+    }
+    norms = ["embeddings.LayerNorm"]
+    for n in range(LAYERS):
+        block = f"encoder.layer.{n}"
+        linear = {
+            **{f"attention.self.{w}": (HIDDEN, HIDDEN) for w in ("query", "key", "value")},
+            "attention.output.dense": (HIDDEN, HIDDEN),
+            "intermediate.dense": (INNER, HIDDEN),  # [out, in], as in PyTorch
+            "output.dense": (HIDDEN, INNER),
+        }
+        for name, (rows, columns) in linear.items():
+            shapes[f"{block}.{name}.weight"] = (rows, columns)
+            shapes[f"{block}.{name}.bias"] = (rows,)
+        norms += [f"{block}.attention.output.LayerNorm", f"{block}.output.LayerNorm"]
+    arrays = {name: rng.normal(0, 0.2, shape) for name, shape in shapes.items()}
+    for norm in norms:
+        arrays[f"{norm}.weight"] = 1 + rng.normal(0, 0.1, HIDDEN)
+        arrays[f"{norm}.bias"] = rng.normal(0, 0.1, HIDDEN)
+    return {prefix + name: array.astype("float32") for name, array in arrays.items()}
+
+
+def numpy_bert(arrays: dict[str, NDArray[np.float32]], ids: NDArray[np.int64]) -> Array:
+    """BERT's pooled vector, in float64, from Hugging Face's names, as the paper has it."""
+    w = {name: array.astype("float64") for name, array in arrays.items()}
+
+    def linear(x: Array, name: str) -> Array:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(x: Array, name: str) -> Array:
+        centred = x - x.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12)
+        return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def heads(x: Array) -> Array:
+        return x.reshape(*x.shape[:2], HEADS, -1).swapaxes(1, 2)
+
+    x = w["embeddings.word_embeddings.weight"][ids]
+    x = x + w["embeddings.position_embeddings.weight"][: ids.shape[1]]
+    x = norm(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+    for n in range(LAYERS):
+        block = f"encoder.layer.{n}"
+        q, k, v = (
+            heads(linear(x, f"{block}.attention.self.{which}"))
+            for which in ("query", "key", "value")
+        )
+        scores = q @ k.swapaxes(-1, -2) / math.sqrt(HIDDEN // HEADS)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = (scores / scores.sum(-1, keepdims=True)) @ v
+        mixed = mixed.swapaxes(1, 2).reshape(x.shape)
+        x = norm(x + linear(mixed, f"{block}.attention.output.dense"),
+                 f"{block}.attention.output.LayerNorm")  # fmt: skip
+        inner = linear(x, f"{block}.intermediate.dense")
+        inner = inner * 0.5 * (1 + np.vectorize(math.erf)(inner / math.sqrt(2)))
+        x = norm(x + linear(inner, f"{block}.output.dense"), f"{block}.output.LayerNorm")
+    return np.tanh(linear(x[:, 0], "pooler.dense"))
+
+
+def vectors(path: Path, **more: Any) -> NDArray[np.float32]:
+    model = build_model(config(init_from=path, **more), WORDS)
+    model.eval()
+    with paddle.no_grad():
+        found: NDArray[np.float32] = model(paddle.to_tensor(IDS)).numpy()
+    return found
+
+
+def write(path: Path, arrays: dict[str, Any]) -> Path:
+    if path.suffix == ".safetensors":
+        safetensors.numpy.save_file(
+            {name: np.ascontiguousarray(array) for name, array in arrays.items()}, path
+        )
+    else:
+        paddle.save({name: paddle.to_tensor(array) for name, array in arrays.items()}, str(path))
+    return path
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_bert_of_hugging_face(prefix: str, tmp_path: Path) -> None:
+    arrays = hf_arrays(prefix)
+    more = {
+        "cls.predictions.bias": np.zeros(WORDS, "float32"),
+        f"{prefix}embeddings.position_ids": np.arange(POSITIONS)[None],
+    }
+    path = write(tmp_path / "model.safetensors", {**arrays, **more})
+    expected = numpy_bert(hf_arrays(), IDS)
+    assert abs(vectors(path) - expected).max() < TOLERANCE < abs(expected).max() / 1e3
+
+
+def test_the_first_releases_call_weights_gamma_and_beta(tmp_path: Path) -> None:
+    arrays = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("Norm.bias", "Norm.beta"): a
+        for name, a in hf_arrays().items()
+    }
+    path = write(tmp_path / "model.safetensors", arrays)
+    assert abs(vectors(path) - numpy_bert(hf_arrays(), IDS)).max() < TOLERANCE
+
+
+def convert(source: Path, target: Path, to: str) -> None:
+    result = CliRunner().invoke(main, ["convert", "--to", to, str(source), str(target)])
+    assert result.exit_code == 0, result.output
+    assert f"arrays with the names of {to}" in result.output
+
+
+@pytest.mark.parametrize("suffix", [".pdparams", ".safetensors"])
+def test_convert_there_and_back(suffix: str, tmp_path: Path) -> None:
+    start = write(tmp_path / "hf.safetensors", hf_arrays("bert."))
+    expected = vectors(start)
+    ours, nlp = tmp_path / f"ours{suffix}", tmp_path / f"nlp{suffix}"
+    convert(start, ours, "paddle_recompute")
+    convert(ours, nlp, "paddlenlp")
+    convert(nlp, tmp_path / "back.safetensors", "huggingface")
+    assert (vectors(ours) == expected).all() and (vectors(nlp) == expected).all()
+    back = safetensors.numpy.load_file(tmp_path / "back.safetensors")
+    assert back.keys() == hf_arrays().keys()
+    assert all((back[name] == array).all() for name, array in hf_arrays().items())
+    load_weights(build_model(config(), WORDS), ours)
+
+
+def test_a_projection_and_another_pooling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "model.safetensors", hf_arrays())
+    with caplog.at_level("INFO"):
+        assert vectors(path, projection_size=8).shape == (2, 8)
+        assert vectors(path, pooling="mean").shape == (2, HIDDEN)
+    assert "has no projection.weight, which starts from its random values" in caplog.text
+    assert "pooler.dense.weight is left out" in caplog.text
+
+
+def test_task_types_are_added_to_the_token_types(tmp_path: Path) -> None:
+    save_weights(build_model(config(), WORDS), tmp_path / "ours.safetensors")
+    convert(tmp_path / "ours.safetensors", tmp_path / "nlp.safetensors", "paddlenlp")
+    arrays = safetensors.numpy.load_file(tmp_path / "nlp.safetensors")
+    tasks = np.random.default_rng(1).normal(size=(TASKS, HIDDEN)).astype("float32")
+    arrays = {f"ernie.{name}": array for name, array in arrays.items()}
+    arrays["ernie.embeddings.task_type_embeddings.weight"] = tasks
+    arrays["classifier.weight"] = np.ones([HIDDEN, 2], "float32")
+    path = write(tmp_path / "ernie.pdparams", arrays)
+    state = build_model(config(init_from=path), WORDS).state_dict()
+    types = arrays["ernie.embeddings.token_type_embeddings.weight"]
+    assert (state["embeddings.token_type.weight"].numpy() == types + tasks[0]).all()
+
+
+@pytest.mark.parametrize("prefix", ["roberta.", ""])
+def test_a_roberta_is_refused(prefix: str, tmp_path: Path) -> None:
+    arrays = hf_arrays(prefix)
+    arrays[f"{prefix}embeddings.position_embeddings.weight"] = np.ones([514, HIDDEN], "float32")
+    path = write(tmp_path / "model.safetensors", arrays)
+    with pytest.raises(CheckpointError, match="RoBERTa, which counts positions from 2"):
+        vectors(path)
+
+
+def test_what_does_not_fit_is_told_in_our_names(tmp_path: Path) -> None:
+    arrays = hf_arrays()
+    del arrays["encoder.layer.2.output.dense.bias"]
+    arrays["encoder.layer.1.intermediate.dense.weight"] = np.ones([INNER + 1, HIDDEN], "float32")
+    path = write(tmp_path / "model.safetensors", arrays)
+    told = r"missing: encoder\.layers\.2\.linear2\.bias"
+    with pytest.raises(CheckpointError, match=told) as caught:
+        vectors(path)
+    assert "encoder.layers.1.linear1.weight [32, 65] (the model: [32, 64])" in str(caught.value)
+
+
+def test_names_of_nobody_cannot_be_converted(tmp_path: Path) -> None:
+    source = write(tmp_path / "model.safetensors", {"a.weight": np.ones([2, 2], "float32")})
+    target = str(tmp_path / "b.safetensors")
+    result = CliRunner().invoke(main, ["convert", "--to", "paddlenlp", str(source), target])
+    assert result.exit_code == 2 and "has the names of neither" in result.output
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("paddlenlp") is None,
+    reason="PaddleNLP is not installed (make test-nlp installs it)",
+)
+@pytest.mark.parametrize("kind", ["Ernie", "Bert"])
+@pytest.mark.parametrize("head", ["", "ForSequenceClassification"])
+def test_the_model_of_paddlenlp(kind: str, head: str, tmp_path: Path) -> None:
+    importlib.import_module("datasets")
+    transformers = importlib.import_module("paddlenlp.transformers")
+    more = {"use_task_id": True, "task_type_vocab_size": TASKS} if kind == "Ernie" else {}
+    settings = getattr(transformers, f"{kind}Config")(
+        vocab_size=WORDS, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+        intermediate_size=INNER, max_position_embeddings=POSITIONS, type_vocab_size=TYPES,
+        initializer_range=0.2, **more,
+    )  # fmt: skip
+    paddle.seed(3)
+    model = getattr(transformers, f"{kind}{head or 'Model'}")(settings)
+    model.eval()
+    paddle.save(model.state_dict(), str(tmp_path / "model.pdparams"))
+    encoder = getattr(model, kind.lower()) if head else model
+    with paddle.no_grad():
+        expected = encoder(paddle.to_tensor(IDS))[1].numpy()
+    found = vectors(tmp_path / "model.pdparams")
+    difference = abs(found - expected).max()
+    print(f"{kind}{head}: largest difference {difference:.2g}")
+    assert difference < 1e-6 < abs(expected).max() / 1e3
