@@ -253,12 +253,8 @@ class DataConfig(Section):
     on_bad_line: Literal["raise", "skip"] = Field(
         "raise", description="raise: stop at a line that is not a pair; skip: count it and continue"
     )
-    max_line: ByteCount = Field(
-        1 << 20, description="bytes of the longest line of a file; a longer one is no pair"
-    )
-    max_file: ByteCount = Field(
-        8 << 30, description="bytes of the largest file, unpacked; a larger one is refused"
-    )
+    max_line: ByteCount = Field(1 << 20, description="longest line of a file, in bytes")
+    max_file: ByteCount = Field(8 << 30, description="largest file, in bytes, unpacked")
     max_query_tokens: Annotated[int, Field(ge=2, le=2**20)] = Field(
         32, description="longest query in tokens, special tokens included; longer ones are cut"
     )
@@ -329,11 +325,7 @@ class TrainConfig(Section):
     save_every: Count | None = Field(
         None, description="optimizer steps between checkpoints; none: one checkpoint, at the end"
     )
-    keep: Count = Field(
-        2,
-        description="checkpoints that stay, the newest ones; where one is damaged, the one before "
-        "it is resumed",
-    )
+    keep: Count = Field(2, description="checkpoints that stay, the newest ones")
     resume: bool | Literal["auto"] = Field(
         False,
         description="true: continue from the newest checkpoint in output_dir/checkpoint; every "

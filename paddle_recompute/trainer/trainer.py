@@ -17,7 +17,6 @@ import itertools
 import math
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
@@ -56,7 +55,7 @@ from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_m
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
 from paddle_recompute.trainer.planned import BudgetPlanner
 from paddle_recompute.trainer.report import retrieval_table, write_report
-from paddle_recompute.trainer.resume import RunCheckpoints, remove_record, write_record
+from paddle_recompute.trainer.resume import RunCheckpoints, make_folder, remove_record, write_record
 
 
 class Trainer:
@@ -172,16 +171,8 @@ class Trainer:
 
     def _make_folder(self) -> None:
         """Make the folder before training, so that a run does not fail at its end."""
-        try:
-            if self._is_main:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=self._folder) as file:
-                    file.write(bytes(4096))
-        except OSError as error:
-            raise ConfigError(
-                f"train.output_dir: {self._folder} cannot be made, or written to "
-                f"({error.strerror}); name a folder that is writable"
-            ) from error
+        if self._is_main:
+            make_folder(self._folder)
         barrier()
         saves_residuals = self.config.sync.compression == "bf16" and self.config.sync.error_feedback
         if saves_residuals and not self._folder.is_dir():
@@ -341,10 +332,8 @@ class Trainer:
         assert signal_number is not None
         barrier()
         name = signal.Signals(signal_number).name
-        text = (
-            f"Stopped by {name}; the steps so far are saved in {self._folder / 'checkpoint'}. The "
-            "same command with train.resume=auto goes on"
-        )
+        text = f"Stopped by {name}; the steps so far are saved in {self._folder / 'checkpoint'}. "
+        text += "The same command with train.resume=auto goes on"
         self._say(text)
         raise StoppedError(text, 128 + signal_number)
 
