@@ -340,17 +340,9 @@ def parity(
 
 @main.command()
 @click.option("--config", "config_file", metavar="FILE", help="A YAML file.")
-@click.option(
-    "--self-test",
-    "runs_self_test",
-    is_flag=True,
-    help="Run the library's own contract on this device instead.",
-)
-@click.option(
-    "--output", metavar="FILE", help="Where the report goes, as JSON; with --self-test by default "
-    "paddle_recompute_self_test.json."
-)  # fmt: skip
-@click.option("--device", default=None, help="With --self-test: gpu, cpu, ...; default: Paddle's.")
+@click.option("--self-test", "runs_self_test", is_flag=True, help="Test the library instead.")
+@click.option("--output", metavar="FILE", help="Where the report goes, as JSON.")
+@click.option("--device", default=None, help="With --self-test: gpu, cpu, ...")
 @click.option("--parity", "compares_modes", is_flag=True, help="Also as the command parity does.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -367,8 +359,8 @@ def doctor(
 
     For example: paddle-recompute doctor --config run.yaml
 
-    Looks at loss, gradients, buffers and random streams, and with launch.num_ranks at the ranks.
-    Names the first sublayer that differs. Exits with code 1 if a fault is found.
+    Names the first sublayer that differs. Exits with code 1 if a fault is found. --self-test runs
+    the library's contract on this device and writes paddle_recompute_self_test.json.
     """
     if is_launched():
         from paddle_recompute.doctor import examine
@@ -400,7 +392,7 @@ def doctor(
             launch(config, again)
             report = read_json(config.train.output_dir / "doctor.json")
         if output:
-            Path(output).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            Path(output).write_text(json.dumps(report), encoding="utf-8")
         if compares_modes:
             require_paddle_and_devices(config)
             from paddle_recompute.parity import parity as compare_modes

@@ -147,14 +147,13 @@ def _lines(path: Path, max_line: int, max_file: int) -> Iterator[tuple[int, byte
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             while line := file.readline(max_line + 1):
                 number += 1
-                rest = line
-                while len(rest) > max_line and not rest.endswith(b"\n"):
-                    size += len(rest)
-                    _check_size(path, number, size, max_file)
-                    rest = file.readline(max_line + 1)
-                size += len(rest)
+                size += len(line)
                 _check_size(path, number, size, max_file)
                 yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+                while len(line) > max_line and not line.endswith(b"\n"):  # the rest of it
+                    line = file.readline(max_line + 1)
+                    size += len(line)
+                    _check_size(path, number, size, max_file)
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

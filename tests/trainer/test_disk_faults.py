@@ -41,13 +41,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path) -> None:
-    with (place / "filler").open("wb") as file:
-        try:
-            while True:
-                file.write(bytes(512))
-                file.flush()
-        except OSError:
-            os.truncate(file.fileno(), file.tell())
+    descriptor = os.open(place / "filler", os.O_WRONLY | os.O_CREAT)
+    try:
+        while True:
+            os.write(descriptor, bytes(512))
+    except OSError:
+        os.close(descriptor)
 
 
 def test_a_full_disk_at_the_metrics(small_disk: Path) -> None:
