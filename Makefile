@@ -34,7 +34,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py')
 
-.PHONY: venv venv26 venv-torch venv-nlp venv-formers test-nlp test-formers train parity parity26 test test26 test-device test-device26 fuzz fuzz26
+.PHONY: venv venv26 venv-torch venv-nlp venv-formers test-nlp test-formers train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
 .PHONY: lint bench wheel-test clean
 
 venv: .venv/.installed
@@ -114,6 +114,11 @@ fuzz: venv
 
 fuzz26: venv26
 	$(call fuzz,.venv26)
+
+# Random bytes for every reader of files; own errors only. make fuzz-readers READER_EXAMPLES=100000
+READER_EXAMPLES ?= 5000
+fuzz-readers: venv
+	READER_EXAMPLES=$(READER_EXAMPLES) .venv/bin/python -m pytest -q --timeout=0 tests/fuzz/test_readers.py
 
 # On a simulated device, which g++ builds (tests/fake_device): the tests whose subject a device
 # changes, with collectives and copies that are late.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paddle_recompute import errors, static_graph
     from paddle_recompute.config import Config, RecomputeConfig, load_config
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
+    from paddle_recompute.doctor import DoctorReport, doctor
     from paddle_recompute.grad_sync import GradientSync
     from paddle_recompute.models import build_model
     from paddle_recompute.offload import OffloadSequential
@@ -57,6 +58,7 @@ __all__ = [
     "BatchSize",
     "Config",
     "ContrastiveLoss",
+    "DoctorReport",
     "GradCache",
     "GradientSync",
     "MemoryEstimate",
@@ -71,6 +73,7 @@ __all__ = [
     "all_gather_with_grad",
     "apply_recompute",
     "build_model",
+    "doctor",
     "errors",
     "estimate",
     "find_batch_size",
@@ -93,6 +96,7 @@ _WITHOUT_PADDLE = {
 }
 _WITH_PADDLE = {
     "ContrastiveLoss": "contrastive",
+    "DoctorReport": "doctor",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
     "BatchSize": "planner",
@@ -106,6 +110,7 @@ _WITH_PADDLE = {
     "all_gather_with_grad": "contrastive",
     "apply_recompute": "recompute",
     "build_model": "models",
+    "doctor": "doctor",
     "estimate": "planner",
     "find_batch_size": "planner",
     "plan": "planner",
@@ -154,7 +159,7 @@ class _Package(types.ModuleType):
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "recompute" and isinstance(value, types.ModuleType):
+        if name in ("recompute", "doctor") and isinstance(value, types.ModuleType):
             return
         super().__setattr__(name, value)
 

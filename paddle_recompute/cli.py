@@ -6,9 +6,8 @@ import io
 import json
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ from tqdm import tqdm
 
 from paddle_recompute import __version__
 from paddle_recompute._installed import require_paddle
+from paddle_recompute._json_files import read_json
 from paddle_recompute.config import Config, byte_count, load_config
-from paddle_recompute.errors import ConfigError, LaunchError, PaddleRecomputeError, StoppedError
+from paddle_recompute.errors import ConfigError, LaunchError, StoppedError
 from paddle_recompute.launch import (
-    RankFailedError,
-    RankRefusedError,
+    errors_in_one_paragraph,
     is_launched,
     is_rank,
     launch,
+    launch_with_restarts,
     leave_error,
     prepare_rank,
     require_paddle_and_devices,
@@ -83,13 +83,16 @@ def train(
             leave_error(type(error), error, None)
             raise
         return
-    with _errors_in_one_paragraph(debug):
+    with errors_in_one_paragraph(debug):
         config = load_config(config_file, overrides)
         if is_rank() or config.world_size == 1:
             record = _train_here(config)
         else:
             again = ["-m", "paddle_recompute.cli", "train", "--config", config_file, *overrides]
-            record = _train_on_ranks(config, again, master, node_rank, max_restart)
+            launch_with_restarts(
+                config, again, master=master, node_rank=node_rank, max_restart=max_restart
+            )
+            record = None if node_rank else _record_of(config)
         if record is not None:
             click.echo(record)
 
@@ -193,7 +196,7 @@ def encode(
     After an interruption, run the same command again: it continues where it stopped. The last line
     on standard output is a record, one JSON object.
     """
-    with _errors_in_one_paragraph(debug, "interrupted; run the same command again to continue"):
+    with errors_in_one_paragraph(debug, "interrupted; run the same command again to continue"):
         _prepare_one_process()
         from paddle_recompute.retrieval import encode_file, load_encoder
 
@@ -240,7 +243,7 @@ def export(folder: str, file_format: str, output: str, debug: bool) -> None:
 
     For example: paddle-recompute export --model outputs/run --output encoder.pdparams
     """
-    with _errors_in_one_paragraph(debug, "interrupted"):
+    with errors_in_one_paragraph(debug, "interrupted"):
         if not output.endswith(f".{file_format}"):
             raise ConfigError(
                 f"--output {output}: must end in .{file_format}, as --format {file_format} says"
@@ -272,7 +275,7 @@ def search(
 
     For example: paddle-recompute search --index pool.npy "a big cat"
     """
-    with _errors_in_one_paragraph(debug, "interrupted"):
+    with errors_in_one_paragraph(debug, "interrupted"):
         _prepare_one_process()
         from paddle_recompute.retrieval import Index, load_encoder
         from paddle_recompute.retrieval import search as find
@@ -324,7 +327,7 @@ def parity(
     synchronization (recompute.engine: fleet, sync.mode: fleet). Dygraph with recompute must equal
     the reference bit by bit on up to two ranks. If fleet cannot train FILE, the report says why.
     """
-    with _errors_in_one_paragraph(debug, "interrupted; all processes have ended"):
+    with errors_in_one_paragraph(debug, "interrupted; all processes have ended"):
         config = load_config(config_file, overrides)
         require_paddle_and_devices(config)
         from paddle_recompute.parity import parity as compare_modes
@@ -332,6 +335,73 @@ def parity(
         report = compare_modes(config, steps=steps)
         click.echo(json.dumps(report.to_dict()) if as_json else str(report))
         if report.faults:
+            sys.exit(1)
+
+
+@main.command()
+@click.option("--config", "config_file", metavar="FILE", help="A YAML file.")
+@click.option("--self-test", "runs_self_test", is_flag=True, help="Test the library instead.")
+@click.option("--output", metavar="FILE", help="Where the report goes, as JSON.")
+@click.option("--device", default=None, help="With --self-test: gpu, cpu, ...")
+@click.option("--parity", "compares_modes", is_flag=True, help="Also as the command parity does.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def doctor(
+    config_file: str | None,
+    runs_self_test: bool,
+    output: str | None,
+    device: str | None,
+    compares_modes: bool,
+    debug: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Compare the wrapped model with the plain one on one batch, before training.
+
+    For example: paddle-recompute doctor --config run.yaml
+
+    Names the first sublayer that differs. Exits with code 1 if a fault is found. --self-test runs
+    the library's contract on this device and writes paddle_recompute_self_test.json.
+    """
+    if is_launched():
+        from paddle_recompute.doctor import examine
+
+        prepare_rank()
+        assert config_file is not None
+        examine(load_config(config_file, overrides), say=click.echo)
+        return
+    with errors_in_one_paragraph(debug):
+        if runs_self_test:
+            _prepare_one_process()
+            from paddle_recompute.doctor import write_self_test
+
+            file = Path(output or "paddle_recompute_self_test.json")
+            if not write_self_test(file, device=device, say=click.echo):
+                sys.exit(1)
+            return
+        if config_file is None:
+            raise ConfigError("doctor needs --config FILE, or --self-test")
+        config = load_config(config_file, overrides)
+        if is_rank() or config.world_size == 1:
+            if not is_rank():
+                _prepare_one_process()
+            from paddle_recompute.doctor import examine
+
+            report = examine(config, say=click.echo)
+        else:
+            again = ["-m", "paddle_recompute.cli", "doctor", "--config", config_file, *overrides]
+            launch(config, again)
+            report = read_json(config.train.output_dir / "doctor.json")
+        if output:
+            Path(output).write_text(json.dumps(report), encoding="utf-8")
+        if compares_modes:
+            require_paddle_and_devices(config)
+            from paddle_recompute.parity import parity as compare_modes
+
+            compared = compare_modes(config, steps=2)
+            click.echo(str(compared))
+            if compared.faults:
+                sys.exit(1)
+        if not report["ok"]:
             sys.exit(1)
 
 
@@ -354,7 +424,7 @@ def convert(naming: Any, debug: bool, source: str, target: str) -> None:
     SOURCE holds an encoder of this library, PaddleNLP's Ernie or Bert, or Hugging Face's BERT.
     model.init_from reads all of these as they are.
     """
-    with _errors_in_one_paragraph(debug, "interrupted"):
+    with errors_in_one_paragraph(debug, "interrupted"):
         _prepare_one_process()
         from paddle_recompute.models import convert_weights
 
@@ -372,7 +442,7 @@ def _show_memory(
     *,
     needs_budget: bool,
 ) -> None:
-    with _errors_in_one_paragraph(debug, "interrupted"):
+    with errors_in_one_paragraph(debug, "interrupted"):
         _prepare_one_process()
         from paddle_recompute.planner import budget_of_card
         from paddle_recompute.trainer import memory_report, what_if
@@ -425,70 +495,13 @@ def _train_here(config: Config) -> str | None:
     return json.dumps(record) if is_first else None
 
 
-def _train_on_ranks(
-    config: Config,
-    command: Sequence[str],
-    master: str | None,
-    node_rank: int,
-    max_restart: int = 0,
-) -> str | None:
-    """Train on ranks started here; on the first machine, returns the record.
-
-    A rank that died (not one that refused the configuration, the data or the checkpoint) is no end
-    of the run, `max_restart` times.
-    """
-    before = _checkpoints(config)
-    for attempt in range(max_restart + 1):
-        try:
-            launch(config, command, master=master, node_rank=node_rank)
-            break
-        except (RankFailedError, RankRefusedError) as error:
-            died = isinstance(error, RankFailedError) or error.kind == "PeerError"
-            if not died or attempt == max_restart:
-                raise
-            click.echo(f"paddle-recompute: {error}", err=True)
-            click.echo(f"Starting again ({attempt + 1} of {max_restart})", err=True)
-            # A checkpoint of an earlier run in the folder is none that this one goes on from.
-            if _checkpoints(config) != before:
-                command = [*command, "train.resume=auto"]
-    if node_rank:
-        return None
+def _record_of(config: Config) -> str:
+    """What rank 0 of a run has written."""
     result = config.train.output_dir / "result.json"
     try:
-        return json.dumps(json.loads(result.read_text(encoding="utf-8")))
+        return json.dumps(read_json(result))
     except (OSError, ValueError) as error:
         raise LaunchError(f"{result}: cannot read the record of rank 0 ({error})") from error
-
-
-def _checkpoints(config: Config) -> set[tuple[str, int]]:
-    """The checkpoints of the run's folder, and when each was written."""
-    folder = config.train.output_dir / "checkpoint"
-    found = set()
-    for path in folder.glob("step-*"):
-        with suppress(FileNotFoundError):
-            found.add((path.name, path.stat().st_mtime_ns))
-    return found
-
-
-@contextmanager
-def _errors_in_one_paragraph(
-    debug: bool, interrupted: str = "interrupted; all ranks have ended"
-) -> Iterator[None]:
-    """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed)."""
-    try:
-        yield
-    except StoppedError as error:  # rank 0 has said so
-        sys.exit(error.code)
-    except PaddleRecomputeError as error:
-        if isinstance(error, RankRefusedError) and debug:
-            click.echo(error.traceback, err=True)
-        elif debug:
-            click.echo(traceback.format_exc(), err=True)
-        click.echo(f"paddle-recompute: {error}", err=True)
-        sys.exit(1 if isinstance(error, RankFailedError) else 2)
-    except KeyboardInterrupt:
-        click.echo(f"\npaddle-recompute: {interrupted}", err=True)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

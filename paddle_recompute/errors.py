@@ -63,6 +63,10 @@ class DivergenceError(PaddleRecomputeError, ArithmeticError):
     steps_ago = 0
 
 
+class OutputError(PaddleRecomputeError, OSError):
+    """A file of the run's output folder cannot be written: the disk is full, or the folder gone."""
+
+
 class StoppedError(PaddleRecomputeError, SystemExit):
     """The run was asked to stop by a signal, and has saved its state.
 

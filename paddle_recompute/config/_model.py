@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from paddle_recompute.config._section import Broken, Section, Values
-from paddle_recompute.config._types import Count, Probability, UserPath
+from paddle_recompute.config._types import Count, Probability, UserPath, Width
 
 # Published sizes. `tiny` is ERNIE 3.0 Nano and `base` ERNIE 3.0 Base (PaddleNLP,
 # model_zoo/ernie-3.0, ernie-3.0-{nano,base}-zh/config.json); `large` is ERNIE 2.0 Large
@@ -104,10 +104,10 @@ class ModelConfig(Section):
     vocab_size: Count | None = Field(
         None, description="rows of the word embedding; none: the size of the tokenizer's vocabulary"
     )
-    hidden_size: Count = Field(description="width of the encoder, in features")
+    hidden_size: Width = Field(description="width of the encoder, in features")
     num_layers: Count = Field(description="number of Transformer blocks")
     num_heads: Count = Field(description="attention heads; must divide hidden_size")
-    intermediate_size: Count = Field(description="width of the feed-forward layer, in features")
+    intermediate_size: Width = Field(description="width of the feed-forward layer, in features")
     max_position_embeddings: Count = Field(description="longest text the model can read, in tokens")
     type_vocab_size: Count = Field(description="number of sentence types")
     hidden_dropout: Probability = Field(
@@ -123,7 +123,7 @@ class ModelConfig(Section):
         "cls",
         description="cls: first token, then tanh; mean: average over all tokens except padding",
     )
-    projection_size: Count | None = Field(
+    projection_size: Width | None = Field(
         None, description="width of the text vector, in features; none: hidden_size, no projection"
     )
     layer_norm_epsilon: float = Field(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from paddle_recompute.config._section import MISSING, allowed
+from paddle_recompute.config._yaml import LARGEST, parse
 from paddle_recompute.config.schema import Config
 from paddle_recompute.errors import ConfigError
 
 _SHOWN = 60  # characters of a received value in a message
+_MOST_NAMES = 10
+_MOST_FAULTS = 50
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -53,6 +54,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     else:
         if not messages:
             return config
+    if len(messages) > _MOST_FAULTS:
+        more = len(messages) - _MOST_FAULTS
+        messages = [*messages[:_MOST_FAULTS], f"and {more} more"]
     count = "1 fault" if len(messages) == 1 else f"{len(messages)} faults"
     raise ConfigError("\n  - ".join([f"{path} has {count}:", *messages]))
 
@@ -65,20 +69,10 @@ class _Source:
     places: dict[str, str] = field(default_factory=dict)  # dotted path -> "line 3"
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe YAML 1.1, except that ``1e-4`` is a number, as in YAML 1.2 and in Python."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
 def _read(path: Path) -> _Source:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LARGEST + 1)
     except FileNotFoundError:
         near = sorted(str(other) for other in path.parent.glob("*.y*ml"))
         there = f"; the folder has {', '.join(near)}" if near else ""
@@ -87,15 +81,9 @@ def _read(path: Path) -> _Source:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text ({error.reason})") from error
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        places = dict(_places(node, path)) if node else {}
-        tree = loader.construct_document(node) if node else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: {_yaml_fault(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r}: is no name of a file ({error})") from error
+    tree, places = parse(text, str(path))
     if not isinstance(tree, dict):
         received = "nothing" if tree is None else f"only a {type(tree).__name__}"
         raise ConfigError(
@@ -104,49 +92,28 @@ def _read(path: Path) -> _Source:
     return _Source(tree, places)
 
 
-def _places(
-    node: yaml.Node, path: Path, prefix: str = "", above: tuple[yaml.Node, ...] = ()
-) -> Iterator[tuple[str, str]]:
-    """Dotted path and line of every key; raises where a mapping repeats one."""
-    if not isinstance(node, yaml.MappingNode) or node in above:
-        return
-    first_lines: dict[str, int] = {}
-    for key, value in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
-        if name in first_lines:
-            raise ConfigError(
-                f"{path}, line {line}: the key {prefix}{name} is given twice (first in line "
-                f"{first_lines[name]}); remove one of them"
-            )
-        first_lines[name] = line
-        yield prefix + name, f"line {line}"
-        yield from _places(value, path, f"{prefix}{name}.", (*above, node))
-
-
-def _yaml_fault(error: yaml.YAMLError) -> str:
-    return f"is not valid YAML: {getattr(error, 'problem', None) or error}"
-
-
 def _apply(source: _Source, override: str) -> str | None:
     """Put one override into the tree; returns what is wrong with it, if anything is."""
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
-    if not equals or not all(names):
-        return f"override {override!r}: must be written dotted.key=value, as in train.max_steps=50"
+    named = f"override {_shown(override)}"
+    if not equals or not all(names) or len(names) > _MOST_NAMES:
+        return f"{named}: must be written dotted.key=value, as in train.max_steps=50"
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        return f"override {override!r}: the value {_yaml_fault(error)}"
+        value, _ = parse(text, f"{named}: the value", has_lines=False)
+    except ConfigError as error:
+        return str(error)
     section = source.tree
     for depth, name in enumerate(names[:-1], start=1):
         if section.get(name) is None:
             section[name] = {}
         if not isinstance(section[name], dict):
             above = ".".join(names[:depth])
-            return f"override {override!r}: {above} is a value ({section[name]!r}), not a section"
+            return f"{named}: {above} is a value ({_shown(section[name])}), not a section"
         section = section[name]
     section[names[-1]] = value
-    source.places[".".join(names)] = f"override {override}"
+    shown = override if len(override) <= _SHOWN else f"{override[:_SHOWN]}..."
+    source.places[".".join(names)] = f"override {shown}"
     return None
 
 
@@ -155,14 +122,18 @@ def _messages(error: ValidationError, source: _Source) -> list[str]:
     messages = []
     for details in error.errors(include_url=False):
         path = ".".join(str(part) for part in details["loc"])
+        named = path if len(path) <= 3 * _SHOWN else f"{path[: 3 * _SHOWN]}..."
         place = f" ({source.places[path]})" if path in source.places else ""
         wording = allowed(details["msg"])
         absent = details["type"] == MISSING or wording.startswith("required ")
         received = "" if absent else f"received {_shown(details['input'])}; "
-        messages.append(f"{path}{place}: {received}{wording}")
+        messages.append(f"{named}{place}: {received}{wording}")
     return messages
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python shows no integer of more than 4300 digits
+        text = "an integer of thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({type(value).__name__})"

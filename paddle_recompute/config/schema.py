@@ -17,7 +17,7 @@ from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._model import ModelConfig
 from paddle_recompute.config._section import Broken, Section, Values
 from paddle_recompute.config._strategy import STATIC_AMP, AmpConfigs, StrategyConfig
-from paddle_recompute.config._types import ByteCount, Count, UserPath
+from paddle_recompute.config._types import ByteCount, Count, Processes, UserPath
 from paddle_recompute.config._without_effect import without_effect
 
 
@@ -253,10 +253,12 @@ class DataConfig(Section):
     on_bad_line: Literal["raise", "skip"] = Field(
         "raise", description="raise: stop at a line that is not a pair; skip: count it and continue"
     )
-    max_query_tokens: Annotated[int, Field(ge=2)] = Field(
+    max_line: ByteCount = Field(1 << 20, description="longest line of a file, in bytes")
+    max_file: ByteCount = Field(8 << 30, description="largest file, in bytes, unpacked")
+    max_query_tokens: Annotated[int, Field(ge=2, le=2**20)] = Field(
         32, description="longest query in tokens, special tokens included; longer ones are cut"
     )
-    max_positive_tokens: Annotated[int, Field(ge=2)] = Field(
+    max_positive_tokens: Annotated[int, Field(ge=2, le=2**20)] = Field(
         64, description="longest positive in tokens, special tokens included; longer ones are cut"
     )
     valid_pairs: Count = Field(
@@ -268,10 +270,10 @@ class DataConfig(Section):
         description="candidates among which a query is searched: the held-out positives first, "
         "then training positives",
     )
-    vocab_size: Annotated[int, Field(ge=100)] = Field(
+    vocab_size: Annotated[int, Field(ge=100, le=2**31 - 1)] = Field(
         20_000, description="largest vocabulary of the tokenizer, which is trained on the pairs"
     )
-    num_workers: Annotated[int, Field(ge=0)] = Field(
+    num_workers: Processes = Field(
         0, description="processes that load batches, per rank; 0: the training process loads them"
     )
 
@@ -296,7 +298,7 @@ class TrainConfig(Section):
         description="global batch for which learning_rate was tuned; the rate is multiplied by "
         "global_batch / this value; none: no scaling",
     )
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+    warmup_steps: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
         0,
         description="the rate grows in equal parts up to the highest one, which this step has; 0 "
         "and 1: the first step has it",
@@ -328,11 +330,7 @@ class TrainConfig(Section):
     save_every: Count | None = Field(
         None, description="optimizer steps between checkpoints; none: one checkpoint, at the end"
     )
-    keep: Count = Field(
-        2,
-        description="checkpoints that stay, the newest ones; where one is damaged, the one before "
-        "it is resumed",
-    )
+    keep: Count = Field(2, description="checkpoints that stay, the newest ones")
     resume: bool | Literal["auto"] = Field(
         False,
         description="true: continue from the newest checkpoint in output_dir/checkpoint; every "

@@ -3,12 +3,13 @@
 from paddle_recompute.data.cedict import mine_cedict
 from paddle_recompute.data.ceiling import Ceiling, ceiling
 from paddle_recompute.data.loader import PairLoader, build_loader
-from paddle_recompute.data.pairs import Pair, PairFile, read_pairs
+from paddle_recompute.data.pairs import LONGEST_LINE, Pair, PairFile, read_pairs
 from paddle_recompute.data.prepare import PreparedData, prepare_data
 from paddle_recompute.data.split import Split, split_pairs
 from paddle_recompute.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
+    "LONGEST_LINE",
     "Ceiling",
     "Pair",
     "PairFile",

@@ -59,13 +59,25 @@ class _BadLine(Exception):
     """A line that is not a pair; the message says why."""
 
 
-def read_pairs(path: str | Path, *, on_bad_line: Literal["raise", "skip"] = "raise") -> PairFile:
+LONGEST_LINE = 1 << 20
+LARGEST_FILE = 8 << 30
+
+
+def read_pairs(
+    path: str | Path,
+    *,
+    on_bad_line: Literal["raise", "skip"] = "raise",
+    max_line: int = LONGEST_LINE,
+    max_file: int = LARGEST_FILE,
+) -> PairFile:
     r"""Read all pairs of one file.
 
     Args:
         path: A ``.tsv`` or ``.jsonl`` file, also with ``.gz`` behind it.
         on_bad_line: ``raise`` stops at the first line that is not a pair; ``skip`` skips such lines
             and lists them in the result.
+        max_line: Bytes of the longest line; a longer one is no pair.
+        max_file: Bytes of the largest file, unpacked. A file of 1 MB may unpack to 1 GB.
 
     Returns:
         The pairs, at least one, and the lines that were skipped.
@@ -91,8 +103,10 @@ def read_pairs(path: str | Path, *, on_bad_line: Literal["raise", "skip"] = "rai
     parse = _parser_for(path)
     pairs: list[Pair] = []
     skipped: list[str] = []
-    for number, line in _lines(path):
+    for number, line in _lines(path, max_line, max_file):
         try:
+            if len(line) > max_line:
+                raise _BadLine(f"longer than {max_line} bytes (data.max_line)")
             pair = parse(number, _decode(line))
         except _BadLine as reason:
             fault = f"{path}:{number}: {reason}"
@@ -123,19 +137,38 @@ def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
     return parsers[suffix]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers from 1, without the byte order mark."""
-    number = 0
+def _lines(path: Path, max_line: int, max_file: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers from 1, without the byte order mark.
+
+    Of a line that is too long there are `max_line` + 1 bytes.
+    """
+    number, size = 0, 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            while line := file.readline(max_line + 1):
+                number += 1
+                size += len(line)
+                _check_size(path, number, size, max_file)
                 yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+                while len(line) > max_line and not line.endswith(b"\n"):  # the rest of it
+                    line = file.readline(max_line + 1)
+                    size += len(line)
+                    _check_size(path, number, size, max_file)
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip data after line {number} ({error})") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _check_size(path: Path, number: int, size: int, max_file: int) -> None:
+    if size > max_file:
+        raise DataError(
+            f"{path}:{number}: the file is larger than {max_file} bytes (data.max_file)"
+            + (", unpacked" if path.suffix == ".gz" else "")
+            + "; raise the limit if it is meant to be so large"
+        )
 
 
 def _decode(line: bytes) -> str:
@@ -172,6 +205,8 @@ def _from_json(number: int, line: str) -> Pair | None:
         found = json.loads(line, object_pairs_hook=_without_repeated_keys)
     except json.JSONDecodeError as error:
         raise _BadLine(f"not JSON: {error.msg} at character {error.pos + 1} of the line") from None
+    except ValueError as error:  # Python reads no number of more than 4300 digits
+        raise _BadLine(f"not JSON: {error}") from None
     except RecursionError:
         raise _BadLine("not a pair: JSON nested too deep") from None
     if not isinstance(found, dict):

@@ -186,7 +186,12 @@ def _split(config: DataConfig, train_file: Path, seed: int, account: _Account) -
 
 
 def _read(config: DataConfig, path: Path, account: _Account) -> list[Pair]:
-    found = read_pairs(path, on_bad_line=config.on_bad_line)
+    found = read_pairs(
+        path,
+        on_bad_line=config.on_bad_line,
+        max_line=config.max_line,
+        max_file=config.max_file,
+    )
     account.skipped += found.skipped
     shown = "; ".join(found.skipped[:_SHOWN_REASONS])
     more = len(found.skipped) - _SHOWN_REASONS

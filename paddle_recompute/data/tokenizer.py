@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import types
 from collections import Counter
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paddle_recompute._json_files import read_json
 from paddle_recompute.data._cache import write_whole
 from paddle_recompute.errors import DataError, DependencyError
 
@@ -37,6 +37,7 @@ _TEXTS_AT_ONCE = 10_000
 _LONGEST_WORD = 100
 """Characters; longer words are divided. WordPiece takes time that grows with the square."""
 _BYTES_OF_A_CHARACTER = 4  # at most
+_MOST_ENTRIES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -142,22 +143,41 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
     """
     tokenizers = _tokenizers()
     try:
+        tree = read_json(Path(path))
         text = Path(path).read_text(encoding="utf-8")
-        tree = json.loads(text)
     except OSError as error:
         raise DataError(f"{path}: the tokenizer cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise DataError(f"{path}: not a tokenizer.json ({error})") from error
     # The library reports every fault of a file as a bare Exception: check first.
-    if not isinstance(tree, dict) or "vocab" not in tree.get("model", {}):
+    model = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise DataError(f"{path}: not a tokenizer.json (no model.vocab in it)")
-    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer = _from_text(tokenizers, path, text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     found = {name: tokenizer.token_to_id(name) for name in ("[PAD]", "[CLS]", "[SEP]")}
     if found["[PAD]"] != PAD_ID or None in found.values():
         raise DataError(f"{path}: has {found}; [PAD] must be {PAD_ID}, and [CLS], [SEP] exist")
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= _MOST_ENTRIES:
+        raise DataError(
+            f"{path}: numbers an entry {highest}; a vocabulary has at most {_MOST_ENTRIES} entries"
+        )
     return PairTokenizer(tokenizer)
+
+
+def _from_text(tokenizers: types.ModuleType, path: str | Path, text: str) -> Any:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except MemoryError:
+        raise
+    except BaseException as error:
+        # What the library finds wrong with a file is a bare Exception, and a panic of its Rust
+        # code derives from BaseException (tokenizers 0.22, 0.23).
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{path}: not a tokenizer.json ({str(error)[:200]})") from None
 
 
 def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> None:

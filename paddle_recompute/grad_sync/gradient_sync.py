@@ -125,6 +125,8 @@ class GradientSync:
         self._compression = compression
         self._senders: dict[int, PieceSender] = {}
         self.mode, self.reason = _choose(mode, group)
+        self.compression = compression
+        self.find_unused_parameters = find_unused_parameters
         if self.mode == "none":
             if is_distributed():
                 peers()  # the others may wait for this rank to connect

@@ -18,6 +18,7 @@ from paddle_recompute.launch.launcher import (
     require_paddle_and_devices,
     start_line,
 )
+from paddle_recompute.launch.restarts import errors_in_one_paragraph, launch_with_restarts
 
 __all__ = [
     "LOG_DIR",
@@ -25,9 +26,11 @@ __all__ = [
     "RankFailedError",
     "RankRefusedError",
     "die_with_parent",
+    "errors_in_one_paragraph",
     "is_launched",
     "is_rank",
     "launch",
+    "launch_with_restarts",
     "leave_error",
     "prepare_rank",
     "quiet_settings",

@@ -15,9 +15,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -312,12 +313,15 @@ def _complete_logs(log_dir: Path) -> None:
     for pattern in ("envlog.*", "backup_env.*.json", "default.*.log", "pid.*"):
         for path in log_dir.glob(pattern):
             path.unlink()
-    own = log_dir / "launcher.log"
-    lines = own.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    own.write_text("".join(line for line in lines if not line.startswith("env {")), "utf-8")
-    for error in read_errors(log_dir):
-        with (log_dir / f"workerlog.{error.rank}").open("a", encoding="utf-8") as log:
-            log.write(error.traceback)
+    with suppress(OSError):  # the folder is gone, or the disk is full: `_failure` says so
+        own = log_dir / "launcher.log"
+        lines = own.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        kept = "".join(line for line in lines if not line.startswith("env {"))
+        if len(kept) < own.stat().st_size:
+            own.write_text(kept, "utf-8")
+        for error in read_errors(log_dir):
+            with (log_dir / f"workerlog.{error.rank}").open("a", encoding="utf-8") as log:
+                log.write(error.traceback)
 
 
 def _failure(log_dir: Path, num_ranks: int, code: int) -> LaunchError | StoppedError:
@@ -338,6 +342,8 @@ def _failure(log_dir: Path, num_ranks: int, code: int) -> LaunchError | StoppedE
                 f"this, or killed before it, for want of memory perhaps)"
             )
         return RankFailedError(text)
+    if (fault := _fault_of_disk(log_dir)) is not None:
+        return RankFailedError(f"the ranks failed with code {code}, and {fault}")
     launcher_log = log_dir / "launcher.log"
     said = launcher_log.read_text(encoding="utf-8", errors="replace")
     dead = _FAILED_RANK.search(said)
@@ -352,6 +358,19 @@ def _failure(log_dir: Path, num_ranks: int, code: int) -> LaunchError | StoppedE
         if -rank_code == signal.SIGKILL:
             how += ", which the system sends where memory runs out"
     return RankFailedError(f"rank {rank} {how}; {_end_of(log_dir / f'workerlog.{rank}')}")
+
+
+def _fault_of_disk(log_dir: Path) -> str | None:
+    """Why the logs say nothing, if they cannot."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=log_dir) as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+    except FileNotFoundError:
+        return f"{log_dir} is gone: it was removed during the run"
+    except OSError as error:
+        return f"{log_dir} cannot be written ({error.strerror}): the logs end early; free the disk"
+    return None
 
 
 def _end_of(log: Path) -> str:

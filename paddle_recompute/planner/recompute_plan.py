@@ -12,6 +12,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute._json_files import read_json
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import find_blocks
@@ -225,7 +226,7 @@ class RecomputePlan:
             PlanError: The file cannot be read, or is not a plan.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = read_json(Path(path))
         except (OSError, ValueError) as error:
             raise PlanError(f"{path}: is not a plan ({error})") from error
         try:

@@ -8,6 +8,7 @@ that a configuration selects.
 from paddle_recompute.recompute._auto import find_blocks
 from paddle_recompute.recompute._hooks import innermost
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept, SomeOnHost
+from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
 from paddle_recompute.recompute.function import RecomputeOptions, recompute, run_recomputed
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
@@ -48,6 +49,7 @@ __all__ = [
     "Unit",
     "WrappedLayer",
     "apply_recompute",
+    "called_plainly",
     "check_patterns",
     "find_blocks",
     "forward_count",
@@ -64,4 +66,5 @@ __all__ = [
     "treat_calls",
     "treat_parts",
     "undo_recompute",
+    "wrapped_layers",
 ]

@@ -31,7 +31,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute.data import PairTokenizer
+from paddle_recompute._json_files import read_json
+from paddle_recompute.data import LONGEST_LINE, PairTokenizer
 from paddle_recompute.errors import DataError
 from paddle_recompute.retrieval.evaluation import encode_texts
 from paddle_recompute.retrieval.trained import TrainedEncoder
@@ -254,7 +255,10 @@ def _texts(path: Path) -> Iterator[str]:
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(line) > LONGEST_LINE:
+                    raise DataError(f"{path}:{number}: is longer than {LONGEST_LINE} bytes")
                 if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                     # Other line separators (U+2028) would make two lines in the copy.
                     yield " ".join(text.splitlines())
@@ -329,7 +333,7 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path)
     except ValueError as error:
         raise DataError(f"{path}: is damaged ({error}); remove it") from error
     if not isinstance(tree, dict):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paddle_recompute._json_files import read_json
 from paddle_recompute.errors import DataError
 from paddle_recompute.retrieval.evaluation import encode_texts
 from paddle_recompute.retrieval.trained import TrainedEncoder, load_encoder
@@ -65,7 +66,7 @@ class Index:
         self.file = _find(Path(path))
         described = self.file.with_name(f"{self.file.name}.json")
         try:
-            self.about: dict[str, Any] = json.loads(described.read_text(encoding="utf-8"))
+            self.about: dict[str, Any] = read_json(described)
             self._shape = int(self.about["texts"]), int(self.about["dim"])
             self.model = Path(self.about["model"])
             self.fingerprint = str(self.about["fingerprint"])
@@ -74,7 +75,7 @@ class Index:
                 f"{described}: cannot be read ({error.strerror}); `paddle-recompute encode` writes "
                 f"it beside {self.file.name}, and it names the model; encode the texts again"
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise DataError(f"{described}: is damaged ({error!r})") from error
 
     def tiles(self) -> Iterator[NDArray[np.float32]]:

@@ -159,7 +159,8 @@ def measure_step(
     """
     gc.collect()  # Layers and their hooks are reference cycles; free the models of earlier steps
     paddle.seed(config.train.seed)
-    model = build_model(config.model, vocab_size)
+    bare = config.model.model_copy(update={"init_from": None})  # bytes do not depend on it
+    model = build_model(bare, vocab_size)
     model.train()
     if recompute and config.recompute.offload_parameters != "none":
         offload_layers(model, config.recompute)
@@ -179,7 +180,7 @@ def measure_step(
         as_measured,
         objective,
         model,
-        config.learning_rate,
+        0.0,
         vocab_size=vocab_size,
         amp=amp,
         plan=plan if recompute else None,

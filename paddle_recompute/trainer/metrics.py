@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from paddle_recompute._json_files import parse_json
 from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.errors import OutputError
 
 
 class Meter:
@@ -124,13 +128,31 @@ class MetricsLog:
     def __init__(self, path: Path, *, resumed_at: int = 0) -> None:
         self._path = path
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(_line(record) for record in kept), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
-        with self._path.open("a", encoding="utf-8") as file:
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(_line(record))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, `path` is written.
+
+    Raises:
+        OutputError: It cannot be.
+    """
+    try:
+        yield
+    except OSError as error:
+        gone = "" if path.parent.is_dir() else ", the folder is gone"
+        raise OutputError(
+            f"{path}: cannot be written ({error.strerror or error}{gone}); free the disk or put "
+            "the folder back, and go on with train.resume=auto"
+        ) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -140,9 +162,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    complete = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in complete.splitlines()]
+    try:
+        text = path.read_text(encoding="utf-8")
+        complete = text[: text.rfind("\n") + 1]
+        records = [parse_json(line) for line in complete.splitlines()]
+        for record in records:
+            int(record["step"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise OutputError(f"{path}: is damaged ({str(error)[:200]}); remove it") from error
+    return records
 
 
 def _line(record: dict[str, Any]) -> str:

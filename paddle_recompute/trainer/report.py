@@ -19,6 +19,7 @@ import yaml
 
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import DependencyError
+from paddle_recompute.trainer.metrics import writing
 
 try:
     from matplotlib.axes import Axes
@@ -130,7 +131,8 @@ def write_report(
         **images,
     )
     path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    with writing(path):
+        path.write_text(page, encoding="utf-8")
     return path
 
 

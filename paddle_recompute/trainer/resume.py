@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from paddle_recompute.checkpoint import (
 )
 from paddle_recompute.config import Config
 from paddle_recompute.distributed import barrier, mean_over_ranks, values_of_ranks
-from paddle_recompute.errors import CheckpointError
+from paddle_recompute.errors import CheckpointError, ConfigError
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.train_step import Step
+from paddle_recompute.trainer.metrics import writing
 from paddle_recompute.trainer.objective import Chunks
 
 RECORD = "result.json"
@@ -263,12 +265,30 @@ class RunCheckpoints:
         return {"num_synchronized": checkpoint.step, "residuals": {}}
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of a run, and write a page into it to see that one can.
+
+    Raises:
+        ConfigError: One cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        raise ConfigError(
+            f"train.output_dir: {folder} cannot be made, or written to ({error.strerror}); name a "
+            "folder that is writable"
+        ) from error
+
+
 def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Write the final record of a run into its folder, complete or not at all."""
     path = folder / RECORD
     being_written = path.with_name(f".{RECORD}.{os.getpid()}")
-    being_written.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    being_written.replace(path)
+    with writing(path):
+        being_written.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        being_written.replace(path)
 
 
 def remove_record(folder: Path) -> None:

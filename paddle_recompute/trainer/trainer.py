@@ -46,13 +46,14 @@ from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
 from paddle_recompute.train_step import Step, StepResult, build_schedule
 from paddle_recompute.trainer.build import build_step, check_mode
+from paddle_recompute.trainer.divergence import check_weights, explained
 from paddle_recompute.trainer.joining import join_ranks
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
 from paddle_recompute.trainer.planned import BudgetPlanner, apply_again, planned_again
 from paddle_recompute.trainer.report import retrieval_table, write_report
-from paddle_recompute.trainer.resume import RunCheckpoints, remove_record, write_record
+from paddle_recompute.trainer.resume import RunCheckpoints, make_folder, remove_record, write_record
 
 
 class Trainer:
@@ -129,6 +130,8 @@ class Trainer:
                 f"{total} steps, which ends below its learning rate; train.decay has no effect here"
             )
         vocab_size = data.tokenizer.vocab_size
+        if self.config.model.init_from is not None and checkpoint is None:
+            check_weights(build_model(self.config.model, vocab_size), self.config.model.init_from)
         memory = MemoryProbe(self.config, vocab_size, say=self._say)
         chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
         plain_peak: int | None
@@ -166,14 +169,8 @@ class Trainer:
 
     def _make_folder(self) -> None:
         """Make the folder before training, so that a run does not fail at its end."""
-        try:
-            if self._is_main:
-                self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"train.output_dir: {self._folder} cannot be made ({error.strerror}); name a "
-                "folder that is writable"
-            ) from error
+        if self._is_main:
+            make_folder(self._folder)
         barrier()
         saves_residuals = self.config.sync.compression == "bf16" and self.config.sync.error_feedback
         if saves_residuals and not self._folder.is_dir():
@@ -271,9 +268,7 @@ class Trainer:
                     if logs or saves:
                         result.loss  # noqa: B018  waits for the device: the time is that of steps
                 except DivergenceError as error:
-                    raise DivergenceError(
-                        f"step {step - error.steps_ago}: {error}. The last checkpoint is as it was"
-                    ) from error
+                    raise explained(error, step - error.steps_ago, model) from error
                 self._say_if_skipped(step, result)
                 rate = float(schedule())
                 schedule.step()
@@ -350,10 +345,8 @@ class Trainer:
         assert signal_number is not None
         barrier()
         name = signal.Signals(signal_number).name
-        text = (
-            f"Stopped by {name}; the steps so far are saved in {self._folder / 'checkpoint'}. The "
-            "same command with train.resume=auto goes on"
-        )
+        text = f"Stopped by {name}; the steps so far are saved in {self._folder / 'checkpoint'}. "
+        text += "The same command with train.resume=auto goes on"
         self._say(text)
         raise StoppedError(text, 128 + signal_number)
 

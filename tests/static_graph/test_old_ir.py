@@ -299,7 +299,9 @@ def test_a_name_that_does_not_exist(names: tuple[str, ...], message: str) -> Non
 
 
 def test_a_program_without_checkpoints() -> None:
-    with pytest.raises(StaticGraphError, match=r"this Program has no checkpoints.*: name variables"):
+    with pytest.raises(
+        StaticGraphError, match=r"this Program has no checkpoints.*: name variables"
+    ):
         train(plain_loss, recompute=True)
 
 

@@ -549,7 +549,10 @@ def test_a_name_that_does_not_exist() -> None:
 
 
 def test_no_checkpoints_at_all() -> None:
-    with building(), pytest.raises(StaticGraphError, match=r"no checkpoints.*: name variables with"):
+    with (
+        building(),
+        pytest.raises(StaticGraphError, match=r"no checkpoints.*: name variables with"),
+    ):
         minimize(sgd(), Block()(data()).mean(), strategy_of([]))
 
 

@@ -186,7 +186,10 @@ def test_the_step_that_is_measured_is_a_program_with_recompute_and_without(
             "custom_black_list: no operator of this Paddle is called 'layernorm'; did you mean lay",
         ),
         ({"recompute__offload": "host"}, "recompute.offload: host: a Program keeps"),
-        ({"sync__mode": "overlap"}, "sync.mode: overlap: Paddle's own operators exchange the gradients of a Program"),
+        (
+            {"sync__mode": "overlap"},
+            "sync.mode: overlap: Paddle's own operators exchange the gradients of a Program",
+        ),
     ],
 )
 def test_what_a_program_cannot_honour_is_refused_before_anything_else(

@@ -1,0 +1,156 @@
+"""YAML of strangers: a tree of plain values within limits, or one sentence on what is wrong.
+
+The dialect is what YAML 1.1 and 1.2 agree on: no dates, no numbers to the base 60 (``1:30:30`` is
+5430 in YAML 1.1), no octal numbers with a leading 0, no explicit tags. Anchors are allowed; what
+they expand to is counted before it is built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import yaml
+
+from paddle_recompute.errors import ConfigError
+
+LARGEST = 1 << 16
+"""Characters of a file, or of a value given as an override."""
+_MOST_VALUES = 10_000
+_DEEPEST = 20
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
+_FLOAT = re.compile(
+    r"[-+]?(?:(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(?:inf|Inf|INF))$"
+    r"|\.(?:nan|NaN|NAN)$"
+)
+_REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp", "value")}
+
+
+class _RefusedError(Exception):
+    """What is wrong, and where."""
+
+    def __init__(self, mark: yaml.Mark | None, text: str) -> None:
+        super().__init__(text)
+        self.mark = mark
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in the dialect of this module; ``1e-4`` is a number, as in Python."""
+
+    yaml_implicit_resolvers: ClassVar[Any] = {  # type: ignore[misc]
+        first: [(tag, regex) for tag, regex in resolvers if tag not in _REPLACED]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Look at the depth and the tag of a node before anything is read of it."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "tag", None) is not None:
+            raise _RefusedError(
+                event.start_mark,
+                f"is not valid YAML: could not determine a constructor for the tag {event.tag!r}: "
+                "tags are not supported; remove it",
+            )
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise _RefusedError(event.start_mark, f"is nested deeper than {_DEEPEST} levels")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789"))
+
+
+def parse(text: str, name: str, *, has_lines: bool = True) -> tuple[Any, dict[str, str]]:
+    """The value that `text` stands for, and the line of each of its keys by dotted path.
+
+    Args:
+        text: One YAML document.
+        name: What it is, for messages.
+        has_lines: Whether messages name a line of it.
+
+    Raises:
+        ConfigError: It is none that this library reads; the message begins with `name`.
+    """
+    try:
+        if len(text) > LARGEST:
+            raise _RefusedError(None, f"has {len(text)} characters; at most {LARGEST} are read")
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        _check_size(node)
+        places = dict(_places(node))
+        return loader.construct_document(node), places
+    except _RefusedError as error:
+        mark, fault = error.mark, str(error)
+        at = f", line {mark.line + 1}" if mark else ""
+    except yaml.YAMLError as error:
+        mark, fault = getattr(error, "problem_mark", None), f"is not valid YAML: {_problem(error)}"
+        at = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    except (ValueError, OverflowError) as error:  # a number of 5,000 digits
+        at, fault = "", f"is not valid YAML: {str(error)[:200]}"
+    raise ConfigError(f"{name}{at}: {fault}" if has_lines else f"{name} {fault}")
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"the character {error.character!r} at position {error.position} is not allowed"
+    return str(getattr(error, "problem", None) or error)[:200]
+
+
+def _check_size(node: yaml.Node) -> None:
+    """Refuse what, with all anchors expanded, is nested too deep or has too many values."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size_of(one: yaml.Node, depth: int, key: str) -> int:
+        if depth > _DEEPEST:
+            raise _RefusedError(one.start_mark, f"is nested deeper than {_DEEPEST} levels")
+        if id(one) in open_nodes:
+            raise _RefusedError(one.start_mark, f"{key} contains itself, through an anchor")
+        if id(one) in sizes:
+            return sizes[id(one)]
+        open_nodes.add(id(one))
+        size = 1
+        if isinstance(one, yaml.SequenceNode):
+            size += sum(size_of(inner, depth + 1, key) for inner in one.value)
+        elif isinstance(one, yaml.MappingNode):
+            for word, value in one.value:
+                if not isinstance(word, yaml.ScalarNode):
+                    raise _RefusedError(
+                        word.start_mark, "a key must be a word, and this one is a list or a mapping"
+                    )
+                # Of a key that is nested, the uppermost names the place.
+                size += 1 + size_of(value, depth + 1, key or str(word.value)[:60])
+        open_nodes.remove(id(one))
+        if size > _MOST_VALUES:
+            raise _RefusedError(
+                one.start_mark, f"has more than {_MOST_VALUES} values, with its anchors expanded"
+            )
+        sizes[id(one)] = size
+        return size
+
+    size_of(node, 0, "")
+
+
+def _places(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path and line of every key; raises where a mapping repeats one."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    first_lines: dict[str, int] = {}
+    for key, value in node.value:
+        word, line = str(key.value), key.start_mark.line + 1
+        if word in first_lines:
+            raise _RefusedError(
+                key.start_mark,
+                f"the key {prefix}{word} is given twice (first in line {first_lines[word]}); "
+                "remove one of them",
+            )
+        first_lines[word] = line
+        yield prefix + word, f"line {line}"
+        yield from _places(value, f"{prefix}{word}.")

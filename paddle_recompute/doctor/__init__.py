@@ -1,0 +1,21 @@
+"""Before training: does the wrapped model do what the plain one does, on this device, on all ranks?
+
+`doctor` looks at a model, one batch and a loss. `doctor_config` does so for a configuration.
+`self_test` runs the contract of the library itself on the user's device.
+"""
+
+from paddle_recompute.doctor.command import examine, write_self_test
+from paddle_recompute.doctor.configured import doctor_config
+from paddle_recompute.doctor.examination import doctor
+from paddle_recompute.doctor.report import DoctorReport, Finding
+from paddle_recompute.doctor.self_test import self_test
+
+__all__ = [
+    "DoctorReport",
+    "Finding",
+    "doctor",
+    "doctor_config",
+    "examine",
+    "self_test",
+    "write_self_test",
+]

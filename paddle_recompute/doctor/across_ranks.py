@@ -1,0 +1,115 @@
+"""What the ranks must have in common before they train together, and what not."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+from paddle_recompute import _nested
+from paddle_recompute.distributed import first_that_differs, run_collective, scope_of
+from paddle_recompute.distributed import values_of_ranks as gather
+from paddle_recompute.doctor.observation import Array
+from paddle_recompute.doctor.report import DoctorReport
+
+
+def check_start(report: DoctorReport, model: paddle.nn.Layer) -> None:
+    """All ranks start from the same parameters and buffers, and freeze the same ones."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    everywhere = gather(
+        [[name, list(one.shape), bool(one.stop_gradient)] for name, one in tensors.items()],
+        "the parameters of the model",
+    )
+    for rank, theirs in enumerate(everywhere):
+        if theirs != everywhere[0]:
+            place = next(
+                (a[0] for a, b in zip(theirs, everywhere[0], strict=False) if a != b), "the model"
+            )
+            report.add(
+                "ranks_differ",
+                place,
+                f"rank {rank} has another model than rank 0 (names, shapes or frozen parameters)",
+            )
+            return
+    difference = first_that_differs(list(tensors.values()), scope_of(None))
+    if difference is not None:
+        index, ranks = difference
+        report.add(
+            "ranks_start_different",
+            list(tensors)[index],
+            f"rank {', '.join(map(str, ranks))} starts from other values; set the same seed on "
+            "all ranks, or broadcast from rank 0 (paddle_recompute's Trainer does)",
+        )
+
+
+def check_data(report: DoctorReport, batch: Any) -> None:
+    """No two ranks read the same batch."""
+    checksum = 0
+    for tensor in _nested.tensors_in(batch):
+        checksum = zlib.crc32(np.ascontiguousarray(tensor.numpy()).tobytes(), checksum)
+    everywhere = gather(checksum, "the batch")
+    if len(set(everywhere)) < len(everywhere):
+        same = [rank for rank, one in enumerate(everywhere) if everywhere.count(one) > 1]
+        report.add(
+            "same_data",
+            f"rank {', '.join(map(str, same))}",
+            "these ranks read the same batch, so the larger batch is none; give each rank its "
+            "share (rank and num_ranks of the sampler)",
+        )
+
+
+def check_unused(
+    report: DoctorReport, gradients: dict[str, Array | None], *, finds_unused: bool
+) -> None:
+    """A parameter has a gradient on all ranks or on none."""
+    own = [name for name, gradient in gradients.items() if gradient is None]
+    everywhere = gather(own, "the unused parameters")
+    for name in gradients:
+        without = [rank for rank, theirs in enumerate(everywhere) if name in theirs]
+        if without and len(without) < len(everywhere) and not finds_unused:
+            report.add(
+                "unused_on_some_ranks",
+                name,
+                f"it has no gradient on rank {', '.join(map(str, without))}, and one on the "
+                "others; without find_unused_parameters the ranks drift apart or stop",
+            )
+            return
+
+
+def check_agreement(report: DoctorReport, values: dict[str, Any]) -> None:
+    """Settings that must be the same everywhere, such as the loss scale."""
+    everywhere = gather(values, "settings of the run")
+    for name in values:
+        found = [theirs.get(name) for theirs in everywhere]
+        if any(one != found[0] for one in found):
+            shown = ", ".join(f"{one!r} on rank {rank}" for rank, one in enumerate(found))
+            report.add("ranks_disagree", name, f"{name} is {shown}; give it the same everywhere")
+
+
+def mean_of_ranks(gradients: dict[str, Array | None]) -> dict[str, Array | None]:
+    """The mean of each gradient over the ranks, by an explicit gather; None counts as zero."""
+    means: dict[str, Array | None] = {}
+    ranks = dist.get_world_size()
+    unused = gather([g is None for g in gradients.values()], "the unused parameters, again")
+    for place, (name, gradient) in enumerate(gradients.items()):
+        if all(theirs[place] for theirs in unused):
+            means[name] = None
+            continue
+        shape = gather(None if gradient is None else list(gradient.shape), "a shape")
+        known = next(one for one in shape if one is not None)
+        own = np.zeros(known, "float32") if gradient is None else gradient
+        gathered: list[paddle.Tensor] = []
+        tensor = paddle.to_tensor(own)
+
+        def gather_all(
+            gathered: list[paddle.Tensor] = gathered, tensor: paddle.Tensor = tensor
+        ) -> None:
+            dist.all_gather(gathered, tensor)
+
+        run_collective(gather_all, "the doctor's gather")
+        total = np.sum([one.numpy().astype("float64") for one in gathered], axis=0)
+        means[name] = (total / ranks).astype("float32")
+    return means

@@ -1,0 +1,187 @@
+"""Compare a wrapped model with the plain one, on one batch, before training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.contrastive import GradCache
+from paddle_recompute.distributed import is_distributed, values_of_ranks
+from paddle_recompute.doctor import across_ranks, checks
+from paddle_recompute.doctor.observation import Observation, State, observe
+from paddle_recompute.doctor.report import DoctorReport
+from paddle_recompute.errors import PaddleRecomputeError
+from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.recompute import apply_recompute, called_plainly, wrapped_layers
+
+CHUNKED = 1e-4
+"""Of gradients that are summed over chunks."""
+SENT_IN_BFLOAT16 = 2e-2
+
+
+def doctor(
+    model: paddle.nn.Layer,
+    batch: Any,
+    loss_fn: Callable[[paddle.nn.Layer, Any], paddle.Tensor],
+    *,
+    optimizer: paddle.optimizer.Optimizer | None = None,
+    recompute: RecomputeConfig | None = None,
+    sync: GradientSync | None = None,
+    grad_cache: GradCache | Callable[[Any], paddle.Tensor] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> DoctorReport:
+    """Make some steps on one batch, without changing the model, and compare them.
+
+    Every step starts from the same parameters, buffers and random streams. The model is called
+    plainly (recompute of any kind is switched off for that), and as it is wrapped. All ranks call
+    this together. Every tensor is read on the host: it takes the time of about ten steps.
+
+    Args:
+        model: Any Layer, wrapped already or not.
+        batch: What `loss_fn` takes; this rank's own.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar Tensor. It is not scaled.
+        optimizer: Whose parameters are compared with the model's; it makes no step.
+        recompute: Applied to `model` for the examination; it stays wrapped.
+        sync: With several ranks: its gradients are compared with those of an explicit gather.
+        grad_cache: A `GradCache` for batches that are pairs (``backward(*batch)`` is called), or
+            any function of the batch that makes the backward and returns the loss.
+        settings: What all ranks must agree on, by name, such as the loss scale.
+
+    Returns:
+        The report. ``report.ok`` says whether the model is sound; each finding names the first
+        sublayer that differs.
+    """
+    report = DoctorReport()
+    state = State(model)
+    distributed = is_distributed()
+    if distributed:
+        across_ranks.check_agreement(report, settings or {})
+        across_ranks.check_start(report, model)
+        across_ranks.check_data(report, batch)
+        if any(one.kind == "ranks_differ" for one in report.findings):
+            return report
+    checks.check_mode(report, model)
+    if recompute is not None:
+        apply_recompute(model, recompute)
+    with called_plainly():
+        plain = observe(model, state, lambda: loss_fn(model, batch), backward=True)
+        again = observe(model, state, lambda: loss_fn(model, batch), backward=True)
+    if plain.error is not None:
+        report.add("error", "", f"the plain step fails: {_line(plain.error)}")
+        state.restore()
+        return report
+    optimized = _paddle.parameters_of_optimizer(optimizer) if optimizer is not None else None
+    checks.check_parameters(report, model, plain, optimized)
+    if checks.check_plain(report, plain, again):
+        _compare(report, model, state, plain, batch, loss_fn, grad_cache)
+        if distributed:
+            _compare_ranks(report, model, state, plain, batch, loss_fn, sync)
+    state.restore()
+    wrapped = wrapped_layers(model)
+    report.notes.insert(0, f"{len(plain.outputs)} calls of sublayers, {len(wrapped)} recomputed")
+    return report
+
+
+def _compare(
+    report: DoctorReport,
+    model: paddle.nn.Layer,
+    state: State,
+    plain: Observation,
+    batch: Any,
+    loss_fn: Callable[[paddle.nn.Layer, Any], paddle.Tensor],
+    grad_cache: GradCache | Callable[[Any], paddle.Tensor] | None,
+) -> None:
+    seen = observe(model, state, lambda: loss_fn(model, batch), backward=True)
+    # A part whose output is given up may be repeated as soon as the forward is over.
+    first = len(plain.outputs)
+    seen.repeated = seen.outputs[first:] + seen.repeated
+    seen.outputs = seen.outputs[:first]
+    checks.check_second_forward(report, seen)
+    if seen.error is not None:
+        _add_error(report, seen.error)
+    else:
+        checks.check_equal(report, model, plain, seen, what="recompute")
+        checks.check_calls(report, plain, seen, wrapped_layers(model))
+    if grad_cache is None:
+        return
+    checks.check_chunks(report, model)
+
+    def in_chunks() -> paddle.Tensor:
+        if isinstance(grad_cache, GradCache):
+            return grad_cache.backward(*batch)
+        return grad_cache(batch)
+
+    cached = observe(model, state, in_chunks, backward=False)
+    if cached.error is not None:
+        _add_error(report, cached.error)
+    else:
+        # Dropout draws other masks for chunks than for the whole batch; nothing can be compared.
+        if _draws(plain, state):
+            report.notes.append("gradient cache: not compared, as the model draws random numbers")
+        else:
+            checks.check_equal(
+                report, model, plain, cached, what="the gradient cache", tolerance=CHUNKED,
+                has_outputs=False,
+            )  # fmt: skip
+
+
+def _compare_ranks(
+    report: DoctorReport,
+    model: paddle.nn.Layer,
+    state: State,
+    plain: Observation,
+    batch: Any,
+    loss_fn: Callable[[paddle.nn.Layer, Any], paddle.Tensor],
+    sync: GradientSync | None,
+) -> None:
+    finds = sync is None or sync.find_unused_parameters
+    across_ranks.check_unused(report, plain.gradients, finds_unused=finds)
+    faults = sum(values_of_ranks(len(report.findings), "the findings so far"))
+    if sync is None or faults:
+        return
+
+    def synchronized() -> paddle.Tensor:
+        with sync.last_backward():
+            loss = loss_fn(model, batch)
+            loss.backward()
+        return loss
+
+    expected = dataclasses.replace(plain, gradients=across_ranks.mean_of_ranks(plain.gradients))
+    before = sync.state_dict()
+    seen = observe(model, state, synchronized, backward=False)
+    sync.set_state_dict(before)
+    if seen.error is not None:
+        _add_error(report, seen.error)
+    else:
+        sends_bfloat16 = sync.compression != "none"
+        checks.check_equal(
+            report, model, expected, seen, what="gradient synchronization",
+            tolerance=SENT_IN_BFLOAT16 if sends_bfloat16 else checks.CLOSE, has_outputs=False,
+        )  # fmt: skip
+
+
+def _add_error(report: DoctorReport, error: BaseException) -> None:
+    if isinstance(error, PaddleRecomputeError):
+        report.add("refused", "", _line(error))
+    else:
+        report.add("error", "", f"the step fails, and the plain one does not: {_line(error)}")
+
+
+def _draws(plain: Observation, state: State) -> bool:
+    """Whether the plain step took numbers of the random stream."""
+    state.restore()
+    untouched = paddle.rand([4]).numpy()
+    return bool((untouched != plain.next_random).any())
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [
+        line for line in lines if not line.startswith(("[Hint", "---", "C++ ", "Error Mess"))
+    ]
+    return f"{type(error).__name__}: {(telling or lines or [''])[0][:300]}"

@@ -1,0 +1,305 @@
+"""The contract of the library on the user's device: what a GPU user runs first.
+
+Each case does what a training step does, once with plain calls and once through the library, from
+the same state, and compares loss and gradients.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache
+from paddle_recompute.doctor.examination import doctor
+from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
+from paddle_recompute.recompute import recompute
+
+Run = Callable[..., Any]
+_WIDTH = 16
+_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError)
+_GPU_ROUNDING = 1e-4
+_CASES: dict[str, Callable[[Run], dict[str, Any]]] = {}
+
+
+def _case(title: str) -> Callable[[Callable[[Run], dict[str, Any]]], None]:
+    def register(body: Callable[[Run], dict[str, Any]]) -> None:
+        _CASES[title] = body
+
+    return register
+
+
+def self_test() -> dict[str, Any]:
+    """Run all cases on the current device.
+
+    Returns:
+        For JSON: ``ok``, the versions and the device, and for each case its title, ``ok``,
+        ``seconds`` and what was wrong.
+    """
+    began = time.perf_counter()
+    cases = [_judge(title, body) for title, body in _CASES.items()]
+    cases += [_judge_model(title, build) for title, build in _MODELS.items()]
+    cases.append(_judge_grad_cache())
+    device = paddle.get_device()
+    about = {"paddle": paddle.__version__, "python": platform.python_version(), "device": device}
+    if device.startswith("gpu"):
+        properties = paddle.device.cuda.get_device_properties()
+        about["gpu"] = str(properties)
+    return {
+        "ok": all(case["ok"] for case in cases),
+        **about,
+        "machine": platform.platform(),
+        "seconds": round(time.perf_counter() - began, 1),
+        "cases": cases,
+    }
+
+
+def _plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _observe(body: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, Any]:
+    paddle.seed(7)
+    seen = body(run)
+    seen["next random"] = paddle.rand([2])
+    return {name: _value(value) for name, value in seen.items()}
+
+
+def _value(value: Any) -> Any:
+    return value.astype("float32").numpy() if isinstance(value, paddle.Tensor) else value
+
+
+def _judge(title: str, body: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
+    began = time.perf_counter()
+    fault = ""
+    try:
+        wanted, found = _observe(body, _plain), _observe(body, recompute)
+        for name, expected in wanted.items():
+            if not _equal(expected, found.get(name)):
+                fault = f"{name} differs: {found.get(name)!r}, plain {expected!r}"[:300]
+                break
+    except (PaddleRecomputeError, *_ERRORS) as error:
+        fault = f"{type(error).__name__}: {error}"[:300]
+    seconds = round(time.perf_counter() - began, 3)
+    return {"title": title, "ok": not fault, "seconds": seconds, "fault": fault}
+
+
+def _equal(expected: Any, found: Any) -> bool:
+    if expected is None or found is None or isinstance(expected, str | int | bool):
+        return bool(type(expected) is type(found) and expected == found)
+    tolerance = 0.0 if paddle.get_device() == "cpu" else _GPU_ROUNDING
+    return bool(np.allclose(expected, found, rtol=tolerance, atol=tolerance))
+
+
+def _step(loss: paddle.Tensor, *layers: nn.Layer, **more: Any) -> dict[str, Any]:
+    """The backward, and what it leaves."""
+    loss.backward()
+    seen: dict[str, Any] = {"loss": loss.detach(), **more}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            seen[f"{number}.{name}.grad"] = parameter.grad
+        for name, buffer in layer.named_buffers():
+            seen[f"{number}.{name}"] = buffer
+    return seen
+
+
+def _x(grad: bool = True) -> paddle.Tensor:
+    x = paddle.linspace(-1, 1, 4 * _WIDTH).reshape([4, _WIDTH])
+    x.stop_gradient = not grad
+    return x
+
+
+@_case("a Linear")
+def _linear(run: Run) -> dict[str, Any]:
+    layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
+    return _step(run(layer, x).sum(), layer) | {"x": x.grad}
+
+
+@_case("an input that needs no gradient")
+def _no_gradient(run: Run) -> dict[str, Any]:
+    layer = nn.Linear(_WIDTH, _WIDTH)
+    return _step(run(layer, _x(False)).square().sum(), layer)
+
+
+@_case("an embedding")
+def _embedding(run: Run) -> dict[str, Any]:
+    layer = nn.Embedding(10, _WIDTH)
+    return _step(run(layer, paddle.to_tensor([[1, 2, 2]])).square().sum(), layer)
+
+
+@_case("dropout")
+def _dropout(run: Run) -> dict[str, Any]:
+    layer = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Dropout(0.5), nn.Linear(_WIDTH, 2))
+    return _step(run(layer, _x()).square().sum(), layer)
+
+
+@_case("BatchNorm")
+def _batch_norm(run: Run) -> dict[str, Any]:
+    layer = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.BatchNorm1D(_WIDTH))
+    return _step(run(layer, _x()).square().sum(), layer)
+
+
+@_case("keyword arguments")
+def _keywords(run: Run) -> dict[str, Any]:
+    layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
+
+    def call(*, given: paddle.Tensor, factor: float) -> paddle.Tensor:
+        return layer(given) * factor
+
+    return _step(run(call, given=x, factor=2.0).sum(), layer) | {"x": x.grad}
+
+
+@_case("lists, dicts and None as arguments and results")
+def _containers(run: Run) -> dict[str, Any]:
+    layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
+
+    def call(values: Any, mask: Any) -> Any:
+        return {"out": layer(values["a"][0]), "mask": mask, "none": None}
+
+    found = run(call, {"a": [x, None]}, None)
+    return _step(found["out"].sum(), layer, none=found["none"] is None) | {"x": x.grad}
+
+
+@_case("an argument that is returned")
+def _passed_on(run: Run) -> dict[str, Any]:
+    layer, mask = nn.Linear(_WIDTH, _WIDTH), paddle.ones([4, 1])
+    out, same = run(lambda x, m: (layer(x) * m, m), _x(), mask)
+    return _step((out * same).sum(), layer)
+
+
+@_case("a tensor of the closure")
+def _closure(run: Run) -> dict[str, Any]:
+    layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
+    hidden = x * 2
+    return _step(run(lambda y: layer(y + hidden), _x(False)).sum(), layer) | {"x": x.grad}
+
+
+@_case("recompute inside of recompute")
+def _nested(run: Run) -> dict[str, Any]:
+    inner, outer = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+    return _step(run(lambda x: outer(run(inner, x).tanh()), _x()).sum(), inner, outer)
+
+
+@_case("one layer twice")
+def _twice(run: Run) -> dict[str, Any]:
+    layer = nn.Linear(_WIDTH, _WIDTH)
+    return _step(run(layer, run(layer, _x()).tanh()).sum(), layer)
+
+
+@_case("an output that the loss does not use")
+def _unused_output(run: Run) -> dict[str, Any]:
+    one, other = nn.Linear(_WIDTH, 2), nn.Linear(_WIDTH, 2)
+    out, _ = run(lambda x: (one(x), other(x)), _x())
+    return _step(out.sum(), one, other)
+
+
+@_case("backward twice with retain_graph")
+def _retained(run: Run) -> dict[str, Any]:
+    layer = nn.Linear(_WIDTH, _WIDTH)
+    loss = run(layer, _x()).square().sum()
+    loss.backward(retain_graph=True)
+    return _step(loss, layer)
+
+
+@_case("paddle.grad leaves the gradients of parameters alone")
+def _grad(run: Run) -> dict[str, Any]:
+    layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
+    (found,) = paddle.grad(run(layer, x).square().sum(), [x])
+    return {"x": found, "weight": layer.weight.grad is None}
+
+
+@_case("no_grad")
+def _no_grad(run: Run) -> dict[str, Any]:
+    layer = nn.Linear(_WIDTH, _WIDTH)
+    with paddle.no_grad():
+        out = run(layer, _x())
+    return {"out": out, "stop_gradient": out.stop_gradient}
+
+
+@_case("attention with a mask")
+def _attention(run: Run) -> dict[str, Any]:
+    layer = nn.TransformerEncoderLayer(_WIDTH, 2, 32, dropout=0.1)
+    x = _x().reshape([2, 2, _WIDTH])
+    mask = paddle.to_tensor([[[[0.0, -1e9]]], [[[0.0, 0.0]]]])
+    return _step(run(layer, x, mask).square().sum(), layer)
+
+
+@_case("bfloat16 under auto_cast")
+def _auto_cast(run: Run) -> dict[str, Any]:
+    layer = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU(), nn.Linear(_WIDTH, 2))
+    with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
+        loss = run(layer, _x()).astype("float32").square().sum()
+    return _step(loss, layer)
+
+
+@_case("a function that changes is refused")
+def _changes(run: Run) -> dict[str, Any]:
+    layer, calls = nn.Linear(_WIDTH, _WIDTH), []
+
+    def call(x: paddle.Tensor) -> paddle.Tensor:
+        calls.append(1)
+        return layer(x) if len(calls) == 1 else layer(x)[:2]
+
+    try:
+        run(call, _x()).sum().backward()
+    except RecomputeError:
+        return {"ok": True}
+    return {"ok": run is _plain}
+
+
+def _encoder() -> nn.Layer:
+    layers = [nn.TransformerEncoderLayer(_WIDTH, 2, 32, dropout=0.1) for _ in range(3)]
+    return nn.Sequential(nn.Linear(_WIDTH, _WIDTH), *layers)
+
+
+def _convolutions() -> nn.Layer:
+    return nn.Sequential(
+        nn.Conv2D(1, 4, 3, padding=1), nn.BatchNorm2D(4), nn.ReLU(), nn.Flatten(), nn.Linear(128, 2)
+    )
+
+
+_MODELS: dict[str, tuple[Callable[[], nn.Layer], list[int], list[str]]] = {
+    "an encoder of three layers": (_encoder, [2, 4, _WIDTH], ["1", "2", "3"]),
+    "convolutions and BatchNorm": (_convolutions, [2, 1, 4, 8], ["0", "1"]),
+}
+
+
+def _judge_model(
+    title: str, parts: tuple[Callable[[], nn.Layer], list[int], list[str]]
+) -> dict[str, Any]:
+    began = time.perf_counter()
+    build, shape, names = parts
+    paddle.seed(7)
+    model = build()
+    report = doctor(
+        model,
+        paddle.randn(shape),
+        lambda model, batch: model(batch).square().mean(),
+        recompute=RecomputeConfig(checkpoints=names),
+    )
+    seconds = round(time.perf_counter() - began, 3)
+    fault = "; ".join(map(str, report.findings))
+    return {"title": title, "ok": report.ok, "seconds": seconds, "fault": fault}
+
+
+def _judge_grad_cache() -> dict[str, Any]:
+    began = time.perf_counter()
+    paddle.seed(7)
+    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh())
+    loss = ContrastiveLoss(temperature=0.1)
+    batch = paddle.randn([8, _WIDTH]), paddle.randn([8, _WIDTH])
+    report = doctor(
+        model,
+        batch,
+        lambda model, pair: loss(model(pair[0]), model(pair[1])),
+        grad_cache=GradCache(model, loss, chunk_size=3),
+    )
+    seconds = round(time.perf_counter() - began, 3)
+    fault = "; ".join(map(str, report.findings))
+    return {"title": "a gradient cache", "ok": report.ok, "seconds": seconds, "fault": fault}

@@ -1,0 +1,73 @@
+"""Start the ranks again where one of them died, and what a command ends with."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import click
+
+from paddle_recompute.config import Config
+from paddle_recompute.errors import PaddleRecomputeError, StoppedError
+from paddle_recompute.launch.launcher import RankFailedError, RankRefusedError, launch
+
+
+def launch_with_restarts(
+    config: Config,
+    command: Sequence[str],
+    *,
+    master: str | None = None,
+    node_rank: int = 0,
+    max_restart: int = 0,
+) -> None:
+    """As `launch`, and `max_restart` times again, from the last checkpoint, when a rank dies.
+
+    A rank that refuses the configuration, the data or the checkpoint ends the run.
+    """
+    before = _checkpoints(config)
+    for attempt in range(max_restart + 1):
+        try:
+            launch(config, command, master=master, node_rank=node_rank)
+            return
+        except (RankFailedError, RankRefusedError) as error:
+            died = isinstance(error, RankFailedError) or error.kind == "PeerError"
+            if not died or attempt == max_restart:
+                raise
+            click.echo(f"paddle-recompute: {error}", err=True)
+            click.echo(f"Starting again ({attempt + 1} of {max_restart})", err=True)
+            # A checkpoint of an earlier run in the folder is none that this one goes on from.
+            if _checkpoints(config) != before:
+                command = [*command, "train.resume=auto"]
+
+
+def _checkpoints(config: Config) -> set[tuple[str, int]]:
+    """The checkpoints of the run's folder, and when each was written."""
+    folder = config.train.output_dir / "checkpoint"
+    found = set()
+    for path in folder.glob("step-*"):
+        with suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
+
+
+@contextmanager
+def errors_in_one_paragraph(
+    debug: bool, interrupted: str = "interrupted; all ranks have ended"
+) -> Iterator[None]:
+    """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed)."""
+    try:
+        yield
+    except StoppedError as error:  # rank 0 has said so
+        sys.exit(error.code)
+    except PaddleRecomputeError as error:
+        if isinstance(error, RankRefusedError) and debug:
+            click.echo(error.traceback, err=True)
+        elif debug:
+            click.echo(traceback.format_exc(), err=True)
+        click.echo(f"paddle-recompute: {error}", err=True)
+        sys.exit(1 if isinstance(error, RankFailedError) else 2)
+    except KeyboardInterrupt:
+        click.echo(f"\npaddle-recompute: {interrupted}", err=True)
+        sys.exit(130)

@@ -1,0 +1,54 @@
+"""Why a loss or a gradient is not finite, and where it began."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+
+from paddle_recompute.distributed import values_of_ranks
+from paddle_recompute.errors import CheckpointError, DivergenceError
+
+
+def first_not_finite(model: paddle.nn.Layer) -> str | None:
+    """The name of the first parameter or buffer of `model` that holds NaN or an infinity."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(
+            np.isfinite(tensor.astype("float32").numpy()).all()
+        ):
+            return str(name)
+    return None
+
+
+def check_weights(model: paddle.nn.Layer, source: object) -> None:
+    """Refuse weights of a file that cannot be trained.
+
+    Raises:
+        CheckpointError: One of them is not finite.
+    """
+    name = first_not_finite(model)
+    if name is not None:
+        raise CheckpointError(
+            f"model.init_from: {source}: {name} holds NaN or an infinity; the run that wrote the "
+            "file had diverged. Take an earlier checkpoint of it"
+        )
+
+
+def explained(error: DivergenceError, step: int, model: paddle.nn.Layer) -> DivergenceError:
+    """`error` of all ranks in `step`, with what was not finite first and on which rank.
+
+    Every rank calls this; the weights are those from before the step.
+    """
+    everywhere = values_of_ranks(first_not_finite(model), "what is not finite")
+    bad = [(rank, name) for rank, name in enumerate(everywhere) if name is not None]
+    if bad:
+        rank, name = bad[0]
+        where = f" on rank {rank}" if len(everywhere) > 1 else ""
+        first = (
+            f"The weights were not finite before this step: {name}{where}. Go on from an earlier "
+            "checkpoint"
+        )
+    elif "the loss is nan" in str(error) or "the loss is inf" in str(error):
+        first = "The weights are finite; the loss is the first that is not"
+    else:
+        first = "The weights and the loss are finite; the gradient is the first that is not"
+    return DivergenceError(f"step {step}: {error}. {first}. The last checkpoint is as it was")

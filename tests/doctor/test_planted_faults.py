@@ -1,0 +1,51 @@
+"""Every planted fault is named with its place; healthy models pass."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_recompute.doctor import DoctorReport, doctor
+from tests.doctor.planted import FAULTS, HEALTHY, RANK_FAULTS
+from tests.ranks import run_ranks
+
+
+def examine(build: Any) -> DoctorReport:
+    paddle.seed(0)
+    return doctor(**build())
+
+
+def names(report: DoctorReport, kind: str, where: str) -> bool:
+    return any(
+        one.kind == kind and (one.where == where or fnmatch.fnmatch(one.where, where))
+        for one in report.findings
+    )
+
+
+@pytest.mark.parametrize("title", FAULTS)
+def test_a_fault_is_named(title: str) -> None:
+    kind, where, build = FAULTS[title]
+    report = examine(build)
+    assert not report.ok
+    assert names(report, kind, where), str(report)
+
+
+@pytest.mark.parametrize("title", HEALTHY)
+def test_a_healthy_model_passes(title: str) -> None:
+    report = examine(HEALTHY[title])
+    assert report.ok, str(report)
+
+
+def on_rank(title: str) -> dict[str, Any]:
+    return examine(RANK_FAULTS[title][2]).to_dict()
+
+
+@pytest.mark.parametrize("title", RANK_FAULTS)
+def test_a_fault_of_ranks_is_named(title: str) -> None:
+    kind, where, _ = RANK_FAULTS[title]
+    for report in run_ranks(on_rank, 2, title=title):
+        found = [(one["kind"], one["where"]) for one in report["findings"]]
+        assert (kind, where) in found, report
