@@ -10,6 +10,7 @@ import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,8 @@ def observe(
         backward: Whether the backward of the loss is still to be made.
     """
     seen = Observation()
-    calls = seen.outputs
+    # Not a list: recompute puts lists back that a second forward changes.
+    calls: SimpleQueue[Output] = SimpleQueue()
     lengths: dict[int, int] = {}
     hooks = []
     state.restore()
@@ -126,7 +128,7 @@ def observe(
 
     def after(name: str) -> Callable[..., None]:
         def hook(layer: Any, inputs: Any, output: Any) -> None:
-            calls.append(_summary(name, output))
+            calls.put(_summary(name, output))
             for value in inputs if isinstance(inputs, tuple | list) else ():
                 if isinstance(value, list | dict) and len(value) > lengths.get(id(value), 1 << 60):
                     seen.grown.append(name)
@@ -142,7 +144,7 @@ def observe(
         seen.grown += [
             place for place, size in _sizes(model).items() if size > sizes.get(place, size)
         ]
-        calls = seen.repeated
+        seen.outputs = _taken(calls)
         if backward:
             loss.backward()
     except (PaddleRecomputeError, *ERRORS) as error:
@@ -151,6 +153,7 @@ def observe(
     finally:
         for one in hooks:
             one.remove()
+        seen.repeated = _taken(calls)
     seen.loss = float(loss)
     seen.gradients = {
         name: None if parameter.grad is None else _as_float(parameter.grad)
@@ -165,6 +168,10 @@ def observe(
     }
     seen.next_random = paddle.rand([4]).numpy()
     return seen
+
+
+def _taken(calls: SimpleQueue[Output]) -> list[Output]:
+    return [calls.get() for _ in range(calls.qsize())]
 
 
 def _as_float(tensor: paddle.Tensor) -> Array:
