@@ -133,7 +133,10 @@ def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
             slack = IN_TURNS * measured if name in ("two towers", "gradient cache") else EXACT
             assert -EXACT <= predicted - measured <= slack, option
         else:
-            assert predicted == pytest.approx(measured, rel=3 * CLOSE), option
+            # Of chunks of a few rows, vectors and deviations are a larger part; never too low.
+            above = 2 if name == "gradient cache" else 1
+            assert -3 * CLOSE * measured <= predicted - measured, option
+            assert predicted - measured <= 3 * above * CLOSE * measured, option
 
 
 @pytest.mark.parametrize("option", [JOINED, NESTED])
