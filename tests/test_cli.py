@@ -126,7 +126,7 @@ def test_each_way_that_ranks_end_has_its_code(
     def launch(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "launch", launch)
+    monkeypatch.setattr(cli, "launch_with_restarts", launch)
     result = run("--config", TINY)
     assert result.exit_code == code
     assert f"paddle-recompute: {error}" in result.stderr or code == 130
@@ -180,13 +180,18 @@ def test_more_ranks_are_given_the_same_command(
     launched: list[tuple[Sequence[str], str | None, int]] = []
 
     def launch(
-        config: Config, command: Sequence[str], *, master: str | None, node_rank: int
+        config: Config,
+        command: Sequence[str],
+        *,
+        master: str | None,
+        node_rank: int,
+        max_restart: int,
     ) -> None:
         launched.append((command, master, node_rank))
         config.train.output_dir.mkdir(exist_ok=True)
         (config.train.output_dir / "result.json").write_text('{"mrr": 0.5,\n "名": "é"}\n')
 
-    monkeypatch.setattr(cli, "launch", launch)
+    monkeypatch.setattr(cli, "launch_with_restarts", launch)
     overrides = [f"train.output_dir={tmp_path / 'run'}", "train.max_steps=50"]
     result = run("--config", TINY, *overrides)
     assert result.exit_code == 0, result.output

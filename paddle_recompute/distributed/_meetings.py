@@ -7,7 +7,7 @@ short message and one short answer, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paddle_recompute.distributed.control_wire import Message, ranges
@@ -111,6 +111,15 @@ class Meetings:
             for rank in [rank for rank, of in meeting.scope_of.items() if of == scope]:
                 del meeting.arrived[rank], meeting.scope_of[rank]
 
+    def forget(self, ranks: Sequence[int]) -> None:
+        """Forget that `ranks` are at a meeting: all of them have been told that they wait for each
+        other at different places, and leave. A new start must not meet who has not left yet.
+        """
+        for meeting in self._open.values():
+            for rank in ranks:
+                meeting.arrived.pop(rank, None)
+                meeting.scope_of.pop(rank, None)
+
 
 @dataclass
 class _Wait:
@@ -144,8 +153,13 @@ class Waits:
             if not waits:
                 del self._waits[among], self._unchanged[among]
 
-    def tick(self) -> None:
-        """Tell, where things have not changed for some ticks: once, and all who wait."""
+    def tick(self) -> list[int]:
+        """Tell, where things have not changed for some ticks: once, and all who wait.
+
+        Returns:
+            The ranks that were told now that they wait for each other at different places.
+        """
+        told: list[int] = []
         for among, waits in self._waits.items():
             self._unchanged[among] += 1
             if self._unchanged[among] != SETTLED:
@@ -163,4 +177,6 @@ class Waits:
                 news: Message = {"kind": "waiting", "among": among, "ranks": here}
                 if len(waits) == size and len(by_place) > 1:
                     news |= {"serial": wait.serial, "apart": apart}
+                    told.append(rank)
                 self._tell(rank, news)
+        return told

@@ -317,7 +317,7 @@ class ControlServer:
                 self._show_out(stranger)
         self._is_full = False
         self._mind_the_door()
-        self._waits.tick()
+        self._meetings.forget(self._waits.tick())
         for message in self._ends(self._untold):
             self._tell_all(message)
         self._untold = {"gone": [], "left": []}

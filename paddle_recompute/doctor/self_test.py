@@ -15,6 +15,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from paddle_recompute import _paddle
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache
 from paddle_recompute.doctor.examination import doctor
@@ -47,7 +48,11 @@ def self_test() -> dict[str, Any]:
     cases += [_judge_model(title, build) for title, build in _MODELS.items()]
     cases.append(_judge_grad_cache())
     device = paddle.get_device()
-    about = {"paddle": paddle.__version__, "python": platform.python_version(), "device": device}
+    about = {
+        "paddle": ".".join(map(str, _paddle.paddle_version())),
+        "python": platform.python_version(),
+        "device": device,
+    }
     if device.startswith("gpu"):
         properties = paddle.device.cuda.get_device_properties()
         about["gpu"] = str(properties)
