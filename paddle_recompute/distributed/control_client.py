@@ -241,6 +241,12 @@ class ControlClient:
         if trouble is not None:
             raise PeerError(self._complaint(trouble, what))
 
+    def check_failure(self, scope: Scope, what: str) -> None:
+        """Raise if a rank has given `scope` up, even if its part of `what` was done."""
+        failure = self._peer_state.failure(scope)
+        if failure is not None:
+            raise PeerError(self._complaint(failure, what))
+
     def explain(self, error: BaseException, what: str, scope: Scope) -> PeerError:
         """The `PeerError` that says why a collective of `scope` failed with `error`.
 

@@ -86,6 +86,8 @@ class Job(Generic[Result]):
         """
         peers().wait(self._done, self.label, self.scope, place=self._place)
         if self.error is None:
+            # A rank that has given up has left its thread behind, which does its part of this.
+            peers().check_failure(self.scope, self.label)
             return self._result
         if isinstance(self.error, SyncError):
             _paddle.hand_on(self.error)

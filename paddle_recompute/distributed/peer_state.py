@@ -92,6 +92,11 @@ class PeerState:
         told = self._apart
         return told[1] if told is not None and told[0] == serial else None
 
+    def failure(self, scope: Scope) -> str | None:
+        """How a rank has failed in `scope`; None as far as is known."""
+        told = [failure for failure in self._failures if failure["scope"] == scope.key]
+        return _described(told[0]) if told else None
+
     def trouble(self, scope: Scope, waited: float, *, patience: float | None = None) -> str | None:
         """Why waiting for the ranks of `scope` is in vain; None if it is not, as far as known.
 

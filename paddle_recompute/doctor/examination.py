@@ -57,34 +57,34 @@ def doctor(
         sublayer that differs.
     """
     report = DoctorReport()
-    state = State(model)
-    distributed = is_distributed()
-    if distributed:
-        across_ranks.check_agreement(report, settings or {})
-        across_ranks.check_start(report, model)
-        across_ranks.check_data(report, batch)
-        if any(one.kind == "ranks_differ" for one in report.findings):
-            return report
-    checks.check_mode(report, model)
-    if recompute is not None:
-        apply_recompute(model, recompute)
-    with called_plainly():
-        plain = observe(model, state, lambda: loss_fn(model, batch), backward=True)
-        again = observe(model, state, lambda: loss_fn(model, batch), backward=True)
-    if plain.error is not None:
-        report.add("error", "", f"the plain step fails: {_line(plain.error)}")
-        state.restore()
-        return report
-    optimized = _paddle.parameters_of_optimizer(optimizer) if optimizer is not None else None
-    checks.check_parameters(report, model, plain, optimized)
-    if checks.check_plain(report, plain, again):
-        _compare(report, model, state, plain, batch, loss_fn, grad_cache)
+    with State(model) as state:
+        distributed = is_distributed()
         if distributed:
-            _compare_ranks(report, model, state, plain, batch, loss_fn, sync)
-    state.restore()
-    wrapped = wrapped_layers(model)
-    report.notes.insert(0, f"{len(plain.outputs)} calls of sublayers, {len(wrapped)} recomputed")
-    return report
+            across_ranks.check_agreement(report, settings or {})
+            across_ranks.check_start(report, model)
+            across_ranks.check_data(report, batch)
+            if any(one.kind == "ranks_differ" for one in report.findings):
+                return report
+        checks.check_mode(report, model)
+        if recompute is not None:
+            apply_recompute(model, recompute)
+        with called_plainly():
+            plain = observe(model, state, lambda: loss_fn(model, batch), backward=True)
+            again = observe(model, state, lambda: loss_fn(model, batch), backward=True)
+        if plain.error is not None:
+            report.add("error", "", f"the plain step fails: {_line(plain.error)}")
+            return report
+        optimized = _paddle.parameters_of_optimizer(optimizer) if optimizer is not None else None
+        checks.check_parameters(report, model, plain, optimized)
+        if checks.check_plain(report, plain, again):
+            _compare(report, model, state, plain, batch, loss_fn, grad_cache)
+            if distributed:
+                _compare_ranks(report, model, state, plain, batch, loss_fn, sync)
+        wrapped = wrapped_layers(model)
+        report.notes.insert(
+            0, f"{len(plain.outputs)} calls of sublayers, {len(wrapped)} recomputed"
+        )
+        return report
 
 
 def _compare(

@@ -76,7 +76,7 @@ class Observation:
 
 
 class State:
-    """The parameters, buffers and random streams of a model, to be put back."""
+    """The parameters, buffers, gradients and random streams of a model, to be put back."""
 
     def __init__(self, model: paddle.nn.Layer) -> None:
         self._tensors = [
@@ -84,12 +84,25 @@ class State:
             for _, tensor in [*model.named_parameters(), *model.named_buffers()]
             if _paddle.is_initialized(tensor)
         ]
+        self._slots = [
+            (tensors, name, tensors[name])
+            for layer in model.sublayers(include_self=True)
+            for tensors, names in _paddle.non_trained_state(layer)
+            for name in names
+        ]
+        self._gradients = [
+            (parameter, parameter.grad.clone())
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
         self._model = model
         self._paddle = paddle.get_rng_state()
         self._numpy, self._python = np.random.get_state(), random.getstate()
 
     def restore(self) -> None:
         """Put everything back; gradients are cleared."""
+        for tensors, name, tensor in self._slots:  # a forward may assign another tensor
+            tensors[name] = tensor
         with paddle.no_grad():
             for tensor, value in self._tensors:
                 tensor.set_value(value)
@@ -98,6 +111,15 @@ class State:
         paddle.set_rng_state(self._paddle)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+
+    def __enter__(self) -> State:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put everything back, the gradients too."""
+        self.restore()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
 
 
 def observe(

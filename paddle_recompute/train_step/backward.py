@@ -57,6 +57,10 @@ class PlainBackward:
         with self._sync.last_backward() if last else self._sync.no_sync():
             with self._autocast():
                 loss = self._loss_fn(self._model, micro_batch)
+            if not isinstance(loss, paddle.Tensor):
+                raise ConfigError(
+                    f"loss_fn must return a scalar Tensor; it returned {type(loss).__name__}"
+                )
             if loss.size != 1:
                 raise ConfigError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
             weighted = loss / divisor

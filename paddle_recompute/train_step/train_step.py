@@ -229,33 +229,31 @@ class TrainStep:
             )
         last = self._accumulate_steps - 1
         losses = []
-        for place, micro_batch in enumerate(micro_batches):
-            divisor = self._sync.report.divisor = divisors[place]
-            losses.append(
-                self._backward(
-                    micro_batch, divisor=divisor, loss_scale=loss_scale, last=place == last
-                )
-            )
-        synchronized = time.perf_counter()
-        self._look_through_parameters()
-        timeline = self._sync.timeline
-        computed = timeline.backward_ended if timeline is not None else synchronized
-        agreed = self._sync.agreed
-        outcome = Outcome(losses, divisors, self._unscale(), agreed.loss if agreed else None)
-        must_read = self._must_read
         loss = norm = math.nan
         finite = True
-        if must_read:
-            loss, norm = outcome.read()
-            finite = self._is_finite_everywhere(loss, norm)
-            self._update_if(finite, loss, norm)
-        else:
-            self._update_on_device(outcome)
-        # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
-        self._optimizer.clear_grad(set_to_zero=False)
-        for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                parameter.clear_gradient(False)
+        try:
+            for place, micro_batch in enumerate(micro_batches):
+                divisor = self._sync.report.divisor = divisors[place]
+                losses.append(
+                    self._backward(
+                        micro_batch, divisor=divisor, loss_scale=loss_scale, last=place == last
+                    )
+                )
+            synchronized = time.perf_counter()
+            self._look_through_parameters()
+            timeline = self._sync.timeline
+            computed = timeline.backward_ended if timeline is not None else synchronized
+            agreed = self._sync.agreed
+            outcome = Outcome(losses, divisors, self._unscale(), agreed.loss if agreed else None)
+            must_read = self._must_read
+            if must_read:
+                loss, norm = outcome.read()
+                finite = self._is_finite_everywhere(loss, norm)
+                self._update_if(finite, loss, norm)
+            else:
+                self._update_on_device(outcome)
+        finally:  # of a step that failed, too: the next one would add to them
+            self._clear_gradients()
         if self._scaler is not None and loss_scale is not None:
             self._scaler.update(finite)
             self._scale_residuals(self._scaler.scale / loss_scale)
@@ -321,6 +319,13 @@ class TrainStep:
 
     def write_back(self) -> None:
         """The model is up to date: it is what is trained."""
+
+    def _clear_gradients(self) -> None:
+        # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
+        self._optimizer.clear_grad(set_to_zero=False)
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.clear_gradient(False)
 
     def _count(self, micro_batch: Any) -> float:
         count = self._num_examples(micro_batch)

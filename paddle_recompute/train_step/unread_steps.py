@@ -135,19 +135,19 @@ class UnreadSteps:
         figures = read_all(looked_at)
         for place, (loss, norm) in enumerate(figures):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self._diverged(loss, norm, index - place)
+                self._diverged(loss, norm, place, index - place)
         del self._outcomes[: index + 1]
         if not self._outcomes:
             self._all_finite = None
         return figures[-1]
 
-    def _diverged(self, loss: float, norm: float, steps_ago: int) -> None:
-        error = divergence(loss, norm, steps_ago)
-        for outcome in self._outcomes:
-            outcome.error = error  # what came after the step was not applied either
+    def _diverged(self, loss: float, norm: float, place: int, steps_ago: int) -> None:
+        # Those before `place` were applied; what came after it was not.
+        for later, outcome in enumerate(self._outcomes[place:]):
+            outcome.error = divergence(loss, norm, later)
         self._outcomes, self._all_finite = [], None
         self._explain()
-        raise error
+        raise divergence(loss, norm, steps_ago)
 
 
 def divergence(loss: float, norm: float, steps_ago: int = 0) -> DivergenceError:

@@ -320,3 +320,62 @@ def test_a_second_forward_that_differs_later_trains_nothing() -> None:
     assert np.isnan(model.parameters()[0].grad.numpy()).any()
     with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other"):
         cache.check_repetition()
+
+
+class Switch:
+    """A loss that raises while it is on."""
+
+    on = False
+
+    def __call__(self, model: Any, x: paddle.Tensor) -> paddle.Tensor:
+        loss = model(x).square().mean()
+        if self.on and x.shape[0] == 3:
+            raise ValueError
+        return loss
+
+
+def test_a_step_that_raised_leaves_no_gradient_behind() -> None:
+    paddle.seed(0)
+    model, loss = paddle.nn.Linear(4, 4), Switch()
+    step = TrainStep(
+        model,
+        paddle.optimizer.SGD(0.0, parameters=model.parameters()),
+        loss_fn=loss,
+        accumulate_steps=2,
+    )
+    batches = [paddle.ones([2, 4]), paddle.ones([3, 4])]
+    norm = step(batches).grad_norm
+    loss.on = True
+    with pytest.raises(ValueError):
+        step(batches)
+    loss.on = False
+    assert step(batches).grad_norm == norm
+
+
+@pytest.mark.parametrize("optimizer", ["RMSProp", "Lamb", "AdamW"])
+def test_after_a_divergence_the_next_step_is_finite(optimizer: str) -> None:
+    paddle.seed(0)
+    model, x = paddle.nn.Linear(4, 4), paddle.ones([2, 4])
+    made = getattr(paddle.optimizer, optimizer)(0.01, parameters=model.parameters())
+    step = TrainStep(model, made, loss_fn=Switch())
+    step([x])
+    with pytest.raises(DivergenceError):
+        print(step([x * math.nan]).loss)
+    assert math.isfinite(step([x]).loss)
+
+
+def test_a_step_before_the_one_that_diverged_tells_its_loss() -> None:
+    paddle.seed(0)
+    model, x = paddle.nn.Linear(4, 4), paddle.ones([2, 4])
+    step = TrainStep(
+        model, paddle.optimizer.AdamW(0.01, parameters=model.parameters()), loss_fn=Switch()
+    )
+    step([x])
+    sound, bad, after = step([x]), step([x * math.nan]), step([x])
+    with pytest.raises(DivergenceError) as error:
+        print(after.loss)
+    assert error.value.steps_ago == 1
+    assert math.isfinite(sound.loss)
+    with pytest.raises(DivergenceError) as error:
+        print(bad.loss)
+    assert error.value.steps_ago == 0
