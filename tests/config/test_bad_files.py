@@ -18,10 +18,10 @@ LONGEST_MESSAGE = 20_000
 
 def refusal(path: Path, *overrides: str) -> str:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
-    assert time.perf_counter() - began < SECONDS
+    assert time.process_time() - began < SECONDS
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
     return str(caught.value)
 

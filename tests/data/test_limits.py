@@ -79,11 +79,11 @@ def test_time_is_linear_in_the_length_of_a_word(tmp_path: Path, letters: str) ->
     """Ten times the length takes about ten times as long, not a hundred times."""
     seconds = []
     for length in (20_000, 200_000):
-        began = time.perf_counter()
+        began = time.process_time()
         file = tmp_path / f"{length}.json"
         train_tokenizer(["cat dog", "cat dog", letters * length], file, 900)
         load_tokenizer(file).tokenize([letters * length], 64)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     assert seconds[1] < 40 * max(seconds[0], 0.02)
 
 
@@ -120,7 +120,7 @@ TOKENIZERS = {
 def test_a_bad_tokenizer_is_refused_at_once(tmp_path: Path, name: str) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text(TOKENIZERS[name])
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(DataError, match=r"tokenizer\.json: "):
         load_tokenizer(file)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1

@@ -138,10 +138,10 @@ def test_nested_values_are_read(tmp_path: Path) -> None:
 def test_bombs_are_refused_at_once(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "bomb.pdparams"
     file.write_bytes(content)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(CheckpointError, match=r"bomb\.pdparams: "):
         load_weights(paddle.nn.Linear(2, 2), file)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_changed_bytes_end_in_our_error_or_in_arrays(tmp_path: Path) -> None:
