@@ -154,6 +154,19 @@ def test_writes_that_raise_no_version(how: str) -> None:
     assert x.inplace_version == version and float(x.sum()) > 0
 
 
+def test_batch_norm_writes_statistics_and_raises_no_version() -> None:
+    x, mean, variance = paddle.randn([4, 3]), paddle.zeros([3]), paddle.ones([3])
+    versions = mean.inplace_version, variance.inplace_version
+
+    def normalize(training: bool) -> None:
+        paddle.nn.functional.batch_norm(x, mean, variance, training=training)
+
+    assert written_by(lambda: normalize(True)) == [id(mean), id(variance)]
+    assert (mean.inplace_version, variance.inplace_version) == versions
+    assert float(mean.abs().sum()) > 0
+    assert written_by(lambda: normalize(False)) == []
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW"])
 def test_optimizer_create_param_lr(kind: str) -> None:
     """At rate 0, with a gradient of 0, these optimizers leave a parameter as it is, bit by bit."""

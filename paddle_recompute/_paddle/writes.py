@@ -8,6 +8,8 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute._paddle.layers import is_parameter
+
 
 def address_of(tensor: paddle.Tensor) -> int | None:
     """Where the memory of `tensor` begins; None if it has none, or is sparse.
@@ -28,8 +30,10 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
     These are (2.6, 3.x) the update of every optimizer, whose subclasses all come through
     ``Optimizer._create_optimization_pass``; ``Tensor.set_value``, through which ``set_state_dict``
     goes; ``Tensor.copy_``; ``_C_ops.assign_value_`` (``paddle.assign`` of an array into a tensor);
-    ``_C_ops.exponential_``; and the classes of ``nn.initializer``. Paddle offers no callback for
-    any of them. Callers see no change. Can go when Paddle raises ``inplace_version`` there.
+    ``_C_ops.exponential_``; the classes of ``nn.initializer``; and ``_C_ops.batch_norm``, which
+    ``functional.batch_norm`` calls, for statistics that are plain tensors (those of a BatchNorm are
+    parameters; `BATCH_NORMS` are treated by themselves). Paddle offers no callback for any of them.
+    Callers see no change. Can go when Paddle raises ``inplace_version`` there.
     """
     update = paddle.optimizer.Optimizer._create_optimization_pass
 
@@ -63,6 +67,19 @@ def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
 
         return call
 
+    normalize = paddle._C_ops.batch_norm
+
+    @functools.wraps(normalize)
+    def reported_statistics(
+        x: Any, mean: Any, variance: Any, scale: Any, bias: Any, is_test: Any, *args: Any
+    ) -> Any:
+        result = normalize(x, mean, variance, scale, bias, is_test, *args)
+        for tensor in () if is_test else (mean, variance):
+            if isinstance(tensor, paddle.Tensor) and not is_parameter(tensor):
+                written(tensor)
+        return result
+
+    paddle._C_ops.batch_norm = reported_statistics
     initializer = paddle.nn.initializer.Initializer
     initializer.__call__ = reported_initializer(initializer.__call__)
     paddle.optimizer.Optimizer._create_optimization_pass = reported_update

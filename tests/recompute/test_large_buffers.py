@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
@@ -121,3 +122,38 @@ def test_it_is_compared_by_value_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         recompute(layer, leaf(3, 4)).sum().backward()
     assert num == 1
+
+
+class FunctionalNorm(paddle.nn.Layer):
+    """Statistics in buffers of over 64 KiB, which the kernel writes once `updates` is set."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = self.create_parameter(
+            [size], default_initializer=paddle.nn.initializer.Constant(2.0)
+        )
+        self.register_buffer("mean", paddle.zeros([size]))
+        self.register_buffer("variance", paddle.ones([size]))
+        self.updates = False
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        h = paddle.nn.functional.batch_norm(
+            x * self.weight, self.mean, self.variance, training=self.updates
+        )
+        return h.tanh() * (self.mean + 1) / (self.variance + 1)
+
+
+@pytest.mark.parametrize("size", [100, 20_000])
+def test_statistics_that_are_written_only_later(size: int) -> None:
+    """A forward that leaves them alone proves nothing of the next one."""
+    gradients = []
+    for call in (lambda layer, x: layer(x), recompute):
+        paddle.seed(0)
+        layer, x = FunctionalNorm(size), paddle.randn([4, size])
+        call(layer, x).sum().backward()
+        layer.weight.clear_gradient(False)
+        layer.updates = True
+        call(layer, x).square().sum().backward()
+        gradients.append((layer.weight.grad.numpy(), layer.mean.numpy(), layer.variance.numpy()))
+    for one, other in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(one, other)
