@@ -15,6 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from paddle_recompute import cli, load_config
+from paddle_recompute._paddle.memory import can_reset_peak
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.static_graph import check_static
 from tests.docs.pages import ENGLISH, Page, all_blocks
@@ -40,6 +41,8 @@ def test_every_block_is_of_a_language_that_is_run() -> None:
 def test_python_runs(page: Page, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     paddle.seed(0)
+    if page.path.endswith("memory_planning.md") and not can_reset_peak():
+        pytest.skip("the planner measures with Paddle 3 only on a CPU, as the page says")
     try:
         exec(compile(code, page.path, "exec"), {"__name__": "documentation"})
     finally:
