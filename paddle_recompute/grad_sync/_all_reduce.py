@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -62,7 +63,28 @@ class AllReducer(Protocol):
         """The largest over the ranks of each of `numbers`, as many on every rank."""
 
 
-class ThreadAllReducer:
+class _NumberReducer(abc.ABC):
+    """The numbers that the ranks agree on: what both backends do alike."""
+
+    def sums(
+        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
+    ) -> list[float]:
+        joined = paddle.concat([_tensor(numbers), own])
+        return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
+
+    def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
+        if not numbers:  # gloo refuses to reduce nothing
+            return []
+        return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
+
+    @abc.abstractmethod
+    def _reduce(
+        self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
+    ) -> list[float]:
+        """Reduce `numbers` over the ranks of `scope`, in place, and read them."""
+
+
+class ThreadAllReducer(_NumberReducer):
     """For gloo, whose collectives ignore ``sync_op=False`` but let go of the GIL (2.6, 3.3).
 
     Args:
@@ -80,17 +102,6 @@ class ThreadAllReducer:
             place=place,
             code=f"{tensor.size} x {tensor.dtype}",
         )
-
-    def sums(
-        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
-    ) -> list[float]:
-        joined = paddle.concat([_tensor(numbers), own])
-        return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
-
-    def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
-        if not numbers:  # gloo refuses to reduce nothing
-            return []
-        return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
 
     def _reduce(
         self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
@@ -115,7 +126,7 @@ class _StreamTask:
         self._task.wait()  # the stream that computes waits, the host does not
 
 
-class StreamAllReducer:
+class StreamAllReducer(_NumberReducer):
     """For NCCL and other device backends: asynchronous collectives on the communication stream.
 
     The host does not wait for the buckets. It waits once for the numbers that the ranks agree on at
@@ -129,17 +140,6 @@ class StreamAllReducer:
     def send(self, tensor: paddle.Tensor, label: str, scope: Scope, place: str) -> AllReduceTask:
         with watched_on_device(label, scope):
             return _StreamTask(dist.all_reduce(tensor, group=self._group, sync_op=False))
-
-    def sums(
-        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
-    ) -> list[float]:
-        joined = paddle.concat([_tensor(numbers), own])
-        return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
-
-    def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
-        if not numbers:  # gloo refuses to reduce nothing
-            return []
-        return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
 
     def _reduce(
         self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
