@@ -7,6 +7,7 @@ are updated once per chunk.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -108,17 +109,20 @@ class ChunkedEncoder:
         Returns:
             The encoder's output, with all rows in every tensor.
         """
-        watch = StateWatch(layers_of(self.encoder, ()))
+        # What a second forward would need is not looked at where there is none.
+        watch = None if self._keeps_graph else StateWatch(layers_of(self.encoder, ()))
         structure: Any = None
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
         undecided = True
         for number, chunk in enumerate(self._chunks):
-            self._states.append(watch.capture())
+            if watch is not None:
+                self._states.append(watch.capture())
             # With a graph until each output was found to depend on a trained parameter: usually one
             # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer
             # alone do not tell, because it may reach others.
-            with paddle.set_grad_enabled(undecided or self._keeps_graph), watch.forward():
+            seen = watch.forward() if watch is not None else contextlib.nullcontext()
+            with paddle.set_grad_enabled(undecided or self._keeps_graph), seen:
                 output = self._call(chunk)
             leaves = self._leaves(output, chunk)
             if number == 0:
@@ -156,10 +160,10 @@ class ChunkedEncoder:
 
     def backward(self, number: int) -> None:
         """The backward of a chunk into ``.grad``; runs a second forward if no graph was kept."""
-        chunk, state = self._chunks[number], self._states[number]
+        chunk = self._chunks[number]
         outputs, self._outputs = self._outputs, []
-        if not outputs:
-            with state.replayed():
+        if not self._keeps_graph:
+            with self._states[number].replayed():
                 outputs = self._leaves(self._call(chunk), chunk, again=True)
         with _paddle.amp_off():
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
