@@ -53,6 +53,11 @@ def ranks_of(folder: Path) -> dict[int, int]:
     return found
 
 
+def named(ranks: dict[int, int]) -> list[tuple[str, int]]:
+    """The processes with the names of the table."""
+    return [(f"rank {rank}", pid) for rank, pid in sorted(ranks.items())]
+
+
 def hurt(kind: str, folder: Path, chance: random.Random) -> None:
     """One fault."""
     pids = list(ranks_of(folder).values())
@@ -101,7 +106,7 @@ def main() -> None:
         began = time.monotonic()
         next_fault = seconds / (options.faults + 1)
         given: list[str] = []
-        seen: dict[int, list[tuple[float, float, int, int]]] = {}
+        seen: dict[tuple[str, int], list[tuple[float, float, int, int]]] = {}
         run: subprocess.Popen[bytes] | None = None
         saves: set[str] = set()
         while time.monotonic() - began < seconds:
@@ -113,10 +118,10 @@ def main() -> None:
             time.sleep(SECONDS_OF_A_RUN)
             saves |= {path.name for path in (folder / "run" / "checkpoint").glob("step-*")}
             now = time.monotonic() - began
-            for pid in ranks_of(folder / "run").values():
+            for who, pid in [("launcher", run.pid), *named(ranks_of(folder / "run"))]:
                 if (found := figures(pid)) is not None:
-                    seen.setdefault(pid, []).append((now, *found))
-            if now > next_fault and newest(folder / "run"):
+                    seen.setdefault((who, pid), []).append((now, *found))
+            if len(given) < options.faults and now > next_fault and newest(folder / "run"):
                 kind = FAULTS[len(given) % len(FAULTS)]
                 hurt(kind, folder / "run", chance)
                 given.append(kind)
@@ -126,13 +131,14 @@ def main() -> None:
             run.wait(120)
         code = run.returncode if run is not None else None
         last = newest(folder / "run")
-    for looks in seen.values():
+    for (who, _), looks in seen.items():
         settled = looks[len(looks) // 10 + 3 :]
         if len(settled) < 10:
             continue
         first, end = settled[0], settled[-1]
         lives.append(
             {
+                "process": who,
                 "minutes": f"{(end[0] - first[0]) / 60:.1f}",
                 "resident, MiB": f"{first[1]:.1f} to {end[1]:.1f}",
                 "growth": f"{(end[1] / first[1] - 1) * 100:+.2f} %",
@@ -149,10 +155,10 @@ def main() -> None:
             f"({', '.join(f'{given.count(kind)} x {kind}' for kind in FAULTS)}); the last SIGTERM "
             f"ended the command with code {code}.",
             "",
-            "Each line is one process of a rank, from when it had settled to its end:",
+            "Each line is one process, from when it had settled to its end:",
             "",
             *table(
-                ["minutes", "resident, MiB", "growth", "threads", "descriptors"],
+                ["process", "minutes", "resident, MiB", "growth", "threads", "descriptors"],
                 [list(life.values()) for life in lives],
             ),
         ],
