@@ -36,6 +36,8 @@ Operation = Any
 Value = Any
 """A ``paddle.pir.Value``."""
 
+VARIABLE = paddle.pir.Value
+
 SOURCES = ("builtin.parameter", "builtin.constant", "pd_op.data", "pd_op.feed")
 """Operators that compute nothing: what they return was there before the Program ran."""
 
