@@ -128,8 +128,8 @@ class CachedProgram:
                     known[encode].append(ChunkPrograms.build(recipe, encode, feeds))
             every = [one for programs in known.values() for one in programs]
             has_gradient = {name for one in every for name in one.gradients}
-            norm, sums, state, buffers, main = _update(recipe, of_loss, has_gradient)
-        encoders = {one: ProgramEncoder(known[one], state, buffers) for one in known}
+            norm, sums, state, main = _update(recipe, of_loss, has_gradient)
+        encoders = {one: ProgramEncoder(known[one], state) for one in known}
         cache = wanted.over(tuple(encoders[one] for one in pair))
         explained = next((one.backward.main for one in every if one.backward), main)
         built = cls(norm, cache, loss, sums, explained, state, main)
@@ -202,7 +202,7 @@ def _parameters_of(loss: paddle.nn.Layer | None) -> dict[str, paddle.Tensor]:
 
 def _update(
     recipe: Recipe, of_loss: Mapping[str, tuple[list[int], str]], has_gradient: set[str]
-) -> tuple[Any, list[str], ScopeState, list[str], paddle.static.Program]:
+) -> tuple[Any, list[str], ScopeState, paddle.static.Program]:
     """The Program that updates.
 
     It minimizes the sum of p * g over the parameters p and the sums g of their gradients: the
@@ -214,7 +214,7 @@ def _update(
         has_gradient: The parameters of the encoders that have a gradient.
 
     Returns:
-        Gradient norm, names of the sums, state, buffers of the model, and the Program.
+        Gradient norm, names of the sums, state, and the Program.
     """
     own = native()
     with recipe.program() as (main, startup):
@@ -237,10 +237,7 @@ def _update(
             for total in sums.values():
                 own.fill_in_place(total, 0.0)
         variables = names_in_scope(model, optimizer)
-        buffers = [buffer.name for buffer in model.buffers()]
-    state = ScopeState.started(startup, variables)
-    found = [name for name in buffers if state.scope.find_var(name) is not None]
-    return norm, list(sums), state, found, main
+    return norm, list(sums), ScopeState.started(startup, variables), main
 
 
 def _plain_strategy(recipe: Recipe) -> Any:

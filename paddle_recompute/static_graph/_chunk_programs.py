@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import native, training
+from paddle_recompute._paddle.static.marks import has_marks
 from paddle_recompute.contrastive import OwnBackward
 from paddle_recompute.errors import DataError, StaticGraphError
 from paddle_recompute.static_graph._building import Recipe, trained_parameters
@@ -54,12 +55,14 @@ class ChunkPrograms:
         forward: The forward alone.
         backward: Forward and backward; None: no parameter that is trained has a gradient.
         gradients: The parameters that have one, by name.
+        statistics: What a forward changes for the next one, by name: that of BatchNorm.
     """
 
     feeds: Feeds
     forward: _Forward
     backward: _Forward | None
     gradients: list[str]
+    statistics: set[str]
 
     @classmethod
     def build(cls, recipe: Recipe, encode: Encode, feeds: Feeds) -> ChunkPrograms:
@@ -70,6 +73,7 @@ class ChunkPrograms:
         """
         with recipe.program() as (main, _):
             forward = _forward(recipe, recipe.model(recompute=False), encode, feeds, main)
+            statistics = native().written_parameters(main)
         with recipe.program() as (main, startup):
             model = recipe.model(recompute=True)
             backward = _forward(recipe, model, encode, feeds, main)
@@ -77,10 +81,13 @@ class ChunkPrograms:
             weighted = _weighted(backward) if trained_parameters(model) else None
             if weighted is not None:
                 strategy = distributed_strategy(recipe.config, model)
+                # What is wrapped may be in the Program of another encoder.
+                strategy.recompute = strategy.recompute and has_marks(native(), main)
+                strategy.recompute_configs = {"checkpoints": []}
                 pairs = append_gradients(weighted, strategy, trained_parameters(model))
                 _add_to_sums(pairs, main, startup)
                 names = [parameter.name for parameter, _ in pairs]
-        return cls(feeds, forward, backward if names else None, names)
+        return cls(feeds, forward, backward if names else None, names, statistics)
 
 
 class ProgramEncoder(OwnBackward):
@@ -89,13 +96,12 @@ class ProgramEncoder(OwnBackward):
     Args:
         known: The Programs, one for each form of chunks.
         state: Where the variables are.
-        buffers: The names of the model's buffers in the scope.
     """
 
-    def __init__(self, known: list[ChunkPrograms], state: ScopeState, buffers: list[str]) -> None:
+    def __init__(self, known: list[ChunkPrograms], state: ScopeState) -> None:
         self._known = known
         self._state = state
-        self._buffers = buffers
+        self._statistics = sorted({name for one in known for name in one.statistics})
         self._last: dict[str, NDArray[Any]] = {}
 
     def __call__(self, batch: Any) -> Any:
@@ -105,8 +111,8 @@ class ProgramEncoder(OwnBackward):
         return _as_tensors(forward, arrays, trained=programs.backward is not None)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """The buffers; the same object as long as they do not change."""
-        now = self._read_buffers()
+        """The statistics; the same object as long as they do not change."""
+        now = self._read_statistics()
         last = self._last
         if any(name not in last or not np.array_equal(now[name], last[name]) for name in now):
             self._last = now
@@ -132,12 +138,12 @@ class ProgramEncoder(OwnBackward):
                     if gradient is None
                     else gradient.astype("float32").numpy()
                 )
-        now = self._read_buffers()
-        self._write_buffers(state)
+        now = self._read_statistics()
+        self._write_statistics(state)
         try:
             arrays = self._state.run(backward.main, feed, backward.outputs, exchanges=False)
         finally:
-            self._write_buffers(now)
+            self._write_statistics(now)
         return _as_tensors(backward, arrays, trained=True)
 
     def _programs_for(self, batch: Any) -> tuple[ChunkPrograms, dict[str, NDArray[Any]]]:
@@ -149,10 +155,10 @@ class ProgramEncoder(OwnBackward):
                 faults.append(fault)
         raise faults[0]
 
-    def _read_buffers(self) -> dict[str, NDArray[Any]]:
-        return {name: np.array(self._state.tensor(name)) for name in self._buffers}
+    def _read_statistics(self) -> dict[str, NDArray[Any]]:
+        return {name: np.array(self._state.tensor(name)) for name in self._statistics}
 
-    def _write_buffers(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def _write_statistics(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         for name, array in arrays.items():
             tensor = self._state.tensor(name)
             if not np.array_equal(np.array(tensor), array):

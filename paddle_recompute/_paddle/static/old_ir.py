@@ -155,6 +155,13 @@ def is_persistable(block: Block, name: str) -> bool:
     return variable is not None and bool(variable.persistable)
 
 
+def written_parameters(program: paddle.static.Program) -> set[str]:
+    """The variables that live from run to run and that operators of `program` write: statistics."""
+    block = main_block(program)
+    names = {name for operator in operations(program) for name in outputs_of(operator)}
+    return {name for name in names if is_persistable(block, name)}
+
+
 def num_bytes(block: Block, name: str) -> int:
     """Size of the variable in bytes; a dimension that is not known yet counts as 1."""
     variable = _variable(block, name)

@@ -126,6 +126,21 @@ def in_place(operation: Operation) -> list[tuple[Value, Value]]:
     return [(a, b) for a, b in pairs if a.initialized() and b.initialized()]
 
 
+def written_parameters(program: paddle.static.Program) -> set[str]:
+    """The variables that live from run to run and that operators of `program` write: statistics."""
+    names: dict[str, str] = {}  # by key of a value: whose memory it has
+    written = set()
+    for operation in operations(program):
+        if operation.name() == "builtin.parameter":
+            names[key(operation.result(0))] = attribute(operation, "parameter_name")
+        for before, now in in_place(operation):
+            name = names.get(key(before))
+            if name is not None:
+                names[key(now)] = name
+                written.add(name)
+    return written
+
+
 def is_dense(value: Value) -> bool:
     """Whether `value` is one ordinary tensor, not a list, a sparse tensor or a stack."""
     return bool(value.is_dense_tensor_type())
