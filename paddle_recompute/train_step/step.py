@@ -78,6 +78,11 @@ class StepResult:
             f"loss_scale={self.loss_scale})"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The numbers, read now: another process cannot look at the device of this one."""
+        self._known()
+        return self.__dict__
+
     def _known(self) -> tuple[float, float]:
         if self._figures is None:
             assert self._read is not None

@@ -30,6 +30,7 @@ from paddle_recompute.train_step.parameters import (
     check_all_synchronized,
     offload_optimizer,
     refuse_main_grad,
+    refuse_sparse,
     synchronization_of,
     trained,
     updated,
@@ -195,8 +196,8 @@ class TrainStep:
 
         Raises:
             ConfigError: Another number of micro-batches was given, a loss is not a scalar, the
-                number of examples cannot be told, or the optimizer has got parameters that `sync`
-                does not synchronize.
+                number of examples cannot be told, the optimizer has got parameters that `sync`
+                does not synchronize, a gradient is sparse, or gradients are switched off.
             DivergenceError: Loss or gradient is not finite, without a loss scale or even after it
                 was lowered. The parameters are unchanged. Where nothing is read in a step, this
                 comes when the result is looked at, in `state_dict`, or 64 steps later; neither the
@@ -207,6 +208,11 @@ class TrainStep:
             raise ConfigError(
                 f"TrainStep got {len(micro_batches)} micro-batches; accumulate_steps is "
                 f"{self._accumulate_steps}"
+            )
+        if not paddle.is_grad_enabled():
+            raise ConfigError(
+                "TrainStep was called under paddle.no_grad(), where nothing gets a gradient; call "
+                "it outside"
             )
         began = time.perf_counter()
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
@@ -346,6 +352,7 @@ class TrainStep:
             has_gradient = [p for p in self._trained if p.grad is not None]
             check_all_synchronized(self._sync, [*new, *has_gradient])
         self._updated = updated(self._trained, self._optimizer)
+        refuse_sparse(self._updated)
 
     @paddle.no_grad()
     def _unscale(self) -> paddle.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -210,6 +211,39 @@ def test_examples_that_cannot_be_counted_are_refused(
     optimizer = paddle.optimizer.SGD(parameters=model.parameters())
     with pytest.raises(ConfigError, match=message):
         TrainStep(model, optimizer, loss_fn=loss_fn, **options)([micro_batch])
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).mean())
+    with paddle.no_grad(), pytest.raises(ConfigError, match=r"under paddle\.no_grad\(\)"):
+        step([paddle.ones([3, 2])])
+    assert step([paddle.ones([3, 2])]).grad_norm > 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sparse_gradient_is_refused(count: int) -> None:
+    model = paddle.nn.Embedding(5, 2, sparse=True)
+    before = model.weight.numpy()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    step = TrainStep(
+        model, optimizer, loss_fn=lambda model, x: model(x).mean(), accumulate_steps=count
+    )
+    with pytest.raises(ConfigError, match=r"embedding_\d+\.w_0 is sparse.*sparse=False"):
+        step([paddle.to_tensor([[1, 2]])] * count)
+    assert model.weight.grad is None
+    assert (model.weight.numpy() == before).all()
+
+
+def test_a_result_that_nobody_has_looked_at_travels() -> None:
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).mean())
+    results = [step([paddle.ones([3, 2])]) for _ in range(3)]
+    copies = [pickle.loads(pickle.dumps(result)) for result in results]
+    assert [copy.loss for copy in copies] == [result.loss for result in results]
+    assert copies[2].seconds == results[2].seconds
 
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:

@@ -1,0 +1,157 @@
+"""Eager execution against a compiled model, with and without recompute: time and peak of a step.
+
+The shapes are those of ERNIE-tiny (4 layers, hidden 312, 12 heads; 16 texts of 32 tokens) and
+ERNIE-base (12 layers, hidden 768, 12 heads; 4 texts of 32 tokens), both with 1,000 words and
+dropout 0.1, and ResNet-18 (4 images of 64 x 64). The update is SGD. The peak is the smallest of
+three steps, above what was held before the step, each variant in a process of its own: a thread of
+Paddle's executor frees tensors, and may be late. Time is the ratio within a round of one step of
+each variant, in one process.
+
+    python -m benchmarks.compile [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+
+from benchmarks._record import (
+    RESULTS,
+    in_own_process,
+    paired_seconds,
+    ratios,
+    table,
+    write_record,
+)
+from paddle_recompute import RecomputeConfig, TrainStep, apply_recompute, build_model, compile_model
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.config import ModelConfig
+
+IS_26 = paddle.__version__.startswith("2.6")
+SHAPES: dict[str, dict[str, Any]] = {
+    "ERNIE-tiny": {"num_layers": 4, "hidden_size": 312, "texts": 16},
+    "ERNIE-base": {"num_layers": 12, "hidden_size": 768, "texts": 4},
+    "ResNet-18": {},
+}
+VARIANTS = {
+    "eager": (False, False),
+    "compiled": (True, False),
+    "eager, recompute": (False, True),
+    "compiled, recompute": (True, True),
+}
+"""By name: (compiled, recomputed)."""
+
+
+def variants() -> list[str]:
+    """Those that this Paddle has: ``to_static`` of 2.6 takes no wrapped model."""
+    return [
+        name for name, (compiled, wrap) in VARIANTS.items() if not (IS_26 and compiled and wrap)
+    ]
+
+
+def make_step(shape: str, variant: str) -> tuple[Callable[[], float], float]:
+    """One training step of a fresh model, and the seconds that its conversion took."""
+    compiled, wrap = VARIANTS[variant]
+    paddle.seed(0)
+    if shape == "ResNet-18":
+        model = paddle.vision.models.resnet18(num_classes=10)
+        spec = paddle.static.InputSpec([-1, 3, 64, 64], "float32")
+        batch, blocks = paddle.randn([4, 3, 64, 64]), "layer?.*"
+    else:
+        given = dict(SHAPES[shape])
+        texts, hidden = given.pop("texts"), given["hidden_size"]
+        model = build_model(
+            ModelConfig(
+                name="ernie",
+                num_heads=12,
+                intermediate_size=4 * hidden,
+                max_position_embeddings=64,
+                type_vocab_size=2,
+                **given,
+            ),
+            1000,
+        )
+        spec = paddle.static.InputSpec([-1, -1], "int64")
+        batch, blocks = paddle.randint(1, 1000, [texts, 32]), "encoder.layers.*"
+    if wrap:
+        apply_recompute(model, RecomputeConfig(checkpoints=[blocks]))
+    began = time.perf_counter()
+    if compiled:
+        compile_model(model, [spec])
+    seconds = time.perf_counter() - began
+    optimizer = paddle.optimizer.SGD(1e-3, parameters=model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).square().mean())
+
+    def run() -> float:
+        paddle.seed(1)
+        return step([batch]).loss
+
+    return run, seconds
+
+
+def measure(shape: str, variant: str) -> dict[str, Any]:
+    """Peak bytes, losses and seconds of conversion of one variant, in this process."""
+    step, seconds = make_step(shape, variant)
+    losses, peaks = [step()], []
+    for _ in range(3):
+        gc.collect()
+        before = _memory.current_bytes()
+        if not IS_26:
+            _memory.reset_peak()
+        losses.append(step())
+        peaks.append(_memory.peak_bytes() - before)
+    return {"peak": min(peaks), "losses": losses, "seconds": seconds}
+
+
+def main() -> None:
+    """Measure all variants and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", nargs=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(*arguments.measure)))
+        return
+    module = "benchmarks.compile"
+    rows, same = [], True
+    for shape in SHAPES:
+        found = {name: in_own_process(module, "--measure", shape, name) for name in variants()}
+        same &= len({tuple(one["losses"]) for one in found.values()}) == 1
+        steps = {name: make_step(shape, name)[0] for name in found}
+        shares = ratios(paired_seconds(steps, warm_up=1, rounds=arguments.rounds), to="eager")
+        del steps
+        gc.collect()
+        for name, one in found.items():
+            middle, low, high = shares[name]
+            rows.append(
+                [
+                    shape,
+                    name,
+                    f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                    f"{one['peak'] / 2**20:.1f}",
+                    f"{one['seconds']:.1f}" if VARIANTS[name][0] else "",
+                ]
+            )
+    with_cinn = paddle.is_compiled_with_cinn()
+    header = ["model", "variant", "time of eager", "peak MiB", "conversion, s"]
+    body = [
+        *table(header, rows),
+        "",
+        f"- The four losses of all variants of a model are {'' if same else 'NOT '}equal to the "
+        "bit.",
+        "- CINN: "
+        + ("in this wheel; to_static uses it by itself." if with_cinn else "not in this wheel."),
+    ]
+    print("\n".join(body))
+    path = write_record("compile", "Compiled models", f"python -m {module}", body)
+    print(f"\n{path.relative_to(RESULTS.parent.parent)}")
+
+
+if __name__ == "__main__":
+    main()
