@@ -4,7 +4,13 @@ from paddle_recompute.config._contrastive import ContrastiveConfig
 from paddle_recompute.config._data import DataConfig, default_cache_dir
 from paddle_recompute.config._model import PRESETS, ModelConfig
 from paddle_recompute.config._recompute import AUTO, RecomputeConfig
-from paddle_recompute.config._strategy import AmpConfigs, GradientMergeConfigs, StrategyConfig
+from paddle_recompute.config._strategy import (
+    AmpConfigs,
+    GradientMergeConfigs,
+    LambConfigs,
+    LarsConfigs,
+    StrategyConfig,
+)
 from paddle_recompute.config._sync import SyncConfig
 from paddle_recompute.config._train import TrainConfig
 from paddle_recompute.config._types import byte_count
@@ -19,6 +25,8 @@ __all__ = [
     "ContrastiveConfig",
     "DataConfig",
     "GradientMergeConfigs",
+    "LambConfigs",
+    "LarsConfigs",
     "LaunchConfig",
     "ModelConfig",
     "RecomputeConfig",

@@ -13,7 +13,7 @@ _SPLIT_MODEL = (
 )
 _LOCAL_STEPS = "every step synchronizes all ranks; local steps are not supported"
 _LOSSY = "the only compression of gradients is sync.compression: bf16"
-_OPTIMIZER = "the optimizer is AdamW; set train.learning_rate and train.weight_decay"
+_OPTIMIZER = "the optimizer is AdamW, or Paddle's Lamb (lamb: true) or LarsMomentum (lars: true)"
 _QUANTIZED = "quantized and sparse training are not supported"
 _AUTO = "Paddle's automatic choice of strategies is not supported; set each one yourself"
 _RECOMPUTE = "set the section recompute instead (recompute.enable, recompute.checkpoints)"
@@ -64,7 +64,7 @@ _FIELDS_BY_REASON: dict[str, tuple[str, ...]] = {
         "localsgd_configs",
     ),
     _LOSSY: ("dgc", "dgc_configs", "fp16_allreduce"),
-    _OPTIMIZER: ("adam_d2sum", "lamb", "lamb_configs", "lars", "lars_configs"),
+    _OPTIMIZER: ("adam_d2sum",),
     _QUANTIZED: ("asp", "qat", "qat_configs"),
     _AUTO: ("auto", "auto_search", "semi_auto"),
     _RECOMPUTE: ("recompute", "recompute_configs"),

@@ -130,6 +130,28 @@ class GradientMergeConfigs(Section):
     avg: Literal[True] = Field(True, description="gradients are averaged over the micro-batches")
 
 
+class LambConfigs(Section):
+    """`DistributedStrategy.lamb_configs`, with Paddle's defaults."""
+
+    lamb_weight_decay: float = Field(0.01, ge=0, description="weight decay of Lamb")
+    exclude_from_weight_decay: list[str] = Field(
+        default_factory=list,
+        description="parameters without weight decay: ends of Paddle's names, as in .b_0",
+    )
+
+
+class LarsConfigs(Section):
+    """`DistributedStrategy.lars_configs`, with Paddle's defaults."""
+
+    lars_coeff: float = Field(0.001, gt=0, description="trust coefficient of LARS")
+    lars_weight_decay: float = Field(0.0005, ge=0, description="weight decay of LARS")
+    epsilon: float = Field(0.0, ge=0, description="added to the denominator of the trust ratio")
+    exclude_from_weight_decay: list[str] = Field(
+        default_factory=list,
+        description="parameters without weight decay: parts of Paddle's names, as in layer_norm",
+    )
+
+
 class StrategyConfig(Section):
     """The supported fields of `fleet.DistributedStrategy`; all others are refused."""
 
@@ -153,7 +175,26 @@ class StrategyConfig(Section):
                 "amp_configs", v["amp_configs"], "has no effect while amp is false; remove it"
             )
 
-    rules = (_configs_need_their_switch,)
+    @staticmethod
+    def _one_optimizer(v: Values) -> Iterator[Broken]:
+        for name, defaults in (("lamb", LambConfigs()), ("lars", LarsConfigs())):
+            if not v[name] and v[f"{name}_configs"] != defaults.model_dump():
+                yield Broken(
+                    f"{name}_configs",
+                    v[f"{name}_configs"],
+                    f"has no effect while {name} is false; remove it",
+                )
+            if v[name] and v["amp"] and v["amp_configs.level"] == "O2":
+                yield Broken(
+                    name,
+                    True,
+                    "is not supported with amp level O2, whose float32 master weights Adam and "
+                    "AdamW keep here; use level O1",
+                )
+        if v["lamb"] and v["lars"]:
+            yield Broken("lars", True, "contradicts lamb: true; there is one optimizer")
+
+    rules = (_configs_need_their_switch, _one_optimizer)
     refused_keys: ClassVar[Any] = REFUSED_STRATEGY_FIELDS
 
     amp: bool = Field(
@@ -168,6 +209,14 @@ class StrategyConfig(Section):
     gradient_merge_configs: GradientMergeConfigs = Field(
         default_factory=GradientMergeConfigs, description="settings of gradient_merge"
     )
+    lamb: bool = Field(
+        False, description="true: the optimizer is Paddle's Lamb; false: AdamW, or Lars"
+    )
+    lamb_configs: LambConfigs = Field(default_factory=LambConfigs, description="settings of lamb")
+    lars: bool = Field(
+        False, description="true: the optimizer is Paddle's LarsMomentum, with momentum 0.9"
+    )
+    lars_configs: LarsConfigs = Field(default_factory=LarsConfigs, description="settings of lars")
     fuse_grad_size_in_MB: Count = Field(32, description="size of the gradient buckets, in MiB")
     find_unused_parameters: bool = Field(
         False,

@@ -1,10 +1,11 @@
-"""Which options of a whole step go together: offloaded parameters, compiled models."""
+"""Which options of a whole step go together: offload, compiled models, optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from paddle_recompute.config._section import Broken, Values
+from paddle_recompute.config._train import TrainConfig
 
 
 def parameters_leave_in_dygraph(v: Values) -> Iterator[Broken]:
@@ -37,6 +38,13 @@ def compiled_in_dygraph(v: Values) -> Iterator[Broken]:
         yield Broken(
             "train.compile", how, "is for mode: dygraph; mode: static is one Program as it is"
         )
+    if v["strategy.amp"]:
+        yield Broken(
+            "strategy.amp",
+            True,
+            f"does not go with train.compile: {how}: in dygraph mixed precision is for GPUs, where "
+            "it was not measured in a compiled model; mode: static has bfloat16",
+        )
     if not v["recompute.enable"]:
         return
     if v["recompute.offload_parameters"] != "none":
@@ -63,3 +71,16 @@ def compiled_in_dygraph(v: Values) -> Iterator[Broken]:
             f"does not go with train.compile: {how}: what a plan promises was measured in eager "
             "execution; use all, every_n or segments",
         )
+
+
+def lamb_and_lars_have_their_own_decay(v: Values) -> Iterator[Broken]:
+    """``train.weight_decay`` is AdamW's."""
+    for name in ("lamb", "lars"):
+        given = v["train.weight_decay"]
+        if v[f"strategy.{name}"] and given != TrainConfig.model_fields["weight_decay"].default:
+            yield Broken(
+                "train.weight_decay",
+                given,
+                f"is AdamW's; with strategy.{name} set "
+                f"strategy.{name}_configs.{name}_weight_decay instead",
+            )

@@ -20,7 +20,11 @@ from paddle_recompute.config._strategy import STATIC_AMP, AmpConfigs, StrategyCo
 from paddle_recompute.config._sync import SyncConfig
 from paddle_recompute.config._train import TrainConfig
 from paddle_recompute.config._types import Count
-from paddle_recompute.config._whole_step import compiled_in_dygraph, parameters_leave_in_dygraph
+from paddle_recompute.config._whole_step import (
+    compiled_in_dygraph,
+    lamb_and_lars_have_their_own_decay,
+    parameters_leave_in_dygraph,
+)
 from paddle_recompute.config._without_effect import without_effect
 
 
@@ -120,6 +124,7 @@ class Config(Section):
         _replans_what_is_planned,
         parameters_leave_in_dygraph,
         compiled_in_dygraph,
+        lamb_and_lars_have_their_own_decay,
         _batch_divides,
         _chunks_instead_of_micro_batches,
         _a_chunk_holds_a_text,

@@ -26,7 +26,9 @@ class OffloadSequential(paddle.nn.Sequential):
     The chain is cut into shards. One of them is on the device, and those that come next are on
     their way, while the others are in host memory or in a file. The forward keeps the inputs of
     each shard, off the device too. The backward brings the shards back in reverse and runs each
-    again. Random numbers, buffers and gradients are those of the plain chain, to the bit.
+    again. Random numbers, buffers and gradients are those of the plain chain, to the bit. Where the
+    chain is called twice in a backward, or shares a parameter, and steps accumulate, sums are in
+    another order, which changes the last bit.
 
     Names, ``state_dict``, ``set_state_dict`` and checkpoints are those of the plain
     ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. A parameter can be read

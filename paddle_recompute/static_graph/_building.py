@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import paddle
-from paddle.optimizer import AdamW, lr
+from paddle.optimizer import lr
 
 from paddle_recompute._paddle.static import training
 from paddle_recompute.config import Config
 from paddle_recompute.recompute import apply_recompute
-from paddle_recompute.train_step import OF_LOSS, decayed_parameters
+from paddle_recompute.train_step import OF_LOSS, decayed_parameters, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Recipe:
     def optimizer(
         self, model: paddle.nn.Layer, loss: Any, startup: paddle.static.Program
     ) -> tuple[Any, Any]:
-        """AdamW of the model's parameters, and the variable with the norm of the gradient.
+        """The optimizer of the model's parameters, and the variable with the norm of the gradient.
 
         Args:
             model: The model.
@@ -76,12 +76,8 @@ class Recipe:
             loss,
             startup,
         )
-        made = AdamW(
-            learning_rate=self.schedule,
-            parameters=parameters,
-            weight_decay=self.config.train.weight_decay,
-            apply_decay_param_fun=decayed_parameters(model).__contains__,
-            grad_clip=clip,
+        made = make_optimizer(
+            self.config, self.schedule, parameters, decayed_parameters(model), grad_clip=clip
         )
         return made, clip.norm
 

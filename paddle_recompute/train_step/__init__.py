@@ -7,6 +7,7 @@ from paddle_recompute.train_step.optimizer import (
     build_optimizer,
     build_schedule,
     decayed_parameters,
+    make_optimizer,
 )
 from paddle_recompute.train_step.step import OF_LOSS, Step, StepResult
 from paddle_recompute.train_step.train_step import TrainStep
@@ -23,4 +24,5 @@ __all__ = [
     "compile_model",
     "decayed_parameters",
     "inputs_of_cache",
+    "make_optimizer",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute.errors import ConfigError, PaddleRecomputeError, StaticGraphError
 from paddle_recompute.recompute import wrapped_layers
@@ -50,6 +51,9 @@ def compile_model(
     The Program is made here, so `model` and what is trained of it stay as they are from now on.
     Evaluation (``model.eval()``) is converted when it is first called. Without gradients, as in the
     first forward of a `GradCache`, the Program keeps no activations.
+
+    It computes in the mixed precision that is in force here (``paddle.amp.auto_cast``); a call in
+    another one raises.
 
     Everything else of a step stays in eager execution: the loss, the synchronization (a Program
     hands over all its gradients at the end of its backward, so there is less to overlap), the
@@ -119,15 +123,23 @@ def compile_model(
 
 
 class _Unchanged:
-    """Before each forward: the Program still has the parameters of its model, and trains them."""
+    """Before each forward: the Program is that of the model, its parameters and its precision."""
 
     def __init__(self, model: paddle.nn.Layer) -> None:
         self._forward = model.forward
         self._trained = _trained(model)
+        self._precision = _precision()
 
     def __call__(self, model: paddle.nn.Layer, inputs: Any) -> None:
-        is_in_force = model.training and model.forward is self._forward
-        if is_in_force and _trained(model) != self._trained:
+        if model.forward is not self._forward:
+            return
+        if _precision() != self._precision:
+            raise StaticGraphError(
+                "a compiled model is called in another mixed precision than it was compiled in, "
+                "and Paddle would run the same Program; call compile_model inside auto_cast, as "
+                "the step does its forward"
+            )
+        if model.training and _trained(model) != self._trained:
             raise StaticGraphError(
                 "parameters of a compiled model were replaced, frozen or unfrozen, and its Program "
                 "does not know it; call model.forward.rollback() and compile_model again"
@@ -136,6 +148,13 @@ class _Unchanged:
 
 def _trained(model: paddle.nn.Layer) -> list[tuple[int, bool]]:
     return [(id(parameter), parameter.stop_gradient) for parameter in model.parameters()]
+
+
+def _precision() -> tuple[str, str]:
+    """Level and dtype of the mixed precision in force; a Program is made for one."""
+    state = _paddle.amp_state()
+    level = str(state.level)
+    return (level, "" if level.endswith("O0") else state.dtype)
 
 
 def _same(first: Any, second: Any) -> bool:

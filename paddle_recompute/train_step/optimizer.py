@@ -1,15 +1,20 @@
-"""AdamW and its learning rate, as the configuration asks for them."""
+"""The optimizer and its learning rate, as the configuration asks for them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import paddle
-from paddle.optimizer import AdamW, lr
+from paddle.incubate.optimizer import LarsMomentumOptimizer
+from paddle.optimizer import AdamW, Lamb, lr
 
 from paddle_recompute.config import Config
 from paddle_recompute.offload import OffloadOptimizer, offloaded_optimizer
+
+LARS_MOMENTUM = 0.9
+"""``strategy.lars_configs`` has none: fleet takes it from the Momentum that it replaces."""
 
 
 def build_schedule(config: Config, total_steps: int) -> lr.LRScheduler:
@@ -59,9 +64,8 @@ def build_optimizer(
     model: paddle.nn.Layer,
     schedule: lr.LRScheduler | float,
     besides: Iterable[paddle.Tensor] = (),
-) -> AdamW | OffloadOptimizer:
-    """AdamW over all trainable parameters; biases and LayerNorms are not decayed. One for each
-    shard of what is offloaded.
+) -> paddle.optimizer.Optimizer | OffloadOptimizer:
+    """The optimizer of all trainable parameters; one for each shard of what is offloaded.
 
     Clipping is the train step's: it must see the gradients of all ranks together.
 
@@ -69,20 +73,62 @@ def build_optimizer(
         config: ``config.train`` has the weight decay.
         model: Its parameters are trained.
         schedule: The learning rate.
-        besides: More parameters to train, which are not decayed: those of the loss.
+        besides: More parameters to train, which AdamW does not decay: those of the loss.
     """
     decayed = decayed_parameters(model)
 
-    def make(parameters: list[paddle.Tensor]) -> AdamW:
-        return AdamW(
-            learning_rate=schedule,
-            parameters=parameters,
-            weight_decay=config.train.weight_decay,
-            apply_decay_param_fun=decayed.__contains__,
-        )
+    def make(parameters: list[paddle.Tensor]) -> paddle.optimizer.Optimizer:
+        return make_optimizer(config, schedule, parameters, decayed)
 
     parameters = [p for p in [*model.parameters(), *besides] if not p.stop_gradient]
     return offloaded_optimizer(model, parameters, make) or make(parameters)
+
+
+def make_optimizer(
+    config: Config,
+    schedule: lr.LRScheduler | float,
+    parameters: list[paddle.Tensor],
+    decayed: frozenset[str],
+    grad_clip: Any = None,
+) -> paddle.optimizer.Optimizer:
+    """AdamW, or what ``strategy.lamb`` or ``strategy.lars`` makes of it, as fleet does.
+
+    Args:
+        config: ``config.strategy`` names the optimizer, ``config.train`` has AdamW's weight decay.
+        schedule: The learning rate.
+        parameters: What it updates, in dygraph or of a Program.
+        decayed: Paddle's names of the parameters that AdamW decays.
+        grad_clip: For a Program; `TrainStep` clips itself.
+
+    References:
+        You et al. 2017, "Large Batch Training of Convolutional Networks", arXiv:1708.03888 (LARS);
+        You et al. 2019, "Large Batch Optimization for Deep Learning", arXiv:1904.00962 (LAMB).
+    """
+    strategy = config.strategy
+    if strategy.lamb:
+        ends = tuple(strategy.lamb_configs.exclude_from_weight_decay)
+        return Lamb(
+            learning_rate=schedule,
+            lamb_weight_decay=strategy.lamb_configs.lamb_weight_decay,
+            parameters=parameters,
+            grad_clip=grad_clip,
+            exclude_from_weight_decay_fn=(lambda one: one.name.endswith(ends)) if ends else None,
+        )
+    if strategy.lars:
+        return LarsMomentumOptimizer(
+            learning_rate=schedule,
+            momentum=LARS_MOMENTUM,
+            parameter_list=parameters,
+            grad_clip=grad_clip,
+            **strategy.lars_configs.model_dump(),
+        )
+    return AdamW(
+        learning_rate=schedule,
+        parameters=parameters,
+        weight_decay=config.train.weight_decay,
+        apply_decay_param_fun=decayed.__contains__,
+        grad_clip=grad_clip,
+    )
 
 
 def decayed_parameters(model: paddle.nn.Layer) -> frozenset[str]:

@@ -9,7 +9,13 @@ import paddle
 import pytest
 from pydantic import ValidationError
 
-from paddle_recompute.config import AmpConfigs, GradientMergeConfigs, StrategyConfig
+from paddle_recompute.config import (
+    AmpConfigs,
+    GradientMergeConfigs,
+    LambConfigs,
+    LarsConfigs,
+    StrategyConfig,
+)
 from paddle_recompute.config._refused import REFUSED_STRATEGY_FIELDS
 from paddle_recompute.config._section import subsection
 
@@ -38,7 +44,7 @@ def test_every_field_exists_in_paddle(strategy: Any) -> None:
     assert set(StrategyConfig.model_fields) <= names_of(strategy)
 
 
-@pytest.mark.parametrize("section", [AmpConfigs, GradientMergeConfigs])
+@pytest.mark.parametrize("section", [AmpConfigs, GradientMergeConfigs, LambConfigs, LarsConfigs])
 def test_nested_keys_and_defaults_are_those_of_paddle(strategy: Any, section: Any) -> None:
     [name] = [n for n in StrategyConfig.model_fields if subsection(StrategyConfig, n) is section]
     theirs = dict(getattr(strategy, name))

@@ -22,6 +22,7 @@ from paddle_recompute import (
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from tests.ranks import run_ranks
+from tests.train_step.half_precision import auto_cast
 
 IS_26 = paddle.__version__.startswith("2.6")
 only_3 = pytest.mark.skipif(IS_26, reason="to_static of Paddle 2.6 takes no wrapped model")
@@ -252,6 +253,12 @@ def test_a_program_that_no_longer_fits_its_model_is_refused() -> None:
     compile_model(model, SPEC)
     model(ids).sum().backward()
     assert model.right.up.weight.grad is None and model.right.down.weight.grad is not None
+
+
+def test_another_precision_than_that_of_the_program_is_refused() -> None:
+    model = build(wrap=False, compiled=True)
+    with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
+        model(paddle.ones([2, 3], "int64"))
 
 
 def test_models_that_are_not_compiled_as_they_are() -> None:
