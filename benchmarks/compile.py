@@ -1,11 +1,10 @@
 """Eager execution against a compiled model, with and without recompute: time and peak of a step.
 
 The shapes are those of ERNIE-tiny (4 layers, hidden 312, 12 heads; 16 texts of 32 tokens) and
-ERNIE-base (12 layers, hidden 768, 12 heads; 4 texts of 32 tokens), both with 1,000 words and
-dropout 0.1, and ResNet-18 (4 images of 64 x 64). The update is SGD. The peak is the smallest of
-three steps, above what was held before the step, each variant in a process of its own: a thread of
-Paddle's executor frees tensors, and may be late. Time is the ratio within a round of one step of
-each variant, in one process.
+ERNIE-base (12 layers, hidden 768, 12 heads; 2 texts of 32 tokens), both with 1,000 words and
+dropout 0.1, and ResNet-18 (4 images of 64 x 64). The update is SGD. The peak is the smaller one of
+two steps, above what was held before the step: a thread of Paddle's executor frees tensors, and may
+be late. Time is the ratio within a round of one step of each variant, in one process.
 
     python -m benchmarks.compile [--rounds N]
 """
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +21,6 @@ import paddle
 
 from benchmarks._record import (
     RESULTS,
-    in_own_process,
     paired_seconds,
     ratios,
     table,
@@ -36,7 +33,7 @@ from paddle_recompute.config import ModelConfig
 IS_26 = paddle.__version__.startswith("2.6")
 SHAPES: dict[str, dict[str, Any]] = {
     "ERNIE-tiny": {"num_layers": 4, "hidden_size": 312, "texts": 16},
-    "ERNIE-base": {"num_layers": 12, "hidden_size": 768, "texts": 4},
+    "ERNIE-base": {"num_layers": 12, "hidden_size": 768, "texts": 2},
     "ResNet-18": {},
 }
 VARIANTS = {
@@ -95,55 +92,52 @@ def make_step(shape: str, variant: str) -> tuple[Callable[[], float], float]:
     return run, seconds
 
 
-def measure(shape: str, variant: str) -> dict[str, Any]:
-    """Peak bytes, losses and seconds of conversion of one variant, in this process."""
-    step, seconds = make_step(shape, variant)
-    losses, peaks = [step()], []
-    for _ in range(3):
+def peak_of(step: Callable[[], float]) -> tuple[int, float]:
+    """The smallest peak of two steps above what was held before, and the loss of the last."""
+    peaks, loss = [], step()
+    for _ in range(2):
         gc.collect()
         before = _memory.current_bytes()
         if not IS_26:
             _memory.reset_peak()
-        losses.append(step())
+        loss = step()
         peaks.append(_memory.peak_bytes() - before)
-    return {"peak": min(peaks), "losses": losses, "seconds": seconds}
+    return min(peaks), loss
 
 
 def main() -> None:
     """Measure all variants and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", nargs=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    if arguments.measure:
-        print(json.dumps(measure(*arguments.measure)))
-        return
     module = "benchmarks.compile"
     rows, same = [], True
     for shape in SHAPES:
-        found = {name: in_own_process(module, "--measure", shape, name) for name in variants()}
-        same &= len({tuple(one["losses"]) for one in found.values()}) == 1
-        steps = {name: make_step(shape, name)[0] for name in found}
-        shares = ratios(paired_seconds(steps, warm_up=1, rounds=arguments.rounds), to="eager")
-        del steps
-        gc.collect()
-        for name, one in found.items():
+        made = {name: make_step(shape, name) for name in variants()}
+        steps = {name: step for name, (step, _) in made.items()}
+        peaks = {name: peak_of(step) for name, step in steps.items()}
+        same &= len({loss for _, loss in peaks.values()}) == 1
+        shares = ratios(paired_seconds(steps, warm_up=0, rounds=arguments.rounds), to="eager")
+        for name, (_, seconds) in made.items():
             middle, low, high = shares[name]
             rows.append(
                 [
                     shape,
                     name,
                     f"{middle:.2f} ({low:.2f} to {high:.2f})",
-                    f"{one['peak'] / 2**20:.1f}",
-                    f"{one['seconds']:.1f}" if VARIANTS[name][0] else "",
+                    f"{peaks[name][0] / 2**20:.1f}",
+                    f"{seconds:.1f}" if VARIANTS[name][0] else "",
                 ]
             )
+            print(*rows[-1], flush=True)
+        del made, steps
+        gc.collect()
     with_cinn = paddle.is_compiled_with_cinn()
     header = ["model", "variant", "time of eager", "peak MiB", "conversion, s"]
     body = [
         *table(header, rows),
         "",
-        f"- The four losses of all variants of a model are {'' if same else 'NOT '}equal to the "
+        f"- The third losses of all variants of a model are {'' if same else 'NOT '}equal to the "
         "bit.",
         "- CINN: "
         + ("in this wheel; to_static uses it by itself." if with_cinn else "not in this wheel."),
