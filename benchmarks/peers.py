@@ -55,7 +55,7 @@ def ask(side: str, what: str, way: str) -> dict[str, Any]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )
     print(f"{side} {what} {way}", file=sys.stderr, flush=True)
