@@ -236,16 +236,32 @@ def _status(name: str) -> int:
     raise SystemExit(f"/proc/self/status has no {name}; this needs Linux")
 
 
+def measured(make: Callable[[Api, str], Callable[[], object]], api: Api, way: str) -> str:
+    """Memory and relative time of one way, as JSON."""
+    step = make(api, way)
+    result: dict[str, float] = {"bytes": growth(step)}
+    if way != "plain":
+        result["time"] = relative_time(step, make(api, "plain"))
+    return json.dumps(result)
+
+
 def main(api: Api) -> None:
-    """Do what the command line asks, ``WHAT WAY``, and print it as JSON."""
-    what, way = sys.argv[1:3]
-    result: dict[str, Any]
-    if what.endswith("cases"):
-        result = judge(api, way, are_caches=what.startswith("cache"))
-    else:
-        make = encoder_step if what == "encoder" else contrastive_step
-        step = make(api, way)
-        result = {"bytes": growth(step)}
-        if way != "plain":
-            result["time"] = relative_time(step, make(api, "plain"))
+    """Try all cases and measure all ways, each in a child of this process; print JSON."""
+    result: dict[str, Any] = {}
+    for topic, ways, make in (
+        ("recompute", api.ways, encoder_step),
+        ("caches", api.caches, contrastive_step),
+    ):
+        found = {"plain": {"measured": _measured(make, api, "plain")}}
+        for way in ways:
+            print(f"{type(api).__name__} {topic} {way}", file=sys.stderr, flush=True)
+            found[way] = {
+                "cases": judge(api, way, are_caches=topic == "caches"),
+                "measured": _measured(make, api, way),
+            }
+        result[topic] = found
     print("\n" + json.dumps(result))
+
+
+def _measured(make: Callable[[Api, str], Callable[[], object]], api: Api, way: str) -> Any:
+    return json.loads(_in_child(lambda: measured(make, api, way)))

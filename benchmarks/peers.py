@@ -2,7 +2,7 @@
 
 Recompute: 6 Transformer blocks, hidden 256, batch 8, length 64, dropout 0.1, AdamW, one thread.
 Gradient cache: 4 blocks, hidden 64, 128 pairs of 32 tokens, chunks of 16. Memory is the growth of
-resident memory in one step, of the plain step in another process of the same framework. Time is
+resident memory in one step, in a process of its own, beside that of a plain step. Time is
 the median of seven steps, each divided by a plain step beside it. "Lines" are those of a training
 script that change. Cases: ok, wrong (silently), none (the library has no way to say it), an error,
 or crash (the process dies). GradCache is that of its authors, gradcache 0.0.1; it imports itself
@@ -46,49 +46,44 @@ CACHES = {
 }
 
 
-def ask(side: str, what: str, way: str) -> dict[str, Any]:
+def ask(side: str) -> dict[str, Any]:
     """What a side says, in a process of its own."""
     python = os.environ.get("TORCH_PYTHON", str(TORCH)) if side == "torch" else sys.executable
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     run = subprocess.run(
-        [python, "-m", f"benchmarks._peers_{side}", what, way],
+        [python, "-m", f"benchmarks._peers_{side}"],
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         timeout=900,
+        check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )
-    print(f"{side} {what} {way}", file=sys.stderr, flush=True)
-    if run.returncode != 0:
-        words = run.stderr.strip().splitlines()[-1:] or [f"exit code {run.returncode}"]
-        sys.exit(f"benchmarks._peers_{side} {what} {way}: {words[0]}")
     return dict(json.loads(run.stdout.strip().splitlines()[-1]))
 
 
 def compare(
-    ways: dict[str, tuple[str, str, int]], cases: str, measured: str
+    ways: dict[str, tuple[str, str, int]], found: dict[str, Any], topic: str
 ) -> tuple[list[tuple[object, ...]], dict[str, dict[str, str]]]:
     """The rows of a table, and the verdict of each case by way."""
-    plain = {
-        side: ask(side, measured, "plain")["bytes"] for side in {one[0] for one in ways.values()}
-    }
     rows: list[tuple[object, ...]] = []
     verdicts = {}
     for way, (side, name, lines) in ways.items():
-        verdicts[way] = ask(side, cases, way)
+        one, plain = found[side][topic][way], found[side][topic]["plain"]["measured"]["bytes"]
+        verdicts[way] = one["cases"]
         counts = Counter(
-            one if one in ("ok", "wrong", "none", "crash") else "error"
-            for one in verdicts[way].values()
+            verdict if verdict in ("ok", "wrong", "none", "crash") else "error"
+            for verdict in verdicts[way].values()
         )
-        found = ask(side, measured, way)
+        num_bytes = one["measured"]["bytes"]
         rows.append(
             (
                 name,
                 f"{counts['ok']} of {len(verdicts[way])}",
                 *(counts[kind] for kind in ("wrong", "error", "crash", "none")),
-                f"{found['bytes'] / MIB:.1f} of {plain[side] / MIB:.1f}",
-                f"{found['bytes'] / plain[side]:.2f}",
-                f"{found['time']:.2f}",
+                f"{num_bytes / MIB:.1f} of {plain / MIB:.1f}",
+                f"{num_bytes / plain:.2f}",
+                f"{one['measured']['time']:.2f}",
                 lines,
             )
         )
@@ -109,8 +104,9 @@ def main() -> None:
         "right", "silently wrong", "error", "crash", "none", "MiB, of plain", "memory / plain",
         "time / plain", "lines",
     )  # fmt: skip
-    recompute, recompute_cases = compare(RECOMPUTE, "cases", "encoder")
-    caches, cache_cases = compare(CACHES, "cache-cases", "contrastive")
+    found = {side: ask(side) for side in ("paddle", "torch")}
+    recompute, recompute_cases = compare(RECOMPUTE, found, "recompute")
+    caches, cache_cases = compare(CACHES, found, "caches")
     path = write_record(
         "peers",
         "Peers",
