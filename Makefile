@@ -66,7 +66,8 @@ venv-formers: .venv-formers/.installed
 .venv-formers/.installed: setup.py requirements/formers.txt requirements/common.txt
 	@$(call install,.venv-formers,requirements/formers.txt)
 
-THIRD_PARTY_TESTS := tests/integrations tests/models/test_init_from.py
+THIRD_PARTY_TESTS := tests/integrations tests/models/test_init_from.py tests/doctor/test_other_libraries.py \
+    tests/examples/test_trainer.py
 
 test-nlp: venv-nlp
 	.venv-nlp/bin/python -m pytest $(THIRD_PARTY_TESTS) $(ARGS)
