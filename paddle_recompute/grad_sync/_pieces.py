@@ -75,7 +75,7 @@ class PieceSender:
         self._reducer: AllReducer = (
             ThreadAllReducer(scope.name)
             if self._is_gloo
-            else StreamAllReducer(dist.new_group(list(scope.ranks)))
+            else StreamAllReducer(own := dist.new_group(list(scope.ranks)), own)
         )
 
     @paddle.no_grad()

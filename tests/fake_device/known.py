@@ -25,6 +25,8 @@ _ON_BOTH = {
     "test_the_timeline_tells_when_each_bucket_was_ready_and_travelled": _UNSEEN,
     "tests/train_step/test_host_reads.py::"
     "test_a_step_with_another_optimizer_reads_once": _NO_KERNEL,
+    "tests/train_step/test_host_reads.py::"
+    "test_after_a_divergence_the_next_step_is_finite[RMSProp]": _NO_KERNEL,
     _MIXED + "test_on_a_cpu_it_is_refused_in_plain_words": _ON_A_CPU,
     _MORTAL + "test_the_other_rank_ends_in_error_and_names_the_rank_and_the_step"
     "[rank 0 killed]": _OWN,
