@@ -100,9 +100,9 @@ class Arriving:
 class HostNumbers:
     """Float64 numbers of the host that a collective works on, without waiting for computations.
 
-    They have a stream of their own. On the stream that computes, and by any copy that blocks
-    (``paddle.to_tensor``, ``Tensor.numpy``: 2.6, 3.3), the host would wait for all computations that
-    it has put on the device.
+    They have a stream of their own. On the stream that computes, and by a copy that blocks
+    (``paddle.to_tensor``, ``Tensor.numpy``: 2.6, 3.3), the host would wait for all computations
+    before them.
 
     Args:
         values: At least one.
