@@ -1,11 +1,13 @@
 """What the ranks tell each other at the end of each step, in one small collective.
 
-Fifteen numbers of the hosts are summed: what has happened to the gradients, how many examples there
-were, and a hash of what must be the same everywhere. With them travels the loss; on a device in a
-collective of its own, which no host waits for. That a hash is the same is seen from the sums of its
-two halves and of their squares: n times the sum of squares is the square of the sum only where all n
-are equal. So where all goes well, nothing is listed by rank, and nothing goes through rank 0; where
-the hash differs, the ranks meet there and compare what they have.
+Fifteen numbers of the hosts are summed: what has happened to the gradients, how many examples
+there were, and a hash of what must be the same everywhere. With them travels the loss; on a device
+in a collective of its own, which no host waits for.
+
+That a hash is the same is seen from the sums of its two halves and of their squares: n times the
+sum of squares is the square of the sum only where all n are equal. So where all goes well, nothing
+is listed by rank, and nothing goes through rank 0; where the hash differs, the ranks meet there and
+compare what they have.
 """
 
 from __future__ import annotations
