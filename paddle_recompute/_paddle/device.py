@@ -25,6 +25,19 @@ def to_host(tensor: paddle.Tensor) -> paddle.Tensor:
     return tensor.pin_memory() if tensor.place.is_gpu_place() else tensor.cpu()
 
 
+def put(values: Any, dtype: str | None = None) -> paddle.Tensor:
+    """A tensor on the current device, with a copy of `values`, of the host.
+
+    Unlike ``paddle.to_tensor`` (2.6, 3.3) it does not wait for what the device computes, nor hold
+    the GIL while it waits, which keeps all threads of the process waiting too.
+    """
+    if paddle.get_device() == "cpu" or not paddle.in_dynamic_mode():
+        return paddle.to_tensor(values, dtype)
+    on_host = paddle.to_tensor(values, dtype, place=paddle.CPUPlace())
+    tensor = paddle.empty(on_host.shape, on_host.dtype)
+    return tensor.copy_(on_host, False) if on_host.size else tensor
+
+
 def event_now() -> Any:
     """An event behind all that has been put on the current device's stream; has ``query()``."""
     return paddle.device.current_stream().record_event()

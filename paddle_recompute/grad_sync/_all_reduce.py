@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute._paddle.device import HostNumbers
-from paddle_recompute.distributed import Scope, lane_of, peers, watched_on_device
+from paddle_recompute.distributed import Scope, lane_of, reduce_host_numbers, watched_on_device
 
 _LANE = "gradients"
 
@@ -119,19 +115,12 @@ class _StreamTask:
 class StreamAllReducer:
     """For NCCL and other device backends: asynchronous collectives on the communication stream.
 
-    The host waits neither for a bucket nor for what a rank has computed. It waits once, at the end
-    of the step, for the numbers of the other hosts: these have a group and a stream of their own,
-    beside all computations. It polls meanwhile, as a peer that died would leave it waiting inside
-    the driver, for ever.
-
-    Args:
-        group: The ranks; None: all.
-        beside: The same ranks, for numbers of the hosts.
+    The host waits for no bucket and nothing else that a rank computes: at the end of the step it
+    waits for the numbers of the other hosts.
     """
 
-    def __init__(self, group: Group | None, beside: Group | None) -> None:
+    def __init__(self, group: Group | None) -> None:
         self._group = group
-        self._beside = beside
 
     def send(self, tensor: paddle.Tensor, label: str, scope: Scope, place: str) -> AllReduceTask:
         with watched_on_device(label, scope):
@@ -142,42 +131,15 @@ class StreamAllReducer:
     ) -> tuple[list[float], paddle.Tensor]:
         if own.size:
             self.send(own, label, scope, label).wait()
-        return self._reduce(numbers, dist.ReduceOp.SUM, label, scope), own
+        return reduce_host_numbers(numbers, dist.ReduceOp.SUM, label, scope, self._group), own
 
     def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
-        return self._reduce(numbers, dist.ReduceOp.MAX, label, scope) if numbers else []
-
-    def _reduce(
-        self, numbers: Sequence[float], operation: int, label: str, scope: Scope
-    ) -> list[float]:
-        def reduce(tensor: paddle.Tensor) -> None:
-            dist.all_reduce(tensor, operation, group=self._beside, sync_op=False).wait()
-
-        sent = HostNumbers(numbers, reduce)
-        place = label.partition(":")[0]
-        peers().wait_until(partial(_has_come, sent), label, scope, place=place)
-        return sent.values()
-
-
-def _has_come(numbers: HostNumbers, patience: float) -> bool:
-    deadline = time.monotonic() + patience
-    while not numbers.has_come():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.0001)
-    return True
-
-
-@functools.cache
-def _group_for_numbers(ranks: tuple[int, ...]) -> Group | None:
-    return dist.new_group(list(ranks))
+        return reduce_host_numbers(numbers, dist.ReduceOp.MAX, label, scope, self._group)
 
 
 def all_reducer_of(group: Group | None, scope: Scope) -> AllReducer:
     """The courier for the backend of `group` (None: all ranks); every rank of it must call this."""
     if dist.get_backend(group).lower() != "gloo":
-        # All ranks must make a group together (Paddle 2.6, 3.3), which a part of them cannot.
-        is_of_all = len(scope.ranks) == dist.get_world_size()
-        return StreamAllReducer(group, _group_for_numbers(scope.ranks) if is_of_all else group)
+        return StreamAllReducer(group)
     lane_of(scope, _LANE)  # made now, and not in the first step
     return ThreadAllReducer()

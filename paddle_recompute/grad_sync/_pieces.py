@@ -75,7 +75,7 @@ class PieceSender:
         self._reducer: AllReducer = (
             ThreadAllReducer(scope.name)
             if self._is_gloo
-            else StreamAllReducer(own := dist.new_group(list(scope.ranks)), own)
+            else StreamAllReducer(dist.new_group(list(scope.ranks)))
         )
 
     @paddle.no_grad()

@@ -10,6 +10,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_recompute._paddle import device
+from paddle_recompute.contrastive.gather import agree_on_rows
 from paddle_recompute.distributed import scope_of
 from paddle_recompute.grad_sync._all_reduce import all_reducer_of
 from tests.fake_device import switches
@@ -51,3 +52,28 @@ def loss_beside_a_computation() -> tuple[bool, float]:
     computed = device.event_now()
     _, total = reducer.sums([1.0], own, "sums", scope)
     return not computed.query(), total.item()
+
+
+def test_a_copy_from_the_host_waits_for_no_computation() -> None:
+    with switches.set_to(kernel_us=SECOND):
+        slow = paddle.full([4], 1.0)
+    computed = device.event_now()
+    here = device.put([1, 2, 3], "int64")
+    assert not computed.query()
+    assert here.tolist() == [1, 2, 3]
+    assert float(slow.sum()) == 4.0
+
+
+def rows_beside_a_computation() -> tuple[bool, tuple[int, ...], int]:
+    rows = paddle.ones([dist.get_rank() + 2, 3])
+    agree_on_rows([rows], None)  # the ranks connect
+    with switches.set_to(kernel_us=5 * SECOND):
+        paddle.full([4], 1.0)
+    computed = device.event_now()
+    agreed = agree_on_rows([rows], None)
+    return not computed.query(), agreed.counts, agreed.rank
+
+
+def test_the_numbers_of_rows_wait_for_no_computation() -> None:
+    results = run_ranks(rows_beside_a_computation, 2)
+    assert results == [(True, (2, 3), 0), (True, (2, 3), 1)]
