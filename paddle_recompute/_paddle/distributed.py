@@ -15,6 +15,7 @@ import paddle.distributed as dist
 from paddle.base import core, framework
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle.native_calls import native_call
 from paddle_recompute._paddle.start import gloo_group_tried_again
 
 
@@ -115,8 +116,9 @@ def store_publish(key: str, value: str) -> None:
     is no public way. One operation takes 43 ms, so it is for what is told once.
     """
     store = core.create_or_get_global_tcp_store()
-    store.set(key, value)
-    store.add(f"{key}/published", 1)
+    with native_call():
+        store.set(key, value)
+        store.add(f"{key}/published", 1)
 
 
 def store_await(key: str) -> str:
@@ -126,6 +128,8 @@ def store_await(key: str) -> str:
     RuntimeError says that the store, which is in rank 0, is gone.
     """
     store = core.create_or_get_global_tcp_store()
-    while not store.add(f"{key}/published", 0):
+    while True:
+        with native_call():
+            if store.add(f"{key}/published", 0):
+                return str(store.get(key).decode())
         time.sleep(0.05)
-    return str(store.get(key).decode())

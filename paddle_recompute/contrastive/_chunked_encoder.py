@@ -110,7 +110,7 @@ class ChunkedEncoder:
             The encoder's output, with all rows in every tensor.
         """
         # What a second forward would need is not looked at where there is none.
-        watch = None if self._keeps_graph else StateWatch(layers_of(self.encoder, ()))
+        watch = None if self._keeps_graph else StateWatch(self._layers())
         structure: Any = None
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
@@ -197,6 +197,9 @@ class ChunkedEncoder:
             worst = paddle.stack(self._deviations).max()
         self._deviations = []
         return worst
+
+    def _layers(self) -> list[paddle.nn.Layer]:
+        return layers_of(self.encoder, ())
 
     def _call(self, chunk: Chunk) -> Any:
         batch = chunk.of(self._batch)
