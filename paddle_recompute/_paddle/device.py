@@ -35,7 +35,9 @@ def put(values: Any, dtype: str | None = None) -> paddle.Tensor:
         return paddle.to_tensor(values, dtype)
     on_host = paddle.to_tensor(values, dtype, place=paddle.CPUPlace())
     tensor = paddle.empty(on_host.shape, on_host.dtype)
-    return tensor.copy_(on_host, False) if on_host.size else tensor
+    if on_host.size:
+        tensor.copy_(on_host, False)  # returns None on 2.6
+    return tensor
 
 
 def event_now() -> Any:
