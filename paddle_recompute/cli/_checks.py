@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
+from paddle_recompute._installed import require_paddle
 from paddle_recompute._json_files import read_json
 from paddle_recompute.cli._process import prepare_one_process
-from paddle_recompute.config import load_config
-from paddle_recompute.errors import ConfigError
+from paddle_recompute.config import Config, load_config
+from paddle_recompute.errors import ConfigError, LaunchError
 from paddle_recompute.launch import (
     errors_in_one_paragraph,
     is_launched,
@@ -19,6 +22,7 @@ from paddle_recompute.launch import (
     launch,
     prepare_rank,
     require_paddle_and_devices,
+    speed_settings,
 )
 
 
@@ -94,6 +98,7 @@ def doctor(
         return
     with errors_in_one_paragraph(debug):
         if runs_self_test:
+            _refuse(config_file=config_file, parity=compares_modes, overrides=overrides)
             prepare_one_process()
             from paddle_recompute.doctor import write_self_test
 
@@ -103,23 +108,49 @@ def doctor(
             return
         if config_file is None:
             raise ConfigError("doctor needs --config FILE, or --self-test")
+        if device is not None:
+            raise ConfigError("--device is for --self-test; with --config set launch.device")
+        if compares_modes and is_rank():
+            raise ConfigError("--parity starts processes of its own: call it without fleetrun")
         config = load_config(config_file, overrides)
-        if is_rank() or config.world_size == 1:
-            from paddle_recompute.doctor import examine
-
-            report = examine(config, say=click.echo)
-        else:
-            again = ["-m", "paddle_recompute.cli", "doctor", "--config", config_file, *overrides]
-            launch(config, again)
-            report = read_json(config.train.output_dir / "doctor.json")
-        if output:
-            Path(output).write_text(json.dumps(report), encoding="utf-8")
+        report = _examined(config, config_file, overrides)
         if compares_modes:
-            require_paddle_and_devices(config)
             from paddle_recompute import parity as modes
 
             compared = modes.parity(config, steps=2)
             click.echo(str(compared))
+            report["parity"] = compared.to_dict()
             report["ok"] &= not compared.faults
+        if output and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
+            from paddle_recompute.doctor import write_report
+
+            write_report(Path(output), report)
         if not report["ok"]:
             sys.exit(1)
+
+
+def _refuse(*, config_file: str | None, parity: bool, overrides: tuple[str, ...]) -> None:
+    given = ["--config"] * bool(config_file) + ["--parity"] * parity + list(overrides)
+    if given:
+        raise ConfigError(f"{given[0]}: has no effect with --self-test; remove one of them")
+
+
+def _examined(config: Config, config_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The report of this process, or of the ranks that it starts."""
+    if is_rank() or config.world_size == 1:
+        chosen = speed_settings(config.launch.num_ranks, os.environ, device=config.launch.device)
+        os.environ.update(chosen)
+        if is_rank():
+            require_paddle()
+        else:
+            require_paddle_and_devices(config)
+        from paddle_recompute.doctor import examine
+
+        return examine(config, say=click.echo)
+    launch(config, ["-m", "paddle_recompute.cli", "doctor", "--config", config_file, *overrides])
+    file = config.train.output_dir / "doctor.json"
+    try:
+        found = read_json(file)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{file}: cannot read the report of rank 0 ({error})") from error
+    return dict(found)

@@ -112,7 +112,7 @@ class ChunkedEncoder:
         has_gradients = paddle.is_grad_enabled()
         # What a second forward would need is not looked at where there is none.
         is_repeated = has_gradients and not self._keeps_graph
-        watch = StateWatch(layers_of(self.encoder, ())) if is_repeated else None
+        watch = StateWatch(self._layers()) if is_repeated else None
         structure: Any = None
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
@@ -200,6 +200,9 @@ class ChunkedEncoder:
             worst = paddle.stack(self._deviations).max()
         self._deviations = []
         return worst
+
+    def _layers(self) -> list[paddle.nn.Layer]:
+        return layers_of(self.encoder, ())
 
     def _call(self, chunk: Chunk) -> Any:
         batch = chunk.of(self._batch)

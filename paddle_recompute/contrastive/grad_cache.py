@@ -12,6 +12,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder, check_repetition
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
+from paddle_recompute.contrastive._own_backward import ChunksWithOwnBackward, OwnBackward
 from paddle_recompute.contrastive._step import Step
 from paddle_recompute.contrastive._texts import LengthOf
 from paddle_recompute.distributed import is_distributed
@@ -279,16 +280,15 @@ class GradCache:
                 f"query has {rows[0]} rows and positive has {rows[1]}; row i of query belongs to "
                 "row i of positive, so their numbers must be equal"
             )
-        return [
-            ChunkedEncoder(
-                self._encoders[min(place, 1)],
-                batch,
-                self._cut(batch, rows[place], name),
-                name,
-                keeps_graph=self._chunk_size is None and self._chunk_tokens is None,
-            )
-            for place, (batch, name) in enumerate(zip(inputs, names, strict=True))
-        ]
+        found = []
+        for place, (batch, name) in enumerate(zip(inputs, names, strict=True)):
+            encoder = self._encoders[min(place, 1)]
+            own = isinstance(encoder, OwnBackward)
+            keeps = not own and self._chunk_size is None and self._chunk_tokens is None
+            chunks = self._cut(batch, rows[place], name)
+            kind = ChunksWithOwnBackward if own else ChunkedEncoder
+            found.append(kind(encoder, batch, chunks, name, keeps_graph=keeps))
+        return found
 
     def _cut(self, batch: Any, num_rows: int, name: str) -> list[Chunk]:
         if self._chunk_size is not None:
@@ -383,6 +383,8 @@ def _not_reached() -> None:
 
 
 def _parameters_of(function: Any) -> list[paddle.Tensor]:
+    if isinstance(function, OwnBackward):
+        return []
     return [parameter for layer in layers_of(function, ()) for parameter in layer.parameters()]
 
 

@@ -101,6 +101,7 @@ class ControlServer:
         self._gone: list[int] = []
         self._left: list[int] = []  # in good order
         self._untold: dict[str, list[int]] = {"gone": [], "left": []}
+        self._last_stop = -1
         self._meetings = Meetings(self._tell)
         self._waits = Waits(self._tell)
         self._news = selectors.DefaultSelector()
@@ -245,6 +246,8 @@ class ControlServer:
             )
         elif kind == "goes on":
             self._waits.end(rank)
+        elif kind == "stop":
+            self._pass_stop_on(number_of(message, "number"))
         elif kind == "failed":
             self._fail(rank, message)
         elif kind == "left":
@@ -267,6 +270,12 @@ class ControlServer:
         if len(before) < _LOUD and (not told["is_peer_error"] or not before):
             self._failed.append(told)
             self._tell_all(told)
+
+    def _pass_stop_on(self, number: int) -> None:
+        """Once: a scheduler that ends a run asks all ranks."""
+        if number > self._last_stop:
+            self._last_stop = number
+            self._tell_all({"kind": "stop", "number": number})
 
     def _leave(self, line: _Line, message: Message) -> None:
         reason = message.get("message")

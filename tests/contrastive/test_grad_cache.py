@@ -327,7 +327,7 @@ def test_embeddings_in_half_precision(dtype: str, tolerance: float, chunks: dict
 
 @pytest.mark.parametrize("chunks", [{}, {"chunk_size": 5}, {"chunk_size": BATCH}])
 def test_evaluate_is_the_loss_alone(chunks: dict[str, Any]) -> None:
-    (encoder,), query, positive = make(1), texts(1), texts(2)
+    encoder, query, positive = make(1), texts(1), texts(2)
     encoder.eval()
     cache = GradCache(encoder, criterion, **chunks)
     with watched_graph(encoder) as has_graph:
