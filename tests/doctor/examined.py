@@ -40,7 +40,8 @@ def main() -> None:
         blocks[1].register_forward_post_hook(_changed)
 
     def loss_of(model: Any, ids: paddle.Tensor) -> paddle.Tensor:
-        return model(ids)[0].square().mean()
+        outputs = model(ids)  # hidden states, and the pooled vector of an encoder
+        return sum(one.square().mean() for one in outputs[:2] if isinstance(one, paddle.Tensor))
 
     report = doctor(model, paddle.randint(1, 100, [4, 12]), loss_of, recompute=RecomputeConfig())
     print(f"\nsound: {report.ok}\n{report}")
