@@ -101,7 +101,7 @@ class ControlServer:
         self._gone: list[int] = []
         self._left: list[int] = []  # in good order
         self._untold: dict[str, list[int]] = {"gone": [], "left": []}
-        self._last_stop = -1
+        self._stops: list[Message] = []  # the last one
         self._meetings = Meetings(self._tell)
         self._waits = Waits(self._tell)
         self._news = selectors.DefaultSelector()
@@ -180,7 +180,8 @@ class ControlServer:
         line = self._lines[rank] = _Line(rank, stranger.socket)
         self._news.modify(line.socket, selectors.EVENT_READ, line)
         self._send(line, welcome(bytes(stranger.said), stranger.challenge, self._key))
-        for message in [*self._failed, *self._ends({"gone": self._gone, "left": self._left})]:
+        ends = self._ends({"gone": self._gone, "left": self._left})
+        for message in [*self._failed, *ends, *self._stops]:
             self._send(line, encode(message))
 
     def _show_out(self, stranger: _Stranger) -> None:
@@ -273,9 +274,10 @@ class ControlServer:
 
     def _pass_stop_on(self, number: int) -> None:
         """Once: a scheduler that ends a run asks all ranks."""
-        if number > self._last_stop:
-            self._last_stop = number
-            self._tell_all({"kind": "stop", "number": number})
+        told: Message = {"kind": "stop", "number": number}
+        if told not in self._stops:
+            self._stops = [told]
+            self._tell_all(told)
 
     def _leave(self, line: _Line, message: Message) -> None:
         reason = message.get("message")
