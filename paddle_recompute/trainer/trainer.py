@@ -24,12 +24,14 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
+from paddle_recompute._paddle import device
 from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.config import Config
 from paddle_recompute.data import (
     PairLoader,
     PreparedData,
     build_loader,
+    dead_workers_named,
     prepare_data,
 )
 from paddle_recompute.distributed import (
@@ -260,7 +262,8 @@ class Trainer:
             figures |= checkpoint.state.get("figures", {})
         barrier()
         stop = StopRequest(done + 1)
-        with stop, Progress(total, done=done, enabled=self._is_main) as progress:
+        shown = Progress(total, done=done, enabled=self._is_main)
+        with stop, dead_workers_named(), shown as progress:
             window.start()
             for step, epoch, micro_batches in self._steps(loader, done, total, ids):
                 paddle.seed(step_seed(settings.seed, step, self._rank))
@@ -405,7 +408,7 @@ class Trainer:
                 done += 1
                 parts = {side: batch[side] for side in ("query", "positive")}
                 if ids is not None:
-                    parts["positive_ids"] = paddle.to_tensor(ids[batch["index"].numpy()])
+                    parts["positive_ids"] = device.put(ids[batch["index"].numpy()])
                 yield (
                     done,
                     epoch,
