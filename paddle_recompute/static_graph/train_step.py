@@ -17,7 +17,13 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle.static import ranks, training
 from paddle_recompute.config import Config
 from paddle_recompute.contrastive import ContrastiveLoss, num_rows_of
-from paddle_recompute.distributed import is_distributed, mean_over_ranks, sum_over_ranks
+from paddle_recompute.distributed import (
+    Limits,
+    is_distributed,
+    mean_over_ranks,
+    peers,
+    sum_over_ranks,
+)
 from paddle_recompute.errors import (
     ConfigError,
     DataError,
@@ -58,7 +64,8 @@ class StaticTrainStep:
     `grad_cache` before it, but a gradient norm after it.
 
     Args:
-        config: ``recompute``, ``strategy`` and ``train`` are read, and ``sync`` is checked.
+        config: ``recompute``, ``strategy`` and ``train`` are read, and of ``sync`` how long to wait
+            for other ranks; the rest of it is checked.
         model_fn: Returns the model, a Layer; called once for each Program, while it is built (with
             `grad_cache` there are three at least). Its weights are drawn from Paddle's generator in
             `build`, or set by `set_state_dict`. On several ranks rank 0's drawn weights are used.
@@ -119,6 +126,8 @@ class StaticTrainStep:
                 "StaticTrainStep has none. Set dtype: bfloat16"
             )
         _check_ranks()
+        if is_distributed():
+            peers().limits = Limits(config.sync.peer_timeout, config.sync.stall_timeout)
         _check_loss(config, loss_fn, grad_cache)
         self._config = config
         self._recipe = Recipe(

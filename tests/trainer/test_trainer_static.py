@@ -152,6 +152,48 @@ def test_both_modes_draw_the_same_dropout_masks(folder: Path) -> None:
     assert losses_of(dygraph) != losses_of(train(folder, "still"))
 
 
+@pytest.mark.usefixtures("unmeasured")
+def test_a_loss_in_tiles_is_that_of_dygraph(folder: Path) -> None:
+    settings = {**LEARNED, "contrastive__tile": 3}
+    assert_close(
+        train(folder, "static", mode="static", **settings), train(folder, "one", **settings)
+    )
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "size": {"contrastive__chunk_size": 3},
+    "tokens": {
+        "contrastive__chunk_tokens": 30,
+        "contrastive__tile": 3,
+        "contrastive__mask_false_negatives": True,
+        "contrastive__learnable_temperature": True,
+    },
+}
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("chunks", CACHES)
+def test_the_gradient_cache_trains_what_dygraph_trains(folder: Path, chunks: str) -> None:
+    """Bit by bit: chunks, loss and order are those of dygraph, the masks of dropout too."""
+    settings = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, **CACHES[chunks]}
+    dygraph = train(folder, "dygraph", **settings)
+    static = train(folder, "static", mode="static", **settings)
+    assert losses_of(static) == losses_of(dygraph)
+    for of in (weights_of, moments_of):
+        left, right = of(static), of(dygraph)
+        assert left and left.keys() == right.keys()
+        for name, value in left.items():
+            assert (value == right[name].reshape(value.shape)).all(), name
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_gradient_cache_is_resumed_in_the_other_mode(folder: Path) -> None:
+    settings = {**LEARNED, "contrastive__chunk_size": 3}
+    train(folder, "both", mode="static", **settings, train__max_steps=3)
+    run = train(folder, "both", train__resume=True, **settings)
+    assert_close(run, train(folder, "whole", mode="static", **settings))
+
+
 def test_the_step_that_is_measured_is_a_program_with_recompute_and_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
