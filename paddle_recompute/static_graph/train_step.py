@@ -357,11 +357,11 @@ def _check_loss(config: Config, loss_fn: Any, grad_cache: ProgramCache | None) -
             f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; give "
             "one of them: a gradient cache has a loss of its own"
         )
-    if grad_cache is None and config.contrastive.is_chunked:
+    if grad_cache is None and (config.contrastive.chunk_size or config.contrastive.chunk_tokens):
         raise ConfigError(
-            "the configuration sets contrastive.chunk_size, chunk_tokens or memory_budget, but "
-            "loss_fn encodes all pairs at once; give grad_cache=ProgramCache(...) instead of "
-            "loss_fn, or remove the setting"
+            "the configuration sets contrastive.chunk_size or chunk_tokens, but loss_fn encodes "
+            "all pairs at once; give grad_cache=ProgramCache(...) instead of loss_fn, or remove "
+            "the setting"
         )
 
 
