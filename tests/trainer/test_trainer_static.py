@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.config import load_config
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.trainer import Trainer, memory_probe
@@ -253,3 +254,43 @@ def test_two_ranks(folder: Path) -> None:
     assert_close(folder / "static", folder / "dygraph", weight=WEIGHT_ON_RANKS)
     learned = folder / "static-learned", folder / "dygraph-learned"
     assert_close(*learned, weight=WEIGHT_ON_RANKS)
+
+
+LARGE_BATCH = (
+    Path(__file__).parents[2] / "fleet_configs" / "contrastive_ernie-tiny_large-batch_2cpu.yaml"
+)
+
+
+def train_large_batch(folder: str) -> None:
+    """The shipped file, with fewer and made-up pairs: chunks of tokens, tiles, masked negatives."""
+    for mode in ("static", "dygraph"):
+        overrides = {
+            "mode": mode,
+            "contrastive.global_batch": 16,
+            "contrastive.chunk_tokens": 64,
+            "contrastive.tile": 4,
+            "data.source": "files",
+            "data.train_file": f"{folder}/pairs.tsv",
+            "data.cache_dir": f"{folder}/cache",
+            "data.valid_pairs": 20,
+            "data.pool_size": 50,
+            "data.vocab_size": 100,
+            "train.max_steps": 3,
+            "train.warmup_steps": 1,
+            "train.eval_before": "false",
+            "train.log_every": 1,
+            "train.output_dir": f"{folder}/{mode}",
+        }
+        given = [f"{name}={value}" for name, value in overrides.items()]
+        Trainer(load_config(LARGE_BATCH, given)).run()
+
+
+def test_the_shipped_file_of_large_batches_trains_on_two_ranks(folder: Path) -> None:
+    """Dropout is on, each rank has masks of its own: the same in both modes."""
+    run_ranks(train_large_batch, 2, timeout=110, folder=str(folder))
+    losses = losses_of(folder / "static")
+    assert len(losses) == 3
+    np.testing.assert_allclose(losses, losses_of(folder / "dygraph"), rtol=LOSS)
+    static, dygraph = (weights_of(folder / mode) for mode in ("static", "dygraph"))
+    for name, value in static.items():
+        np.testing.assert_allclose(value, dygraph[name], rtol=0, atol=WEIGHT_ON_RANKS, err_msg=name)
