@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import paddle
 import paddle.distributed as dist
@@ -61,16 +59,8 @@ MESSAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def deaths() -> Iterator[dict[str, Future[Death]]]:
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(death.happen) for name, death in DEATHS.items()}
-
-
 @pytest.mark.parametrize("name", DEATHS)
-def test_the_other_rank_ends_in_error_and_names_the_rank(
-    name: str, deaths: dict[str, Future[Death]]
-) -> None:
-    death = deaths[name].result()
+def test_the_other_rank_ends_in_error_and_names_the_rank(name: str) -> None:
+    death = DEATHS[name].happen()
     assert death.code == 1
     assert re.match(MESSAGES[name], death.message), death.message
