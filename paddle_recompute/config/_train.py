@@ -76,5 +76,11 @@ class TrainConfig(Section):
         "report what is saved; false: do not, for example because that step does not fit and "
         "the system would kill the process (CPU)",
     )
+    compile: Literal["none", "to_static", "auto"] = Field(
+        "none",
+        description="to_static: the model runs as a Program of paddle.jit.to_static, with "
+        "recompute in it; auto: the same, or eager execution with a line that says why; none: "
+        "eager execution",
+    )
     eval_batch: Count = Field(256, description="texts encoded at once in evaluation, per rank")
     eval_before: bool = Field(True, description="true: the untrained model is evaluated too")

@@ -20,6 +20,7 @@ from paddle_recompute.config._strategy import STATIC_AMP, AmpConfigs, StrategyCo
 from paddle_recompute.config._sync import SyncConfig
 from paddle_recompute.config._train import TrainConfig
 from paddle_recompute.config._types import Count
+from paddle_recompute.config._whole_step import compiled_in_dygraph, parameters_leave_in_dygraph
 from paddle_recompute.config._without_effect import without_effect
 
 
@@ -100,24 +101,6 @@ class Config(Section):
                 )
 
     @staticmethod
-    def _parameters_leave_in_dygraph(v: Values) -> Iterator[Broken]:
-        place = v["recompute.offload_parameters"]
-        if v["mode"] == "static" and place != "none":
-            yield Broken(
-                "recompute.offload_parameters",
-                place,
-                "is not supported by mode: static, whose Program owns its parameters; use dygraph",
-            )
-        if place != "none" and v["sync.mode"] == "fleet":
-            yield Broken("sync.mode", "fleet", "does not go with recompute.offload_parameters")
-        if place != "none" and v["sync.compression"] != "none":
-            yield Broken(
-                "sync.compression",
-                v["sync.compression"],
-                "is not supported with recompute.offload_parameters; use none",
-            )
-
-    @staticmethod
     def _replans_what_is_planned(v: Values) -> Iterator[Broken]:
         if v["train.on_oom"] != "replan":
             return
@@ -135,7 +118,8 @@ class Config(Section):
 
     rules = (
         _replans_what_is_planned,
-        _parameters_leave_in_dygraph,
+        parameters_leave_in_dygraph,
+        compiled_in_dygraph,
         _batch_divides,
         _chunks_instead_of_micro_batches,
         _a_chunk_holds_a_text,

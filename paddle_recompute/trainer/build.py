@@ -14,7 +14,13 @@ from paddle_recompute.errors import ConfigError
 from paddle_recompute.models import build_model
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep, check_static
-from paddle_recompute.train_step import Step, build_optimizer, check_device
+from paddle_recompute.train_step import (
+    CompileReport,
+    Step,
+    build_optimizer,
+    check_device,
+    compile_model,
+)
 from paddle_recompute.trainer.objective import Batch, Chunks, Objective
 
 
@@ -45,6 +51,18 @@ def _check_operators(settings: AmpConfigs) -> None:
     ]
     if faults:
         raise ConfigError("mixed precision received unknown operators:\n" + "\n".join(faults))
+
+
+def compile_as_configured(config: Config, model: paddle.nn.Layer) -> CompileReport | None:
+    """Compile `model`, the encoder, after recompute was applied; None without ``train.compile``.
+
+    Raises:
+        StaticGraphError: ``train.compile`` is to_static, and `model` cannot be converted.
+    """
+    if config.train.compile == "none":
+        return None
+    spec = [paddle.static.InputSpec([-1, -1], "int64", "input_ids")]
+    return compile_model(model, spec, or_eager=config.train.compile == "auto")
 
 
 def build_step(
