@@ -14,6 +14,7 @@ _UNSEEN = "the host cannot know when a collective on a stream begins"
 _OWN = "a collective of the user's own, which a device waits for inside its driver"
 _NOT_COUNTED = "Paddle 2.6 does not count the memory of devices other than GPUs"
 _NO_BFLOAT16 = "Paddle 2.6 has no bfloat16 in collectives of devices other than GPUs"
+_FORKED = "a forked child has none of the threads that are the device"
 _NO_KERNEL = "RMSProp has no kernel there, and that of the CPU refuses its parameters"
 _MORTAL = "tests/distributed/test_mortal_ranks.py::"
 _MIXED = "tests/train_step/test_mixed_precision.py::"
@@ -27,6 +28,8 @@ _ON_BOTH = {
     "test_a_step_with_another_optimizer_reads_once": _NO_KERNEL,
     "tests/train_step/test_host_reads.py::"
     "test_after_a_divergence_the_next_step_is_finite[RMSProp]": _NO_KERNEL,
+    "tests/test_checkpoint.py::"
+    "test_a_kill_at_any_moment_of_saving_a_step_again_loses_nothing": _FORKED,
     _MIXED + "test_on_a_cpu_it_is_refused_in_plain_words": _ON_A_CPU,
     _MORTAL + "test_the_other_rank_ends_in_error_and_names_the_rank_and_the_step"
     "[rank 0 killed]": _OWN,
