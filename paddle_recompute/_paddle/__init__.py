@@ -23,7 +23,6 @@ from paddle_recompute._paddle.backward import (
 )
 from paddle_recompute._paddle.distributed import (
     FLAGS_SET_BY_PADDLE,
-    StoreConnection,
     all_reduce_numbers,
     init_parallel_env,
     is_from_gloo,
@@ -117,7 +116,6 @@ __all__ = [
     "AmpState",
     "Backward",
     "Layout",
-    "StoreConnection",
     "address_of",
     "after_each_backward",
     "all_reduce_numbers",

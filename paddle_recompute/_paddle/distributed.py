@@ -133,24 +133,3 @@ def store_await(key: str) -> str:
             if store.add(f"{key}/published", 0):
                 return str(store.get(key).decode())
         time.sleep(0.05)
-
-
-class StoreConnection:
-    """A connection to the launch's TCP store for one thread (``core.TCPStore``, 2.6, 3.x).
-
-    Two threads mix up each other's answers on one connection. Can go with a public store.
-    """
-
-    def __init__(self) -> None:
-        host, _, port = _master_endpoint().rpartition(":")
-        with native_call():
-            self._store = core.TCPStore(host, int(port), False, 0)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the number under `key`, 0 at first; returns the sum.
-
-        Raises:
-            RuntimeError: The store, which is in rank 0, is gone.
-        """
-        with native_call():
-            return int(self._store.add(key, amount))

@@ -19,6 +19,7 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_recompute._nested import is_tensor, map_leaves, named_leaves
+from paddle_recompute._paddle import device
 from paddle_recompute.contrastive._texts import LengthOf, lengths_of, texts_of
 from paddle_recompute.errors import DataError
 
@@ -59,7 +60,7 @@ class Chunk:
             part = leaf[rows.start : rows.stop] if isinstance(rows, range) else leaf[rows]
             # A copy in any case: Paddle may share the memory of an array.
             part = np.array(self._trimmed(path, part))
-            return part if arrays else paddle.to_tensor(part)
+            return part if arrays else device.put(part)
         return self._trimmed(path, rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
 
     def _trimmed(self, path: str, leaf: Any) -> Any:
@@ -146,7 +147,7 @@ def rows_of(tensor: paddle.Tensor, rows: range | NDArray[np.int64]) -> paddle.Te
     """The given rows of `tensor`, in the order of `rows`."""
     if isinstance(rows, range):
         return tensor[rows.start : rows.stop]
-    places = paddle.to_tensor(rows)
+    places = device.put(rows)
     carrier = _CARRIERS.get(tensor.dtype)
     if carrier is None:
         return paddle.gather(tensor, places, axis=0)

@@ -236,6 +236,22 @@ class GradCache:
         self._num_calls += 1
         return loss
 
+    @paddle.no_grad()
+    def evaluate(
+        self,
+        query: Any,
+        positive: Any,
+        *negatives: Any,
+        loss_arguments: Mapping[str, Any] | None = None,
+    ) -> paddle.Tensor:
+        """The loss that `backward` would return, in the same chunks, without any gradient.
+
+        Call ``eval()`` of the encoders before. Arguments and errors are those of `backward`.
+        """
+        encoders = self._chunked_encoders((query, positive, *negatives))
+        embeddings = [encoder.encode(_not_reached) for encoder in encoders]
+        return self.loss(*embeddings, **(loss_arguments or {}))
+
     def check_repetition(self) -> None:
         """Check that the second forwards returned what the first ones did; waits for the device.
 
@@ -360,6 +376,10 @@ def _schedule(encoders: list[ChunkedEncoder]) -> tuple[Replays, Replays]:
         if all(chunked.encoder != other.encoder for other, _ in final):
             final.insert(0, (chunked, chunk))
     return [task for task in tasks if task not in final], final
+
+
+def _not_reached() -> None:
+    """No backward reaches what was encoded without a graph."""
 
 
 def _parameters_of(function: Any) -> list[paddle.Tensor]:

@@ -230,6 +230,14 @@ class ControlClient:
             if serial:
                 self._send({"kind": "goes on"})
 
+    def ask_to_stop(self, number: int) -> None:
+        """Tell all ranks that this one was asked to stop; see `stop_request`."""
+        self._send({"kind": "stop", "number": number})
+
+    def is_asked_to_stop(self, number: int) -> bool:
+        """Whether some rank has told that."""
+        return number in self._peer_state.stop_requests
+
     def _tell_wait(self, what: str, scope: Scope, place: str) -> int:
         serial = next(self._waits)
         told = {"among": scope.among, "size": len(scope.ranks), "serial": serial}

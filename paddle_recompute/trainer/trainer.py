@@ -24,6 +24,7 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
+from paddle_recompute._paddle import device
 from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.config import Config
 from paddle_recompute.data import (
@@ -407,7 +408,7 @@ class Trainer:
                 done += 1
                 parts = {side: batch[side] for side in ("query", "positive")}
                 if ids is not None:
-                    parts["positive_ids"] = paddle.to_tensor(ids[batch["index"].numpy()])
+                    parts["positive_ids"] = device.put(ids[batch["index"].numpy()])
                 yield (
                     done,
                     epoch,

@@ -43,7 +43,7 @@ LIBRARIES = [
 each_library = pytest.mark.parametrize("library", LIBRARIES)
 PAIRS = ("plain-1-pairs", "contrastive-1-pairs", "plain-2-pairs", "contrastive-2-pairs")
 VARIANTS = {
-    1: ("plain-2", "ours-2", "plain-2-amp", "ours-2-amp"),
+    1: ("plain-2", "ours-2", "plain-2-amp", "ours-2-amp", "contrastive-1-pairs"),
     2: (
         *("plain-2", "ours-2", "plain-2-amp", "ours-2-amp", "plain-2-tail", "ours-2-tail"),
         *(*PAIRS, "aside-2-pairs", "plain-1-pairs-amp", "contrastive-1-pairs-amp"),
@@ -164,6 +164,13 @@ def test_an_epoch_that_ends_between_two_micro_batches(library: str) -> None:
 @pytest.mark.parametrize("options", ["", "-amp"])
 def test_contrastive_mixin(library: str, options: str) -> None:
     check_equal(library, f"plain-1-pairs{options}", f"contrastive-1-pairs{options}", ranks=2)
+
+
+@long
+@each_library
+def test_contrastive_mixin_evaluates(library: str) -> None:
+    (record,) = records(library, 1)[0]["contrastive-1-pairs"]
+    assert record["evaluated"] == pytest.approx(record["by hand"], rel=1e-6)
 
 
 @long
