@@ -180,13 +180,15 @@ PADDLEFORMERS = [
     _formers("Qwen2Moe", {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 64}),
     _formers("Qwen3Moe", {**_LLAMA, **_EXPERTS, "head_dim": 16}),
     _formers(
-        "Ernie4_5_Moe", {**_LLAMA, "moe_num_experts": 4, "moe_intermediate_size": 64, "moe_k": 2}
+        "Ernie4_5_Moe",
+        {**_LLAMA, "moe_num_experts": 4, "moe_intermediate_size": 64, "moe_k": 2,
+         "num_nextn_predict_layers": 0},
     ),
     _formers(
         "DeepseekV3",
         {**_LLAMA, **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2,
          "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
-         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "rope_scaling": None},
     ),
     _formers(
         "Glm4Moe",

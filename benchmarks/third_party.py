@@ -49,7 +49,7 @@ def _stand_in_for_paddlefleet() -> None:
     """
     for name, contents in {
         "paddleformers.transformers.gpt_provider": {
-            "GPTModelProvider": type("GPTModelProvider", (), {})
+            "GPTModelProvider": type("GPTModelProvider", (), {"transform_rules": {}})
         },
         "paddlefleet_ops": {"is_deep_ep_available": lambda: False},
     }.items():
@@ -225,6 +225,8 @@ def main() -> None:
         "error that ended the run.",
         "",
         *table(header, rows),
+        "",
+        *(f"- {one['model']}: {one['plain']['error']}" for one in found if "error" in one["plain"]),
     ]
     if options.only:
         print("\n".join(body))
