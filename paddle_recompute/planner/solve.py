@@ -274,15 +274,15 @@ def _best(
     # State 1: the call before offers its output.
     frontier: list[list[_Labels]] = [[_Labels.start(), _Labels.none()]]
     for place in range(size):
-        new: list[list[tuple[_Unit, int, _Labels, NDArray[np.bool_], int]]] = [[], []]
+        new: list[list[_Extended]] = [[], []]
         for unit in ending[place]:
             for state, earlier in enumerate(frontier[unit.first]):
-                fits = earlier.kept <= room - unit.reach[state]
-                fits &= earlier.seconds <= most_seconds - unit.seconds - left[place + 1]
-                if not fits.any():
-                    continue
-                kept = unit.kept - (unit.given_up if state else 0)
-                new[unit.offers].append((unit, state, earlier, fits, kept))
+                first, last = earlier.within(
+                    room - unit.reach[state], most_seconds - unit.seconds - left[place + 1]
+                )
+                if first < last:
+                    kept = unit.kept - (unit.given_up if state else 0)
+                    new[unit.offers].append(_Extended(unit, state, earlier, first, last, kept))
         frontier.append([_Labels.joined(candidates, most) for candidates in new])
     ends = [labels for labels in frontier[size] if len(labels.kept)]
     if not ends:
@@ -331,43 +331,53 @@ class _Labels:
         none = np.zeros(0, np.int64)
         return cls(none, np.zeros(0), none, none, none, [])
 
+    def within(self, most_kept: int, most_seconds: float) -> tuple[int, int]:
+        """The range of labels with at most so many bytes and seconds."""
+        # Bytes rise from label to label, and seconds fall.
+        last = int(self.kept.searchsorted(most_kept, side="right"))
+        return int((-self.seconds).searchsorted(-most_seconds)), last
+
     @classmethod
-    def joined(
-        cls, candidates: list[tuple[_Unit, int, _Labels, NDArray[np.bool_], int]], most: int
-    ) -> _Labels:
+    def joined(cls, candidates: list[_Extended], most: int) -> _Labels:
         if not candidates:
             return cls.none()
-        places = [np.flatnonzero(fits) for _, _, _, fits, _ in candidates]
-        kept = np.concatenate(
-            [c[2].kept[place] + c[4] for c, place in zip(candidates, places, strict=True)]
-        )
+        kept = np.concatenate([c.earlier.kept[c.first : c.last] + c.kept for c in candidates])
         seconds = np.concatenate(
-            [
-                c[2].seconds[place] + c[0].seconds
-                for c, place in zip(candidates, places, strict=True)
-            ]
+            [c.earlier.seconds[c.first : c.last] + c.unit.seconds for c in candidates]
         )
-        counts = [len(place) for place in places]
-        by = np.repeat(np.arange(len(candidates)), counts)
-        state = np.repeat([c[1] for c in candidates], counts)
-        index = np.concatenate(places)
-        order = np.lexsort((seconds, kept))
+        order = np.argsort(kept, kind="stable")  # merges runs, which the candidates are
         best = np.minimum.accumulate(seconds[order])
-        # Sums of the same numbers in another order differ in their last bits.
         better = np.empty(len(order), bool)
         better[0] = True
+        # Sums of the same numbers in another order differ in their last bits.
         better[1:] = seconds[order][1:] < best[:-1] * (1 - 1e-9)
         left = order[better]
+        of_equal_bytes = kept[left]
+        left = left[np.append(of_equal_bytes[1:] != of_equal_bytes[:-1], True)]
         if len(left) > most:
             left = left[np.linspace(0, len(left) - 1, most).round().astype(np.int64)]
+        starts = np.cumsum([0, *(c.last - c.first for c in candidates)])
+        by = starts.searchsorted(left, side="right") - 1
         return cls(
             kept[left],
             seconds[left],
-            by[left],
-            state[left],
-            index[left],
-            [c[0] for c in candidates],
+            by,
+            np.array([c.state for c in candidates])[by],
+            left - starts[by] + np.array([c.first for c in candidates])[by],
+            [c.unit for c in candidates],
         )
+
+
+@dataclass(frozen=True)
+class _Extended:
+    """Labels `first` to `last` of an earlier boundary, with `unit` after them."""
+
+    unit: _Unit
+    state: int
+    earlier: _Labels
+    first: int
+    last: int
+    kept: int
 
 
 def _single_units(group: _Group, place: int) -> list[_Unit]:
