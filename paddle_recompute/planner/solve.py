@@ -35,8 +35,10 @@ from paddle_recompute.planner.simulate import (
     NESTED,
     Choice,
     Timeline,
-    freed_bytes,
+    freed_again,
+    given_up_bytes,
     kept_bytes,
+    repeated_bytes,
     simulate,
 )
 
@@ -387,11 +389,13 @@ def _single_units(group: _Group, place: int) -> list[_Unit]:
     for option, cost in call.options.items():
         number, calls = group.order[place], group.costs.calls
         kept = kept_bytes(calls, number, cost)
-        given_up = call.input_bytes if follows and cost.takes_offers else 0
+        gives_up = follows and cost.takes_offers
+        given_up = given_up_bytes(calls, number, cost) if gives_up else 0
+        freed = freed_again(calls, number, option, number)
         above = max(
             group.before_forward[place],
             group.forward[place] + cost.forward_peak,
-            group.backward[place] + cost.backward_peak - freed_bytes(calls, number, cost),
+            group.backward[place] + cost.backward_peak - freed,
         )
         reach = _reach(above, group.before_backward[place] + kept, given_up)
         found.append(
@@ -448,11 +452,12 @@ def _segment_units(group: _Group, room: int, allowed: Sequence[str]) -> list[_Un
             if not continues:
                 break
             plain, whole = before.options[PLAIN], before.options[WHOLE]
-            keeps = whole.kept + (plain.kept if option == JOINED else 0)
+            keeps = repeated_bytes(every, group.order[place - 1], option, number)
             step_back = plain if option == JOINED else whole
+            freed = freed_again(every, group.order[place - 1], option, number)
             inner = max(
                 inner,
-                group.backward[place - 1] + again + step_back.backward_peak,
+                group.backward[place - 1] + again + step_back.backward_peak - freed,
                 group.before_backward[place - 1] + again + keeps,
             )
             if option == JOINED:
@@ -464,13 +469,16 @@ def _segment_units(group: _Group, room: int, allowed: Sequence[str]) -> list[_Un
                 group.before_forward[place] + kept,
                 group.forward[place] + kept + own.forward_peak,
             )
-            kept += kept_bytes(every, group.order[place], own) - call.input_bytes
+            kept += kept_bytes(every, group.order[place], own)
+            kept -= given_up_bytes(every, group.order[place], own)
             seconds += own.seconds
             if option == NESTED:
                 seconds += call.options[PLAIN].forward_seconds
-            back = group.backward[place] + max(highest_again, again + own.backward_peak)
+            freed = freed_again(every, group.order[place], option, number)
+            back = group.backward[place] + max(highest_again, again + own.backward_peak - freed)
             follows = first > 0 and calls[first].follows == group.order[first - 1]
-            given_up = calls[first].input_bytes if follows else 0
+            own_first = calls[first].options[WHOLE]
+            given_up = given_up_bytes(every, number, own_first) if follows else 0
             if max(ahead - given_up, inner) > room:
                 break  # a longer one reaches higher
             ahead_first = group.forward[first] + calls[first].options[WHOLE].forward_peak
