@@ -121,21 +121,6 @@ def solve(
     return Solution(found.choices, found.timeline, exact=False)
 
 
-def smallest(costs: StepCosts, *, units: Sequence[str] = (JOINED, NESTED)) -> Solution:
-    """The choices with the smallest peak, found by bisection of the budget."""
-    whole = tuple(Choice(n, n, WHOLE) for n in range(len(costs.calls)))
-    best = Solution(whole, simulate(costs, whole))
-    low, high = costs.base, best.peak
-    while high - low > max(1, (high - costs.base) // 4096):
-        middle = (low + high) // 2
-        found = solve(costs, middle, units=units)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, min(found.peak, middle)
-    return best
-
-
 def _first_feasible(
     within: Callable[[int], Solution | None], low: int, high: int, budget: int
 ) -> tuple[int, Solution | None]:

@@ -194,7 +194,7 @@ def test_neighbours_with_different_options_are_predicted(name: str) -> None:
                 choices.append(Choice(first, first + length - 1, OPTION[letter]))
         predicted = simulate(costs, choices).peak.bytes - costs.base
         measured = measured_peak(job, make(costs, choices, job)) - costs.base
-        assert -0.2 * CLOSE * measured <= predicted - measured <= 3 * CLOSE * measured, mixture
+        assert -0.5 * CLOSE * measured <= predicted - measured <= 3 * CLOSE * measured, mixture
 
 
 def gradients_of(job: Job, found: RecomputePlan | None, steps: int = 2) -> list[Any]:
