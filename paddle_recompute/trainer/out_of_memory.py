@@ -20,6 +20,7 @@ from paddle_recompute.errors import ConfigError, PeerError, SyncError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.train_step import Step, TrainStep
+from paddle_recompute.trainer.planned import check_agreed
 
 MOST_MEETINGS = 4
 """Tries to meet: a rank that waits in a collective of the forward is told by the first one."""
@@ -105,6 +106,7 @@ def apply_again(
         if parameter.grad is not None:
             parameter.clear_gradient(False)
     gc.collect()
+    check_agreed(plan)
     plan.remove(model)
     plan.apply(model)
     if is_distributed() and isinstance(step, TrainStep):

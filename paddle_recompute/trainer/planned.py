@@ -72,7 +72,7 @@ class BudgetPlanner:
         budget = self._config.recompute.memory_budget
         assert budget is not None
         if earlier is not None and earlier.measured_bytes is not None:
-            self._agree(earlier)
+            check_agreed(earlier)
             self._say(f"{earlier}\n  as before the interruption")
             return earlier, _plain_peak(earlier), earlier.measured_bytes
         costs, signature = self._costs(chunks)
@@ -89,7 +89,7 @@ class BudgetPlanner:
         )
 
         def peak(plan: RecomputePlan) -> int:
-            self._agree(plan)
+            check_agreed(plan)
             return largest_of_ranks(
                 measure_step(
                     self._config,
@@ -116,17 +116,18 @@ class BudgetPlanner:
         everywhere = values_of_ranks(own.to_dict(), "the costs of a step")
         return maximum([StepCosts.from_dict(json.loads(json.dumps(one))) for one in everywhere])
 
-    def _agree(self, plan: RecomputePlan) -> None:
-        """Check that all ranks have the same plan.
 
-        Raises:
-            PlanError: They have not.
-        """
-        if not is_distributed():
-            return
-        hashes = values_of_ranks(plan.hash, "the hash of the plan")
-        if len(set(hashes)) > 1:
-            raise PlanError(f"the ranks made different plans: {', '.join(hashes)}")
+def check_agreed(plan: RecomputePlan) -> None:
+    """Check that all ranks have the same plan.
+
+    Raises:
+        PlanError: They have not.
+    """
+    if not is_distributed():
+        return
+    hashes = values_of_ranks(plan.hash, "the hash of the plan")
+    if len(set(hashes)) > 1:
+        raise PlanError(f"the ranks made different plans: {', '.join(hashes)}")
 
 
 def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:

@@ -46,8 +46,9 @@ def test_the_smallest_budget_is_the_smallest_peak_of_all_choices() -> None:
     assert smallest(costs).peak == lowest
 
 
-def test_time_never_grows_with_the_budget() -> None:
-    costs = chain(12, 7)
+@pytest.mark.parametrize("seed", range(6))
+def test_time_never_grows_with_the_budget(seed: int) -> None:
+    costs = chain(12, seed)
     low = smallest(costs).peak
     plain = simulate(costs, [Choice(n, n, "plain") for n in range(12)]).peak.bytes
     found = [solve(costs, low + (plain - low) * n // 40) for n in range(41)]
