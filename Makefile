@@ -66,7 +66,8 @@ venv-formers: .venv-formers/.installed
 .venv-formers/.installed: setup.py requirements/formers.txt requirements/common.txt
 	@$(call install,.venv-formers,requirements/formers.txt)
 
-THIRD_PARTY_TESTS := tests/integrations tests/models/test_init_from.py
+THIRD_PARTY_TESTS := tests/integrations tests/models/test_init_from.py tests/doctor/test_other_libraries.py \
+    tests/examples/test_trainer.py
 
 test-nlp: venv-nlp
 	.venv-nlp/bin/python -m pytest $(THIRD_PARTY_TESTS) $(ARGS)
@@ -134,10 +135,10 @@ DEVICE_TESTS := tests/fake_device \
 ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FAKE_COPY_US=200
 
 test-device: venv
-	$(ON_DEVICE) .venv/bin/python -m pytest $(DEVICE_TESTS) $(ARGS)
+	$(ON_DEVICE) .venv/bin/python -m pytest $(PARALLEL) $(DEVICE_TESTS) $(ARGS)
 
 test-device26: venv26
-	$(ON_DEVICE) .venv26/bin/python -m pytest $(DEVICE_TESTS) $(ARGS)
+	$(ON_DEVICE) .venv26/bin/python -m pytest $(PARALLEL) $(DEVICE_TESTS) $(ARGS)
 
 lint: venv
 	.venv/bin/ruff check .

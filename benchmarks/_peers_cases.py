@@ -1,38 +1,18 @@
-"""The cases and the timed step of benchmarks/peers.py, written once for torch and for Paddle.
+"""The cases of benchmarks/peers.py, written once for torch and for Paddle.
 
-Each side gives an `Api`: the few operations that have another name there. A case calls a block
-through `run(block, *args, **kwargs)`, plainly or recomputed, and returns what a user can see.
+A case of recompute calls a block through ``run(block, *args, **kwargs)``, plainly or recomputed. A
+case of a gradient cache calls ``cached(encoders, loss, *inputs)``, which does the backward of the
+loss over all rows. Both return what a user can see.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-Run = Callable[..., Any]
+import numpy as np
 
-
-class Api:
-    """Operations of one framework; a subclass fills them in."""
-
-    name: str
-    Module: type
-
-    def linear(self, rows: int, columns: int) -> Any: ...
-    def batch_norm(self, width: int) -> Any: ...
-    def leaf(self, *shape: int, needs_gradient: bool = True) -> Any: ...
-    def dropout(self, x: Any) -> Any: ...
-    def seed(self, number: int) -> None: ...
-    def array(self, tensor: Any) -> Any: ...
-    def grad(self, y: Any, x: Any) -> Any: ...
-    def concat(self, parts: list[Any], axis: int) -> Any: ...
-    def cat_last(self, x: Any) -> Any: ...
+from benchmarks._peers_sides import Api, NotOffered, Plainly, Run, plain
 
 
 def _seen(api: Api, *values: Any) -> list[Any]:
@@ -168,7 +148,7 @@ def _exception(api: Api, run: Run) -> Any:
         return x.tanh()
 
     loss = run(block, api.leaf(3, 4) * 2).sum()
-    if run.__name__ == "plain":
+    if run is plain:
         return "raised as itself"
     try:
         loss.backward()
@@ -196,60 +176,106 @@ CASES: dict[str, Callable[[Api, Run], Any]] = {
 }
 
 
-def plain(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """The call that all others are compared with."""
-    return function(*args, **kwargs)
+# ------------------------------------------------------------------------------ gradient caches
+
+ROWS = 10
+"""No multiple of the chunk size."""
 
 
-def judge(api: Api, run: Run) -> dict[str, str]:
-    """``ok``, ``wrong`` (silently), or the name of an error, for each case."""
-    return {name: _in_child(lambda c=case: _verdict(api, c, run)) for name, case in CASES.items()}
+def _gradients(api: Api, *layers: Any) -> list[Any]:
+    return _seen(api, *(p.grad for layer in layers for p in layer.parameters()))
 
 
-def _verdict(api: Api, case: Callable[[Api, Run], Any], run: Run) -> str:
-    api.seed(1)
-    wanted = case(api, plain)
-    api.seed(1)
+def _encoder(api: Api, middle: Callable[[Any], Any]) -> Any:
+    class Encoder(api.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = api.linear(4, 6), api.linear(6, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.second(middle(self.first(x)))
+
+    return Encoder()
+
+
+def _inputs(api: Api, count: int = 2) -> list[Any]:
+    return [api.leaf(ROWS, 4, needs_gradient=False) for _ in range(count)]
+
+
+def _tied(api: Api, cached: Run) -> Any:
+    encoder = _encoder(api, api.dropout)
+    loss = cached(encoder, api.loss, *_inputs(api))
+    return [*_seen(api, loss), *_gradients(api, encoder)]
+
+
+def _two_encoders(api: Api, cached: Run) -> Any:
+    pair = _encoder(api, api.dropout), _encoder(api, api.dropout)
+    cached(pair, api.loss, *_inputs(api))
+    return _gradients(api, *pair)
+
+
+def _hard_negatives(api: Api, cached: Run) -> Any:
+    encoder = _encoder(api, api.dropout)
+    cached(encoder, api.loss, *_inputs(api, 3))
+    return _gradients(api, encoder)
+
+
+def _one_side_frozen(api: Api, cached: Run) -> Any:
+    pair = _encoder(api, api.dropout), _encoder(api, api.dropout)
+    for parameter in pair[0].parameters():
+        api.freeze(parameter)
+    cached(pair, api.loss, *_inputs(api))
+    return _gradients(api, *pair)
+
+
+def _statistics(api: Api, cached: Run) -> Any:
+    norm = api.batch_norm(6)
+    encoder = _encoder(api, norm)
+    cached(encoder, api.loss, *_inputs(api))
+    return [*_gradients(api, encoder), *_seen(api, *norm_statistics(norm))]
+
+
+def _numpy_random(api: Api, cached: Run) -> Any:
+    encoder = _encoder(api, lambda h: h * float(np.random.rand()))
+    cached(encoder, api.loss, *_inputs(api))
+    return _gradients(api, encoder)
+
+
+def _temperature(api: Api, cached: Run) -> Any:
+    encoder, scale = _encoder(api, api.dropout), api.leaf(1)
+    cached(encoder, lambda q, p: api.loss(q * scale.exp(), p), *_inputs(api))
+    return [*_gradients(api, encoder), *_seen(api, scale.grad)]
+
+
+def _hook(api: Api, cached: Run) -> Any:
+    encoder = _encoder(api, api.dropout)
+    encoder.first.weight.register_hook(lambda gradient: gradient.clip(-0.01, 0.01))
+    cached(encoder, api.loss, *_inputs(api))
+    return _gradients(api, encoder)
+
+
+def _not_repeatable(api: Api, cached: Run) -> Any:
+    count = iter(range(1, 99))
+    encoder = _encoder(api, lambda h: h * next(count))
+    if isinstance(cached, Plainly):
+        return "refused"
     try:
-        got = case(api, run)
-    except Exception as error:
-        return type(error).__name__
-    return "ok" if repr(got) == repr(wanted) else "wrong"
+        cached(encoder, api.loss, *_inputs(api))
+    except NotOffered:
+        raise
+    except Exception:
+        return "refused"
+    return "silent"
 
 
-def _in_child(call: Callable[[], str]) -> str:
-    """What `call` returns in a process of its own; ``crash`` if that dies."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writing, call().encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return text or "crash"
-
-
-def measure(step: Callable[[], object], rounds: int = 3) -> dict[str, float]:
-    """Growth of resident memory in one step, and the median time of some."""
-    step()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    step()
-    peak = _status("VmHWM") - before
-    seconds = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return {"mib": peak / 2**20, "seconds": statistics.median(seconds)}
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status has no {name}; this needs Linux")
+CACHE_CASES: dict[str, Callable[[Api, Run], Any]] = {
+    "one encoder for both sides, dropout, an uneven chunk": _tied,
+    "two encoders": _two_encoders,
+    "hard negatives": _hard_negatives,
+    "one of two encoders is frozen": _one_side_frozen,
+    "BatchNorm statistics, once for each chunk": _statistics,
+    "randomness of NumPy in the encoder": _numpy_random,
+    "a trained temperature in the loss": _temperature,
+    "a hook that clips the gradient of a parameter": _hook,
+    "a second forward that differs is refused": _not_repeatable,
+}

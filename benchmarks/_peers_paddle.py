@@ -1,9 +1,7 @@
-"""The sides of benchmarks/peers.py that are of Paddle: fleet's recompute and ours."""
+"""The side of benchmarks/peers.py that is Paddle's: fleet's recompute and ours."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,21 +9,20 @@ import paddle
 from paddle.distributed.fleet.utils import recompute as fleets
 from paddle.nn import functional as F
 
-from benchmarks._peers_cases import Api, Run, judge, measure
-from paddle_recompute import (
-    ContrastiveLoss,
-    GradCache,
-    RecomputeConfig,
-    apply_recompute,
-    recompute,
-)
-
-WIDTH, LAYERS, BATCH, LENGTH, PAIRS, CHUNK = 256, 6, 8, 64, 128, 16
+from benchmarks._peers_sides import Api, Run, main
+from paddle_recompute import GradCache, RecomputeConfig, apply_recompute, recompute
 
 
 class Paddle(Api):
-    name = "paddle"
     Module = paddle.nn.Layer
+
+    def __init__(self) -> None:
+        self.ways = {
+            "fleet, reentrant": lambda f, *a, **k: fleets(f, *a, **k),
+            "fleet, not reentrant": lambda f, *a, **k: fleets(f, *a, use_reentrant=False, **k),
+            "paddle_recompute": recompute,
+        }
+        self.caches = {"paddle_recompute GradCache": _cache}
 
     def linear(self, rows: int, columns: int) -> Any:
         return paddle.nn.Linear(rows, columns)
@@ -33,10 +30,25 @@ class Paddle(Api):
     def batch_norm(self, width: int) -> Any:
         return paddle.nn.BatchNorm1D(width)
 
+    def embedding(self, count: int, width: int) -> Any:
+        return paddle.nn.Embedding(count, width)
+
+    def blocks(self, count: int, width: int) -> Any:
+        make = paddle.nn.TransformerEncoderLayer
+        return paddle.nn.LayerList(
+            [make(width, 4, 4 * width, 0.1, activation="gelu") for _ in range(count)]
+        )
+
     def leaf(self, *shape: int, needs_gradient: bool = True) -> Any:
         x = paddle.randn(list(shape))
         x.stop_gradient = not needs_gradient
         return x
+
+    def ids(self, *shape: int) -> Any:
+        return paddle.randint(0, 100, list(shape))
+
+    def freeze(self, parameter: Any) -> None:
+        parameter.stop_gradient = True
 
     def dropout(self, x: Any) -> Any:
         return F.dropout(x, 0.3)
@@ -53,75 +65,24 @@ class Paddle(Api):
     def concat(self, parts: list[Any], axis: int) -> Any:
         return paddle.concat(parts, axis)
 
+    def loss(self, query: Any, *others: Any) -> Any:
+        scores = F.normalize(query) @ F.normalize(paddle.concat(list(others))).T * 20
+        return F.cross_entropy(scores, paddle.arange(len(query)))
 
-WAYS: dict[str, Run] = {
-    "fleet, reentrant": lambda f, *a, **k: fleets(f, *a, **k),
-    "fleet, not reentrant": lambda f, *a, **k: fleets(f, *a, use_reentrant=False, **k),
-    "paddle_recompute": recompute,
-}
+    def adamw(self, parameters: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+        optimizer = paddle.optimizer.AdamW(1e-3, parameters=parameters)
+        return optimizer.step, optimizer.clear_grad
 
-
-def encoder_step(way: str) -> Callable[[], object]:
-    paddle.seed(0)
-    block = paddle.nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.1, activation="gelu")
-    encoder = paddle.nn.TransformerEncoder(block, LAYERS)
-    if way == "paddle_recompute":
-        apply_recompute(encoder, RecomputeConfig())
-    optimizer = paddle.optimizer.AdamW(1e-3, parameters=encoder.parameters())
-    x = paddle.randn([BATCH, LENGTH, WIDTH])
-    x.stop_gradient = False
-
-    def step() -> None:
-        h = x
-        for layer in encoder.layers:
-            h = WAYS[way](layer, h) if way.startswith("fleet") else layer(h)
-        h.square().mean().backward()
-        optimizer.step()
-        optimizer.clear_grad()
-
-    return step
+    def wrapped(self, way: str, blocks: Any) -> list[Run]:
+        if way != "paddle_recompute":
+            return super().wrapped(way, blocks)
+        apply_recompute(blocks, RecomputeConfig())
+        return list(blocks)
 
 
-class Tower(paddle.nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        block = paddle.nn.TransformerEncoderLayer(64, 4, 256, 0.1, activation="gelu")
-        self.words = paddle.nn.Embedding(100, 64)
-        self.body = paddle.nn.TransformerEncoder(block, 4)
-
-    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-        return self.body(self.words(ids)).mean(1)
-
-
-def contrastive_step(way: str) -> Callable[[], object]:
-    paddle.seed(0)
-    tower = Tower()
-    optimizer = paddle.optimizer.AdamW(1e-3, parameters=tower.parameters())
-    query, positive = paddle.randint(0, 100, [2, PAIRS, 32])
-    loss = ContrastiveLoss(0.05, normalize=True)
-    cache = GradCache(tower, loss, chunk_size=CHUNK)
-
-    def step() -> None:
-        if way == "plain":
-            loss(tower(query), tower(positive)).backward()
-        else:
-            cache.backward(query, positive)
-        optimizer.step()
-        optimizer.clear_grad()
-
-    return step
-
-
-def main() -> None:
-    what, way = sys.argv[1:3]
-    if what == "cases":
-        result: Any = judge(Paddle(), WAYS[way])
-    elif what == "encoder":
-        result = measure(encoder_step(way))
-    else:
-        result = measure(contrastive_step(way))
-    print("\n" + json.dumps(result))
+def _cache(encoders: Any, loss: Run, chunk: int) -> Run:
+    return GradCache(encoders, loss, chunk_size=chunk).backward
 
 
 if __name__ == "__main__":
-    main()
+    main(Paddle())

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks._peers_cases import Api, Run, judge, measure
+from benchmarks._peers_sides import Api, NotOffered, Run, main
 
 warnings.simplefilter("ignore")
-WIDTH, LAYERS, BATCH, LENGTH, PAIRS, CHUNK = 256, 6, 8, 64, 128, 16
+torch.set_num_threads(1)
 
 
 class Torch(Api):
-    name = "torch"
     Module = torch.nn.Module
+
+    def __init__(self) -> None:
+        self.ways = {
+            "torch, reentrant": lambda f, *a, **k: checkpoint(f, *a, use_reentrant=True, **k),
+            "torch, not reentrant": lambda f, *a, **k: checkpoint(f, *a, use_reentrant=False, **k),
+            "FairScale": _fairscale,
+        }
+        self.caches = {"GradCache": _grad_cache, "sentence-transformers": _sentence_transformers}
 
     def linear(self, rows: int, columns: int) -> Any:
         return torch.nn.Linear(rows, columns)
@@ -27,11 +35,26 @@ class Torch(Api):
     def batch_norm(self, width: int) -> Any:
         return torch.nn.BatchNorm1d(width)
 
+    def embedding(self, count: int, width: int) -> Any:
+        return torch.nn.Embedding(count, width)
+
+    def blocks(self, count: int, width: int) -> Any:
+        make = torch.nn.TransformerEncoderLayer
+        return torch.nn.ModuleList(
+            [make(width, 4, 4 * width, 0.1, "gelu", batch_first=True) for _ in range(count)]
+        )
+
     def leaf(self, *shape: int, needs_gradient: bool = True) -> Any:
         return torch.randn(*shape, requires_grad=needs_gradient)
 
+    def ids(self, *shape: int) -> Any:
+        return torch.randint(0, 100, shape)
+
+    def freeze(self, parameter: Any) -> None:
+        parameter.requires_grad_(False)
+
     def dropout(self, x: Any) -> Any:
-        return torch.nn.functional.dropout(x, 0.3)
+        return F.dropout(x, 0.3)
 
     def seed(self, number: int) -> None:
         torch.manual_seed(number)
@@ -45,8 +68,23 @@ class Torch(Api):
     def concat(self, parts: list[Any], axis: int) -> Any:
         return torch.cat(parts, axis)
 
+    def loss(self, query: Any, *others: Any) -> Any:
+        scores = F.normalize(query) @ F.normalize(torch.cat(others)).T * 20
+        return F.cross_entropy(scores, torch.arange(len(query)))
 
-def fairscale(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def adamw(self, parameters: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+        optimizer = torch.optim.AdamW(parameters, 1e-3)
+        return optimizer.step, optimizer.zero_grad
+
+    def wrapped(self, way: str, blocks: Any) -> list[Run]:
+        if way != "FairScale":
+            return super().wrapped(way, blocks)
+        from fairscale.nn.checkpoint import checkpoint_wrapper
+
+        return [checkpoint_wrapper(block) for block in blocks]
+
+
+def _fairscale(function: Any, *args: Any, **kwargs: Any) -> Any:
     """FairScale wraps modules, so the function becomes one."""
     from fairscale.nn.checkpoint import checkpoint_wrapper
 
@@ -57,105 +95,38 @@ def fairscale(function: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint_wrapper(Holder())(*args, **kwargs)
 
 
-WAYS: dict[str, Run] = {
-    "torch.utils.checkpoint, reentrant": lambda f, *a, **k: checkpoint(
-        f, *a, use_reentrant=True, **k
-    ),
-    "torch.utils.checkpoint, not reentrant": lambda f, *a, **k: checkpoint(
-        f, *a, use_reentrant=False, **k
-    ),
-    "FairScale checkpoint_wrapper": fairscale,
-}
+def _grad_cache(encoders: Any, loss: Run, chunk: int) -> Run:
+    """The authors' own. gradcache 0.0.1 imports itself under the name of its repository."""
+    sys.modules["grad_cache"] = importlib.import_module("gradcache")
+    kind = importlib.import_module("gradcache.grad_cache").GradCache
+    pair = encoders if isinstance(encoders, tuple) else (encoders, encoders)
+
+    def run(*inputs: Any) -> Any:
+        models = [pair[min(place, 1)] for place in range(len(inputs))]
+        return kind(models, chunk, loss)(*inputs)
+
+    return run
 
 
-def encoder_step(way: str) -> Callable[[], object]:
-    torch.manual_seed(0)
-    blocks = torch.nn.ModuleList(
-        [
-            torch.nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.1, "gelu", batch_first=True)
-            for _ in range(LAYERS)
-        ]
-    )
-    optimizer = torch.optim.AdamW(blocks.parameters(), 1e-3)
-    x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
-    wrapped: Any = list(blocks)
-    if way.startswith("FairScale"):
-        from fairscale.nn.checkpoint import checkpoint_wrapper
+def _sentence_transformers(encoders: Any, loss: Run, chunk: int) -> Run:
+    """Its cached loss, around a module that returns a dict as its models do."""
+    if isinstance(encoders, tuple) or getattr(loss, "__self__", None) is None:
+        raise NotOffered  # one encoder, and the loss of its own
+    losses = importlib.import_module("sentence_transformers.sentence_transformer.losses")
 
-        wrapped = [checkpoint_wrapper(block) for block in blocks]
-
-    def step() -> None:
-        h = x
-        for block in wrapped:
-            h = WAYS[way](block, h) if way.startswith("torch") else block(h)
-        h.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-class Tower(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        block = torch.nn.TransformerEncoderLayer(64, 4, 256, 0.1, "gelu", batch_first=True)
-        self.words = torch.nn.Embedding(100, 64)
-        self.body = torch.nn.TransformerEncoder(block, 4)
-
-    def forward(self, ids: Any) -> Any:
-        return self.body(self.words(ids)).mean(1)
-
-
-def contrastive_step(way: str) -> Callable[[], object]:
-    torch.manual_seed(0)
-    tower = Tower()
-    optimizer = torch.optim.AdamW(tower.parameters(), 1e-3)
-    query, positive = torch.randint(0, 100, (2, PAIRS, 32))
-
-    def loss_of(q: Any, p: Any, **_: Any) -> Any:
-        q, p = torch.nn.functional.normalize(q), torch.nn.functional.normalize(p)
-        return torch.nn.functional.cross_entropy(q @ p.T * 20, torch.arange(len(q)))
-
-    def step() -> None:
-        if way == "plain":
-            loss_of(tower(query), tower(positive)).backward()
-        else:
-            st_loss(tower, query, positive).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def st_loss(tower: Any, query: Any, positive: Any) -> Any:
-    """The cached loss of sentence-transformers around a module that returns its dict."""
-    from sentence_transformers.sentence_transformer.losses import (
-        CachedMultipleNegativesRankingLoss,
-    )
-
-    class Wrapped(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower = tower
-
+    class Wrapped(torch.nn.Sequential):
         def forward(self, features: Any) -> Any:
-            return {"sentence_embedding": self.tower(features["input_ids"])}
+            return {"sentence_embedding": self[0](features["input_ids"])}
 
-    loss = CachedMultipleNegativesRankingLoss(Wrapped(), mini_batch_size=CHUNK)
-    return loss([{"input_ids": query}, {"input_ids": positive}], None)
+    cached = losses.CachedMultipleNegativesRankingLoss(Wrapped(encoders), mini_batch_size=chunk)
 
+    def run(*inputs: Any) -> Any:
+        value = cached([{"input_ids": x} for x in inputs], None)
+        value.backward()
+        return value
 
-def main() -> None:
-    what, way = sys.argv[1:3]
-    torch.set_num_threads(1)
-    if what == "cases":
-        result: Any = judge(Torch(), WAYS[way])
-    elif what == "encoder":
-        result = measure(encoder_step(way))
-    else:
-        result = measure(contrastive_step(way))
-    print("\n" + json.dumps(result))
+    return run
 
 
 if __name__ == "__main__":
-    main()
+    main(Torch())

@@ -109,6 +109,7 @@ _LLAMA = {
     "intermediate_size": 192,
     "max_position_embeddings": 128,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def _nlp(name: str, config: dict[str, Any], model: str = "Model", **more: Any) -> Case:
@@ -174,6 +175,24 @@ PADDLEFORMERS = [
          "sliding_window": 16},
     ),
     _formers("Llama + LoRA", _LLAMA, after=with_lora),
+    _formers("Qwen2", _LLAMA),
+    _formers("Qwen3", {**_LLAMA, "head_dim": 16}),
+    _formers("Qwen2Moe", {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 64}),
+    _formers("Qwen3Moe", {**_LLAMA, **_EXPERTS, "head_dim": 16}),
+    _formers(
+        "Ernie4_5_Moe", {**_LLAMA, "moe_num_experts": 4, "moe_intermediate_size": 64, "moe_k": 2}
+    ),
+    _formers(
+        "DeepseekV3",
+        {**_LLAMA, **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2,
+         "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
+         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    ),
+    _formers(
+        "Glm4Moe",
+        {**_LLAMA, **_EXPERTS, "head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1,
+         "first_k_dense_replace": 1},
+    ),
 ]  # fmt: skip
 
 CASES = {"paddlenlp": PADDLENLP, "paddleformers": PADDLEFORMERS}

@@ -26,7 +26,7 @@ from benchmarks import _batch_size_report as report
 from benchmarks._batch_size_plan import BATCHES, SEEDS, Plan, next_run, remaining
 from benchmarks._batch_size_runs import CORPORA, Recipe, Run, Runs, evaluate, new_model, train
 from benchmarks._record import RESULTS, environment, hardware_tag
-from paddle_recompute.config.schema import default_cache_dir
+from paddle_recompute.config import default_cache_dir
 from paddle_recompute.data._cache import write_whole
 
 _LEAST_STEPS = 8  # of the largest batch

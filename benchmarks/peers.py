@@ -2,10 +2,11 @@
 
 Recompute: 6 Transformer blocks, hidden 256, batch 8, length 64, dropout 0.1, AdamW, one thread.
 Gradient cache: 4 blocks, hidden 64, 128 pairs of 32 tokens, chunks of 16. Memory is the growth of
-resident memory in one step, and time the median of three steps; each is divided by that of a plain
-step of the same framework, measured in the same way. "Lines" are those that a training script
-changes. Cases: ok, silently wrong, or an error. The GradCache of its authors is not on the public
-registry.
+resident memory in one step, in a process of its own, beside that of a plain step. Time is
+the median of seven steps, each divided by a plain step beside it. "Lines" are those of a training
+script that change. Cases: ok, wrong (silently), none (the library has no way to say it), an error,
+or crash (the process dies). GradCache is that of its authors, gradcache 0.0.1; it imports itself
+under a name that it does not install, which the benchmark supplies.
 
     make bench-peers
 """
@@ -16,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,92 +25,104 @@ from benchmarks._record import table, write_record
 
 ROOT = Path(__file__).parent.parent
 TORCH = ROOT / ".venv-torch" / "bin" / "python"
-LINES = {  # an import, and what stands for the call
-    "fleet, reentrant": 2,
-    "fleet, not reentrant": 2,
-    "paddle_recompute": 2,
-    "torch.utils.checkpoint, reentrant": 2,
-    "torch.utils.checkpoint, not reentrant": 2,
-    "FairScale checkpoint_wrapper": 2,
-    "sentence-transformers, cached": 2,
-    "paddle_recompute, GradCache": 3,
+MIB = 2**20
+# The side, the name of the library, and the lines: an import, and what stands for the call.
+RECOMPUTE = {
+    "fleet, reentrant": ("paddle", "fleet.utils.recompute, reentrant", 2),
+    "fleet, not reentrant": ("paddle", "fleet.utils.recompute, not reentrant", 2),
+    "torch, reentrant": ("torch", "torch.utils.checkpoint, reentrant", 2),
+    "torch, not reentrant": ("torch", "torch.utils.checkpoint, not reentrant", 2),
+    "FairScale": ("torch", "FairScale checkpoint_wrapper", 2),
+    "paddle_recompute": ("paddle", "paddle_recompute", 2),
 }
-RECOMPUTE = [
-    ("_peers_paddle", "fleet, reentrant"),
-    ("_peers_paddle", "fleet, not reentrant"),
-    ("_peers_torch", "torch.utils.checkpoint, reentrant"),
-    ("_peers_torch", "torch.utils.checkpoint, not reentrant"),
-    ("_peers_torch", "FairScale checkpoint_wrapper"),
-    ("_peers_paddle", "paddle_recompute"),
-]
-CACHES = [
-    ("_peers_torch", "sentence-transformers, cached", "sentence-transformers"),
-    ("_peers_paddle", "paddle_recompute, GradCache", "ours"),
-]
+CACHES = {
+    "GradCache": ("torch", "GradCache (gradcache 0.0.1)", 3),
+    "sentence-transformers": (
+        "torch",
+        "sentence-transformers CachedMultipleNegativesRankingLoss",
+        2,
+    ),
+    "paddle_recompute GradCache": ("paddle", "paddle_recompute GradCache", 3),
+}
 
 
-def ask(module: str, what: str, way: str) -> dict[str, Any]:
+def ask(side: str) -> dict[str, Any]:
     """What a side says, in a process of its own."""
-    python = str(TORCH) if module == "_peers_torch" else sys.executable
+    python = os.environ.get("TORCH_PYTHON", str(TORCH)) if side == "torch" else sys.executable
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     run = subprocess.run(
-        [python, "-m", f"benchmarks.{module}", what, way],
+        [python, "-m", f"benchmarks._peers_{side}"],
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=900,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )
-    if run.returncode != 0:
-        words = run.stderr.strip().splitlines()[-1:] or [f"exit code {run.returncode}"]
-        print(f"{module} {what} {way}: {words[0]}", file=sys.stderr)
-        return {"error": words[0][:80]}
     return dict(json.loads(run.stdout.strip().splitlines()[-1]))
 
 
-def shares(found: dict[str, Any], base: dict[str, Any]) -> tuple[str, str]:
-    """Memory and time divided by those of the plain step."""
-    if "error" in found:
-        return "error", "error"
-    return f"{found['mib'] / base['mib']:.2f}", f"{found['seconds'] / base['seconds']:.2f}"
+def compare(
+    ways: dict[str, tuple[str, str, int]], found: dict[str, Any], topic: str
+) -> tuple[list[tuple[object, ...]], dict[str, dict[str, str]]]:
+    """The rows of a table, and the verdict of each case by way."""
+    rows: list[tuple[object, ...]] = []
+    verdicts = {}
+    for way, (side, name, lines) in ways.items():
+        one, plain = found[side][topic][way], found[side][topic]["plain"]["measured"]["bytes"]
+        verdicts[way] = one["cases"]
+        counts = Counter(
+            verdict if verdict in ("ok", "wrong", "none", "crash") else "error"
+            for verdict in verdicts[way].values()
+        )
+        num_bytes = one["measured"]["bytes"]
+        rows.append(
+            (
+                name,
+                f"{counts['ok']} of {len(verdicts[way])}",
+                *(counts[kind] for kind in ("wrong", "error", "crash", "none")),
+                f"{num_bytes / MIB:.1f} of {plain / MIB:.1f}",
+                f"{num_bytes / plain:.2f}",
+                f"{one['measured']['time']:.2f}",
+                lines,
+            )
+        )
+    return rows, verdicts
+
+
+def by_case(verdicts: dict[str, dict[str, str]]) -> list[str]:
+    """A row for each case."""
+    names = next(iter(verdicts.values()))
+    return table(
+        ("case", *verdicts), [(name, *(one[name] for one in verdicts.values())) for name in names]
+    )
 
 
 def main() -> None:
     """Ask every side, and write the record."""
-    bases = {
-        (module, what): ask(module, what, "plain")
-        for module in ("_peers_paddle", "_peers_torch")
-        for what in ("encoder", "contrastive")
-    }
-    cases, rows = {}, []
-    for module, way in RECOMPUTE:
-        cases[way] = ask(module, "cases", way)
-        right = sum(value == "ok" for value in cases[way].values())
-        wrong = sum(value == "wrong" for value in cases[way].values())
-        memory, seconds = shares(ask(module, "encoder", way), bases[module, "encoder"])
-        count = f"{right} of {len(cases[way])}"
-        rows.append((way, count, wrong, memory, seconds, LINES[way]))
-    caches = []
-    for module, name, way in CACHES:
-        found = ask(module, "contrastive", way)
-        caches.append((name, *shares(found, bases[module, "contrastive"]), LINES[name]))
-    names = list(cases["paddle_recompute"])
+    header = (
+        "right", "silently wrong", "error", "crash", "none", "MiB, of plain", "memory / plain",
+        "time / plain", "lines",
+    )  # fmt: skip
+    found = {side: ask(side) for side in ("paddle", "torch")}
+    recompute, recompute_cases = compare(RECOMPUTE, found, "recompute")
+    caches, cache_cases = compare(CACHES, found, "caches")
     path = write_record(
         "peers",
         "Peers",
         "make bench-peers",
         [
-            *(__doc__ or "").strip().splitlines()[2:9],
+            *(__doc__ or "").strip().splitlines()[2:10],
             "",
-            *table(("recompute", "right", "silently wrong", "memory / plain", "time / plain",
-                    "lines"), rows),
+            *table(("recompute", *header), recompute),
             "",
-            *table(("gradient cache", "memory / plain", "time / plain", "lines"), caches),
+            *table(("gradient cache", *header), caches),
             "",
-            *table(
-                ("case", *cases), [(n, *(one.get(n, "-") for one in cases.values())) for n in names]
-            ),
+            *by_case(recompute_cases),
+            "",
+            *by_case(cache_cases),
         ],
-    )  # fmt: skip
+    )
     print(path.read_text(encoding="utf-8"))
 
 

@@ -32,13 +32,15 @@ SECONDS_OF_A_RUN = 3.0
 
 
 def figures(pid: int) -> tuple[float, int, int] | None:
-    """Resident MiB, threads, descriptors; None where the process is gone."""
+    """Resident MiB, threads, descriptors; None where the process is gone or has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return None
     found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    if "VmRSS" not in found:  # its parent has not asked for its code yet
+        return None
     return int(found["VmRSS"].split()[0]) / 1024, int(found["Threads"]), descriptors
 
 
@@ -125,6 +127,7 @@ def main() -> None:
                 kind = FAULTS[len(given) % len(FAULTS)]
                 hurt(kind, folder / "run", chance)
                 given.append(kind)
+                print(f"{now:.0f} s, step {newest(folder / 'run')}: {kind}", flush=True)
                 next_fault += seconds / (options.faults + 1)
         if run is not None:
             run.terminate()

@@ -1,7 +1,7 @@
 """Images and words in one space (CLIP): two towers, GradCache, recompute, synchronized gradients.
 
 python examples/clip.py                                      # one process, about a minute on a CPU
-fleetrun --nproc_per_node 2 examples/clip.py                 # two ranks
+fleetrun --nproc_per_node 2 --backend gloo examples/clip.py  # two ranks on a CPU
 
 The images are the handwritten digits that come with scikit-learn; each is paired with one of
 several words for its digit, in English or German. The image tower is a ResNet-18 of paddle.vision,

@@ -49,13 +49,14 @@ if TYPE_CHECKING:
         recompute,
         recompute_wrapper,
     )
-    from paddle_recompute.train_step import TrainStep
+    from paddle_recompute.train_step import CompileReport, TrainStep, compile_model
     from paddle_recompute.trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchSize",
+    "CompileReport",
     "Config",
     "ContrastiveLoss",
     "DoctorReport",
@@ -73,6 +74,7 @@ __all__ = [
     "all_gather_with_grad",
     "apply_recompute",
     "build_model",
+    "compile_model",
     "doctor",
     "errors",
     "estimate",
@@ -95,6 +97,7 @@ _WITHOUT_PADDLE = {
     "load_config": "config",
 }
 _WITH_PADDLE = {
+    "CompileReport": "train_step",
     "ContrastiveLoss": "contrastive",
     "DoctorReport": "doctor",
     "GradCache": "contrastive",
@@ -110,6 +113,7 @@ _WITH_PADDLE = {
     "all_gather_with_grad": "contrastive",
     "apply_recompute": "recompute",
     "build_model": "models",
+    "compile_model": "train_step",
     "doctor": "doctor",
     "estimate": "planner",
     "find_batch_size": "planner",

@@ -21,9 +21,11 @@ one. A test whose worker leaves its process unusable, or measures what a process
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -222,4 +224,5 @@ def _serve(folder: Path, rank: int, jobs: IO[str]) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)  # also where the main thread is in C++ for ever
     _serve(Path(sys.argv[1]), int(sys.argv[2]), sys.stdin)

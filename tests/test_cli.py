@@ -126,7 +126,7 @@ def test_each_way_that_ranks_end_has_its_code(
     def launch(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "launch_with_restarts", launch)
+    monkeypatch.setattr(cli._train, "launch_with_restarts", launch)
     result = run("--config", TINY)
     assert result.exit_code == code
     assert f"paddle-recompute: {error}" in result.stderr or code == 130
@@ -191,7 +191,7 @@ def test_more_ranks_are_given_the_same_command(
         config.train.output_dir.mkdir(exist_ok=True)
         (config.train.output_dir / "result.json").write_text('{"mrr": 0.5,\n "名": "é"}\n')
 
-    monkeypatch.setattr(cli, "launch_with_restarts", launch)
+    monkeypatch.setattr(cli._train, "launch_with_restarts", launch)
     overrides = [f"train.output_dir={tmp_path / 'run'}", "train.max_steps=50"]
     result = run("--config", TINY, *overrides)
     assert result.exit_code == 0, result.output

@@ -900,3 +900,23 @@ def test_core_has_what_numbers_are_reduced_with() -> None:
     assert paddle.base.framework._current_expected_place() is not None
     numbers = core.eager.Tensor(np.ones(2), core.CPUPlace())
     assert numbers.numpy().tolist() == [1.0, 1.0]
+
+
+# ------------------------------------------------------------------------------------- to_static
+
+
+def test_a_static_function_makes_its_program_when_asked() -> None:
+    from paddle.jit.dy2static.program_translator import ASTStaticFunction
+    from paddle.jit.dy2static.utils import Dygraph2StaticException
+
+    layer = paddle.nn.Linear(2, 2)
+    spec = [paddle.static.InputSpec([-1, 2], "float32", stop_gradient=True)]
+    paddle.jit.to_static(layer, input_spec=spec, full_graph=True)
+    assert type(layer.forward) is ASTStaticFunction  # its class is replaced by one below it
+    program, runner = layer.forward.get_concrete_program(*spec, is_train=True)
+    assert runner.program is runner.train_program if not IS_26 else runner.program is not None
+    assert not any(one.has_attr("fwd_recompute_id") for one in program.main_program.blocks[0].ops)
+    assert callable(layer.forward._perform_call) and layer.forward.get_traced_count() == 1
+    layer(paddle.ones([3, 2]))
+    assert layer.forward.get_traced_count() == 1
+    assert issubclass(Dygraph2StaticException, Exception)

@@ -23,7 +23,6 @@ from paddle_recompute._paddle.backward import (
 )
 from paddle_recompute._paddle.distributed import (
     FLAGS_SET_BY_PADDLE,
-    StoreConnection,
     all_reduce_numbers,
     init_parallel_env,
     is_from_gloo,
@@ -71,6 +70,7 @@ from paddle_recompute._paddle.layers import (
     statistics_among_parameters,
     watch_layers,
 )
+from paddle_recompute._paddle.native_calls import end_native_calls, native_call
 from paddle_recompute._paddle.random_streams import (
     generator_states,
     hybrid_parallel_tracker,
@@ -116,7 +116,6 @@ __all__ = [
     "AmpState",
     "Backward",
     "Layout",
-    "StoreConnection",
     "address_of",
     "after_each_backward",
     "all_reduce_numbers",
@@ -132,6 +131,7 @@ __all__ = [
     "clips_gradients",
     "current_backward",
     "custom_state_functions",
+    "end_native_calls",
     "fleet_recompute",
     "fleet_recompute_hybrid",
     "forward_post_hooks",
@@ -159,6 +159,7 @@ __all__ = [
     "mark_of_generator_state",
     "master_host",
     "muted_leaf_hooks",
+    "native_call",
     "never_translate",
     "never_translate_files_below",
     "non_trained_state",

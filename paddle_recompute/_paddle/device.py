@@ -1,4 +1,4 @@
-"""Copies between a device and the host, for every kind of device that Paddle knows.
+"""Copies and streams of a device, for every kind of device that Paddle knows.
 
 Everything goes by a tensor's place and through calls that serve GPUs and other devices alike, on
 2.6 and 3.x.
@@ -7,6 +7,7 @@ Everything goes by a tensor's place and through calls that serve GPUs and other 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -24,13 +25,28 @@ def to_host(tensor: paddle.Tensor) -> paddle.Tensor:
     return tensor.pin_memory() if tensor.place.is_gpu_place() else tensor.cpu()
 
 
+def put(values: Any, dtype: str | None = None) -> paddle.Tensor:
+    """A tensor on the current device, with a copy of `values`, of the host.
+
+    Unlike ``paddle.to_tensor`` (2.6, 3.3) it does not wait for what the device computes, nor hold
+    the GIL while it waits, which keeps all threads of the process waiting too.
+    """
+    if paddle.get_device() == "cpu" or not paddle.in_dynamic_mode():
+        return paddle.to_tensor(values, dtype)
+    on_host = paddle.to_tensor(values, dtype, place=paddle.CPUPlace())
+    tensor = paddle.empty(on_host.shape, on_host.dtype)
+    if on_host.size:
+        tensor.copy_(on_host, False)  # returns None on 2.6
+    return tensor
+
+
 def event_now() -> Any:
     """An event behind all that has been put on the current device's stream; has ``query()``."""
     return paddle.device.current_stream().record_event()
 
 
-class _CopyStream:
-    """The stream of a device on which tensors arrive.
+class _SideStream:
+    """A stream of a device beside the one that computes.
 
     Its events are made by ``record_event``, as ``paddle.device.Event`` of 3.3 cannot be made for a
     device that is not a GPU, and used again: there, Paddle (2.6, 3.3) waits for an event when it is
@@ -70,7 +86,7 @@ class Arriving:
 
     def __init__(self, copy: paddle.Tensor, place: Any) -> None:
         self._source = copy  # must outlive the copying
-        self._to = to = _copy_stream(*_number_of(place))
+        self._to = to = _side_stream("arriving", *_number_of(place))
         # Made for the stream that computes: Paddle (3.3) keeps the freed memory of each stream for
         # that stream alone, so the device would fill up with that of both.
         tensor = paddle.empty(copy.shape, copy.dtype)
@@ -96,9 +112,54 @@ class Arriving:
             self._done.synchronize()  # it was not taken: its memory must not be written any more
 
 
+class HostNumbers:
+    """Float64 numbers of the host that a collective works on, without waiting for computations.
+
+    They have a stream of their own. On the stream that computes, and by a copy that blocks
+    (``paddle.to_tensor``, ``Tensor.numpy``: 2.6, 3.3), the host would wait for all computations
+    before them.
+
+    Args:
+        values: At least one.
+        collective: Works in place on a device tensor, ``[len(values)]``, as seen from the stream
+            that is current inside it.
+    """
+
+    def __init__(
+        self, values: Sequence[float], collective: Callable[[paddle.Tensor], object]
+    ) -> None:
+        stream, on_gpu = _stream_for_numbers()
+        self._sent = paddle.to_tensor(list(values), "float64", place=paddle.CPUPlace())
+        # To memory that is not pinned, a GPU copies while the host waits.
+        self._back = self._sent.pin_memory() if on_gpu else self._sent.clone()
+        with paddle.device.stream_guard(stream.stream):
+            self._numbers = paddle.empty(self._sent.shape, "float64")
+            self._numbers.copy_(self._sent, False)
+            collective(self._numbers)
+            self._back.copy_(self._numbers, False)
+        self._stream, self._done = stream, stream.recorded(stream.stream)
+
+    def has_come(self) -> bool:
+        """Whether `values` would not wait."""
+        return bool(self._done.query())
+
+    def values(self) -> list[float]:
+        """What the collective has made of them; once."""
+        self._done.synchronize()
+        self._stream.take_back(self._done)
+        return [float(value) for value in self._back.tolist()]
+
+
 @functools.cache
-def _copy_stream(kind: str, number: int) -> _CopyStream:
-    return _CopyStream(kind, number)
+def _stream_for_numbers() -> tuple[_SideStream, bool]:
+    """A stream of the current device, and whether that is a GPU."""
+    place = paddle.empty([1]).place
+    return _side_stream("numbers", *_number_of(place)), bool(place.is_gpu_place())
+
+
+@functools.cache
+def _side_stream(purpose: str, kind: str, number: int) -> _SideStream:
+    return _SideStream(kind, number)
 
 
 def _number_of(place: Any) -> tuple[str, int]:

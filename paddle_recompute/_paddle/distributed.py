@@ -15,6 +15,7 @@ import paddle.distributed as dist
 from paddle.base import core, framework
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle.native_calls import native_call
 from paddle_recompute._paddle.start import gloo_group_tried_again
 
 
@@ -115,8 +116,9 @@ def store_publish(key: str, value: str) -> None:
     is no public way. One operation takes 43 ms, so it is for what is told once.
     """
     store = core.create_or_get_global_tcp_store()
-    store.set(key, value)
-    store.add(f"{key}/published", 1)
+    with native_call():
+        store.set(key, value)
+        store.add(f"{key}/published", 1)
 
 
 def store_await(key: str) -> str:
@@ -126,25 +128,8 @@ def store_await(key: str) -> str:
     RuntimeError says that the store, which is in rank 0, is gone.
     """
     store = core.create_or_get_global_tcp_store()
-    while not store.add(f"{key}/published", 0):
+    while True:
+        with native_call():
+            if store.add(f"{key}/published", 0):
+                return str(store.get(key).decode())
         time.sleep(0.05)
-    return str(store.get(key).decode())
-
-
-class StoreConnection:
-    """A connection to the launch's TCP store for one thread (``core.TCPStore``, 2.6, 3.x).
-
-    Two threads mix up each other's answers on one connection. Can go with a public store.
-    """
-
-    def __init__(self) -> None:
-        host, _, port = _master_endpoint().rpartition(":")
-        self._store = core.TCPStore(host, int(port), False, 0)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the number under `key`, 0 at first; returns the sum.
-
-        Raises:
-            RuntimeError: The store, which is in rank 0, is gone.
-        """
-        return int(self._store.add(key, amount))

@@ -12,6 +12,8 @@ from typing import Any
 from paddle.base import core
 from paddle.distributed import parallel
 
+from paddle_recompute._paddle.native_calls import native_call
+
 ATTEMPTS = 6
 PATIENCE = 8.0
 """Seconds that an attempt may take when all ranks are there; gloo needs 0.6 to 1.2 of them for four
@@ -91,8 +93,9 @@ def _attempt(rank: int, size: int, host: str, port: int, attempt: int) -> tuple[
         try:
             # A connection of its own: what hangs still waits on it, and two threads mix up each
             # other's answers.
-            own = core.TCPStore(host, port, False, 0)
-            made.append(core.ProcessGroupGloo.create(own, rank, size, number))
+            with native_call():
+                own = core.TCPStore(host, port, False, 0)
+                made.append(core.ProcessGroupGloo.create(own, rank, size, number))
         except (RuntimeError, ValueError, OSError) as error:
             errors.append(str(error).strip().splitlines()[-1])
 

@@ -109,8 +109,10 @@ class ChunkedEncoder:
         Returns:
             The encoder's output, with all rows in every tensor.
         """
+        has_gradients = paddle.is_grad_enabled()
         # What a second forward would need is not looked at where there is none.
-        watch = None if self._keeps_graph else StateWatch(layers_of(self.encoder, ()))
+        is_repeated = has_gradients and not self._keeps_graph
+        watch = StateWatch(self._layers()) if is_repeated else None
         structure: Any = None
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
@@ -122,7 +124,8 @@ class ChunkedEncoder:
             # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer
             # alone do not tell, because it may reach others.
             seen = watch.forward() if watch is not None else contextlib.nullcontext()
-            with paddle.set_grad_enabled(undecided or self._keeps_graph), seen:
+            keeps = has_gradients and (undecided or self._keeps_graph)
+            with paddle.set_grad_enabled(keeps), seen:
                 output = self._call(chunk)
             leaves = self._leaves(output, chunk)
             if number == 0:
@@ -197,6 +200,9 @@ class ChunkedEncoder:
             worst = paddle.stack(self._deviations).max()
         self._deviations = []
         return worst
+
+    def _layers(self) -> list[paddle.nn.Layer]:
+        return layers_of(self.encoder, ())
 
     def _call(self, chunk: Chunk) -> Any:
         batch = chunk.of(self._batch)

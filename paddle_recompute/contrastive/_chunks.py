@@ -19,6 +19,7 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_recompute._nested import is_tensor, map_leaves, named_leaves
+from paddle_recompute._paddle import device
 from paddle_recompute.contrastive._texts import LengthOf, lengths_of, texts_of
 from paddle_recompute.errors import DataError
 
@@ -40,21 +41,26 @@ class Chunk:
     columns: int | None = None
     cut: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def of(self, batch: Any) -> Any:
+    def of(self, batch: Any, *, arrays: bool = False) -> Any:
         """These rows of every tensor in `batch`, without unneeded padding.
 
         Views of the caller's memory if the tensor is a Tensor and the rows are a range, else
         copies.
+
+        Args:
+            batch: A Tensor, an array or a structure of them.
+            arrays: Whether arrays stay arrays.
         """
         order: Iterator[str] = (path for path, _ in named_leaves(batch))
-        return map_leaves(lambda leaf: self._of_leaf(next(order), leaf), batch)
+        return map_leaves(lambda leaf: self._of_leaf(next(order), leaf, arrays), batch)
 
-    def _of_leaf(self, path: str, leaf: Any) -> Any:
+    def _of_leaf(self, path: str, leaf: Any, arrays: bool) -> Any:
         if isinstance(leaf, np.ndarray):
             rows = self.rows
             part = leaf[rows.start : rows.stop] if isinstance(rows, range) else leaf[rows]
             # A copy in any case: Paddle may share the memory of an array.
-            return paddle.to_tensor(np.array(self._trimmed(path, part)))
+            part = np.array(self._trimmed(path, part))
+            return part if arrays else device.put(part)
         return self._trimmed(path, rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
 
     def _trimmed(self, path: str, leaf: Any) -> Any:
@@ -141,7 +147,7 @@ def rows_of(tensor: paddle.Tensor, rows: range | NDArray[np.int64]) -> paddle.Te
     """The given rows of `tensor`, in the order of `rows`."""
     if isinstance(rows, range):
         return tensor[rows.start : rows.stop]
-    places = paddle.to_tensor(rows)
+    places = device.put(rows)
     carrier = _CARRIERS.get(tensor.dtype)
     if carrier is None:
         return paddle.gather(tensor, places, axis=0)

@@ -14,7 +14,12 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
-from paddle_recompute.distributed import is_distributed, run_collective
+from paddle_recompute.distributed import (
+    is_distributed,
+    reduce_host_numbers,
+    run_collective,
+    scope_of,
+)
 from paddle_recompute.errors import DataError, StaticGraphError, SyncError
 
 
@@ -138,14 +143,25 @@ def agree_on_rows(tensors: Sequence[paddle.Tensor], group: Group | None) -> Rows
         f"{'' if tensor.stop_gradient or not paddle.is_grad_enabled() else ' with gradient'}"
         for tensor in tensors
     )
-    mine = paddle.to_tensor([tensors[0].shape[0], zlib.crc32(described.encode())], dtype="int64")
-    every = _all_gather(mine.unsqueeze(0), group).tolist()
+    every = _numbers_of_ranks([tensors[0].shape[0], zlib.crc32(described.encode())], group)
     if len({checksum for _, checksum in every}) > 1:
         raise SyncError(
             f"the ranks cannot gather: rank {dist.get_rank(group)} has {described}, and another "
             "rank has something else; only the number of rows may differ"
         )
-    return RowsOfRanks(tuple(int(count) for count, _ in every), int(dist.get_rank(group)))
+    return RowsOfRanks(tuple(count for count, _ in every), int(dist.get_rank(group)))
+
+
+def _numbers_of_ranks(numbers: list[int], group: Group | None) -> list[list[int]]:
+    """Those of every rank, all below 2**53; waits for the hosts, not for a device."""
+    if dist.get_backend(group).lower() == "gloo":
+        return _all_gather(paddle.to_tensor([numbers], "int64"), group).tolist()  # type: ignore[no-any-return]
+    ranks, width = dist.get_world_size(group), len(numbers)
+    places: list[float] = [0.0] * (ranks * width)
+    places[(own := dist.get_rank(group) * width) : own + width] = numbers
+    what, scope = "the gather of rows", scope_of(group)
+    sums = reduce_host_numbers(places, dist.ReduceOp.SUM, what, scope, group)
+    return [[int(number) for number in sums[i * width :][:width]] for i in range(ranks)]
 
 
 def gather_rows(

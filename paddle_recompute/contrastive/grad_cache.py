@@ -12,6 +12,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder, check_repetition
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
+from paddle_recompute.contrastive._own_backward import ChunksWithOwnBackward, OwnBackward
 from paddle_recompute.contrastive._step import Step
 from paddle_recompute.contrastive._texts import LengthOf
 from paddle_recompute.distributed import is_distributed
@@ -235,6 +236,22 @@ class GradCache:
         self._num_calls += 1
         return loss
 
+    @paddle.no_grad()
+    def evaluate(
+        self,
+        query: Any,
+        positive: Any,
+        *negatives: Any,
+        loss_arguments: Mapping[str, Any] | None = None,
+    ) -> paddle.Tensor:
+        """The loss that `backward` would return, in the same chunks, without any gradient.
+
+        Call ``eval()`` of the encoders before. Arguments and errors are those of `backward`.
+        """
+        encoders = self._chunked_encoders((query, positive, *negatives))
+        embeddings = [encoder.encode(_not_reached) for encoder in encoders]
+        return self.loss(*embeddings, **(loss_arguments or {}))
+
     def check_repetition(self) -> None:
         """Check that the second forwards returned what the first ones did; waits for the device.
 
@@ -263,16 +280,15 @@ class GradCache:
                 f"query has {rows[0]} rows and positive has {rows[1]}; row i of query belongs to "
                 "row i of positive, so their numbers must be equal"
             )
-        return [
-            ChunkedEncoder(
-                self._encoders[min(place, 1)],
-                batch,
-                self._cut(batch, rows[place], name),
-                name,
-                keeps_graph=self._chunk_size is None and self._chunk_tokens is None,
-            )
-            for place, (batch, name) in enumerate(zip(inputs, names, strict=True))
-        ]
+        found = []
+        for place, (batch, name) in enumerate(zip(inputs, names, strict=True)):
+            encoder = self._encoders[min(place, 1)]
+            own = isinstance(encoder, OwnBackward)
+            keeps = not own and self._chunk_size is None and self._chunk_tokens is None
+            chunks = self._cut(batch, rows[place], name)
+            kind = ChunksWithOwnBackward if own else ChunkedEncoder
+            found.append(kind(encoder, batch, chunks, name, keeps_graph=keeps))
+        return found
 
     def _cut(self, batch: Any, num_rows: int, name: str) -> list[Chunk]:
         if self._chunk_size is not None:
@@ -362,7 +378,13 @@ def _schedule(encoders: list[ChunkedEncoder]) -> tuple[Replays, Replays]:
     return [task for task in tasks if task not in final], final
 
 
+def _not_reached() -> None:
+    """No backward reaches what was encoded without a graph."""
+
+
 def _parameters_of(function: Any) -> list[paddle.Tensor]:
+    if isinstance(function, OwnBackward):
+        return []
     return [parameter for layer in layers_of(function, ()) for parameter in layer.parameters()]
 
 

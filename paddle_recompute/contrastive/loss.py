@@ -13,6 +13,7 @@ import paddle.nn.functional as F
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
+from paddle_recompute._paddle import device
 from paddle_recompute._paddle.static import training
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._dense_loss import whole_loss
@@ -341,7 +342,7 @@ def text_ids(texts: Iterable[str]) -> paddle.Tensor:
         ``[len(texts)]``, int64.
     """
     digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
-    return paddle.to_tensor(np.frombuffer(digests, "<i8").astype(np.int64))
+    return device.put(np.frombuffer(digests, "<i8").astype(np.int64))
 
 
 def _check_shapes(

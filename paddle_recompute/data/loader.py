@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import paddle
 
+from paddle_recompute.data._workers import WorkerWatch
 from paddle_recompute.data.pairs import Pair
 from paddle_recompute.data.tokenizer import PairTokenizer, TokenRows
 from paddle_recompute.errors import DataError
+
+LONGEST_WAIT = 300.0
+"""Seconds without a batch after which workers are ended; one batch takes them milliseconds."""
 
 
 class PairLoader:
@@ -50,8 +54,29 @@ class PairLoader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, paddle.Tensor]]:
-        """The batches of the epoch that was set."""
+        """The batches of the epoch that was set.
+
+        Raises:
+            DataError: A worker has died, or gives no batch for `LONGEST_WAIT` seconds.
+        """
         sampler = self._sampler.for_epoch(self._sampler.epoch)
+        if not self._num_workers:
+            yield from self._batches(sampler)
+            return
+        with WorkerWatch(LONGEST_WAIT) as watch:
+            batches = self._batches(sampler)
+            while True:
+                with watch.waiting():
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                try:
+                    yield batch
+                except GeneratorExit:
+                    batches.close()
+                    raise
+
+    def _batches(self, sampler: RankSampler) -> Generator[dict[str, paddle.Tensor], None, None]:
         batches = iter(
             paddle.io.DataLoader(
                 _Places(sampler.num_pairs),

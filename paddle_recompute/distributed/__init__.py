@@ -8,6 +8,7 @@ from paddle_recompute.distributed.agreement import (
 from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.device_watch import watched_on_device
 from paddle_recompute.distributed.gloo_lane import GlooLane, Job, lane_of
+from paddle_recompute.distributed.host_numbers import reduce_host_numbers
 from paddle_recompute.distributed.peer_state import Limits, Scope
 from paddle_recompute.distributed.ranks import (
     barrier,
@@ -36,6 +37,7 @@ __all__ = [
     "lane_of",
     "mean_over_ranks",
     "peers",
+    "reduce_host_numbers",
     "run_collective",
     "scope_of",
     "sum_over_ranks",

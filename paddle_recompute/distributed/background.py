@@ -1,10 +1,12 @@
-"""A function that runs in a thread of its own."""
+"""A function of Paddle's C++ that runs in a thread of its own."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from paddle_recompute import _paddle
 
 Result = TypeVar("Result")
 
@@ -21,7 +23,8 @@ class Run(threading.Thread, Generic[Result]):
 
     def run(self) -> None:
         try:
-            self.result = self._function()
+            with _paddle.native_call():
+                self.result = self._function()
         except BaseException as error:
             self.error = error
         finally:

@@ -23,6 +23,7 @@ import hashlib
 import hmac
 import itertools
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -51,6 +52,7 @@ is what rank 0 puts into Paddle's TCP store, which tells it to whoever can conne
 _POLL = 0.1
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
 _PARTING = 10.0  # seconds for the server, on a busy machine, to pass on this rank's last words
+_RETURN = 5.0  # seconds for collectives to return when the process ends
 _ADDRESS = "paddle_recompute/control_server"
 
 
@@ -105,9 +107,10 @@ class ControlClient:
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
         self._await_connection()
         self._last_words: Message = {"kind": "left", "message": None}
+        self._is_failed = False
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
-        atexit.register(self._say_goodbye)
+        atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._close)
 
     # ------------------------------------------------------------------------------ waiting
@@ -227,6 +230,14 @@ class ControlClient:
             if serial:
                 self._send({"kind": "goes on"})
 
+    def ask_to_stop(self, number: int) -> None:
+        """Tell all ranks that this one was asked to stop; see `stop_request`."""
+        self._send({"kind": "stop", "number": number})
+
+    def is_asked_to_stop(self, number: int) -> bool:
+        """Whether some rank has told that."""
+        return number in self._peer_state.stop_requests
+
     def _tell_wait(self, what: str, scope: Scope, place: str) -> int:
         serial = next(self._waits)
         told = {"among": scope.among, "size": len(scope.ranks), "serial": serial}
@@ -283,6 +294,21 @@ class ControlClient:
         self._last_words["is_peer_error"] = isinstance(error, PeerError)
         self._say_goodbye()
         self._previous_hook(kind, error, trace)
+        self._is_failed = not issubclass(kind, KeyboardInterrupt)
+
+    def _at_exit(self) -> None:
+        """Tell the others, whose end lets collectives with them return, and wait for these."""
+        if os.getpid() != self._process:
+            return
+        self._say_goodbye()
+        if not _paddle.end_native_calls(_RETURN) and self._is_failed:
+            # A collective with a rank that is stopped. If it came back from now on, the process
+            # would end with SIGABRT. Python's exit code for an uncaught error is 1.
+            logging.shutdown()
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(1)
 
     def _say_goodbye(self) -> None:
         if os.getpid() != self._process or self._last_words.get("said"):

@@ -101,6 +101,7 @@ class ControlServer:
         self._gone: list[int] = []
         self._left: list[int] = []  # in good order
         self._untold: dict[str, list[int]] = {"gone": [], "left": []}
+        self._stops: list[Message] = []  # the last one
         self._meetings = Meetings(self._tell)
         self._waits = Waits(self._tell)
         self._news = selectors.DefaultSelector()
@@ -179,7 +180,8 @@ class ControlServer:
         line = self._lines[rank] = _Line(rank, stranger.socket)
         self._news.modify(line.socket, selectors.EVENT_READ, line)
         self._send(line, welcome(bytes(stranger.said), stranger.challenge, self._key))
-        for message in [*self._failed, *self._ends({"gone": self._gone, "left": self._left})]:
+        ends = self._ends({"gone": self._gone, "left": self._left})
+        for message in [*self._failed, *ends, *self._stops]:
             self._send(line, encode(message))
 
     def _show_out(self, stranger: _Stranger) -> None:
@@ -245,6 +247,8 @@ class ControlServer:
             )
         elif kind == "goes on":
             self._waits.end(rank)
+        elif kind == "stop":
+            self._pass_stop_on(number_of(message, "number"))
         elif kind == "failed":
             self._fail(rank, message)
         elif kind == "left":
@@ -266,6 +270,13 @@ class ControlServer:
         before = [one for one in self._failed if one.get("scope") == told["scope"]]
         if len(before) < _LOUD and (not told["is_peer_error"] or not before):
             self._failed.append(told)
+            self._tell_all(told)
+
+    def _pass_stop_on(self, number: int) -> None:
+        """Once: a scheduler that ends a run asks all ranks."""
+        told: Message = {"kind": "stop", "number": number}
+        if told not in self._stops:
+            self._stops = [told]
             self._tell_all(told)
 
     def _leave(self, line: _Line, message: Message) -> None:

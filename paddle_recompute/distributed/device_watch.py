@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from paddle_recompute import _paddle
 from paddle_recompute._paddle import device
 from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.peer_state import Scope
@@ -41,7 +42,10 @@ class _Watched:
         """
 
     def is_over(self) -> bool:
-        return self.enqueued is not None and bool(self.enqueued.query())
+        if self.enqueued is None:
+            return False
+        with _paddle.native_call():
+            return bool(self.enqueued.query())
 
     def check(self) -> None:
         """Raise the `PeerError` if it will never be over, as far as is known."""

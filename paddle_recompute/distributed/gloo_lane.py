@@ -68,7 +68,8 @@ class Job(Generic[Result]):
         try:
             lane.await_all(self)
             self.started = time.perf_counter()
-            self._result = self._function(lane.group)
+            with _paddle.native_call():
+                self._result = self._function(lane.group)
             self.ended = time.perf_counter()
         except BaseException as error:
             self.error = error
@@ -100,7 +101,8 @@ class Job(Generic[Result]):
 class GlooLane:
     """A thread and a group, for collectives between the ranks of `scope` in one order.
 
-    A daemon: it may be inside a collective with a peer that is gone when the process ends.
+    The thread is a daemon: it may be inside a collective with a peer that is gone when the process
+    ends (`_paddle.native_call`).
 
     Args:
         scope: All of its ranks must make the lane.
@@ -156,7 +158,8 @@ class GlooLane:
         number = zlib.crc32(f"{job.label} {job.code}".encode())
         for _ in range(MOST_RENEWALS):
             try:
-                low, high = _paddle.all_reduce_numbers(self.group, [number, -number], "min")
+                with _paddle.native_call():
+                    low, high = _paddle.all_reduce_numbers(self.group, [number, -number], "min")
                 break
             except (RuntimeError, ValueError) as error:
                 if not _paddle.is_from_gloo(error):

@@ -55,11 +55,13 @@ class PeerState:
         rank: This rank.
         lost: Why there is no connection to the control server any more; None while there is one.
         server_quiet: Ticks of this process since it last heard of the control server.
+        stop_requests: The numbers of those that some rank was asked.
     """
 
     rank: int
     lost: str | None = None
     server_quiet: int = 0
+    stop_requests: set[int] = field(default_factory=set)
     _silent: dict[int, float] = field(default_factory=dict)
     _waiting: dict[str, frozenset[int]] = field(default_factory=dict)
     _apart: tuple[int, str] | None = None
@@ -75,6 +77,8 @@ class PeerState:
             self._waiting[message["among"]] = frozenset(ranks_in(message["ranks"]))
             if "apart" in message:
                 self._apart = (message["serial"], where(message["apart"]))
+        elif kind == "stop":
+            self.stop_requests.add(message["number"])
         elif kind == "failed":
             self._failures.append(message)
         elif kind == "ended":

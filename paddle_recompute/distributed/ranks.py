@@ -171,7 +171,9 @@ def sum_over_ranks(values: Sequence[float], what: str, group: Group | None = Non
         return _paddle.all_reduce_numbers(group or dist.get_group(0), list(values), "sum")
 
 
-def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[Any]:
+def values_of_ranks(
+    value: Any, what: str, group: Group | None = None, *, lane: str = "main"
+) -> list[Any]:
     """The `value` (for JSON) of every rank of `group`, in rank order.
 
     Through rank 0, and not for every step: where all values differ, each rank gets all of them.
@@ -180,6 +182,7 @@ def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[A
         value: Of this rank; it may differ.
         what: Names the exchange, for messages; the same on every rank.
         group: The ranks; None is all of them.
+        lane: Another one for each thread but the main one, as in `ControlClient.meet`.
 
     Raises:
         PeerError: A rank has died, stopped or failed.
@@ -188,7 +191,7 @@ def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[A
     if not is_distributed(group):
         return [value]
     scope = scope_of(group)
-    said = peers().meet(what, scope, value, everything=True)
+    said = peers().meet(what, scope, value, lane=lane, everything=True)
     by_rank = {rank: one.content for one in said or () for rank in one.ranks}
     return [by_rank.get(rank, value) for rank in scope.ranks]
 

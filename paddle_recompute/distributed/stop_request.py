@@ -1,9 +1,9 @@
 """SIGTERM or SIGINT to any rank ends the run on all of them, after the same step.
 
-Nothing is asked of the network on the way of a step. A thread of each rank looks at the launch's
-store, a few times a second, whether some rank was asked to stop. If so it notes for the others
-which step its rank is at. The ranks stop after the newest of these: none of them can be beyond it,
-since the main thread waits at the end of its step once the thread has noted it.
+Nothing is asked of the network before that: a rank that was asked to stop says so to the control
+server, which tells the others. A thread of each rank then meets those of the others and says which
+step its rank is at. The ranks stop after the newest of these: none of them can be beyond it, since
+the main thread waits at the end of its step once the thread has noted it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-import paddle.distributed as dist
-
-from paddle_recompute import _paddle
 from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.ranks import is_distributed, scope_of, values_of_ranks
+from paddle_recompute.errors import PeerError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL = 0.25
@@ -46,6 +44,7 @@ class StopRequest:
         self._lock = threading.Lock()
         self._decided = threading.Event()
         self._closed = threading.Event()
+        self._number = next(_numbers)
         self._before: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
 
@@ -103,35 +102,21 @@ class StopRequest:
 
     def _watch(self) -> None:
         """In a thread: pass a signal on, take note of that of another rank, agree on a step."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        key = f"paddle_recompute/stop/{next(_numbers)}"
+        # A handler of a signal may not send: it may have interrupted what sends.
+        while self._asked is None and not peers().is_asked_to_stop(self._number):
+            if self._closed.wait(_POLL):
+                return
+        if self._asked is not None:
+            peers().ask_to_stop(self._number)
+        with self._lock:
+            self._is_held = True
+            step = self._step
+        label = f"stop request {self._number}"
         try:
-            store = _paddle.StoreConnection()
-            told = False
-            while not (number := store.add(f"{key}/signal", 0)):
-                if self._asked is not None and not told:
-                    # Two ranks may do so at once: their sum is no signal, and is read modulo.
-                    told = True
-                    store.add(f"{key}/signal", self._asked + (1 << 16))
-                    continue
-                if self._closed.wait(_POLL):
-                    return
-            with self._lock:
-                self._is_held = True
-                step = self._step
-            # One number for each rank, from 1 on, as 0 is what the store says of what is not there.
-            store.add(f"{key}/step{rank}", step + 1)
-            steps = []
-            for other in range(ranks):
-                while not (theirs := store.add(f"{key}/step{other}", 0)):
-                    if self._closed.wait(_POLL):
-                        return
-                steps.append(theirs - 1)
-            times, total = divmod(number, 1 << 16)
-            # Equal signals are what ranks get together; of different ones SIGTERM counts.
-            self.signal_number = total // times if total % times == 0 else int(signal.SIGTERM)
-            self._last = max(steps)
-            self._decided.set()
-        except RuntimeError:
-            # The store is gone, and rank 0 with it: who waits for it is told by the signs of life.
+            said = values_of_ranks([step, self._asked or 0], label, lane=label)
+        except PeerError:  # the main thread waits too, and raises it
             return
+        self._last = max(last for last, _ in said)
+        # Of different signals SIGTERM counts.
+        self.signal_number = max(number for _, number in said)
+        self._decided.set()

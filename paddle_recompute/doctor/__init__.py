@@ -4,7 +4,7 @@
 `self_test` runs the contract of the library itself on the user's device.
 """
 
-from paddle_recompute.doctor.command import examine, write_self_test
+from paddle_recompute.doctor.command import examine, write_report, write_self_test
 from paddle_recompute.doctor.configured import doctor_config
 from paddle_recompute.doctor.examination import doctor
 from paddle_recompute.doctor.report import DoctorReport, Finding
@@ -17,5 +17,6 @@ __all__ = [
     "doctor_config",
     "examine",
     "self_test",
+    "write_report",
     "write_self_test",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_recompute.doctor.idle_parts import Idle
 from paddle_recompute.doctor.observation import Array, Observation, Output
 from paddle_recompute.doctor.report import DoctorReport
 
@@ -175,6 +176,7 @@ def check_parameters(
     model: paddle.nn.Layer,
     plain: Observation,
     optimized: Iterable[paddle.Tensor] | None,
+    idle: Idle,
 ) -> None:
     """What is trained, and what is not although it could be."""
     names: dict[int, list[str]] = {}
@@ -183,11 +185,13 @@ def check_parameters(
             names.setdefault(id(parameter), []).append(f"{prefix}.{name}".lstrip("."))
     shared = [" = ".join(one) for one in names.values() if len(set(one)) > 1]
     frozen = [name for name, parameter in model.named_parameters() if parameter.stop_gradient]
-    unused = [name for name, gradient in plain.gradients.items() if gradient is None]
-    for what, found in (("shared", shared), ("frozen", frozen)):
+    without = [name for name, gradient in plain.gradients.items() if gradient is None]
+    waiting = [name for name in without if idle.has(name)]
+    unused = [name for name in without if not idle.has(name)]
+    for what, found in (("shared", shared), ("frozen", frozen), ("idle", waiting)):
         if found:
             report.notes.append(f"{len(found)} {what} parameters: {', '.join(found[:3])}")
-    if not plain.gradients or len(unused) == len(plain.gradients):
+    if len(without) == len(plain.gradients):
         report.add("nothing_trained", "", "no parameter gets a gradient; is the model frozen?")
     elif unused:
         report.add(

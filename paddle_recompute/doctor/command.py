@@ -34,7 +34,7 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
                 report.add(finding["kind"], finding["where"], f"(rank {rank}) {finding['message']}")
     if os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
         say(str(report))
-        _write(config.train.output_dir / "doctor.json", report.to_dict())
+        write_report(config.train.output_dir / "doctor.json", report.to_dict())
     return report.to_dict()
 
 
@@ -58,11 +58,16 @@ def write_self_test(output: Path, *, device: str | None, say: Callable[[str], An
         f"{sum(case['ok'] for case in cases)} of {len(cases)} cases are right on "
         f"{result['device']}, Paddle {result['paddle']}; attach {output} to a report"
     )
-    _write(output, result)
+    write_report(output, result)
     return bool(result["ok"])
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def write_report(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as JSON.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

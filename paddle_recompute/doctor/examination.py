@@ -13,6 +13,7 @@ from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.doctor import across_ranks, checks
+from paddle_recompute.doctor.idle_parts import Idle, idle_parts
 from paddle_recompute.doctor.observation import Observation, State, observe
 from paddle_recompute.doctor.report import DoctorReport
 from paddle_recompute.errors import PaddleRecomputeError
@@ -71,13 +72,17 @@ def doctor(
         with called_plainly():
             plain = observe(model, state, lambda: loss_fn(model, batch), backward=True)
             again = observe(model, state, lambda: loss_fn(model, batch), backward=True)
-        if plain.error is not None:
-            report.add("error", "", f"the plain step fails: {_line(plain.error)}")
+        if _fails_somewhere(report, plain):
             return report
+        idle = Idle()
+        if any(values_of_ranks(_leaves_out(model, plain), "what is left out")):
+            with called_plainly():
+                idle = idle_parts(model, state, plain, lambda: loss_fn(model, batch))
         optimized = _paddle.parameters_of_optimizer(optimizer) if optimizer is not None else None
-        checks.check_parameters(report, model, plain, optimized)
-        if checks.check_plain(report, plain, again):
-            _compare(report, model, state, plain, batch, loss_fn, grad_cache)
+        checks.check_parameters(report, model, plain, optimized, idle)
+        # Where one rank cannot compare, none does: the loss may wait for the vectors of all.
+        if all(values_of_ranks(checks.check_plain(report, plain, again), "the plain steps")):
+            _compare(report, model, state, plain, batch, loss_fn, grad_cache, idle)
             if distributed:
                 _compare_ranks(report, model, state, plain, batch, loss_fn, sync)
         wrapped = wrapped_layers(model)
@@ -85,6 +90,24 @@ def doctor(
             0, f"{len(plain.outputs)} calls of sublayers, {len(wrapped)} recomputed"
         )
         return report
+
+
+def _fails_somewhere(report: DoctorReport, plain: Observation) -> bool:
+    """Whether the plain step fails; if so on one rank, none of them goes on."""
+    own = None if plain.error is None else _line(plain.error)
+    for rank, line in enumerate(values_of_ranks(own, "the plain step")):
+        if line is not None:
+            place = f"rank {rank}" if is_distributed() else ""
+            report.add("error", place, f"the plain step fails: {line}")
+    return not report.ok and any(one.kind == "error" for one in report.findings)
+
+
+def _leaves_out(model: paddle.nn.Layer, plain: Observation) -> bool:
+    """Whether the plain step leaves out a parameter, or a part that is to be recomputed."""
+    calls = plain.calls()
+    return any(gradient is None for gradient in plain.gradients.values()) or any(
+        name not in calls for name in wrapped_layers(model)
+    )
 
 
 def _compare(
@@ -95,6 +118,7 @@ def _compare(
     batch: Any,
     loss_fn: Callable[[paddle.nn.Layer, Any], paddle.Tensor],
     grad_cache: GradCache | Callable[[Any], paddle.Tensor] | None,
+    idle: Idle,
 ) -> None:
     seen = observe(model, state, lambda: loss_fn(model, batch), backward=True)
     # A part whose output is given up may be repeated as soon as the forward is over.
@@ -106,7 +130,8 @@ def _compare(
         _add_error(report, seen.error)
     else:
         checks.check_equal(report, model, plain, seen, what="recompute")
-        checks.check_calls(report, plain, seen, wrapped_layers(model))
+        called = [name for name in wrapped_layers(model) if not idle.has(name)]
+        checks.check_calls(report, plain, seen, called)
     if grad_cache is None:
         return
     checks.check_chunks(report, model)

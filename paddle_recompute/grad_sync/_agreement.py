@@ -1,10 +1,13 @@
 """What the ranks tell each other at the end of each step, in one small collective.
 
-Seventeen numbers are summed: what has happened to the gradients, how many examples there were, the
-loss, and a hash of what must be the same everywhere. That a hash is the same is seen from the sums
-of its two halves and of their squares: n times the sum of squares is the square of the sum only
-where all n are equal. So where all goes well, nothing is listed by rank, and nothing goes through
-rank 0; where the hash differs, the ranks meet there and compare what they have.
+Fifteen numbers of the hosts are summed: what has happened to the gradients, how many examples
+there were, and a hash of what must be the same everywhere. With them travels the loss; on a device
+in a collective of its own, which no host waits for.
+
+That a hash is the same is seen from the sums of its two halves and of their squares: n times the
+sum of squares is the square of the sum only where all n are equal. So where all goes well, nothing
+is listed by rank, and nothing goes through rank 0; where the hash differs, the ranks meet there and
+compare what they have.
 """
 
 from __future__ import annotations
@@ -84,12 +87,12 @@ class Agreed:
     Attributes:
         count: Mean of the ranks' counts; 0 where there are none.
         counts_differ: Whether they are not all the same.
-        loss: Mean over all examples.
+        loss: Mean over all examples; float64, ``[1]``, on the device.
     """
 
     count: float
     counts_differ: bool
-    loss: float
+    loss: paddle.Tensor
 
 
 class Agreement:
@@ -123,21 +126,22 @@ class Agreement:
             count,
         ]
         what = label("end of the backward")
-        sums = self._all_reducer.sums(numbers, report.loss(), what, self._scope)
+        sums, losses = self._all_reducer.sums(numbers, report.loss(), what, self._scope)
         size = len(self._scope.ranks)
         if not _is_one_number(sums[6:10], size):
             self._explain(report)
         told = Told(*(flag > 0 for flag in sums[:6]))
         differ = not _is_one_number(sums[10:14], size)
-        total, loss, weighted_loss = sums[14:]
-        loss = weighted_loss / total if differ else loss / size
+        total = sums[14]
+        with paddle.no_grad():
+            loss = losses[1:] / total if differ else losses[:1] / size
         return told, Agreed(total / size, differ, loss)
 
     def weight_of(self, count: float, label: str) -> float:
         """`count` relative to the mean over the ranks; 1 to the bit where all are the same."""
         numbers = [*_halves(_hash(float(count).hex())), count]
         nothing = paddle.zeros([0], "float64")
-        *halves, total = self._all_reducer.sums(numbers, nothing, label, self._scope)
+        (*halves, total), _ = self._all_reducer.sums(numbers, nothing, label, self._scope)
         size = len(self._scope.ranks)
         return 1.0 if _is_one_number(halves, size) else count / (total / size)
 

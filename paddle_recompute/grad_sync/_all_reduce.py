@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import abc
-import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute.distributed import Scope, lane_of, peers, watched_on_device
+from paddle_recompute.distributed import Scope, lane_of, reduce_host_numbers, watched_on_device
 
 _LANE = "gradients"
 
@@ -47,14 +44,13 @@ class AllReducer(Protocol):
 
     def sums(
         self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
-    ) -> list[float]:
-        """The sums over the ranks of `numbers`, and of those in `own`; waits for them.
-
-        After all that was sent before; so when this returns, that has arrived too.
+    ) -> tuple[list[float], paddle.Tensor]:
+        """The sums over the ranks of `numbers`, which it waits for, and of what is in `own`.
 
         Args:
             numbers: As many on every rank.
-            own: Float64, ``[n]``, which need not have been computed yet.
+            own: Float64, ``[n]``, which need not have been computed yet. On a device, the host does
+                not wait for it.
             label: As of `send`.
             scope: As of `send`.
         """
@@ -63,28 +59,7 @@ class AllReducer(Protocol):
         """The largest over the ranks of each of `numbers`, as many on every rank."""
 
 
-class _NumberReducer(abc.ABC):
-    """The numbers that the ranks agree on: what both backends do alike."""
-
-    def sums(
-        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
-    ) -> list[float]:
-        joined = paddle.concat([_tensor(numbers), own])
-        return self._reduce(joined, dist.ReduceOp.SUM, label, scope)
-
-    def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
-        if not numbers:  # gloo refuses to reduce nothing
-            return []
-        return self._reduce(_tensor(numbers), dist.ReduceOp.MAX, label, scope)
-
-    @abc.abstractmethod
-    def _reduce(
-        self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
-    ) -> list[float]:
-        """Reduce `numbers` over the ranks of `scope`, in place, and read them."""
-
-
-class ThreadAllReducer(_NumberReducer):
+class ThreadAllReducer:
     """For gloo, whose collectives ignore ``sync_op=False`` but let go of the GIL (2.6, 3.3).
 
     Args:
@@ -103,16 +78,27 @@ class ThreadAllReducer(_NumberReducer):
             code=f"{tensor.size} x {tensor.dtype}",
         )
 
-    def _reduce(
-        self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
-    ) -> list[float]:
+    def sums(
+        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
+    ) -> tuple[list[float], paddle.Tensor]:
+        joined = paddle.concat([paddle.to_tensor(list(map(float, numbers)), "float64"), own])
+        self._reduce(joined, dist.ReduceOp.SUM, label, scope)
+        return joined[: len(numbers)].tolist(), joined[len(numbers) :]
+
+    def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
+        if not numbers:  # gloo refuses to reduce nothing
+            return []
+        tensor = paddle.to_tensor(list(map(float, numbers)), "float64")
+        self._reduce(tensor, dist.ReduceOp.MAX, label, scope)
+        return [float(value) for value in tensor.tolist()]
+
+    def _reduce(self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope) -> None:
         def reduce(group: Group) -> None:
             dist.all_reduce(numbers, operation, group=group)
 
         place = label.partition(":")[0]
         code = f"{numbers.size} numbers"
         lane_of(scope, self._name).begin(reduce, label, scope, place=place, code=code).wait()
-        return [float(value) for value in numbers.tolist()]
 
 
 class _StreamTask:
@@ -126,12 +112,11 @@ class _StreamTask:
         self._task.wait()  # the stream that computes waits, the host does not
 
 
-class StreamAllReducer(_NumberReducer):
+class StreamAllReducer:
     """For NCCL and other device backends: asynchronous collectives on the communication stream.
 
-    The host does not wait for the buckets. It waits once for the numbers that the ranks agree on at
-    the end of the step, and polls meanwhile: a peer that died would leave it waiting inside the
-    driver, for ever.
+    The host waits for no bucket and nothing else that a rank computes: at the end of the step it
+    waits for the numbers of the other hosts.
     """
 
     def __init__(self, group: Group | None) -> None:
@@ -141,27 +126,15 @@ class StreamAllReducer(_NumberReducer):
         with watched_on_device(label, scope):
             return _StreamTask(dist.all_reduce(tensor, group=self._group, sync_op=False))
 
-    def _reduce(
-        self, numbers: paddle.Tensor, operation: int, label: str, scope: Scope
-    ) -> list[float]:
-        task = dist.all_reduce(numbers, operation, group=self._group, sync_op=False)
-        place = label.partition(":")[0]
-        peers().wait_until(partial(_is_over, task), label, scope, place=place)
-        task.wait()
-        return [float(value) for value in numbers.tolist()]
+    def sums(
+        self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
+    ) -> tuple[list[float], paddle.Tensor]:
+        if own.size:
+            self.send(own, label, scope, label).wait()
+        return reduce_host_numbers(numbers, dist.ReduceOp.SUM, label, scope, self._group), own
 
-
-def _is_over(task: Any, patience: float) -> bool:
-    deadline = time.monotonic() + patience
-    while not task.is_completed():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.0001)
-    return True
-
-
-def _tensor(numbers: Sequence[float]) -> paddle.Tensor:
-    return paddle.to_tensor([float(number) for number in numbers], "float64")
+    def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
+        return reduce_host_numbers(numbers, dist.ReduceOp.MAX, label, scope, self._group)
 
 
 def all_reducer_of(group: Group | None, scope: Scope) -> AllReducer:

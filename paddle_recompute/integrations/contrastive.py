@@ -77,16 +77,21 @@ class ContrastiveTrainerMixin(RecomputeTrainerMixin):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """One step of `GradCache` on a batch; returns the loss for their log."""
         model.train()
-        if model is not self._cached_model:
-            self._cache, self._cached_model = self._cache_of(model), model
+        cache = self._cache_for(model)
         batch = self.contrastive_inputs(self._prepare_inputs(inputs))
         share = 1.0 / self.args.gradient_accumulation_steps
         scale: Any = self.loss_scale()
         if self.do_grad_scaling:
             scale = self.scaler.scale(paddle.full([], scale))
         with self._micro_batch() as is_last, self.autocast_smart_context_manager():
-            loss = self._cache.backward(*batch, last=is_last, loss_scale=scale, sync=self._sync)
+            loss = cache.backward(*batch, last=is_last, loss_scale=scale, sync=self._sync)
         return loss * share
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The loss of a batch, for ``evaluate()``; there are no logits and no labels."""
+        batch = self.contrastive_inputs(self._prepare_inputs(inputs))
+        with self.autocast_smart_context_manager():
+            return self._cache_for(model).evaluate(*batch), None, None
 
     def loss_scale(self) -> float:
         """The factor of one loss: their loop scales the sum of the gradients, or leaves it to this.
@@ -98,6 +103,11 @@ class ContrastiveTrainerMixin(RecomputeTrainerMixin):
             kind.__module__.partition(".")[0] == "paddleformers" for kind in type(self).__mro__
         )
         return 1.0 if divides_itself else 1.0 / self.args.gradient_accumulation_steps
+
+    def _cache_for(self, model: Any) -> GradCache:
+        if model is not self._cached_model:
+            self._cache, self._cached_model = self._cache_of(model), model
+        return self._cache
 
     def _cache_of(self, model: Any) -> GradCache:
         return GradCache(

@@ -86,6 +86,8 @@ class RecomputeTrainerMixin(_Trainer):
         sync: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        given = [one for one in (*args, kwargs.get("args")) if hasattr(one, "max_grad_norm")]
+        _refuse(*given)  # before theirs, which would start what is asked for
         super().__init__(*args, **kwargs)
         _refuse(self.args)
         self.recompute_report: RecomputeReport | None = None
@@ -97,7 +99,7 @@ class RecomputeTrainerMixin(_Trainer):
         self._sync: GradientSync | None = None
         self._num_micro_batches = 0
         self._is_synchronized = False
-        self.add_callback(_BeforeTheUpdate(self))
+        self.add_callback(_LoopEvents(self))
 
     def _wrap_model(self, model: Any, training: bool = True) -> Any:
         """Theirs, with the bare model where theirs has a ``paddle.DataParallel``."""
@@ -135,11 +137,17 @@ class RecomputeTrainerMixin(_Trainer):
         self._is_synchronized = False
 
 
-class _BeforeTheUpdate:
-    """A callback of either library: all its events do nothing, but the one before the update."""
+class _LoopEvents:
+    """A callback of either library: all its events do nothing, but those of an epoch's beginning
+    and before the update.
+    """
 
     def __init__(self, trainer: RecomputeTrainerMixin) -> None:
         self._trainer = trainer
+
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Their loop counts micro-batches from here; what a part of a step left stays in .grad."""
+        self._trainer._num_micro_batches = 0
 
     def on_optimizer_begin(self, *args: Any, **kwargs: Any) -> None:
         self._trainer._before_the_update()
@@ -170,18 +178,17 @@ def _bare_model_for_data_parallel() -> Iterator[None]:
         paddle.DataParallel = original
 
 
-def _refuse(settings: Any) -> None:
-    faults = [
-        f"{name}={getattr(settings, name)}"
-        for name in _SPLIT_MODEL
-        if isinstance(getattr(settings, name, 1), int) and getattr(settings, name, 1) > 1
-    ]
-    faults += [f"{name}=True" for name in _REFUSED_FLAGS if getattr(settings, name, False)]
-    sharding = getattr(settings, "sharding", None)
-    if sharding:
-        faults.append(f"sharding={sharding!r}")
-    if is_distributed() and getattr(settings, "amp_master_grad", False):
-        faults.append("amp_master_grad=True")
+def _refuse(*given: Any) -> None:
+    faults = []
+    for settings in given:
+        split = {name: getattr(settings, name, None) for name in _SPLIT_MODEL}
+        faults += [f"{k}={size}" for k, size in split.items() if isinstance(size, int) and size > 1]
+        faults += [f"{name}=True" for name in _REFUSED_FLAGS if getattr(settings, name, False)]
+        if sharding := getattr(settings, "sharding", None):
+            stages = [sharding] if isinstance(sharding, str) else sharding
+            faults.append(f"sharding={' '.join(getattr(one, 'value', one) for one in stages)}")
+        if is_distributed() and getattr(settings, "amp_master_grad", False):
+            faults.append("amp_master_grad=True")
     if faults:
         raise ConfigError(
             f"the training arguments ask for {', '.join(faults)}; RecomputeTrainerMixin averages "

@@ -33,7 +33,7 @@ class RankError:
 
     Attributes:
         rank: Number of the rank on its machine.
-        time: Seconds since the epoch.
+        time: Seconds of the clock that all processes of a machine share and that never jumps.
         message: What the exception says, with its type unless it is one of the library's own.
         is_users: Whether it is one of the library's own, meant for the user's eyes.
         traceback: As Python prints it.
@@ -105,7 +105,7 @@ def leave_error(
     is_users = isinstance(error, PaddleRecomputeError)
     left = RankError(
         rank=_rank_on_machine(),
-        time=time.time(),
+        time=time.monotonic(),
         message=str(error) if is_users else f"{kind.__name__}: {error}",
         is_users=is_users,
         traceback=""

@@ -134,6 +134,7 @@ class ErnieEncoder(paddle.nn.Layer):
             vector = self.projection(vector)
         return vector.astype("float32") if vector.dtype in HALF_PRECISION else vector
 
+    @paddle.jit.not_to_static
     def _check(self, input_ids: paddle.Tensor) -> None:
         shape = list(input_ids.shape)
         if len(shape) != 2 or 0 in shape:

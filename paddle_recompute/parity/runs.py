@@ -35,7 +35,8 @@ class Run:
     ) -> None:
         model = build_model(config.model, vocab_size)
         model.train()
-        objective = Objective(config, Chunks())
+        section = config.contrastive
+        objective = Objective(config, Chunks(section.chunk_size, section.chunk_tokens))
         self._state = {**model.state_dict(), **objective.parameters()}
         for name, array in weights.items():
             self._state[name].set_value(array)

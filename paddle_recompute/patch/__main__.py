@@ -26,11 +26,12 @@ def main() -> None:
         sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     arguments = sys.argv[1:]
     usage = _USAGE.format(here=os.path.abspath(__file__))
-    if arguments[:1] in ([], ["-h"], ["--help"]):
-        print(usage)
-        sys.exit(0 if arguments else 2)
+    if arguments in ([], ["-m"]) or arguments[0] in ("-h", "--help"):
+        is_asked = arguments[:1] not in ([], ["-m"])
+        print(usage, file=sys.stdout if is_asked else sys.stderr)
+        sys.exit(0 if is_asked else 2)
     is_module = arguments[0] == "-m"
-    target = arguments[1] if is_module and len(arguments) > 1 else arguments[0]
+    target = arguments[1] if is_module else arguments[0]
     if target in _LAUNCHERS:
         print(
             f"paddle_recompute.patch: {target} starts other processes, which would not be patched. "

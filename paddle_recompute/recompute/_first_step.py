@@ -2,8 +2,10 @@
 
 A part that is wrapped and not called saves nothing: its ``forward()`` is called directly, or it is
 a container. A Layer that is called in the backward, and not by our second forward, is recomputed by
-the model as well: it has three forwards. Both are seen while the first step runs, and told when its
-first backward has ended.
+the model as well: it has three forwards, which the first backward shows.
+
+A step may have several backwards, and a tower may be called between them. So parts that nobody has
+called are told when the step is over: a parameter was updated, and the next forward begins.
 """
 
 from __future__ import annotations
@@ -16,13 +18,20 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.replay import is_recomputing, on_every_call
+from paddle_recompute.replay import (
+    Stamp,
+    is_recomputing,
+    is_written_since,
+    on_every_call,
+    stamp,
+    watch_writes,
+)
 
 _logger = logging.getLogger("paddle_recompute")
 
 
 class FirstStep:
-    """Watches a model from `apply_recompute` until its first backward has ended.
+    """Watches a model from `apply_recompute` until its first step is over.
 
     Args:
         model: The model.
@@ -31,7 +40,8 @@ class FirstStep:
     """
 
     def __init__(self, model: paddle.nn.Layer, parts: Mapping[str, Any], *, is_ours: bool) -> None:
-        self.is_over = False
+        self.has_gradients = False
+        """Whether a backward has given a gradient to a parameter of the model."""
         self.repeated: set[str] = set()
         """The parts in which a Layer was repeated by another recompute."""
         self._called: set[str] = set()
@@ -47,7 +57,9 @@ class FirstStep:
                 if is_ours:
                     self._below.update({id(one): name for one in part.sublayers(include_self=True)})
         self._parameters = [weakref.ref(p) for p in model.parameters() if not p.stop_gradient]
+        self._stamps: list[tuple[weakref.ref[paddle.Tensor], Stamp]] = []
         _paddle.watch_backward()
+        watch_writes()
         self._stop_calls = on_every_call(self._tell)
         self._stop_backwards = _paddle.after_each_backward(self._after_backward)
         weakref.finalize(model, _stop, weakref.ref(self)).atexit = False
@@ -85,17 +97,32 @@ class FirstStep:
     def _tell(self, layer: paddle.nn.Layer) -> None:
         name = self._tops.get(id(layer))
         if name is not None:
+            if name in self._called and self._is_updated():
+                self._end()
+                return
             self._called.add(name)
         if _paddle.current_backward() is not None and not is_recomputing():
             name = self._below.get(id(layer))
             if name is not None:
                 self.repeated.add(name)
 
+    def _is_updated(self) -> bool:
+        return any(
+            (parameter := reference()) is not None and is_written_since(parameter, then)
+            for reference, then in self._stamps
+        )
+
     def _after_backward(self) -> None:
-        parameters = [reference() for reference in self._parameters]
-        if not any(p is not None and _has_gradient(p) for p in parameters):
+        parameters = [p for reference in self._parameters if (p := reference()) is not None]
+        if not any(_has_gradient(p) for p in parameters):
             return  # a backward of another model
-        self.is_over = True
+        if not self.not_called or self._is_updated():
+            self._end()
+        elif not self.has_gradients:
+            self._stamps = [(weakref.ref(p), stamp(p)) for p in parameters]
+        self.has_gradients = True
+
+    def _end(self) -> None:
         self.stop()
         for fault in self.faults():
             _logger.warning("recompute: %s", fault)

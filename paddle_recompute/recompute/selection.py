@@ -40,8 +40,9 @@ class RecomputeReport:
         gives_up_outputs: Names of the cheap parts whose outputs are recomputed too.
         chosen: What ``checkpoints: auto`` found, as ``"encoder.layers.* (12 x EncoderLayer)"``.
 
-    The first backward of the model checks the selection: a part that no forward has called, or that
-    the model recomputes as well, is named in the log. `verify` raises for it.
+    The first step checks the selection: a part that no forward has called, or that the model
+    recomputes as well, is named in the log when the step is over, that is when the forward after
+    the first update begins. `verify` raises for it, and can be called after a backward.
     """
 
     wrapped: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class RecomputeReport:
         """
         if self._first_step is None:
             return
-        if not self._first_step.is_over:
+        if not self._first_step.has_gradients:
             raise RecomputeError(
                 "RecomputeReport.verify() tells what the first step did, and no backward has given "
                 "a gradient to a parameter of the model yet; call it after one"

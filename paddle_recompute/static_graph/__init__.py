@@ -1,11 +1,13 @@
 """Training in a static graph, on Paddle 2.6 and 3.3, with correct recompute."""
 
 from paddle_recompute.recompute.program import SegmentInfo, SegmentReport, explain, mark_checkpoint
+from paddle_recompute.static_graph._cached_program import ProgramCache
 from paddle_recompute.static_graph.minimize import RecomputeOptimizer, minimize
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
 from paddle_recompute.static_graph.train_step import StaticTrainStep
 
 __all__ = [
+    "ProgramCache",
     "RecomputeOptimizer",
     "SegmentInfo",
     "SegmentReport",

@@ -34,12 +34,13 @@ class Feeds:
         input_spec: The same structure with a ``paddle.static.InputSpec`` in place of each array,
             with -1 or None for a dimension that may change; None: the shapes are those of
             `micro_batch`.
+        any_rows: Whether the first axis may change whatever `input_spec` says.
 
     Raises:
         ConfigError: `input_spec` does not fit `micro_batch`, or `micro_batch` has no array.
     """
 
-    def __init__(self, micro_batch: Any, input_spec: Any = None) -> None:
+    def __init__(self, micro_batch: Any, input_spec: Any = None, *, any_rows: bool = False) -> None:
         self._structure = micro_batch
         arrays = dict(_arrays(micro_batch))
         specs = {path: None for path in arrays} if input_spec is None else _specs(input_spec)
@@ -49,10 +50,18 @@ class Feeds:
                 f"{_listed(specs)}; both must have the same structure, with one array at least"
             )
         self._feeds = {
-            path: _feed(number, path, array, specs[path])
+            path: _feed(number, path, array, specs[path], any_rows=any_rows)
             for number, (path, array) in enumerate(arrays.items())
         }
         self.arrays(micro_batch)
+
+    def is_like(self, other: Feeds) -> bool:
+        """Whether both take the same arrays, beside the same constants."""
+        mine, theirs = (
+            [None if _is_array(leaf) else leaf for _, leaf in _nested.named_leaves(one._structure)]
+            for one in (self, other)
+        )
+        return self._feeds == other._feeds and mine == theirs
 
     def variables(self) -> Any:
         """Declare the variables in the current Program; returns them in the micro-batch's form."""
@@ -113,12 +122,12 @@ def length_of_first_axis(arrays: dict[str, NDArray[Any]]) -> int:
     return int(first.shape[0])
 
 
-def _feed(number: int, path: str, array: NDArray[Any], spec: Any) -> _Feed:
-    name = f"micro_batch_{number}"
-    if spec is None:
-        return _Feed(name, path, tuple(array.shape), str(array.dtype))
-    shape = tuple(-1 if length is None else int(length) for length in spec.shape)
-    return _Feed(name, path, shape, training.dtype_name(spec.dtype))
+def _feed(number: int, path: str, array: NDArray[Any], spec: Any, *, any_rows: bool) -> _Feed:
+    shape, dtype = tuple(array.shape), str(array.dtype)
+    if spec is not None:
+        shape = tuple(-1 if length is None else int(length) for length in spec.shape)
+        dtype = training.dtype_name(spec.dtype)
+    return _Feed(f"micro_batch_{number}", path, (-1, *shape[1:]) if any_rows else shape, dtype)
 
 
 def _arrays(micro_batch: Any) -> Iterator[tuple[str, NDArray[Any]]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import paddle
 
@@ -16,6 +17,8 @@ from paddle_recompute.static_graph.strategy import amp_dtype
 if TYPE_CHECKING:
     from paddle.distributed import fleet
 
+Result = TypeVar("Result")
+
 
 def minimize(
     optimizer: paddle.optimizer.Optimizer,
@@ -25,9 +28,44 @@ def minimize(
     startup_program: paddle.static.Program | None = None,
 ) -> tuple[list[Operator], list[tuple[Variable, Variable]]]:
     """As `static_graph.minimize`, once per Program."""
+    startup = startup_program or paddle.static.default_startup_program()
+    if any(old_ir.is_update(one) for one in old_ir.operations(old_ir.program_of(loss))):
+        # fleet's own second minimize ends the process with SIGSEGV (2.6.2).
+        raise StaticGraphError(
+            "this Program has an optimizer already, and fleet of Paddle 2.6 cannot add a second "
+            "one; minimize one loss per Program, or use Paddle 3.3"
+        )
+    return _differentiated(
+        loss,
+        strategy,
+        startup,
+        lambda loss, rest: old_ir_fleet.fleet_minimize(optimizer, loss, rest, startup),
+    )
+
+
+def append_gradients(
+    loss: Variable, strategy: fleet.DistributedStrategy, parameters: list[Variable]
+) -> list[tuple[Variable, Variable]]:
+    """As `static_graph.minimize.append_gradients`."""
+    return _differentiated(
+        loss,
+        strategy,
+        paddle.static.default_startup_program(),
+        lambda loss, _: paddle.static.append_backward(loss, parameter_list=parameters),
+    )
+
+
+def _differentiated(
+    loss: Variable,
+    strategy: fleet.DistributedStrategy,
+    startup: paddle.static.Program,
+    append: Callable[[Variable, fleet.DistributedStrategy], Result],
+) -> Result:
+    """What ``append(loss, strategy)`` returns, which appends a backward, with our recompute and
+    bfloat16 around it.
+    """
     strategy = copy.deepcopy(strategy)
     program = old_ir.program_of(loss)
-    startup = startup_program or paddle.static.default_startup_program()
     checkpoints = tuple(strategy.recompute_configs["checkpoints"])
     recomputes, strategy.recompute = bool(strategy.recompute), False
     if recomputes:
@@ -35,12 +73,6 @@ def minimize(
     check_recompute(program, is_asked_for=recomputes, names=checkpoints)
     is_bfloat16 = amp_dtype(strategy) == "bfloat16"
     before = old_ir.operations(program)
-    if any(old_ir.is_update(operator) for operator in before):
-        # fleet's own second minimize ends the process with SIGSEGV (2.6.2).
-        raise StaticGraphError(
-            "this Program has an optimizer already, and fleet of Paddle 2.6 cannot add a second "
-            "one; minimize one loss per Program, or use Paddle 3.3"
-        )
     with paddle.static.program_guard(program, startup):
         if is_bfloat16:
             lists = strategy.amp_configs
@@ -54,12 +86,12 @@ def minimize(
             if loss.dtype != paddle.float32:
                 loss = loss.astype("float32")
         backend().prepare(program)
-        operators, params_grads = old_ir_fleet.fleet_minimize(optimizer, loss, strategy, startup)
+        result = append(loss, strategy)
         if recomputes:
             recompute_segments(program, before, checkpoints)
         if is_bfloat16:
             old_ir_fleet.complete_bfloat16_gradients(program)
-    return operators, params_grads
+    return result
 
 
 def _refuse_offload(strategy: Any) -> None:

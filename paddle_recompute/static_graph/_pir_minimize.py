@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -30,16 +31,12 @@ def minimize(
     program = pir.program_of(loss)
     startup = startup_program or paddle.static.default_startup_program()
     with paddle.static.program_guard(program, startup):
-        forward = pir.operations(program)
-        check_amp(requested, forward)
-        check_recompute(program, is_asked_for=requested.recompute, names=requested.checkpoints)
         num_ranks = pir_exchange.join_ranks()
         if num_ranks > 1:
             start_as_rank_0(program, startup, bucket_bytes=requested.bucket_bytes)
-        backend().prepare(program)
-        params_grads = pir.append_backward(optimizer, loss, startup)
-        if requested.recompute:
-            recompute_segments(program, forward, requested.checkpoints)
+        params_grads = _differentiated(
+            program, requested, lambda: pir.append_backward(optimizer, loss, startup)
+        )
 
         def update(gradients: ParamsGrads) -> list[Operation]:
             means = mean_over_ranks(
@@ -60,3 +57,26 @@ def minimize(
                 average=requested.average,
             )
             return operations, params_grads
+
+
+def append_gradients(loss: Any, strategy: Any, parameters: list[Any]) -> ParamsGrads:
+    """As `static_graph.minimize.append_gradients`."""
+    return _differentiated(
+        pir.program_of(loss),
+        ParsedStrategy.of(strategy),
+        lambda: paddle.static.append_backward(loss, parameter_list=parameters),
+    )
+
+
+def _differentiated(
+    program: paddle.static.Program, requested: ParsedStrategy, append: Callable[[], ParamsGrads]
+) -> ParamsGrads:
+    """What `append` returns, which appends a backward, with our recompute."""
+    forward = pir.operations(program)
+    check_amp(requested, forward)
+    check_recompute(program, is_asked_for=requested.recompute, names=requested.checkpoints)
+    backend().prepare(program)
+    params_grads = append()
+    if requested.recompute:
+        recompute_segments(program, forward, requested.checkpoints)
+    return params_grads

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_recompute._paddle.static import training
+from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.static_graph._feeds import Feeds
 
@@ -20,49 +22,69 @@ WEIGHT = "micro_batch_weight"
 
 
 @dataclass
-class TrainedProgram:
-    """A Program and its variables. PIR values must die before their Program, so they are first.
+class ScopeState:
+    """The variables that Programs leave in a scope from run to run.
 
     Attributes:
-        fetched: Loss and gradient norm.
-        feeds: The feeds.
         variables: Names in the scope, by section and by name in a state.
-        gathers_rows: Whether the loss is over the rows of all ranks.
-        executor: Executor of the Program.
-        scope: Scope of its variables.
-        main: The Program.
+        executor: Executor of the Programs.
+        scope: The scope.
     """
 
-    fetched: list[Any]
-    feeds: Feeds
     variables: dict[str, dict[str, str]]
-    gathers_rows: bool
     executor: Any
     scope: Any
-    main: paddle.static.Program
 
-    def run(self, arrays: Arrays, weight: float) -> tuple[float, float]:
-        """Run the Program once; returns loss and gradient norm (of the last update)."""
-        feed = {**arrays, WEIGHT: np.full([1], weight, "float32")}
+    @classmethod
+    def started(
+        cls, startup: paddle.static.Program, variables: dict[str, dict[str, str]]
+    ) -> ScopeState:
+        """The state that `startup` makes; it is freed with the object that is returned."""
+        executor, scope = paddle.static.Executor(), paddle.static.Scope()
+        state = cls(variables, executor, scope)
+        training.free_with(state, executor, scope)
+        with training.static_mode():
+            run_on_ranks(lambda: executor.run(startup, scope=scope), "the start of a Program")
+        return state
+
+    def run(
+        self,
+        program: paddle.static.Program,
+        feed: Mapping[str, Any],
+        fetched: list[Any],
+        *,
+        exchanges: bool,
+    ) -> list[Any]:
+        """Run `program` once; returns the values of `fetched`.
+
+        Args:
+            program: What to run.
+            feed: Its feeds.
+            fetched: Its variables.
+            exchanges: Whether the ranks exchange something in it.
+        """
         # The guard is needed too: 3.x looks up a scheduler's rate in the global scope.
-        with (
-            training.static_mode(),
-            training.in_program_order(),
-            paddle.static.scope_guard(self.scope),
-        ):
-            loss, norm = self.executor.run(
-                self.main, feed=feed, fetch_list=self.fetched, scope=self.scope
-            )
-        return float(loss), float(norm)
+        with training.static_mode(), training.in_program_order(), self._guard():
 
-    def state(self) -> dict[str, Arrays]:
+            def run() -> list[Any]:
+                found: list[Any] = self.executor.run(
+                    program, feed=dict(feed), fetch_list=fetched, scope=self.scope
+                )
+                return found
+
+            return run_on_ranks(run, "the run of a Program") if exchanges else run()
+
+    def _guard(self) -> contextlib.AbstractContextManager[None]:
+        return paddle.static.scope_guard(self.scope)  # type: ignore[no-any-return]
+
+    def read(self) -> dict[str, Arrays]:
         """See `StaticTrainStep.state_dict`."""
         return {
-            section: {name: np.array(self._tensor(one)) for name, one in variables.items()}
+            section: {name: np.array(self.tensor(one)) for name, one in variables.items()}
             for section, variables in self.variables.items()
         }
 
-    def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def write(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """See `StaticTrainStep.set_state_dict`."""
         arrays = {
             section: {name: as_array(value) for name, value in values.items()}
@@ -75,7 +97,7 @@ class TrainedProgram:
             )
         for section, values in arrays.items():
             for name, array in values.items():
-                tensor = self._tensor(self.variables[section][name])
+                tensor = self.tensor(self.variables[section][name])
                 own = np.array(tensor)
                 tensor.set(array.astype(own.dtype).reshape(own.shape), self.executor.place)
 
@@ -94,14 +116,63 @@ class TrainedProgram:
             misshaped = {
                 name
                 for name in values.keys() & wanted.keys()
-                if _shape(values[name]) != _shape(np.array(self._tensor(wanted[name])))
+                if _shape(values[name]) != _shape(np.array(self.tensor(wanted[name])))
             }
             if misshaped:
                 faults.append(f"of another shape in {section}: {_listed(misshaped)}")
         return faults
 
-    def _tensor(self, variable: str) -> Any:
+    def tensor(self, variable: str) -> Any:
+        """The tensor of the variable with this name in the scope."""
         return self.scope.find_var(variable).get_tensor()
+
+
+@dataclass
+class TrainedProgram:
+    """A Program and its variables. PIR values must die before their Program, so they are first.
+
+    Attributes:
+        fetched: Loss and gradient norm.
+        feeds: The feeds.
+        gathers_rows: Whether the loss is over the rows of all ranks.
+        state: Its trained state.
+        main: The Program.
+    """
+
+    fetched: list[Any]
+    feeds: Feeds
+    gathers_rows: bool
+    state: ScopeState
+    main: paddle.static.Program
+
+    @property
+    def explained(self) -> paddle.static.Program:
+        """The Program whose segments are recomputed."""
+        return self.main
+
+    def run(self, arrays: Arrays, weight: float, *, last: bool) -> tuple[float, float]:
+        """Run the Program once; returns loss and gradient norm (of the last update).
+
+        Args:
+            arrays: Its feeds.
+            weight: Factor of the loss.
+            last: Whether this run updates the parameters.
+        """
+        feed = {**arrays, WEIGHT: np.full([1], weight, "float32")}
+        exchanges = last or self.gathers_rows
+        loss, norm = self.state.run(self.main, feed, self.fetched, exchanges=exchanges)
+        return float(loss), float(norm)
+
+
+def run_on_ranks(function: Callable[[], Any], what: str) -> Any:
+    """The result of `function`, which runs a Program in which the ranks wait for each other.
+
+    It begins when all ranks are here, and a peer that dies or stops meanwhile ends it with an error
+    that names the peer, as `run_collective` says.
+    """
+    if not is_distributed():
+        return function()
+    return run_collective(lambda: training.in_thread_of_its_own(function), what)
 
 
 def as_array(value: Any) -> NDArray[Any]:

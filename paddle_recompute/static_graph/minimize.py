@@ -47,6 +47,29 @@ def minimize(
     return own(optimizer, loss, strategy, startup_program=startup_program)
 
 
+def append_gradients(
+    loss: Any, strategy: fleet.DistributedStrategy, parameters: list[Any]
+) -> list[tuple[Any, Any]]:
+    """Append the backward of `loss`, with recompute and mixed precision, and nothing else.
+
+    Args:
+        loss: One element, float32.
+        strategy: ``recompute`` and ``amp`` are honoured; nothing is exchanged or updated.
+        parameters: Those whose gradients are wanted.
+
+    Returns:
+        Pairs of parameter and gradient, without parameters that `loss` does not depend on.
+
+    Raises:
+        StaticGraphError: As `minimize` does.
+    """
+    if backend().has_fleet:
+        from paddle_recompute.static_graph._old_ir_minimize import append_gradients as own
+    else:
+        from paddle_recompute.static_graph._pir_minimize import append_gradients as own
+    return [pair for pair in own(loss, strategy, parameters) if pair[1] is not None]
+
+
 class RecomputeOptimizer:
     """An optimizer with recompute for a single device, as in the Paddle guide.
 

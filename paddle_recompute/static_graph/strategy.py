@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import paddle
 
-from paddle_recompute.config import Config, ContrastiveConfig, RecomputeConfig, SyncConfig
+from paddle_recompute.config import Config, RecomputeConfig, SyncConfig
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer
 from paddle_recompute.recompute.program import backend
@@ -102,7 +102,6 @@ def check_static(config: Config) -> None:
     faults = [
         *_recompute_faults(config.recompute),
         *_sync_faults(config.sync),
-        *_contrastive_faults(config.contrastive),
     ]
     if config.strategy.amp and config.strategy.amp_configs.level != "O1":
         faults.append(
@@ -141,22 +140,6 @@ def _sync_faults(sync: SyncConfig) -> list[str]:
         for name in given
         if given[name] != default[name]
     ]
-
-
-def _contrastive_faults(contrastive: ContrastiveConfig) -> list[str]:
-    faults = [
-        f"contrastive.{name}: {getattr(contrastive, name)}: the gradient cache runs the encoder "
-        "twice, before and after the loss, but a Program runs as a whole. Remove the setting and "
-        "save memory with recompute.checkpoints; if that is not enough, lower "
-        "contrastive.global_batch or set mode: dygraph"
-        for name in ("chunk_size", "chunk_tokens", "memory_budget")
-        if getattr(contrastive, name) is not None
-    ]
-    if contrastive.tile is not None:
-        faults.append(
-            f"contrastive.tile: {contrastive.tile}: the tiled loss runs in dygraph only; remove it"
-        )
-    return faults
 
 
 def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:

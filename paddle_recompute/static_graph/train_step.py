@@ -11,31 +11,34 @@ from typing import Any
 import numpy as np
 import paddle
 from numpy.typing import NDArray
-from paddle.optimizer import AdamW, lr
+from paddle.optimizer import lr
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import ranks, training
 from paddle_recompute.config import Config
-from paddle_recompute.distributed import is_distributed, mean_over_ranks
+from paddle_recompute.contrastive import ContrastiveLoss, num_rows_of
+from paddle_recompute.distributed import is_distributed, mean_over_ranks, sum_over_ranks
 from paddle_recompute.errors import (
     ConfigError,
     DataError,
     DivergenceError,
     StaticGraphError,
 )
-from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.recompute.program import SegmentReport, explain
 from paddle_recompute.replay import RngState
+from paddle_recompute.static_graph._building import Recipe, names_in_scope
+from paddle_recompute.static_graph._cached_program import CachedProgram, ProgramCache
 from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
 from paddle_recompute.static_graph._trained_program import (
     WEIGHT,
     Arrays,
+    ScopeState,
     TrainedProgram,
     as_array,
 )
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
-from paddle_recompute.train_step import OF_LOSS, StepResult, decayed_parameters
+from paddle_recompute.train_step import OF_LOSS, StepResult, inputs_of_cache
 
 _OF_DYGRAPH = {"sync", "loss_scaler"}
 """Sections that the state of a `TrainStep` has besides."""
@@ -51,20 +54,23 @@ class StaticTrainStep:
 
     As in `TrainStep`, the gradient is that of the mean over all examples of all micro-batches and
     ranks, if `loss_fn` is a mean over the examples of its micro-batch. Unlike in `TrainStep`, the
-    update is part of the Program: a loss that is not finite is noticed after the update.
+    update is part of the Program: a loss that is not finite is noticed after the update; with
+    `grad_cache` before it, but a gradient norm after it.
 
     Args:
         config: ``recompute``, ``strategy`` and ``train`` are read, and ``sync`` is checked.
-        model_fn: Returns the model, a Layer; called once, while the Program is built. Its weights
-            are drawn from Paddle's generator in `build`, or set by `set_state_dict`. On several
-            ranks rank 0's drawn weights are used.
+        model_fn: Returns the model, a Layer; called once for each Program, while it is built (with
+            `grad_cache` there are three at least). Its weights are drawn from Paddle's generator in
+            `build`, or set by `set_state_dict`. On several ranks rank 0's drawn weights are used.
         loss_fn: ``loss_fn(model, micro_batch)`` returns a scalar; called once, with variables of
             the Program in place of the Tensors of a micro-batch.
+        grad_cache: Instead of `loss_fn`: encodes a micro-batch chunk by chunk. A micro-batch is
+            then ``(query, positive, *negatives)`` or a dict with these names, as in `TrainStep`.
         schedule: The learning rate, or a scheduler that the caller steps; None:
             ``config.learning_rate``.
         input_spec: Structured like a micro-batch, a ``paddle.static.InputSpec`` for each Tensor,
             with -1 for a dimension that changes from batch to batch; None: all shapes are fixed.
-        num_examples: As in `TrainStep`.
+        num_examples: As in `TrainStep`, the default of a loss that weighs the ranks itself too.
         model: A dygraph model from which the Program starts and which `write_back` updates; its
             weights are in memory twice. Building the Program does not change the random streams,
             so a resumed run, which builds it in another step, draws the same masks. None: weights
@@ -96,8 +102,9 @@ class StaticTrainStep:
         self,
         config: Config,
         model_fn: Callable[[], paddle.nn.Layer],
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[[Any, Any], Any] | None = None,
         *,
+        grad_cache: ProgramCache | None = None,
         schedule: lr.LRScheduler | float | None = None,
         input_spec: Any = None,
         num_examples: Callable[[Any], float] | None = None,
@@ -112,17 +119,24 @@ class StaticTrainStep:
                 "StaticTrainStep has none. Set dtype: bfloat16"
             )
         _check_ranks()
+        _check_loss(config, loss_fn, grad_cache)
         self._config = config
-        self._model_fn = model_fn
+        self._recipe = Recipe(
+            config,
+            model_fn,
+            config.learning_rate if schedule is None else schedule,
+            recompute_with,
+        )
         self._loss_fn = loss_fn
-        self._schedule = config.learning_rate if schedule is None else schedule
+        self._grad_cache = grad_cache
+        if grad_cache is not None and isinstance(grad_cache.loss, paddle.nn.Layer):
+            loss = grad_cache.loss
         self._input_spec = input_spec
         self._num_examples = num_examples
         self._accumulate_steps = config.strategy.gradient_merge_configs.k_steps
         self._model = model
         self._loss = loss
-        self._recompute_with = recompute_with
-        self._built: TrainedProgram | None = None
+        self._built: TrainedProgram | CachedProgram | None = None
         self._state_to_set: dict[str, Any] = {}
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
@@ -150,27 +164,45 @@ class StaticTrainStep:
         if self._built is None:
             self.build(micro_batches[0])
         built = self._known()
+        if isinstance(built, CachedProgram):
+            return self._cached_step(built, micro_batches)
         feeds = [built.feeds.arrays(micro_batch) for micro_batch in micro_batches]
-        if built.gathers_rows:
-            _check_equal_rows([length_of_first_axis(arrays) for arrays in feeds])
         started = time.perf_counter()
         counts = [
-            self._count(one, arrays) for one, arrays in zip(micro_batches, feeds, strict=True)
+            self._count(one, length_of_first_axis(arrays))
+            for one, arrays in zip(micro_batches, feeds, strict=True)
         ]
-        per_rank = mean_over_ranks(math.fsum(counts))
+        rows = [length_of_first_axis(arrays) for arrays in feeds] if built.gathers_rows else []
+        per_rank = _mean_count(counts, rows)
         # Exactly 1 if all counts are equal: then the loss is the plain mean, bit by bit.
         weights = [count * len(counts) / per_rank for count in counts]
         own_loss = 0.0
-        for arrays, weight in zip(feeds, weights, strict=True):
-            loss, norm = built.run(arrays, weight)
+        for place, (arrays, weight) in enumerate(zip(feeds, weights, strict=True), 1):
+            loss, norm = built.run(arrays, weight, last=place == len(feeds))
             own_loss += loss * weight / len(counts)
         loss = mean_over_ranks(math.nan if own_loss == -math.inf else own_loss)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergenceError(
-                f"the loss is {loss} and the gradient norm {norm}; the Program has already updated "
-                "the parameters: continue from the last checkpoint with a lower learning rate, "
-                "a longer warm-up, or clip_grad_norm"
-            )
+            raise _divergence(loss, norm)
+        return StepResult(loss, norm, {"program": time.perf_counter() - started})
+
+    def _cached_step(self, built: CachedProgram, micro_batches: Sequence[Any]) -> StepResult:
+        started = time.perf_counter()
+        counts = [self._count(one, self._count_of_cache(one)) for one in micro_batches]
+        per_rank = _mean_count(counts, [])
+        own_loss = 0.0
+        with built.whole_or_nothing():
+            for micro_batch, count in zip(micro_batches, counts, strict=True):
+                divisor = per_rank / count
+                own_loss += built.backward(micro_batch, 1.0 / divisor) / divisor
+            loss = mean_over_ranks(math.nan if own_loss == -math.inf else own_loss)
+            if not math.isfinite(loss):
+                raise DivergenceError(
+                    f"the loss is {loss}; the parameters were not updated: continue from the last "
+                    "checkpoint with a lower learning rate, a longer warm-up, or clip_grad_norm"
+                )
+        norm = built.update()
+        if not math.isfinite(norm):
+            raise _divergence(loss, norm)
         return StepResult(loss, norm, {"program": time.perf_counter() - started})
 
     def build(self, micro_batch: Any) -> None:
@@ -182,15 +214,20 @@ class StaticTrainStep:
         """
         if self._built is not None:
             raise StaticGraphError("the Program of this StaticTrainStep is built already")
-        feeds = Feeds(micro_batch, self._input_spec)
         streams = RngState.capture()
-        with training.static_mode():
-            self._built = self._program(feeds)
+        if self._grad_cache is not None:
+            self._built = CachedProgram.build(
+                self._recipe, self._grad_cache, micro_batch, self._input_spec
+            )
+        else:
+            feeds = Feeds(micro_batch, self._input_spec)
+            with training.static_mode():
+                self._built = self._program(feeds)
         if self._model is not None:
             streams.restore()
             self._state_to_set = {"model": self._in_dygraph(), **self._state_to_set}
         if self._state_to_set:
-            self._built.set_state(self._state_to_set)
+            self._built.state.write(self._state_to_set)
             self._state_to_set = {}
 
     def explain(self) -> SegmentReport:
@@ -205,7 +242,7 @@ class StaticTrainStep:
                 "explain; set recompute.enable: true"
             )
         with training.static_mode():
-            return explain(self._known().main)
+            return explain(self._known().explained)
 
     def state_dict(self) -> dict[str, Arrays]:
         """A copy of the trained state, by the names of the dygraph model.
@@ -218,7 +255,7 @@ class StaticTrainStep:
         Raises:
             StaticGraphError: The Program is not built yet.
         """
-        return self._known().state()
+        return self._known().state.read()
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of `state_dict`, or from a dygraph model and its moments.
@@ -235,13 +272,13 @@ class StaticTrainStep:
         if self._built is None:
             self._state_to_set |= _nested.map_leaves(_copied, of_program)
         else:
-            self._built.set_state(of_program)
+            self._built.state.write(of_program)
 
     def write_back(self) -> None:
         """Copy parameters and buffers from the Program to the `model` and `loss` in dygraph."""
         if self._built is None:
             return
-        trained = self._built.state()["model"]
+        trained = self._built.state.read()["model"]
         with paddle.no_grad():
             for name, tensor in self._in_dygraph().items():
                 tensor.set_value(trained[name])
@@ -262,7 +299,7 @@ class StaticTrainStep:
         of_loss = self._loss.named_parameters() if self._loss is not None else ()
         return of_model | {f"{OF_LOSS}{name}": parameter for name, parameter in of_loss}
 
-    def _known(self) -> TrainedProgram:
+    def _known(self) -> TrainedProgram | CachedProgram:
         if self._built is None:
             raise StaticGraphError(
                 "the Program of this StaticTrainStep is not built yet; the first step builds it, "
@@ -270,67 +307,53 @@ class StaticTrainStep:
             )
         return self._built
 
-    def _count(self, micro_batch: Any, arrays: Arrays) -> float:
-        if self._num_examples is None:
-            return length_of_first_axis(arrays)
-        count = self._num_examples(micro_batch)
+    def _count(self, micro_batch: Any, otherwise: float) -> float:
+        count = otherwise if self._num_examples is None else self._num_examples(micro_batch)
         if not (math.isfinite(count) and count > 0):
             raise ConfigError(
                 f"a micro-batch has {count} examples; allowed is a number greater than 0"
             )
         return count
 
+    def _count_of_cache(self, micro_batch: Any) -> float:
+        if isinstance(self._loss, ContrastiveLoss) and self._loss.negatives == "global":
+            return 1  # the loss weighs the ranks' batches by their sizes itself
+        inputs, _ = inputs_of_cache(micro_batch)
+        return num_rows_of(inputs[0], "query")
+
     def _program(self, feeds: Feeds) -> TrainedProgram:
-        config = self._config
-        main, startup = paddle.static.Program(), paddle.static.Program()
-        # Auto-generated names must be equal on all ranks; our checkpoints use structured names.
-        with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
-            model = self._model_fn()
-            model.train()
-            if config.recompute.enable:
-                if self._recompute_with is not None:
-                    self._recompute_with(model)
-                else:
-                    apply_recompute(model, config.recompute)
-            amp = config.strategy.amp_configs if config.strategy.amp else None
-            dtype = amp.dtype if amp is not None else None
-            lists = (
-                amp.model_dump(include={"custom_white_list", "custom_black_list"}) if amp else {}
-            )
+        recipe = self._recipe
+        assert self._loss_fn is not None
+        with recipe.program() as (main, startup):
+            model = recipe.model(recompute=True)
             micro_batch = feeds.variables()
             weight = paddle.static.data(WEIGHT, [1], "float32")
-            with training.building_in(dtype, **lists):
+            with recipe.mixed_precision():
                 loss = self._loss_fn(model, micro_batch)
             if math.prod(loss.shape) != 1:
                 raise ConfigError(f"loss_fn must return a scalar; its shape is {list(loss.shape)}")
             loss = loss.astype("float32").sum()
-            clip = training.GradientNorm(config.train.clip_grad_norm or math.inf, loss, startup)
-            decayed = decayed_parameters(model)
-            optimizer = AdamW(
-                learning_rate=self._schedule,
-                parameters=[p for p in model.parameters() if not p.stop_gradient],
-                weight_decay=config.train.weight_decay,
-                apply_decay_param_fun=decayed.__contains__,
-                grad_clip=clip,
-            )
-            strategy = distributed_strategy(config, model)
+            optimizer, norm = recipe.optimizer(model, loss, startup)
+            strategy = distributed_strategy(self._config, model)
             gathers_rows = ranks.has_sums(main)
             minimize(optimizer, loss * weight.sum(), strategy, startup_program=startup)
-            # A Layer with two names has both here, and one of them among the parameters.
-            in_state = {name: variable.name for name, variable in model.state_dict().items()}
-            structured = {p.name: name for name, p in model.named_parameters()}
-        moments = {
-            f"{structured[parameter]}:{kind}": variable
-            for (parameter, kind), variable in training.accumulators(optimizer).items()
-        }
-        executor, scope = paddle.static.Executor(), paddle.static.Scope()
-        executor.run(startup, scope=scope)
-        variables = {"model": in_state, "optimizer": moments}
-        built = TrainedProgram(
-            [loss, clip.norm], feeds, variables, gathers_rows, executor, scope, main
+            variables = names_in_scope(model, optimizer)
+        state = ScopeState.started(startup, variables)
+        return TrainedProgram([loss, norm], feeds, gathers_rows, state, main)
+
+
+def _check_loss(config: Config, loss_fn: Any, grad_cache: ProgramCache | None) -> None:
+    if (loss_fn is None) == (grad_cache is None):
+        raise ConfigError(
+            f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; give "
+            "one of them: a gradient cache has a loss of its own"
         )
-        training.free_with(built, executor, scope)
-        return built
+    if grad_cache is None and config.contrastive.is_chunked:
+        raise ConfigError(
+            "the configuration sets contrastive.chunk_size, chunk_tokens or memory_budget, but "
+            "loss_fn encodes all pairs at once; give grad_cache=ProgramCache(...) instead of "
+            "loss_fn, or remove the setting"
+        )
 
 
 def _check_ranks() -> None:
@@ -341,15 +364,34 @@ def _check_ranks() -> None:
         )
 
 
-def _check_equal_rows(rows: list[int]) -> None:
-    """Otherwise the executor would hang, or mix up the rows of the ranks."""
-    unequal = [count for count in rows if mean_over_ranks(float(count)) != count]
-    if mean_over_ranks(float(len(unequal))) > 0:
+def _mean_count(counts: list[float], rows: list[int]) -> float:
+    """The mean over the ranks of their number of examples, in one exchange with `rows`.
+
+    Raises:
+        DataError: The ranks have different `rows`: the executor would hang, or mix them up.
+    """
+    if not is_distributed():
+        return math.fsum(counts)
+    num_ranks = paddle.distributed.get_world_size()
+    # Sums of n ranks: all are equal if, and only if, n * sum of squares = square of the sum.
+    sent = [math.fsum(counts), *map(float, rows), *(float(one) ** 2 for one in rows)]
+    total, *others = sum_over_ranks(sent, "the number of examples")
+    sums, squares = others[: len(rows)], others[len(rows) :]
+    if any(num_ranks * square != one**2 for one, square in zip(sums, squares, strict=True)):
         raise DataError(
             f"this rank has micro-batches of {rows} rows, and another rank has other numbers; in a "
             "Program the loss over the rows of all ranks needs equal numbers: drop an uneven last "
             "batch, or set contrastive.negatives: local"
         )
+    return float(total / num_ranks)
+
+
+def _divergence(loss: float, norm: float) -> DivergenceError:
+    return DivergenceError(
+        f"the loss is {loss} and the gradient norm {norm}; the Program has already updated "
+        "the parameters: continue from the last checkpoint with a lower learning rate, "
+        "a longer warm-up, or clip_grad_norm"
+    )
 
 
 def _copied(leaf: Any) -> NDArray[Any]:

@@ -1,6 +1,7 @@
 """One optimizer step: micro-batches, mixed precision, synchronization, clipping, update."""
 
 from paddle_recompute.train_step.backward import inputs_of_cache
+from paddle_recompute.train_step.compiling import CompileReport, compile_model
 from paddle_recompute.train_step.mixed_precision import check_device
 from paddle_recompute.train_step.optimizer import (
     build_optimizer,
@@ -12,12 +13,14 @@ from paddle_recompute.train_step.train_step import TrainStep
 
 __all__ = [
     "OF_LOSS",
+    "CompileReport",
     "Step",
     "StepResult",
     "TrainStep",
     "build_optimizer",
     "build_schedule",
     "check_device",
+    "compile_model",
     "decayed_parameters",
     "inputs_of_cache",
 ]

@@ -28,7 +28,7 @@ class Outcome:
         losses: Of each micro-batch, one number.
         divisors: What each of them counts less than its value.
         norm: Of the gradient, one number.
-        agreed_loss: The loss of all ranks, where there are several: they agreed on it.
+        agreed_loss: The loss of all ranks, where there are several: float64, ``[1]``.
         figures: (loss, norm), where somebody has looked at them.
         error: Why the update of this step was not made, where that is known.
     """
@@ -36,7 +36,7 @@ class Outcome:
     losses: Sequence[paddle.Tensor]
     divisors: Sequence[float]
     norm: paddle.Tensor
-    agreed_loss: float | None = None
+    agreed_loss: paddle.Tensor | None = None
     figures: tuple[float, float] | None = None
     error: DivergenceError | None = None
 
@@ -51,16 +51,14 @@ class Outcome:
 
     @paddle.no_grad()
     def _numbers(self) -> paddle.Tensor:
-        losses = self.losses
-        if self.agreed_loss is not None:
-            losses = [paddle.full([1], self.agreed_loss, "float64")]
+        losses = self.losses if self.agreed_loss is None else [self.agreed_loss]
         parts = [*losses, self.norm]
         return paddle.concat([part.astype("float64").reshape([1]) for part in parts])
 
     def _understand(self, values: Sequence[float]) -> tuple[float, float]:
         *losses, norm = values
         if self.agreed_loss is not None:
-            return self.agreed_loss, norm
+            return losses[0], norm
         # On the host, in float64: the sum of K losses has the bits that it has always had.
         loss = sum(one / divisor for one, divisor in zip(losses, self.divisors, strict=True))
         return float(loss), norm

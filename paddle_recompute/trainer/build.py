@@ -13,8 +13,14 @@ from paddle_recompute.config import AmpConfigs, Config
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.models import build_model
 from paddle_recompute.planner import RecomputePlan
-from paddle_recompute.static_graph import StaticTrainStep, check_static
-from paddle_recompute.train_step import Step, build_optimizer, check_device
+from paddle_recompute.static_graph import ProgramCache, StaticTrainStep, check_static
+from paddle_recompute.train_step import (
+    CompileReport,
+    Step,
+    build_optimizer,
+    check_device,
+    compile_model,
+)
 from paddle_recompute.trainer.objective import Batch, Chunks, Objective
 
 
@@ -47,6 +53,18 @@ def _check_operators(settings: AmpConfigs) -> None:
         raise ConfigError("mixed precision received unknown operators:\n" + "\n".join(faults))
 
 
+def compile_as_configured(config: Config, model: paddle.nn.Layer) -> CompileReport | None:
+    """Compile `model`, the encoder, after recompute was applied; None without ``train.compile``.
+
+    Raises:
+        StaticGraphError: ``train.compile`` is to_static, and `model` cannot be converted.
+    """
+    if config.train.compile == "none":
+        return None
+    spec = [paddle.static.InputSpec([-1, -1], "int64", "input_ids")]
+    return compile_model(model, spec, or_eager=config.train.compile == "auto")
+
+
 def build_step(
     config: Config,
     objective: Objective,
@@ -73,11 +91,19 @@ def build_step(
         if plan is not None and not plan.recomputes:
             section = config.recompute.model_copy(update={"enable": False})
             config = config.model_copy(update={"recompute": section})
-        in_program = ProgramModel(config, vocab_size)
+        in_program = ProgramModel(config, vocab_size, chunks=objective.chunks)
+        cache = None
+        if objective.chunks:
+            cache = ProgramCache(
+                objective.loss,
+                chunk_size=objective.chunks.size,
+                chunk_tokens=objective.chunks.tokens,
+            )
         return StaticTrainStep(
             config,
             in_program.build,
-            in_program.loss_of,
+            None if cache else in_program.loss_of,
+            grad_cache=cache,
             schedule=schedule,
             input_spec=in_program.input_spec(),
             model=model,
@@ -102,10 +128,12 @@ class ProgramModel:
     Args:
         config: The configuration of the run; ``model.init_from`` is ignored.
         vocab_size: Rows of the word embedding.
+        chunks: What a rank encodes at once; with chunks the loss is not in a Program.
     """
 
-    def __init__(self, config: Config, vocab_size: int) -> None:
+    def __init__(self, config: Config, vocab_size: int, *, chunks: Chunks) -> None:
         self._config = config
+        self._chunks = chunks
         self._section = config.model.model_copy(update={"init_from": None})
         self._vocab_size = vocab_size
         self._objective: Objective | None = None
@@ -113,7 +141,9 @@ class ProgramModel:
     def build(self) -> paddle.nn.Layer:
         """The ``model_fn`` of `StaticTrainStep`."""
         model = build_model(self._section, self._vocab_size)
-        self._objective = Objective(self._config, Chunks())
+        if self._chunks:
+            return model
+        self._objective = Objective(self._config, self._chunks)
         for name, parameter in self._objective.parameters().items():
             model.add_parameter(name, parameter)
         return model

@@ -21,7 +21,7 @@ from paddle_recompute.models import build_model
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute
-from paddle_recompute.trainer.build import build_step
+from paddle_recompute.trainer.build import build_step, compile_as_configured
 from paddle_recompute.trainer.objective import Batch, Chunks, Objective
 
 SHORTEST_TEXT = 2
@@ -171,6 +171,7 @@ def measure_step(
             apply_recompute(model, config.recompute)
         elif config.mode == "dygraph":
             plan.apply(model)
+    compile_as_configured(config, model)
     objective = Objective(config, chunks)
     # A Program takes recompute from its configuration, not from the wrapping of this model.
     section = config.recompute.model_copy(update={"enable": recompute})

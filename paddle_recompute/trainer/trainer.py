@@ -24,12 +24,14 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
+from paddle_recompute._paddle import device
 from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.config import Config
 from paddle_recompute.data import (
     PairLoader,
     PreparedData,
     build_loader,
+    dead_workers_named,
     prepare_data,
 )
 from paddle_recompute.distributed import (
@@ -51,7 +53,7 @@ from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
 from paddle_recompute.train_step import Step, StepResult, build_schedule
-from paddle_recompute.trainer.build import build_step, check_mode
+from paddle_recompute.trainer.build import build_step, check_mode, compile_as_configured
 from paddle_recompute.trainer.divergence import check_weights, explained
 from paddle_recompute.trainer.joining import join_ranks
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
@@ -235,6 +237,10 @@ class Trainer:
     ) -> dict[str, Any]:
         """Run the remaining steps; returns what the final record says about them."""
         settings, global_batch = self.config.train, self.config.contrastive.global_batch
+        model.train()
+        compiled = compile_as_configured(self.config, model)
+        if compiled is not None:
+            self._say(f"The model is {compiled}")
         done = checkpoint.step if checkpoint else 0
         schedule = build_schedule(self.config, total)
         train_step = build_step(
@@ -266,10 +272,10 @@ class Trainer:
         figures = self._figures(None, whole_run, window)
         if checkpoint is not None and done >= total:
             figures |= checkpoint.state.get("figures", {})
-        model.train()
         barrier()
         stop = StopRequest(done + 1)
-        with stop, Progress(total, done=done, enabled=self._is_main) as progress:
+        shown = Progress(total, done=done, enabled=self._is_main)
+        with stop, dead_workers_named(), shown as progress:
             window.start()
             for step, epoch, micro_batches in self._steps(loader, done, total, ids):
                 paddle.seed(step_seed(settings.seed, step, self._rank))
@@ -430,7 +436,7 @@ class Trainer:
                 done += 1
                 parts = {side: batch[side] for side in ("query", "positive")}
                 if ids is not None:
-                    parts["positive_ids"] = paddle.to_tensor(ids[batch["index"].numpy()])
+                    parts["positive_ids"] = device.put(ids[batch["index"].numpy()])
                 yield (
                     done,
                     epoch,

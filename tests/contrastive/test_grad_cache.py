@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -321,3 +323,23 @@ def test_embeddings_in_half_precision(dtype: str, tolerance: float, chunks: dict
     GradCache(encoder, loss, **chunks).backward(query, positive)
     assert seen == [getattr(paddle, dtype)] * 2
     assert relative_difference(gradients(encoder), gradients(exact)) < tolerance
+
+
+@pytest.mark.parametrize("chunks", [{}, {"chunk_size": 5}, {"chunk_size": BATCH}])
+def test_evaluate_is_the_loss_alone(chunks: dict[str, Any]) -> None:
+    encoder, query, positive = make(1), texts(1), texts(2)
+    encoder.eval()
+    cache = GradCache(encoder, criterion, **chunks)
+    with watched_graph(encoder) as has_graph:
+        value = cache.evaluate(query, positive)
+    assert value.stop_gradient and value.item() == cache.backward(query, positive).item()
+    assert has_graph == [False] * (2 if chunks != {"chunk_size": 5} else 2 * -(-BATCH // 5))
+
+
+@contextlib.contextmanager
+def watched_graph(encoder: paddle.nn.Layer) -> Iterator[list[bool]]:
+    """Whether each output of `encoder` has a graph."""
+    seen: list[bool] = []
+    hook = encoder.register_forward_post_hook(lambda *call: seen.append(not call[2].stop_gradient))
+    yield seen
+    hook.remove()

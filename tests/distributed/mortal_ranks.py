@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 import subprocess
@@ -89,5 +90,8 @@ class MortalRanks:
         try:
             code = self._processes[rank].wait(within)
         except subprocess.TimeoutExpired:
+            self.send(rank, signal.SIGUSR1)  # where are its threads?
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._processes[rank].wait(2)
             pytest.fail(f"rank {rank} still runs after {within} s:\n{self.output(rank)}")
         return code, self.output(rank)

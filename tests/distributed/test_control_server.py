@@ -143,6 +143,18 @@ def test_last_words_are_passed_on_before_they_are_acknowledged(
     assert clients[0].hear()["message"] == "why"
 
 
+def test_a_request_to_stop_is_passed_on_once_however_many_ranks_were_asked(
+    server: ControlServer, clients: list[SimulatedRank]
+) -> None:
+    for client in clients:
+        client.say(kind="stop", number=3)
+    clients[0].meet("same", size=1)  # answered after what was said before
+    assert [clients[0].hear()["kind"], clients[0].hear()["kind"]] == ["stop", "met"]
+    clients[1].say(kind="stop", number=4)  # the next run of the same processes
+    assert clients[0].hear() == {"kind": "stop", "number": 4}
+    assert SimulatedRank(server, 7).hear() == {"kind": "stop", "number": 4}
+
+
 def test_silence_is_counted(clients: list[SimulatedRank]) -> None:
     silent: dict[str, float] = {}
     while silent.get("2", 0.0) < 3 * TICK:  # ends by the test's time limit, if at all

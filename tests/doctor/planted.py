@@ -102,6 +102,25 @@ class Whole(nn.Layer):
         return self.function(self, x)
 
 
+class Experts(nn.Layer):
+    """Each row goes to the expert that the gate prefers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, count)
+        self.experts = nn.LayerList([nn.Linear(WIDTH, WIDTH) for _ in range(count)])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        weights = nn.functional.softmax(self.gate(x))
+        chosen = weights.argmax(-1).numpy()
+        out = x
+        for number in sorted(set(chosen.tolist())):
+            rows = paddle.to_tensor(np.flatnonzero(chosen == number))
+            part = self.experts[number](x[rows]) * weights[rows, number].unsqueeze(-1)
+            out = paddle.scatter_nd_add(out, rows.unsqueeze(-1), part)
+        return out
+
+
 # ------------------------------------------------------------------------------------- one process
 
 
@@ -207,6 +226,23 @@ def _() -> Given:
     return given(
         Whole(lambda m, x: m.one(x), one=nn.Linear(WIDTH, 2), other=nn.Linear(WIDTH, 2)), "one"
     )
+
+
+@fault("a layer forgotten beside experts", "unused_parameter", "1.other.weight")
+def _() -> Given:
+    model = blocks(Experts(16))
+    model[1].other = nn.Linear(WIDTH, 2)
+    return given(model, "1.experts.*")
+
+
+@fault("the last of the layers left out", "unused_parameter", "layers.2.weight")
+def _() -> Given:
+    def forward(model: Any, x: paddle.Tensor) -> paddle.Tensor:
+        for layer in model.layers[:2]:
+            x = layer(x)
+        return x
+
+    return given(Whole(forward, layers=nn.LayerList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])))
 
 
 @fault("a model that is frozen", "nothing_trained", "")
@@ -344,6 +380,12 @@ def _() -> Given:
     return rank_given(model)
 
 
+@fault("a batch that only one rank cannot take", "error", "rank 1", RANK_FAULTS)
+def _() -> Given:
+    width = WIDTH + dist.get_rank()
+    return {**rank_given(same_model()), "batch": paddle.randn([4, width])}
+
+
 @fault("a sum in place of the mean over ranks", "gradient_differs", "1", RANK_FAULTS)
 def _() -> Given:
     model = same_model()
@@ -417,6 +459,11 @@ def _() -> Given:
 @healthy("fleet's recompute where it is right")
 def _() -> Given:
     return given(blocks(ByFleet(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))))
+
+
+@healthy("a mixture of experts, some of them idle")
+def _() -> Given:
+    return given(blocks(Experts(16)), "1.experts.*")
 
 
 @healthy("a gradient cache")

@@ -1,34 +1,41 @@
 """Trains a tiny model with the trainer of PaddleNLP or PaddleFormers; run on one or more ranks.
 
-    python -m tests.integrations.trained LIBRARY VARIANT FOLDER [ACCUMULATION]
+    python -m tests.integrations.trained LIBRARY FOLDER VARIANT...
 
-The last line on standard output is one JSON object: digests of the weights, and the losses.
+A variant is a trainer and its options, joined by dashes: ``ours-2-amp``. For each, a line on
+standard output is a JSON object, and FOLDER/VARIANT-RANK.npz has the weights. To import a library
+takes longer than all its runs, so one process makes several.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import importlib
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
-LIBRARY, VARIANT, FOLDER = sys.argv[1:4]
-ACCUMULATION = int(sys.argv[4]) if len(sys.argv) > 4 else 2
+LIBRARY, FOLDER = sys.argv[1:3]
+VARIANTS = sys.argv[3:]
 if LIBRARY == "paddlenlp":
     importlib.import_module("datasets")
 transformers = importlib.import_module(f"{LIBRARY}.transformers")
 theirs = importlib.import_module(f"{LIBRARY}.trainer")
+trainer_utils = importlib.import_module(f"{LIBRARY}.trainer.trainer_utils")
 
 import numpy as np  # noqa: E402
 import paddle  # noqa: E402
+from paddle.base import core  # noqa: E402
 
 from paddle_recompute import (  # noqa: E402
     ContrastiveLoss,
     RecomputeConfig,
     is_recomputing,
-    patch_fleet,
 )
+from paddle_recompute import _paddle as private  # noqa: E402
+from paddle_recompute.errors import ConfigError  # noqa: E402
 from paddle_recompute.integrations import (  # noqa: E402
     ContrastiveTrainerMixin,
     RecomputeTrainerMixin,
@@ -45,17 +52,18 @@ SMALL = {
     "use_cache": False,
     "pad_token_id": 0,
 }
-SECOND = [0]
+SECOND: list[bool] = []
+LEVELS: set[str] = set()
 LOSSES: list[float] = []
 
 
 class Texts(paddle.io.Dataset):
     """Rows of ids; each rank gets its share from the trainer's own sampler."""
 
-    def __init__(self, sides: tuple[str, ...]) -> None:
+    def __init__(self, sides: tuple[str, ...], count: int) -> None:
         rng = np.random.default_rng(0)
         self.rows = [
-            {side: rng.integers(1, 100, 12).astype("int64") for side in sides} for _ in range(48)
+            {side: rng.integers(1, 100, 12).astype("int64") for side in sides} for _ in range(count)
         ]
 
     def __len__(self) -> int:
@@ -67,6 +75,11 @@ class Texts(paddle.io.Dataset):
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, paddle.Tensor]:
     return {key: paddle.to_tensor(np.stack([row[key] for row in rows])) for key in rows[0]}
+
+
+def _note(*_: Any) -> None:
+    SECOND.append(is_recomputing())
+    LEVELS.add(private.amp_state().level.name)
 
 
 class Model(paddle.nn.Layer):
@@ -83,9 +96,7 @@ class Model(paddle.nn.Layer):
         self.config = config
         self.dropout = paddle.nn.Dropout(0.1)
         for layer in self.backbone.sublayers():
-            layer.register_forward_pre_hook(
-                lambda *_: SECOND.append(1) if is_recomputing() else None
-            )
+            layer.register_forward_pre_hook(_note)
 
     def get_hardware_flops(self, *args: Any, **kwargs: Any) -> float:
         """PaddleFormers asks its models for it, to log a speed."""
@@ -105,7 +116,43 @@ class Model(paddle.nn.Layer):
 LOSS = ContrastiveLoss(0.1, negatives="local")
 
 
+class Scaler:
+    """A loss scale that works on a CPU, where ``paddle.amp.GradScaler`` is switched off."""
+
+    _cache_founf_inf = _cache_found_inf = False
+
+    def __init__(self) -> None:
+        self._scale = paddle.full([1], 1000.0)  # no power of two: bits change if it is applied
+
+    def scale(self, loss: paddle.Tensor) -> paddle.Tensor:
+        return loss * self._scale.squeeze()
+
+    def step(self, optimizer: Any) -> None:
+        with paddle.no_grad():
+            for parameter in optimizer._parameter_list:
+                if parameter.grad is not None:
+                    parameter.grad.scale_(1 / 1000.0)
+        optimizer.step()
+
+    def update(self) -> None:
+        pass
+
+
 class Plain(theirs.Trainer):
+    """Theirs; with ``amp`` it does on a CPU what it does on a GPU."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.args.fp16:
+            assert self.do_grad_scaling
+            self.scaler = Scaler()
+
+    def autocast_smart_context_manager(self) -> Any:
+        if not self.args.fp16:
+            return contextlib.nullcontext()
+        lists = ({"matmul", "matmul_v2", "linear"}, {"softmax"})
+        return private.amp_state_of(private.AmpState(core.AmpLevel.O1, "bfloat16", lists, True))
+
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
         return model(**inputs)
 
@@ -122,13 +169,34 @@ class Contrastive(ContrastiveTrainerMixin, Plain):
     """With GradCache."""
 
 
-def main() -> None:
-    contrastive = VARIANT.startswith("contrastive")
+class Aside(Contrastive):
+    """As `Contrastive`; the gradient of each micro-batch is summed before it is added."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        parameters = [p for p in self.model.parameters() if not p.stop_gradient]
+        before = [p.grad.clone() if p.grad is not None else None for p in parameters]
+        for parameter in parameters:
+            parameter.clear_gradient(False)
+        self._num_micro_batches = -9  # synchronized before the update
+        loss = super().training_step(*args, **kwargs)
+        with paddle.no_grad():
+            for parameter, gradient in zip(parameters, before, strict=True):
+                if gradient is not None:
+                    parameter.grad.add_(gradient)
+        return loss
+
+
+KINDS = {"plain": Plain, "ours": Ours, "contrastive": Contrastive, "aside": Aside}
+RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+PORTS = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
+WRAPS: list[int] = []
+
+
+def arguments_of(name: str, **more: Any) -> Any:
     settings: dict[str, Any] = {
-        "output_dir": FOLDER,
+        "output_dir": f"{FOLDER}/{name}",
         "max_steps": 4,
         "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": ACCUMULATION,
         "learning_rate": 1e-2,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -137,52 +205,89 @@ def main() -> None:
         "report_to": [],
         "seed": 3,
         "max_grad_norm": 1.0,
+        **more,
     }
     if LIBRARY == "paddleformers":
-        settings |= {"amp_master_grad": False, "sharding": ""}
-        paddle.device.synchronize = lambda *_: None  # it asks for a device even on a CPU
-    arguments = theirs.TrainingArguments(**settings)
+        settings = {"amp_master_grad": False, "sharding": "", **settings}
+    return theirs.TrainingArguments(**settings)
+
+
+def train(name: str) -> dict[str, Any]:
+    """One variant: ``KIND-ACCUMULATION``, ``-pairs``, ``-amp``, ``-tail``."""
+    kind, accumulation, *options = name.split("-")
+    LOSSES.clear()
+    SECOND.clear()
+    LEVELS.clear()
+    WRAPS.clear()
+    amp = {"fp16": True, "fp16_opt_level": "O1"} if "amp" in options else {}
     paddle.seed(1)
+    np.random.seed(1)
     model = Model()
-    if VARIANT == "patched":
-        patch_fleet()
-        model.backbone.enable_recompute = True
-    sides = ("query_input_ids", "positive_input_ids") if contrastive else ("input_ids",)
-    options: dict[str, Any] = {
+    sides = ("query_input_ids", "positive_input_ids") if "pairs" in options else ("input_ids",)
+    given: dict[str, Any] = {
         "model": model,
-        "args": arguments,
+        "args": arguments_of(name, gradient_accumulation_steps=int(accumulation), **amp),
         "data_collator": collate,
-        "train_dataset": Texts(sides),
+        # With a tail, an epoch ends between two micro-batches of a step: three of them on 2 ranks.
+        "train_dataset": Texts(sides, 24 if "tail" in options else 64),
     }
-    wraps = []
-    original = paddle.DataParallel.__init__
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
-        wraps.append(1)
-        original(self, *args, **kwargs)
-
-    paddle.DataParallel.__init__ = counted
-    if VARIANT == "ours":
-        trainer = Ours(**options, recompute=RecomputeConfig())
-    elif VARIANT == "contrastive-ours":
-        trainer = Contrastive(
-            **options, recompute=RecomputeConfig(), contrastive_loss=LOSS, chunk_size=4
-        )
-    else:
-        trainer = Plain(**options)
+    if kind != "plain":
+        given["recompute"] = RecomputeConfig()
+    if kind in ("contrastive", "aside"):
+        given |= {"contrastive_loss": LOSS, "chunk_size": 4}
+    trainer = KINDS[kind](**given)
     paddle.seed(7)
     trainer.train()
-    weights = {
-        name: hashlib.sha256(p.numpy().tobytes()).hexdigest()
-        for name, p in model.named_parameters()
-    }
+    weights = {name: p.numpy() for name, p in model.named_parameters()}
+    np.savez(Path(FOLDER) / f"{name}-{RANK}.npz", **weights)
+    found: dict[str, Any] = {}
+    if kind == "contrastive" and len(PORTS) == 1:
+        rows = Texts(sides, 4)
+        found["evaluated"] = trainer.evaluate(rows)["eval_loss"]
+        model.eval()
+        found["by hand"] = float(model(**collate(rows.rows)))
     report = getattr(trainer, "recompute_report", None)
     if report is not None:
         report.verify()
-    found = {"weights": weights, "losses": LOSSES, "wraps": len(wraps), "second": len(SECOND)}
     sync = getattr(trainer, "_sync", None)
-    found["synchronized"] = sync.num_synchronized if sync is not None else None
-    print("\n" + json.dumps(found), flush=True)
+    return found | {
+        "losses": list(LOSSES),
+        "wraps": len(WRAPS),
+        "second": sum(SECOND),
+        "levels": sorted(LEVELS),
+        "synchronized": sync.num_synchronized if sync is not None else None,
+    }
+
+
+def refused(name: str, value: str) -> dict[str, Any]:
+    """What the mixin says to an argument; theirs would start fleet for it, which wants GPUs."""
+    arguments = arguments_of("refused")
+    is_sharding = name == "sharding"
+    setattr(arguments, name, [trainer_utils.ShardingOption(value)] if is_sharding else True)
+    try:
+        Ours(model=Model(), args=arguments, data_collator=collate)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    return {"refused": ""}
+
+
+def main() -> None:
+    original = paddle.DataParallel.__init__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        WRAPS.append(1)
+        original(self, *args, **kwargs)
+
+    paddle.DataParallel.__init__ = counted
+    if LIBRARY == "paddleformers":
+        paddle.device.synchronize = lambda *_: None  # it asks for a device even on a CPU
+    for name in VARIANTS:
+        if name.startswith("refuse"):
+            setting, _, value = name.partition(":")[2].partition("=")
+            found = refused(setting, value)
+        else:
+            found = train(name)
+        print("\n" + json.dumps({"variant": name, **found}), flush=True)
 
 
 if __name__ == "__main__":

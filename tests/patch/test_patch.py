@@ -231,3 +231,6 @@ def test_the_command_refuses_a_launcher_and_a_missing_file(tmp_path: Path) -> No
     assert "patch/__main__.py SCRIPT.py" in launcher.stderr
     missing = run("-m", "paddle_recompute.patch", "a.py", folder=tmp_path)
     assert missing.returncode == 2 and "a.py: there is no such file" in missing.stderr
+    for arguments in ([], ["-m"]):
+        nothing = run("-m", "paddle_recompute.patch", *arguments, folder=tmp_path)
+        assert nothing.returncode == 2 and "usage: python -m paddle_recompute" in nothing.stderr

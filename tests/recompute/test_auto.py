@@ -127,6 +127,13 @@ def step(model: paddle.nn.Layer, *shape: int) -> None:
     model(leaf(*(shape or (3, 4)))).sum().backward()
 
 
+def update(model: paddle.nn.Layer) -> None:
+    """An optimizer's step; the next forward begins another step."""
+    optimizer = paddle.optimizer.AdamW(1e-3, parameters=model.parameters())
+    optimizer.step()
+    optimizer.clear_grad()
+
+
 @pytest.mark.parametrize("engine", ["paddle_recompute", "fleet"])
 def test_what_is_called_is_verified(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = Holder(layers=mlps(3))
@@ -162,9 +169,47 @@ def test_what_is_not_called_is_named(patterns: Any, caplog: pytest.LogCaptureFix
     report = apply_recompute(model, RecomputeConfig(checkpoints=patterns))
     step(model)
     words = "layers.1, layers.2: not called by any forward of the first step"
-    assert words in caplog.text
     with pytest.raises(SelectionError, match=words):
         report.verify()
+    step(model)
+    assert words not in caplog.text
+    update(model)
+    step(model)
+    assert words in caplog.text
+    update(model)
+    step(model)
+    assert caplog.text.count(words) == 1
+    with pytest.raises(SelectionError, match=words):
+        report.verify()
+
+
+@pytest.mark.parametrize("set_to_zero", [True, False])
+def test_towers_with_a_backward_each_are_one_step(
+    set_to_zero: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The forward of the second tower, and of the blocks of one model, comes after a backward."""
+    towers = paddle.nn.LayerDict({"image": Holder(layers=mlps(2)), "text": Holder(layers=mlps(2))})
+    report = apply_recompute(towers, AUTO)
+    optimizer = paddle.optimizer.AdamW(1e-3, parameters=towers.parameters())
+    for _ in range(3):
+        for _ in range(2):  # accumulation
+            step(towers["image"])
+            step(towers["text"])
+        optimizer.step()
+        optimizer.clear_grad(set_to_zero)
+    report.verify()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_tower_that_is_never_called_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    towers = paddle.nn.LayerDict({"image": Holder(layers=mlps(2)), "text": Holder(layers=mlps(2))})
+    apply_recompute(towers, AUTO)
+    for _ in range(2):
+        step(towers["image"])
+        update(towers["image"])
+    assert "text.layers.0, text.layers.1: not called by any forward of the first step" in (
+        caplog.text
+    )
 
 
 def test_a_function_that_is_not_called_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -243,17 +243,18 @@ def test_what_stays_for_an_output(run: Run) -> Seen:
 
 def test_the_input_of_a_block_goes_when_its_backward_is_over() -> None:
     """Not at the end of the whole backward: the gradients of earlier blocks need the room."""
+    width = 64  # parameters of whole units of 256 bytes: a device's allocator rounds up to them
     blocks = [
-        recompute_wrapper(paddle.nn.Sequential(paddle.nn.Linear(16, 16), paddle.nn.GELU()))
+        recompute_wrapper(paddle.nn.Sequential(paddle.nn.Linear(width, width), paddle.nn.GELU()))
         for _ in range(6)
     ]
-    hidden = paddle.randn([512, 16])
+    hidden = paddle.randn([512, width])
     hidden.stop_gradient = False
     levels: list[int] = []
     for block in blocks:
         hidden = block(hidden)
         hidden.register_hook(lambda gradient: levels.append(_memory.current_bytes()))
     hidden.sum().backward()
-    boundary = 512 * 16 * 4
-    gradients = (16 * 16 + 16) * 4
+    boundary = 512 * width * 4
+    gradients = (width * width + width) * 4
     assert [a - b for a, b in itertools.pairwise(levels[1:])] == [boundary - gradients] * 4

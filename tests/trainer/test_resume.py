@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -9,11 +12,13 @@ from typing import Any
 
 import paddle.distributed as dist
 import pytest
+from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.checkpoint.manifest import write_manifest
-from paddle_recompute.errors import CheckpointError
+from paddle_recompute.data import PairLoader
+from paddle_recompute.errors import CheckpointError, PaddleRecomputeError
 from paddle_recompute.trainer import Trainer
 from paddle_recompute.trainer.resume import RunCheckpoints
 from tests.ranks import run_ranks
@@ -137,6 +142,75 @@ def test_another_number_of_ranks_is_told(folder: Path, capsys: pytest.CaptureFix
 
 
 # ------------------------------------------------------------------------------------- two ranks
+
+
+def train_on_ranks(folder: str, ranks: int, steps: int, **changes: Any) -> Any:
+    """What the run says, and which pairs each step had on this rank."""
+    seen: list[list[int]] = []
+    made = PairLoader.__iter__
+
+    def noted(self: PairLoader) -> Any:
+        for batch in made(self):
+            seen.append(sorted(batch["index"].numpy().tolist()))
+            yield batch
+
+    PairLoader.__iter__ = noted  # type: ignore[method-assign]
+    out = io.StringIO()
+    config = tiny(
+        Path(folder),
+        launch__num_ranks=ranks,
+        train__max_steps=steps,
+        train__resume="auto",
+        train__decay="constant",
+        train__eval_before=False,
+        train__measure_plain=False,
+        sync__compression="bf16",
+        **changes,
+    )
+    try:
+        with contextlib.redirect_stdout(out):
+            Trainer(config).run()
+    except PaddleRecomputeError as error:
+        return str(error), seen
+    finally:
+        PairLoader.__iter__ = made  # type: ignore[method-assign]
+    return out.getvalue(), seen
+
+
+def together(results: list[Any]) -> list[list[int]]:
+    """The pairs of each step, over all ranks."""
+    by_rank = [seen for _, seen in results]
+    return [sorted(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_with_the_same_pairs(
+    before: int, now: int, folder: Path
+) -> None:
+    first = run_some(before, folder, 3)
+    said = run_some(now, folder, 5)
+    text = said[0][0]
+    ranks = {1: "1 rank", 2: "2 ranks"}
+    assert f"{ranks[before]} saved it, and {now} go on: each step has the same pairs, but" in text
+    assert ("rounding errors of their gradients" in text) == (before == 2)
+    # A run that was not interrupted, on the second number of ranks.
+    (folder / "other").mkdir()
+    whole = run_some(now, folder, 5, train__output_dir=str(folder / "other"))
+    assert len(together(first)) == 3
+    assert together(first) + together(said)[3:] == together(whole)
+    assert find_checkpoint(folder / "run" / "checkpoint").state["world_size"] == now
+
+
+def run_some(num_ranks: int, folder: Path, steps: int, **changes: Any) -> list[Any]:
+    given = {"folder": str(folder), "ranks": num_ranks, "steps": steps, **changes}
+    if num_ranks == 1:
+        return [train_on_ranks(**given)]
+    return run_ranks(train_on_ranks, num_ranks, **given)
+
+
+def test_a_global_batch_that_the_ranks_do_not_divide_is_refused(folder: Path) -> None:
+    with pytest.raises(ValidationError, match=r"global_batch\s.*must be a multiple of"):
+        tiny(folder, launch__num_ranks=2, contrastive__global_batch=9, train__resume=True)
 
 
 def find_on_ranks(folder: str, resume: Any) -> Any:

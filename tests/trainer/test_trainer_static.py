@@ -174,7 +174,6 @@ def test_the_step_that_is_measured_is_a_program_with_recompute_and_without(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"contrastive__chunk_size": 2}, "contrastive.chunk_size: 2: the gradient cache"),
         (
             {
                 "strategy__amp": True,

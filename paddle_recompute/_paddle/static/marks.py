@@ -102,6 +102,12 @@ def recomputed_call(
                 native.write_text(operation, GIVES_UP, "yes")
 
 
+def has_marks(native: Native, program: paddle.static.Program) -> bool:
+    """Whether something in `program` is to be recomputed: a wrapped Layer, or a checkpoint."""
+    scopes = (native.text_attribute(one, SCOPE) for one in native.operations(program))
+    return any(scope is not None for scope in scopes) or bool(native.checkpoints(program))
+
+
 def claim_recomputed_calls(native: Native, program: paddle.static.Program) -> None:
     """Tell `refuse_unclaimed` that a pass will recompute the calls in `program`."""
     for operation in native.operations(program):

@@ -32,6 +32,8 @@ Operator = Any
 Block = Any
 Variable = Any
 
+VARIABLE = framework.Variable
+
 EMPTY = "@EMPTY@"
 """Stands for an output that is not needed (``core.empty_var_name``)."""
 
@@ -153,10 +155,17 @@ def is_persistable(block: Block, name: str) -> bool:
     return variable is not None and bool(variable.persistable)
 
 
+def written_parameters(program: paddle.static.Program) -> set[str]:
+    """The variables that live from run to run and that operators of `program` write: statistics."""
+    block = main_block(program)
+    names = {name for operator in operations(program) for name in outputs_of(operator)}
+    return {name for name in names if is_persistable(block, name)}
+
+
 def num_bytes(block: Block, name: str) -> int:
     """Size of the variable in bytes; a dimension that is not known yet counts as 1."""
     variable = _variable(block, name)
-    if variable is None or not _is_dense(variable):
+    if variable is None or not is_dense(variable):
         return 0
     return int(math.prod(max(1, size) for size in variable.shape) * _item_size(variable.dtype))
 
@@ -164,13 +173,13 @@ def num_bytes(block: Block, name: str) -> int:
 def has_unknown_size(block: Block, name: str) -> bool:
     """Whether a dimension of the variable is not known until a batch is fed."""
     variable = _variable(block, name)
-    return variable is not None and _is_dense(variable) and any(n < 0 for n in variable.shape)
+    return variable is not None and is_dense(variable) and any(n < 0 for n in variable.shape)
 
 
 def shape_of(block: Block, name: str) -> tuple[int, ...]:
     """The shape of a variable as far as it is known."""
     variable = _variable(block, name)
-    return tuple(variable.shape) if variable is not None and _is_dense(variable) else ()
+    return tuple(variable.shape) if variable is not None and is_dense(variable) else ()
 
 
 def text_attribute(operator: Operator, name: str) -> str | None:
@@ -180,10 +189,6 @@ def text_attribute(operator: Operator, name: str) -> str | None:
 
 def _variable(block: Block, name: str) -> Variable | None:
     return block.vars.get(name)
-
-
-def _is_dense(variable: Variable) -> bool:
-    return bool(variable.type == core.VarDesc.VarType.LOD_TENSOR)
 
 
 def _item_size(dtype: Any) -> int:
@@ -311,6 +316,43 @@ def updating(program: paddle.static.Program) -> contextlib.AbstractContextManage
 def persistable_scalar(name: str, like: Variable, startup: paddle.static.Program) -> Variable:
     """A float32 scalar that lives from run to run, in the Programs being built."""
     return paddle.static.create_global_var([], 0.0, "float32", True, name=name)
+
+
+def persistable(
+    name: str, like: Variable, startup: paddle.static.Program, program: paddle.static.Program
+) -> Variable:
+    """A variable that lives from run to run: zeros of the shape of `like`."""
+    with paddle.static.program_guard(program, startup):
+        return paddle.static.create_global_var(
+            list(like.shape), 0.0, str(dtype_name(like)), persistable=True, name=name
+        )
+
+
+def dtype_name(variable: Variable) -> str:
+    """``float32``, ``bfloat16``, ..."""
+    return str(paddle.base.data_feeder.convert_dtype(variable.dtype))
+
+
+def is_dense(variable: Variable) -> bool:
+    """Whether `variable` is one ordinary tensor, not a list of rows."""
+    return bool(variable.type == core.VarDesc.VarType.LOD_TENSOR)
+
+
+def add_in_place(total: Variable, value: Variable) -> None:
+    """``total += value``, in the memory of `total`."""
+    total.block.append_op(
+        type="elementwise_add", inputs={"X": [total], "Y": [value]}, outputs={"Out": [total]}
+    )
+
+
+def fill_in_place(value: Variable, number: float) -> None:
+    """Write `number` to every element, in the memory of `value`."""
+    paddle.assign(paddle.full(list(value.shape), number, dtype_name(value)), value)
+
+
+def editing(program: paddle.static.Program) -> contextlib.AbstractContextManager[None]:
+    """Inside, operators are added to `program`."""
+    return paddle.static.program_guard(program)  # type: ignore[no-any-return]
 
 
 def sum_over_ranks(variable: Variable) -> Variable:

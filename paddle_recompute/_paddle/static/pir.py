@@ -36,6 +36,8 @@ Operation = Any
 Value = Any
 """A ``paddle.pir.Value``."""
 
+VARIABLE = paddle.pir.Value
+
 SOURCES = ("builtin.parameter", "builtin.constant", "pd_op.data", "pd_op.feed")
 """Operators that compute nothing: what they return was there before the Program ran."""
 
@@ -122,6 +124,21 @@ def in_place(operation: Operation) -> list[tuple[Value, Value]]:
         for result, operand in libpir.get_op_inplace_info(operation).items()
     ]
     return [(a, b) for a, b in pairs if a.initialized() and b.initialized()]
+
+
+def written_parameters(program: paddle.static.Program) -> set[str]:
+    """The variables that live from run to run and that operators of `program` write: statistics."""
+    names: dict[str, str] = {}  # by key of a value: whose memory it has
+    written = set()
+    for operation in operations(program):
+        if operation.name() == "builtin.parameter":
+            names[key(operation.result(0))] = attribute(operation, "parameter_name")
+        for before, now in in_place(operation):
+            name = names.get(key(before))
+            if name is not None:
+                names[key(now)] = name
+                written.add(name)
+    return written
 
 
 def is_dense(value: Value) -> bool:

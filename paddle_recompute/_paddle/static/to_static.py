@@ -33,9 +33,29 @@ def around_append_backward(prepare: Prepare, change: Change) -> None:
     def hooked(*args: Any, **kwargs: Any) -> Any:
         layer = original(*args, **kwargs)
         layer.add_hooker(_Hook(prepare, change))
+        if _has_recomputed_calls(layer._origin_main_program):
+            layer.__class__ = _WithoutBackwardUnderNoGrad
         return layer
 
     pir_partial_program.partial_program_from = hooked
+
+
+class _WithoutBackwardUnderNoGrad(pir_partial_program.PartialProgramLayer):
+    """Runs the Program without a backward where no gradient is wanted.
+
+    Paddle runs the forward of the training Program there, which keeps what its backward would need
+    until it ends: without recompute in it, more than the backward itself ever holds.
+    """
+
+    _is_training = True
+
+    @property
+    def training(self) -> bool:
+        return self._is_training and paddle.is_grad_enabled()
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self._is_training = value
 
 
 class _Hook(pir_partial_program.PartialProgramLayerHook):

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import paddle
 
 from paddle_recompute._paddle.static import native
 
+Result = TypeVar("Result")
 Variable = Any
 ParamsGrads = list[tuple[Variable, Variable]]
 
@@ -29,6 +32,39 @@ def static_mode() -> Iterator[None]:
         yield
     finally:
         paddle.disable_static()
+
+
+@contextlib.contextmanager
+def dygraph_mode() -> Iterator[None]:
+    """Inside, operators run at once; afterwards what was before."""
+    if paddle.in_dynamic_mode():
+        yield
+        return
+    paddle.disable_static()
+    try:
+        yield
+    finally:
+        paddle.enable_static()
+
+
+def in_thread_of_its_own(function: Callable[[], Result]) -> Result:
+    """The result of `function`, in a new thread, in the mode of the process: static or dygraph.
+
+    A thread remembers the mode of the time at which it first asked (2.6, 3.x), and to change it in
+    another thread than the main one ends the process (3.3.1, a segmentation fault in the next
+    Tensor). So a thread that has made Tensors cannot run a Program.
+    """
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # A daemon: it may be inside a collective with a peer that is gone when the process ends.
+    threading.Thread(target=run, name="a Program", daemon=True).start()
+    return outcome.result()
 
 
 def free_with(owner: object, executor: paddle.static.Executor, scope: Any) -> None:
@@ -69,6 +105,14 @@ def in_program_order() -> Iterator[None]:
         paddle.set_flags(before)
 
 
+def is_variable(value: object) -> bool:
+    """Whether `value` is a variable of a Program (a ``Variable`` of 2.6, a ``pir.Value`` of 3.x).
+
+    ``paddle.static.Variable`` (public) is the first kind alone.
+    """
+    return isinstance(value, native().VARIABLE)
+
+
 def dtype_name(dtype: Any) -> str:
     """``float32``, ``int64``, ... of whatever this Paddle uses for a dtype in a Program.
 
@@ -99,6 +143,8 @@ class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
 
     Args:
         clip_norm: Gradients are scaled down to it; infinity: never.
+        order: Names of the parameters in the order in which the norm sums them, as in dygraph; 2.6
+            sorts them by name before it clips.
         like: A float32 scalar of the Program.
         startup: Where the variable is made.
 
@@ -107,14 +153,22 @@ class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
             last run of a step only, inside a branch, from where nothing can be fetched.
     """
 
-    def __init__(self, clip_norm: float, like: Variable, startup: paddle.static.Program) -> None:
+    def __init__(
+        self,
+        clip_norm: float,
+        order: list[str],
+        like: Variable,
+        startup: paddle.static.Program,
+    ) -> None:
         super().__init__(clip_norm)
+        self._place = {name: place for place, name in enumerate(order)}
         self.norm = native().persistable_scalar("gradient_norm", like, startup)
 
     def __call__(self, params_grads: ParamsGrads) -> ParamsGrads:
         """Append the clipping, as part of the update; returns parameters and clipped gradients."""
         with native().updating(paddle.static.default_main_program()):
-            squares = [g.astype("float32").square().sum() for _, g in params_grads if g is not None]
+            summed = sorted(params_grads, key=lambda pair: self._place[pair[0].name])
+            squares = [g.astype("float32").square().sum() for _, g in summed if g is not None]
             norm = paddle.add_n(squares).sqrt()
             paddle.assign(norm, self.norm)
             if self.clip_norm == float("inf"):

@@ -1,0 +1,66 @@
+"""What ``paddle.jit.to_static(full_graph=True)`` makes of a Layer, before it is called.
+
+``ASTStaticFunction.get_concrete_program`` (2.6, 3.x) converts, and returns the layer that runs the
+Program. Its ``train_program`` (3.x; 2.6: ``program``) appends the backward. Without these names
+a conversion begins in the middle of the first call, where its errors are mixed with those of
+operators. Can go when ``to_static`` converts on request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle.jit.dy2static.program_translator import ASTStaticFunction, StaticFunction
+from paddle.jit.dy2static.utils import Dygraph2StaticException
+
+from paddle_recompute._paddle.static.training import in_program_order
+
+CONVERSION_ERRORS = (
+    Dygraph2StaticException,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What the conversion of a user's code raises; 2.6 and 3.x have no common base for it."""
+
+
+def is_compiled(layer: paddle.nn.Layer) -> bool:
+    """Whether ``paddle.jit.to_static`` has replaced the forward of `layer`."""
+    return isinstance(layer.forward, StaticFunction)
+
+
+def compile_layer(
+    layer: paddle.nn.Layer, input_spec: list[paddle.static.InputSpec], *, train: bool
+) -> bool:
+    """Replace the forward of `layer` by its Program, and append the Program's backward.
+
+    ``to_static`` runs operators that are ready first, first (3.3.1): two branches that draw random
+    numbers get other ones than in eager execution. So the Program's calls are in its order;
+    ``FLAGS_new_executor_sequential_run`` is read when Paddle prepares one.
+
+    Returns:
+        Whether the Program holds calls of fleet's recompute (3.x), which Paddle marks with the
+        attribute ``fwd_recompute_id`` and does not repeat.
+    """
+    paddle.jit.to_static(layer, input_spec=input_spec, full_graph=True)
+    layer.forward.__class__ = _InProgramOrder
+    program, runner = layer.forward.get_concrete_program(*input_spec, is_train=train)
+    # Each of them is made when it is looked at.
+    runner.program if train else runner.infer_program  # noqa: B018
+    operators = program.main_program.global_block().ops
+    return any(operator.has_attr("fwd_recompute_id") for operator in operators)
+
+
+class _InProgramOrder(ASTStaticFunction):
+    def _perform_call(self, *args: Any, **kwargs: Any) -> Any:
+        with in_program_order():
+            return super()._perform_call(*args, **kwargs)

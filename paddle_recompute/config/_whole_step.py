@@ -1,0 +1,65 @@
+"""Which options of a whole step go together: offloaded parameters, compiled models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paddle_recompute.config._section import Broken, Values
+
+
+def parameters_leave_in_dygraph(v: Values) -> Iterator[Broken]:
+    """What does not go with ``recompute.offload_parameters``."""
+    place = v["recompute.offload_parameters"]
+    if place == "none":
+        return
+    if v["mode"] == "static":
+        yield Broken(
+            "recompute.offload_parameters",
+            place,
+            "is not supported by mode: static, whose Program owns its parameters; use dygraph",
+        )
+    if v["sync.mode"] == "fleet":
+        yield Broken("sync.mode", "fleet", "does not go with recompute.offload_parameters")
+    if v["sync.compression"] != "none":
+        yield Broken(
+            "sync.compression",
+            v["sync.compression"],
+            "is not supported with recompute.offload_parameters; use none",
+        )
+
+
+def compiled_in_dygraph(v: Values) -> Iterator[Broken]:
+    """What does not go with ``train.compile``."""
+    how = v["train.compile"]
+    if how == "none":
+        return
+    if v["mode"] == "static":
+        yield Broken(
+            "train.compile", how, "is for mode: dygraph; mode: static is one Program as it is"
+        )
+    if not v["recompute.enable"]:
+        return
+    if v["recompute.offload_parameters"] != "none":
+        yield Broken(
+            "train.compile",
+            how,
+            "does not go with recompute.offload_parameters: a Program holds all its parameters",
+        )
+    for name, allowed, reason in (
+        ("offload", "none", "the executor of a Program owns what the backward needs"),
+        ("engine", "paddle_recompute", "to_static drops fleet's recompute without a word"),
+    ):
+        value = v[f"recompute.{name}"]
+        if value != allowed:
+            yield Broken(
+                f"recompute.{name}",
+                value,
+                f"does not go with train.compile: {how}: {reason}; set {allowed}",
+            )
+    if v["recompute.policy"] == "budget":
+        yield Broken(
+            "recompute.policy",
+            "budget",
+            f"does not go with train.compile: {how}: what a plan promises was measured in eager "
+            "execution; use all, every_n or segments",
+        )

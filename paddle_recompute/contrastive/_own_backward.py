@@ -1,0 +1,83 @@
+"""Chunks of an encoder that makes its own backward, as one that is a Program does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import paddle
+
+from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
+from paddle_recompute.contrastive._chunks import Chunk, rows_of
+
+
+class OwnBackward(ABC):
+    """An encoder for `GradCache` that Paddle's engine does not differentiate.
+
+    It is called without a graph. The second forward of a chunk and its backward are one call of
+    `backward`, inside which the random streams are those of the first forward.
+    """
+
+    @abstractmethod
+    def __call__(self, batch: Any) -> Any:
+        """The first forward of a chunk.
+
+        Args:
+            batch: Its rows; NumPy arrays stay what they are.
+
+        Returns:
+            Tensors with one row per row; those that depend on a trained parameter need a gradient.
+        """
+
+    @abstractmethod
+    def state(self) -> Any:
+        """What the next forward reads beside its rows and the random streams."""
+
+    @abstractmethod
+    def backward(self, batch: Any, state: Any, gradients: dict[str, paddle.Tensor]) -> Any:
+        """The second forward, and its backward into the gradients that the encoder keeps.
+
+        Args:
+            batch: As in the first forward.
+            state: What `state` returned before it.
+            gradients: By path in the output: ``output['vector']``; not of every Tensor.
+
+        Returns:
+            What the second forward gave, as `__call__` returns it.
+        """
+
+
+class ChunksWithOwnBackward(ChunkedEncoder):
+    """The rows that an `OwnBackward` encodes in one step."""
+
+    encoder: OwnBackward
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._own_states: list[Any] = []
+
+    def backward(self, number: int) -> None:
+        chunk = self._chunks[number]
+        gradients = {
+            self._paths[place]: _cut(rows_of(gradient, chunk.rows), self._cut[place], chunk)
+            for place, gradient in self._gradients.items()
+        }
+        batch = chunk.of(self._batch, arrays=True)
+        with self._states[number].replayed(), paddle.no_grad():
+            output = self.encoder.backward(batch, self._own_states[number], gradients)
+            now = self._leaves(output, chunk, again=True)
+        for place in self._gradients:
+            self._deviation(now[place], self._first[place], chunk, self._cut[place])
+
+    def _call(self, chunk: Chunk) -> Any:
+        self._own_states.append(self.encoder.state())
+        return self.encoder(chunk.of(self._batch, arrays=True))
+
+    def _layers(self) -> list[paddle.nn.Layer]:
+        return []  # its Layers, if it has any, are not in dygraph
+
+
+def _cut(gradient: paddle.Tensor, axes: tuple[int, ...], chunk: Chunk) -> paddle.Tensor:
+    for axis in axes:
+        gradient = gradient[tuple([slice(None)] * axis + [slice(chunk.columns)])]
+    return gradient

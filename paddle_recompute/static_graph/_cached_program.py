@@ -1,0 +1,273 @@
+"""The gradient cache of a `StaticTrainStep`: Programs of a chunk, and one that updates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_recompute import _nested
+from paddle_recompute._paddle.static import native, training
+from paddle_recompute.contrastive import GradCache
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.static_graph._building import Recipe, names_in_scope, trained_parameters
+from paddle_recompute.static_graph._chunk_programs import (
+    ChunkPrograms,
+    Encode,
+    ProgramEncoder,
+    sum_of,
+)
+from paddle_recompute.static_graph._feeds import Feeds
+from paddle_recompute.static_graph._trained_program import ScopeState
+from paddle_recompute.static_graph.minimize import minimize
+from paddle_recompute.static_graph.strategy import distributed_strategy
+from paddle_recompute.train_step import OF_LOSS, inputs_of_cache
+
+
+def _call(model: Any, batch: Any) -> Any:
+    return model(batch)
+
+
+@dataclass(frozen=True)
+class ProgramCache:
+    """`GradCache` for a `StaticTrainStep`: the encoders are Programs that run chunk by chunk.
+
+    A step is: each chunk is encoded by a Program without a backward; the loss of all vectors and
+    its gradient are computed in dygraph, with the same code as in a dygraph run; each chunk runs
+    through a Program with forward and backward, which is fed the gradient of its vectors; one more
+    Program exchanges and clips the sum of the gradients and updates the parameters. The second
+    forward draws the dropout masks of the first, and reads the buffers that it read.
+
+    Memory: as `GradCache` says, and not more with more chunks. The vectors and their gradients go
+    through the host.
+
+    Attributes:
+        loss: As for `GradCache`: ``loss(query_vectors, positive_vectors, *negatives)``, in dygraph.
+            Parameters of its own, such as a learnable temperature, are trained.
+        chunk_size: Rows of a chunk.
+        chunk_tokens: Instead: the most tokens of a chunk. The number of columns changes from chunk
+            to chunk, so ``input_spec`` must have -1 for it.
+        length_of: As for `GradCache`.
+        encode: ``encode(model, inputs)`` returns the vectors of one input, in a Program; a pair:
+            (for queries, for positives).
+    """
+
+    loss: Callable[..., paddle.Tensor]
+    chunk_size: int | None = None
+    chunk_tokens: int | None = None
+    length_of: Callable[[Any], Any] | None = None
+    encode: Encode | tuple[Encode, Encode] = _call
+
+    def over(self, encoders: Any) -> GradCache:
+        """The gradient cache over `encoders`.
+
+        Raises:
+            ConfigError: No size of the chunks is given, or it is not allowed.
+        """
+        if self.chunk_size is None and self.chunk_tokens is None:
+            raise ConfigError("ProgramCache received neither chunk_size nor chunk_tokens; give one")
+        return GradCache(
+            encoders,
+            self.loss,
+            chunk_size=self.chunk_size,
+            chunk_tokens=self.chunk_tokens,
+            length_of=self.length_of,
+        )
+
+
+@dataclass
+class CachedProgram:
+    """The Programs of a step with a gradient cache. PIR values must die before their Program.
+
+    Attributes:
+        norm: The gradient norm, a variable of `update`.
+        cache: Runs the Programs of the chunks.
+        loss: The loss, if it is a Layer; its parameters are in the scope, too.
+        sums: The variables that hold the sums of the gradients.
+        explained: The Program whose segments are recomputed: that of the first input's chunks.
+        state: The trained state.
+        main: The Program that updates.
+    """
+
+    norm: Any
+    cache: GradCache
+    loss: paddle.nn.Layer | None
+    sums: list[str]
+    explained: paddle.static.Program
+    state: ScopeState
+    main: paddle.static.Program
+
+    @classmethod
+    def build(
+        cls, recipe: Recipe, wanted: ProgramCache, micro_batch: Any, input_spec: Any
+    ) -> CachedProgram:
+        """Build the Programs for micro-batches like `micro_batch`, and draw the weights."""
+        loss = wanted.loss if isinstance(wanted.loss, paddle.nn.Layer) else None
+        pair = wanted.encode if isinstance(wanted.encode, tuple) else (wanted.encode,) * 2
+        inputs, _ = inputs_of_cache(micro_batch)
+        specs = inputs_of_cache(input_spec)[0] if input_spec is not None else [None] * len(inputs)
+        if len(specs) != len(inputs):
+            raise ConfigError(
+                f"input_spec describes {len(specs)} inputs, and the micro-batch has {len(inputs)}"
+            )
+        with training.dygraph_mode():
+            of_loss = {
+                name: (list(one.shape), training.dtype_name(one.dtype))
+                for name, one in _parameters_of(loss).items()
+            }
+        known: dict[Encode, list[ChunkPrograms]] = {}
+        with training.static_mode():
+            for place, (batch, spec) in enumerate(zip(inputs, specs, strict=True)):
+                encode = pair[min(place, 1)]
+                feeds = Feeds(batch, spec, any_rows=True)
+                if all(not feeds.is_like(one.feeds) for one in known.setdefault(encode, [])):
+                    known[encode].append(ChunkPrograms.build(recipe, encode, feeds))
+            every = [one for programs in known.values() for one in programs]
+            has_gradient = {name for one in every for name in one.gradients}
+            norm, sums, state, main = _update(recipe, of_loss, has_gradient)
+        encoders = {one: ProgramEncoder(known[one], state) for one in known}
+        cache = wanted.over(tuple(encoders[one] for one in pair))
+        explained = next((one.backward.main for one in every if one.backward), main)
+        built = cls(norm, cache, loss, sums, explained, state, main)
+        if loss is not None:
+            built._set_parameters_of_loss()
+        return built
+
+    def backward(self, micro_batch: Any, loss_scale: float) -> float:
+        """Add the gradient of `loss_scale` times the loss of `micro_batch`; returns the loss."""
+        inputs, loss_arguments = inputs_of_cache(micro_batch)
+        with training.dygraph_mode():
+            self._read_parameters_of_loss()
+            loss = self.cache.backward(
+                *(_nested.map_leaves(_as_array, one) for one in inputs),
+                loss_scale=loss_scale,
+                loss_arguments=_nested.map_leaves(_as_tensor, loss_arguments),
+            )
+            # Nothing is updated from a chunk that was not the same twice; the numbers are on the
+            # host already.
+            self.cache.check_repetition()
+            return float(loss)
+
+    def update(self) -> float:
+        """Exchange, clip and update; returns the gradient norm. The sums are 0 afterwards."""
+        with training.dygraph_mode():
+            self._set_parameters_of_loss()
+            for name, parameter in _parameters_of(self.loss).items():
+                variable = sum_of(self.state.variables["model"][name])
+                if parameter.grad is not None and variable in self.sums:
+                    self._set(variable, parameter.grad.numpy())
+                    parameter.clear_gradient(False)
+        (norm,) = self.state.run(self.main, {}, [self.norm], exchanges=True)
+        return float(norm)
+
+    @contextlib.contextmanager
+    def whole_or_nothing(self) -> Iterator[None]:
+        """Around a step: where it fails, its gradients are dropped."""
+        try:
+            yield
+        except BaseException:
+            for name in self.sums:
+                self._set(name, np.zeros_like(np.array(self.state.tensor(name))))
+            for parameter in _parameters_of(self.loss).values():
+                parameter.clear_gradient(False)
+            raise
+
+    def _read_parameters_of_loss(self) -> None:
+        """Let the loss have the parameters of the scope, which are the trained ones."""
+        with paddle.no_grad():
+            for name, parameter in _parameters_of(self.loss).items():
+                parameter.set_value(np.array(self._variable(name)))
+
+    def _set_parameters_of_loss(self) -> None:
+        """Let the scope have those of the loss, which may have clipped them."""
+        for name, parameter in _parameters_of(self.loss).items():
+            self._variable(name).set(parameter.numpy(), self.state.executor.place)
+
+    def _variable(self, name: str) -> Any:
+        return self.state.tensor(self.state.variables["model"][name])
+
+    def _set(self, variable: str, array: Any) -> None:
+        self.state.tensor(variable).set(array, self.state.executor.place)
+
+
+def _parameters_of(loss: paddle.nn.Layer | None) -> dict[str, paddle.Tensor]:
+    """The trained parameters of the loss, by structured name."""
+    named = loss.named_parameters() if loss is not None else ()
+    return {f"{OF_LOSS}{name}": one for name, one in named if not one.stop_gradient}
+
+
+def _update(
+    recipe: Recipe, of_loss: Mapping[str, tuple[list[int], str]], has_gradient: set[str]
+) -> tuple[Any, list[str], ScopeState, paddle.static.Program]:
+    """The Program that updates.
+
+    It minimizes the sum of p * g over the parameters p and the sums g of their gradients: the
+    gradient is g, to the last bit, and everything after it is as in a Program without a cache.
+
+    Args:
+        recipe: How to build it.
+        of_loss: Shape and dtype of the parameters of the loss, by structured name.
+        has_gradient: The parameters of the encoders that have a gradient.
+
+    Returns:
+        Gradient norm, names of the sums, state, and the Program.
+    """
+    own = native()
+    with recipe.program() as (main, startup):
+        model = recipe.model(recompute=False)
+        _add_parameters_of_loss(model, of_loss)
+        named = {one.name: name for name, one in model.named_parameters()}
+        sums, terms = {}, []
+        for parameter in trained_parameters(model):
+            if parameter.name in has_gradient or named[parameter.name] in of_loss:
+                total = own.persistable(sum_of(parameter.name), parameter, startup, main)
+                total.stop_gradient = True
+                sums[sum_of(parameter.name)] = total
+                terms.append((parameter * total).sum().astype("float32"))
+        if not terms:
+            raise ConfigError("no parameter of the encoders or of the loss is trained")
+        surrogate = paddle.add_n(terms)
+        optimizer, norm = recipe.optimizer(model, surrogate, startup)
+        minimize(optimizer, surrogate, _plain_strategy(recipe), startup_program=startup)
+        with own.editing(main):
+            for total in sums.values():
+                own.fill_in_place(total, 0.0)
+        variables = names_in_scope(model, optimizer)
+    return norm, list(sums), ScopeState.started(startup, variables), main
+
+
+def _plain_strategy(recipe: Recipe) -> Any:
+    """The strategy of the update: it has no forward to recompute or cast."""
+    config = recipe.config
+    off = {"amp": False, "gradient_merge": False}
+    return distributed_strategy(
+        config.model_copy(
+            update={
+                "strategy": config.strategy.model_copy(update=off),
+                "recompute": config.recompute.model_copy(update={"enable": False}),
+            }
+        )
+    )
+
+
+def _add_parameters_of_loss(
+    model: paddle.nn.Layer, of_loss: Mapping[str, tuple[list[int], str]]
+) -> None:
+    known = dict(model.named_parameters())
+    for name, (shape, dtype) in of_loss.items():
+        if name not in known:
+            zero = paddle.nn.initializer.Constant(0.0)
+            made = model.create_parameter(shape, dtype=dtype, default_initializer=zero)
+            model.add_parameter(name, made)
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf.numpy() if _nested.is_tensor(leaf) else leaf
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return paddle.to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf

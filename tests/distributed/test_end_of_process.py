@@ -1,0 +1,69 @@
+"""A rank that ends while its thread is in a collective: its exit code is its own, not SIGABRT."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.gloo_lane import lane_of
+from paddle_recompute.distributed.ranks import scope_of
+from tests.distributed.mortal_ranks import MortalRanks
+
+
+class SlowEnd:
+    """The interpreter is in its finalization, for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._sleep, self._seconds = time.sleep, seconds
+
+    def __del__(self) -> None:
+        self._sleep(self._seconds)
+
+
+def end_in_a_collective(folder: str, exit_code: int | None, peer_lives_on: float) -> None:
+    """Rank 0 ends, with its thread in a collective that fails `peer_lives_on` seconds later."""
+    lane = lane_of(scope_of(None), "of this test")
+    ended = Path(folder) / "ended"
+    if dist.get_rank() == 1:
+        while not ended.exists():
+            time.sleep(0.01)
+        time.sleep(peer_lives_on)
+        os._exit(0)
+    # Paddle keeps it up to the end of the interpreter.
+    paddle.slow_end = SlowEnd(peer_lives_on + 3.0)
+    lane.begin(
+        lambda group: dist.all_reduce(paddle.ones([1]), group=group), "a sum", scope_of(None)
+    )
+    time.sleep(0.5)
+    peers()._last_words["said"] = True  # rank 1 is not to hear of it
+    ended.touch()
+    if exit_code is None:
+        raise ValueError("a file is missing")
+    sys.exit(exit_code)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "peer_lives_on"),
+    [(None, 1.5), (3, 1.5), (None, 6.5)],
+    ids=["failed", "exit 3", "failed, and the peer lives on"],
+)
+def test_a_rank_ends_with_its_own_exit_code(
+    exit_code: int | None, peer_lives_on: float, tmp_path: Path
+) -> None:
+    with MortalRanks(
+        end_in_a_collective,
+        folder=str(tmp_path),
+        exit_code=exit_code,
+        peer_lives_on=peer_lives_on,
+    ) as ranks:
+        code, output = ranks.end_of(0, within=60)
+    assert code == (1 if exit_code is None else exit_code), output
+    assert "terminate called" not in output
+    assert ("ValueError: a file is missing" in output) == (exit_code is None)

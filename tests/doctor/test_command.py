@@ -1,0 +1,151 @@
+"""``paddle-recompute doctor`` from end to end: its ranks, its report and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from paddle_recompute import cli
+from tests.ranks import ROOT
+from tests.trainer.test_trainer import tiny, write_pairs
+
+OWN = '''
+import os
+import random
+
+import paddle
+
+
+class Block(paddle.nn.Layer):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = paddle.nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+class Unrepeatable(Block):
+    """Draws from a source that nobody puts back, on rank 1 only where there is one."""
+
+    def forward(self, x):
+        is_faulty = os.environ.get("PADDLE_TRAINER_ID", "1") == "1"
+        return super().forward(x) * (1 + random.SystemRandom().random() * is_faulty)
+
+
+class Encoder(paddle.nn.Layer):
+    def __init__(self, vocab_size, width=8, faulty=False):
+        super().__init__()
+        self.embedding = paddle.nn.Embedding(vocab_size, width)
+        kinds = [Block, Unrepeatable if faulty else Block, Block]
+        self.blocks = paddle.nn.LayerList([kind(width) for kind in kinds])
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(axis=1)
+'''
+
+
+def run(folder: Path, *arguments: str, **changes: Any) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, output and report of the command, called in `folder`."""
+    write_pairs(folder / "pairs.tsv")
+    (folder / "own.py").write_text(OWN)
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(tiny(folder).to_dict()))
+    done = subprocess.run(
+        [sys.executable, "-m", "paddle_recompute.cli", "doctor", "--config", str(file),
+         "--output", str(folder / "report.json"), *arguments],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PADDLE_")}
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )  # fmt: skip
+    report = folder / "report.json"
+    found = json.loads(report.read_text()) if report.exists() else {}
+    return done.returncode, done.stdout + done.stderr, found
+
+
+def own(faulty: bool) -> list[str]:
+    model = {"name": "own:Encoder", "options": {"faulty": faulty}}
+    return [f"model={json.dumps(model)}"]
+
+
+def test_a_sound_configuration_on_one_rank(tmp_path: Path) -> None:
+    code, output, report = run(tmp_path)
+    assert code == 0, output
+    assert report["ok"]
+    assert report["findings"] == []
+    assert "ok: no fault found" in output
+    assert json.loads((tmp_path / "run" / "doctor.json").read_text()) == report
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fault_in_a_model_of_ones_own_is_named_on_every_number_of_ranks(
+    ranks: int, tmp_path: Path
+) -> None:
+    code, output, report = run(tmp_path, *own(faulty=True), f"launch.num_ranks={ranks}")
+    assert code == 1, output
+    (finding,) = report["findings"]
+    assert (finding["kind"], finding["where"]) == ("not_repeatable", "blocks.1"), finding
+    assert finding["message"].startswith("(rank 1)") == (ranks == 2)
+    assert "not_repeatable at blocks.1" in output
+    assert "Traceback" not in output
+
+
+def test_a_sound_model_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
+    code, output, report = run(tmp_path, *own(faulty=False), "launch.num_ranks=2")
+    assert code == 0, output
+    assert report["ok"]
+
+
+@pytest.mark.timeout(300)  # six processes, each of which imports Paddle
+def test_the_two_modes_are_compared_on_request(tmp_path: Path) -> None:
+    code, output, report = run(tmp_path, "--parity")
+    assert code == 0, output
+    assert report["parity"]["parity"] is True
+
+
+def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
+    file = tmp_path / "self_test.json"
+    result = CliRunner().invoke(cli.main, ["doctor", "--self-test", "--output", str(file)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert report["ok"]
+    assert {"paddle", "python", "device", "machine", "seconds", "cases"} <= report.keys()
+    assert len(report["cases"]) > 20
+    assert all({"title", "ok", "seconds", "fault"} <= case.keys() for case in report["cases"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--config FILE, or --self-test"),
+        (["--self-test", "--config", "a.yaml"], "--config: has no effect with --self-test"),
+        (["--self-test", "--parity"], "--parity: has no effect with --self-test"),
+        (["--self-test", "train.max_steps=1"], "train.max_steps=1: has no effect"),
+        (["--config", "a.yaml", "--device", "cpu"], "--device is for --self-test"),
+    ],
+)
+def test_what_has_no_effect_is_refused(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(cli.main, ["doctor", *arguments])
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    code, output, _ = run(tmp_path, "--output", "/proc/nothing/report.json")
+    assert code == 2
+    assert "/proc/nothing/report.json: cannot be written" in output
+    assert "Traceback" not in output

@@ -1,0 +1,366 @@
+"""The gradient cache in Programs: the numbers of `GradCache` in dygraph, on both Paddles."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import distributed as dist
+from paddle.static import InputSpec
+
+from paddle_recompute import ContrastiveLoss, GradCache, TrainStep, apply_recompute
+from paddle_recompute._paddle import memory
+from paddle_recompute.config import Config
+from paddle_recompute.errors import ConfigError, DataError, DivergenceError, RecomputeError
+from paddle_recompute.replay import RngState
+from paddle_recompute.static_graph import ProgramCache, StaticTrainStep
+from paddle_recompute.train_step.optimizer import build_optimizer
+from tests.ranks import run_ranks
+from tests.static_graph.models import HIDDEN, Stack
+from tests.static_graph.test_train_step import BFLOAT16, assert_same, config_of
+
+PAIRS, CHUNK, STEPS, LENGTH, WORDS = 8, 3, 3, 7, 20
+Inputs = tuple[Any, ...]
+
+
+class Encoder(paddle.nn.Layer):
+    """Vectors of vectors, with what can go wrong: dropout, and statistics that it changes."""
+
+    def __init__(self, dropout: float = 0.3, *, statistics: bool = False) -> None:
+        super().__init__()
+        self.layers = Stack(2, dropout).layers
+        self.norm = paddle.nn.BatchNorm1D(HIDDEN) if statistics else None
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.norm is None else self.norm(x)
+
+
+class TextEncoder(paddle.nn.Layer):
+    """The mean of the vectors of a text's words; 0 is padding."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.words = paddle.nn.Embedding(WORDS, HIDDEN)
+        self.layers = Stack(2, dropout).layers
+
+    def forward(self, ids: Any) -> Any:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        mask = (ids != 0).astype("float32").unsqueeze(-1)
+        return (x * mask).sum(axis=1) / mask.sum(axis=1)
+
+
+class Towers(paddle.nn.Layer):
+    """Two encoders; the second one may be frozen."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.query, self.positive = Encoder(), Encoder()
+        self.layers = self.query.layers  # what the configuration recomputes
+        for parameter in self.positive.parameters() if frozen else ():
+            parameter.stop_gradient = True
+
+
+def loss_of(**options: Any) -> ContrastiveLoss:
+    return ContrastiveLoss(0.2, normalize=True, **options)
+
+
+def vectors(step: int, rows: int = PAIRS, inputs: int = 2) -> Inputs:
+    rng = np.random.default_rng(step)
+    return tuple(rng.standard_normal((inputs, rows, HIDDEN)).astype("float32"))
+
+
+def texts(step: int, rows: int = PAIRS) -> Inputs:
+    rng = np.random.default_rng(step)
+    found = []
+    for length in (LENGTH, LENGTH - 2):
+        ids = rng.integers(1, WORDS, (rows, length))
+        for row, end in zip(ids, rng.integers(1, length + 1, rows), strict=True):
+            row[end:] = 0
+        found.append(ids)
+    return tuple(found)
+
+
+def compared(
+    config: Config,
+    make: Callable[[], paddle.nn.Layer],
+    *,
+    batches: Callable[[int], list[Inputs]],
+    chunks: dict[str, int],
+    options: dict[str, Any] | None = None,
+    encoders: Callable[[Any], Any] = lambda model: model,
+    encode: Any = None,
+    input_spec: Any = None,
+) -> StaticTrainStep:
+    """Train in both modes and compare every number, bit by bit."""
+    paddle.seed(5)
+    model, loss, other_loss = make(), loss_of(**options or {}), loss_of(**options or {})
+    start = {name: value.numpy() for name, value in model.state_dict().items()}
+    if config.recompute.enable:
+        apply_recompute(model, config.recompute)
+    theirs = TrainStep(
+        model,
+        build_optimizer(config, model, config.learning_rate, loss.parameters()),
+        grad_cache=GradCache(encoders(model), loss, **chunks),
+        clip_grad_norm=config.train.clip_grad_norm,
+        accumulate_steps=config.strategy.gradient_merge_configs.k_steps,
+    )
+    given = {} if encode is None else {"encode": encode}
+    ours = StaticTrainStep(
+        config, make, grad_cache=ProgramCache(other_loss, **chunks, **given), input_spec=input_spec
+    )
+    ours.build(batches(0)[0])
+    ours.set_state_dict(
+        {"model": {**ours.state_dict()["model"], **start}}
+    )  # with the loss's parameters
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        paddle.seed(100 * step + rank)
+        expected = theirs([tuple(map(paddle.to_tensor, one)) for one in batches(step)])
+        drawn_next = paddle.rand([1]).item()
+        paddle.seed(100 * step + rank)
+        got = ours(batches(step))
+        assert (got.loss, got.grad_norm) == (expected.loss, expected.grad_norm), step
+        assert paddle.rand([1]).item() == drawn_next
+    state = ours.state_dict()["model"]
+    trained = {name: value.numpy() for name, value in model.state_dict().items()}
+    trained |= {f"loss/{name}": one.numpy() for name, one in loss.named_parameters()}
+    assert_same(state, trained)
+    assert any((state[name] != start[name]).any() for name in start)
+    return ours
+
+
+# ------------------------------------------------------------------ the same as in dygraph
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("learned", [False, True])
+def test_every_bit_is_that_of_dygraph(recompute: bool, learned: bool) -> None:
+    """Dropout is on: another mask in the second forward would be another gradient."""
+    ours = compared(
+        config_of("train.clip_grad_norm=0.5", recompute=recompute),
+        Encoder,
+        batches=lambda step: [vectors(step)],
+        chunks={"chunk_size": CHUNK},
+        options={"learnable_temperature": learned},
+    )
+    if recompute:
+        assert all(one.num_recomputed for one in ours.explain().segments)
+
+
+def test_micro_batches_add_up() -> None:
+    compared(
+        config_of("strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"),
+        Encoder,
+        batches=lambda step: [vectors(2 * step), vectors(2 * step + 1)],
+        chunks={"chunk_size": CHUNK},
+    )
+
+
+@pytest.mark.parametrize("tokens", [LENGTH, 3 * LENGTH])
+def test_chunks_of_tokens_are_cut_to_their_longest_text(tokens: int) -> None:
+    compared(
+        config_of(),
+        TextEncoder,
+        batches=lambda step: [texts(step)],
+        chunks={"chunk_tokens": tokens},
+        input_spec=(InputSpec([-1, -1], "int64"), InputSpec([-1, -1], "int64")),
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_two_towers_and_more_negatives(frozen: bool) -> None:
+    compared(
+        config_of(),
+        lambda: Towers(frozen=frozen),
+        batches=lambda step: [vectors(step)],
+        chunks={"chunk_size": CHUNK},
+        encoders=lambda model: (model.query, model.positive),
+        encode=(
+            lambda model, inputs: model.query(inputs),
+            lambda model, inputs: model.positive(inputs),
+        ),
+    )
+
+
+def test_a_loss_in_tiles() -> None:
+    compared(
+        config_of(recompute=False),
+        Encoder,
+        batches=lambda step: [vectors(step)],
+        chunks={"chunk_size": CHUNK},
+        options={"tile": 3, "learnable_temperature": True},
+    )
+
+
+def test_statistics_are_updated_once_per_chunk() -> None:
+    compared(
+        config_of(),
+        lambda: Encoder(statistics=True),
+        batches=lambda step: [vectors(step)],
+        chunks={"chunk_size": 4},
+    )
+
+
+def test_a_batch_of_another_size_needs_no_other_program() -> None:
+    compared(
+        config_of(),
+        Encoder,
+        batches=lambda step: [vectors(step, rows=PAIRS - step)],
+        chunks={"chunk_size": CHUNK},
+    )
+
+
+def on_ranks(uneven: bool) -> list[float]:
+    """The rank with more pairs has more chunks, too."""
+    rank = dist.get_rank()
+    rows = PAIRS - 3 * rank if uneven else PAIRS
+    ours = compared(
+        config_of(),
+        Encoder,
+        batches=lambda step: [vectors(10 * step + rank, rows=rows)],
+        chunks={"chunk_size": CHUNK},
+        options={"learnable_temperature": True},
+    )
+    return [float(np.abs(one).sum()) for one in ours.state_dict()["model"].values()]
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_two_ranks_have_the_negatives_of_both(uneven: bool) -> None:
+    one, other = run_ranks(on_ranks, 2, timeout=110, uneven=uneven)
+    assert one == other
+
+
+def test_bfloat16_is_near_float32_and_recompute_changes_no_bit_of_it() -> None:
+    """Dygraph has no mixed precision on a CPU, so there is nothing to be equal to."""
+
+    def numbers(*overrides: str, recompute: bool = False) -> list[float]:
+        def model() -> Encoder:
+            paddle.seed(5)
+            return Encoder(0.0)
+
+        config = config_of(*overrides, recompute=recompute)
+        cache = ProgramCache(loss_of(), chunk_size=CHUNK)
+        step = StaticTrainStep(config, model, grad_cache=cache)
+        results = [step([vectors(one)]) for one in range(STEPS)]
+        return [number for one in results for number in (one.loss, one.grad_norm)]
+
+    half = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
+    single, mixed = numbers(), numbers(*half)
+    assert mixed != single and mixed == pytest.approx(single, rel=5 * BFLOAT16)
+    assert numbers(*half, recompute=True) == mixed
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+def peak_of(rows: int, chunk: int) -> int:
+    """Of the second step: the first one makes the moments and the executors."""
+    step = StaticTrainStep(
+        config_of(recompute=False),
+        lambda: Encoder(0.1),
+        grad_cache=ProgramCache(loss_of(tile=64), chunk_size=chunk),
+    )
+    step([vectors(0, rows=rows)])
+    if memory.can_reset_peak():
+        memory.reset_peak()
+    before = memory.current_bytes()
+    step([vectors(1, rows=rows)])
+    return memory.peak_bytes() - before
+
+
+@pytest.mark.skipif(not memory.can_reset_peak(), reason="2.6 cannot reset the peak")
+def test_memory_does_not_grow_with_the_number_of_chunks() -> None:
+    """Vectors and their gradients do: 32 bytes a row each, kept a few times over."""
+    of_2_chunks, of_16_chunks = peak_of(1024, 512), peak_of(8192, 512)
+    more_rows = 2 * (8192 - 1024)
+    vectors_of_both_sides = more_rows * HIDDEN * 4
+    assert of_16_chunks - of_2_chunks < 6 * vectors_of_both_sides
+    assert of_16_chunks < peak_of(8192, 8192) / 4
+
+
+# ---------------------------------------------------------------------------------- faults
+
+
+def step_of(dropout: float = 0.0, **options: Any) -> StaticTrainStep:
+    def model() -> Encoder:
+        paddle.seed(5)
+        return Encoder(dropout)
+
+    cache = ProgramCache(loss_of(**options), chunk_size=CHUNK)
+    return StaticTrainStep(config_of(recompute=False), model, grad_cache=cache)
+
+
+def test_a_step_that_fails_leaves_neither_update_nor_gradient() -> None:
+    expected, failing = step_of(), step_of()
+    for step in (expected, failing):
+        step([vectors(0)])
+    before = failing.state_dict()
+    query, positive = vectors(1)
+    with pytest.raises(DivergenceError, match="the loss is nan; the parameters were not updated"):
+        failing([(np.full_like(query, np.nan), positive)])
+    for section, value in failing.state_dict().items():
+        assert_same(value, before[section])
+    assert failing([vectors(2)]).grad_norm == expected([vectors(2)]).grad_norm
+
+
+def test_masks_that_are_not_replayed_are_an_error_and_no_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = step_of(0.5)
+    step([vectors(0)])
+    before = step.state_dict()
+    monkeypatch.setattr(RngState, "replayed", lambda self: contextlib.nullcontext())
+    with pytest.raises(RecomputeError, match="other values in the second forward of a chunk"):
+        step([vectors(1)])
+    for section, value in step.state_dict().items():
+        assert_same(value, before[section])
+
+
+def test_the_caller_may_be_in_static_mode() -> None:
+    expected = step_of()([vectors(0)])
+    step = step_of()
+    paddle.enable_static()
+    try:
+        assert step([vectors(0)]).loss == expected.loss
+        assert not paddle.in_dynamic_mode()
+    finally:
+        paddle.disable_static()
+
+
+def test_a_resumed_run_continues_to_the_bit() -> None:
+    whole = step_of(learnable_temperature=True)
+    whole([vectors(0)])
+    state = whole.state_dict()
+    expected = whole([vectors(1)])
+    resumed = step_of(learnable_temperature=True)
+    resumed.set_state_dict(state)
+    got = resumed([vectors(1)])
+    assert (got.loss, got.grad_norm) == (expected.loss, expected.grad_norm)
+    for section, value in resumed.state_dict().items():
+        assert_same(value, whole.state_dict()[section])
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    cache = ProgramCache(loss_of(), chunk_size=CHUNK)
+    with pytest.raises(ConfigError, match="received neither of loss_fn and grad_cache"):
+        StaticTrainStep(config_of(), Encoder)
+    with pytest.raises(ConfigError, match="received both of loss_fn and grad_cache"):
+        StaticTrainStep(config_of(), Encoder, lambda *_: None, grad_cache=cache)
+    with pytest.raises(ConfigError, match=r"give grad_cache=ProgramCache\(\.\.\.\) instead"):
+        StaticTrainStep(config_of("contrastive.chunk_size=4"), Encoder, lambda *_: None)
+    with pytest.raises(ConfigError, match="received neither chunk_size nor chunk_tokens"):
+        StaticTrainStep(config_of(), Encoder, grad_cache=ProgramCache(loss_of()))([vectors(0)])
+    step = step_of()
+    step([vectors(0)])
+    with pytest.raises(DataError, match=r"built for float32 \[-1, 8\]"):
+        step([tuple(one[:, :4] for one in vectors(1))])
+    with pytest.raises(DataError, match="query has 8 rows and positive has 7"):
+        step([(vectors(1)[0], vectors(1)[1][:7])])
