@@ -14,15 +14,15 @@ and not as softmax - 1, so a small gradient keeps its precision, as a small loss
 
 A tile of this rank's queries and this rank's positives serves both directions of a symmetric loss.
 
-A PyLayer has the derivatives. Programs do not support it, and its backward can run only once, so
-`_dense_loss` is the default.
+A PyLayer has the derivatives. Its backward can run only once, so `_dense_loss` is the default. A
+Program has no PyLayer: there the forward computes the gradients too.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
-from paddle_recompute.contrastive._vector_blocks import Block, VectorBlocks
-from paddle_recompute.errors import ConfigError
+from paddle_recompute.contrastive._vector_blocks import Block, BlocksInProgram, VectorBlocks
+from paddle_recompute.errors import ConfigError, StaticGraphError
 
 QUERIES, POSITIVES, NEGATIVES = 0, 1, 2
 ROWS, COLUMNS = 1, 0
@@ -43,9 +43,7 @@ def streamed_loss(
     batch: ContrastiveBatch, scale: Scale, options: LossOptions, tile: int
 ) -> paddle.Tensor:
     """Like `whole_loss`, in tiles of at most [tile, tile] scores."""
-    vectors = [batch.queries, batch.positives]
-    if batch.negatives is not None:
-        vectors.append(batch.negatives)
+    vectors = _vectors_of(batch)
     plan = _Plan(batch, options, tile)
     learned = isinstance(scale, paddle.Tensor)
     loss = _Streamed.apply(plan, None if learned else scale, *vectors, *[scale][: int(learned)])
@@ -55,6 +53,47 @@ def streamed_loss(
         "retain_graph=True or create_graph=True); set tile=None",
     ).guard(loss)
     return loss
+
+
+def streamed_loss_in_program(
+    batch: ContrastiveBatch, scale: Scale, options: LossOptions, tile: int
+) -> Any:
+    """`streamed_loss` in a Program, where no operator has a gradient of our own.
+
+    The forward computes the gradients too. Each goes into the loss as (v * gradient).sum() minus
+    the same without a gradient: 0, with the gradient as its derivative.
+
+    Raises:
+        StaticGraphError: The number of rows is not known while the Program is built.
+    """
+    vectors = _vectors_of(batch)
+    if any(one.shape[0] < 0 for one in vectors):
+        raise StaticGraphError(
+            f"tile={tile}: in a Program the tiles are counted while it is built, and the number of "
+            "pairs is not known then (-1); give it in input_spec, or set tile=None"
+        )
+    plan = _Plan(batch, options, tile)
+    number = scale if isinstance(scale, float) else None
+    inputs = vectors if number is not None else [*vectors, scale]
+    # Copies: what is detached in a Program (3.3) shares memory that may be overwritten.
+    values = [paddle.assign(one).detach() for one in inputs]
+    loss, searches = _loss(plan, values, number)
+    needed = [not one.stop_gradient for one in inputs]
+    gradients = _gradients(plan, values, number, needed, searches, paddle.ones([], loss.dtype))
+    terms = [
+        (one * gradient.detach()).sum()
+        for one, gradient in zip(inputs, gradients, strict=True)
+        if gradient is not None
+    ]
+    if not any(needed):
+        return loss
+    carrier = paddle.add_n(terms)
+    return loss.detach() + (carrier - paddle.assign(carrier).detach())
+
+
+def _vectors_of(batch: ContrastiveBatch) -> list[paddle.Tensor]:
+    vectors = [batch.queries, batch.positives]
+    return vectors if batch.negatives is None else [*vectors, batch.negatives]
 
 
 @dataclass
@@ -209,45 +248,66 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
         ctx.needed = [not tensor.stop_gradient for tensor in tensors]
         ctx.save_for_backward(*tensors)
         with _paddle.amp_off():
-            sides, factor = _sides_and_scale(plan, tensors, scale, [False] * len(tensors))
-            own = [
-                (sides[QUERIES].rows(rows) * factor * sides[POSITIVES].rows(columns)).sum(1)
-                for rows, columns in plan.own
-            ]
-            ctx.searches = {
-                side: _Search(own, plan.options.label_smoothing) for side in plan.searching
-            }
-            for tile in _scored(plan, sides, factor):
-                for side, k, axis in tile.searches:
-                    ctx.searches[side].take(tile, k, axis)
-            losses = [search.finish() for search in ctx.searches.values()]
-            return paddle.add_n(losses) * plan.share
+            loss, ctx.searches = _loss(plan, tensors, scale)
+            return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
-        plan: _Plan = ctx.plan
         with _paddle.amp_off():
-            sides, scale = _sides_and_scale(plan, ctx.saved_tensor(), ctx.scale, ctx.needed)
-            by_scale = paddle.zeros_like(upstream)
-            totals = [paddle.zeros([rows[1] - rows[0]], upstream.dtype) for rows, _ in plan.own]
-            for tile in _scored(plan, sides, scale):
-                weights = None
-                for side, k, axis in tile.searches:
-                    added = ctx.searches[side].weights(tile, k, axis)
-                    totals[k] += added.sum(axis=axis)
-                    weights = added if weights is None else weights + added
-                by_scale += _add_product(sides, tile, weights)
-            for (rows, columns), total in zip(plan.own, totals, strict=True):
-                query, positive = sides[QUERIES].rows(rows), sides[POSITIVES].rows(columns)
-                weights = -total.unsqueeze(1)
-                sides[QUERIES].add(rows, weights * positive)
-                sides[POSITIVES].add(columns, weights * query)
-                by_scale += (weights * query * positive).sum()
-            upstream = upstream * plan.share
-            results = [side.gradient(upstream * scale, plan.tile) for side in sides]
-            if ctx.scale is None:
-                results.append((by_scale * upstream).reshape(scale.shape))
-            return tuple(results)
+            return tuple(
+                _gradients(
+                    ctx.plan, ctx.saved_tensor(), ctx.scale, ctx.needed, ctx.searches, upstream
+                )
+            )
+
+
+def _loss(
+    plan: _Plan, tensors: Sequence[paddle.Tensor], scale: float | None
+) -> tuple[paddle.Tensor, dict[int, _Search]]:
+    """The loss, and what its gradient needs of the searches, by the side that searches."""
+    sides, factor = _sides_and_scale(plan, tensors, scale, [False] * len(tensors))
+    own = [
+        (sides[QUERIES].rows(rows) * factor * sides[POSITIVES].rows(columns)).sum(1)
+        for rows, columns in plan.own
+    ]
+    searches = {side: _Search(own, plan.options.label_smoothing) for side in plan.searching}
+    for tile in _scored(plan, sides, factor):
+        for side, k, axis in tile.searches:
+            searches[side].take(tile, k, axis)
+    losses = [search.finish() for search in searches.values()]
+    return paddle.add_n(losses) * plan.share, searches
+
+
+def _gradients(
+    plan: _Plan,
+    tensors: Sequence[paddle.Tensor],
+    given_scale: float | None,
+    needed: list[bool],
+    searches: dict[int, _Search],
+    upstream: paddle.Tensor,
+) -> list[paddle.Tensor | None]:
+    """The gradient by each of `tensors`, times `upstream`; None where it is not needed."""
+    sides, scale = _sides_and_scale(plan, tensors, given_scale, needed)
+    by_scale = paddle.zeros_like(upstream)
+    totals = [paddle.zeros([rows[1] - rows[0]], upstream.dtype) for rows, _ in plan.own]
+    for tile in _scored(plan, sides, scale):
+        weights = None
+        for side, k, axis in tile.searches:
+            added = searches[side].weights(tile, k, axis)
+            totals[k] = totals[k] + added.sum(axis=axis)
+            weights = added if weights is None else weights + added
+        by_scale = by_scale + _add_product(sides, tile, weights)
+    for (rows, columns), total in zip(plan.own, totals, strict=True):
+        query, positive = sides[QUERIES].rows(rows), sides[POSITIVES].rows(columns)
+        weights = -total.unsqueeze(1)
+        sides[QUERIES].add(rows, weights * positive)
+        sides[POSITIVES].add(columns, weights * query)
+        by_scale = by_scale + (weights * query * positive).sum()
+    upstream = upstream * plan.share
+    results = [side.gradient(upstream * scale, plan.tile) for side in sides]
+    if given_scale is None:
+        results.append((by_scale * upstream).reshape(scale.shape))
+    return results
 
 
 def _add_product(sides: list[VectorBlocks], tile: _Tile, weights: paddle.Tensor) -> paddle.Tensor:
@@ -271,12 +331,13 @@ def _scored(plan: _Plan, sides: list[VectorBlocks], scale: Scale) -> Iterator[_T
 
 
 def _sides_and_scale(
-    plan: _Plan, tensors: tuple[paddle.Tensor, ...], scale: float | None, needed: list[bool]
+    plan: _Plan, tensors: Sequence[paddle.Tensor], scale: float | None, needed: list[bool]
 ) -> tuple[list[VectorBlocks], Scale]:
     """The sides and the scale; a learned scale is the last tensor."""
     vectors = tensors[:-1] if scale is None else tensors
+    kind = VectorBlocks if _paddle.is_dygraph() else BlocksInProgram
     sides = [
-        VectorBlocks(one, normalize=plan.options.normalize, with_gradient=wanted)
+        kind(one, normalize=plan.options.normalize, with_gradient=wanted)
         for one, wanted in zip(vectors, needed, strict=False)
     ]
     return sides, tensors[-1] if scale is None else scale

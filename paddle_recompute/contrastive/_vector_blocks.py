@@ -62,15 +62,53 @@ class VectorBlocks:
         if self._lengths is None:
             return sums
         for first in range(0, sums.shape[0], block_rows):
-            behind = min(first + block_rows, sums.shape[0])
-            unit, by_unit = self.rows((first, behind)), sums[first:behind]
-            # The component along the vector only changes its length, so it is removed. Vectors
-            # shorter than `SHORTEST` are divided by a constant and keep it.
-            along = (unit * by_unit).sum(axis=1, keepdim=True)
-            along = along * (self._lengths[first:behind] > SHORTEST).astype(along.dtype)
-            sums[first:behind] = (by_unit - unit * along) / self._divisors((first, behind))
+            block = first, min(first + block_rows, sums.shape[0])
+            sums[slice(*block)] = self._by_given(block, sums[slice(*block)])
         return sums
+
+    def _by_given(self, block: Block, by_unit: paddle.Tensor) -> paddle.Tensor:
+        """The gradient by the given vectors of `block`, from that by the normalised ones."""
+        assert self._lengths is not None
+        unit = self.rows(block)
+        # The component along the vector only changes its length, so it is removed. Vectors shorter
+        # than `SHORTEST` are divided by a constant and keep it.
+        along = (unit * by_unit).sum(axis=1, keepdim=True)
+        along = along * (self._lengths[block[0] : block[1]] > SHORTEST).astype(along.dtype)
+        return (by_unit - unit * along) / self._divisors(block)
 
     def _divisors(self, block: Block) -> paddle.Tensor:
         assert self._lengths is not None
         return self._lengths[block[0] : block[1]].clip(min=SHORTEST)
+
+
+class BlocksInProgram(VectorBlocks):
+    """The same in a Program, which has no assignment to a part of a variable.
+
+    The blocks that are added to must be those of `block_rows` rows each.
+    """
+
+    def __init__(
+        self, vectors: paddle.Tensor, *, normalize: bool, with_gradient: bool = False
+    ) -> None:
+        super().__init__(vectors, normalize=normalize)
+        self._parts: dict[Block, paddle.Tensor] = {}
+        self._with_gradient = with_gradient
+
+    @property
+    def needs_gradient(self) -> bool:
+        return self._with_gradient
+
+    def add(self, block: Block, gradient: paddle.Tensor) -> None:
+        if self._with_gradient:
+            before = self._parts.get(block)
+            self._parts[block] = gradient if before is None else before + gradient
+
+    def gradient(self, factor: paddle.Tensor, block_rows: int) -> paddle.Tensor | None:
+        if not self._with_gradient:
+            return None
+        parts = []
+        for first in range(0, self._vectors.shape[0], block_rows):
+            block = first, min(first + block_rows, self._vectors.shape[0])
+            part = self._parts.pop(block) * factor
+            parts.append(part if self._lengths is None else self._by_given(block, part))
+        return paddle.concat(parts)

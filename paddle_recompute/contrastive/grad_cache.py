@@ -440,7 +440,8 @@ def _check_mode() -> None:
     if not _paddle.is_dygraph():
         raise ConfigError(
             "GradCache runs in dygraph only, and a static graph is being built "
-            "(paddle.enable_static or paddle.jit.to_static)"
+            "(paddle.enable_static or paddle.jit.to_static); in a static graph give "
+            "StaticTrainStep a static_graph.ProgramCache"
         )
     if not paddle.is_grad_enabled():
         raise ConfigError(

@@ -19,7 +19,7 @@ from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, S
 from paddle_recompute.contrastive._dense_loss import whole_loss
 from paddle_recompute.contrastive._gather_static import gather_in_program
 from paddle_recompute.contrastive._step import at_end_of_step
-from paddle_recompute.contrastive._tiled_loss import streamed_loss
+from paddle_recompute.contrastive._tiled_loss import streamed_loss, streamed_loss_in_program
 from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows, has_other_ranks
 from paddle_recompute.errors import ConfigError, DataError, StaticGraphError
 
@@ -86,7 +86,8 @@ class ContrastiveLoss(paddle.nn.Layer):
             `GradientSync`; its gradient is averaged like the others.
         label_smoothing: Share of the label, in [0, 1), that is spread evenly over all candidates of
             a query, its own positive included and masked ones not.
-        tile: Queries and candidates per block; None: one matrix. 512 to 2048 are fast on a CPU.
+        tile: Queries and candidates per block; None: one matrix. 512 to 2048 are fast on a CPU. In
+            a Program the number of pairs must be known while it is built.
         mask_false_negatives: Exclude candidates that equal the query's positive, by their ids,
             which are then required. A row whose every candidate is masked has no loss.
         normalize: Scale the vectors to length 1 first.
@@ -201,15 +202,12 @@ class ContrastiveLoss(paddle.nn.Layer):
                 no pairs; or there is only one pair, which has no negatives, so its loss would be 0
                 for every model.
             SyncError: The ranks' arguments differ in more than the number of pairs.
-            StaticGraphError: In a Program, `tile` or `group` is set.
+            StaticGraphError: In a Program, `group` is set, or `tile` and the number of pairs is not
+                known.
         """
         given = (query, positive, hard_negatives, positive_ids, negative_ids)
         _check_shapes(query, positive, hard_negatives)
         self._check_ids(*given)
-        if self.tile is not None and not _paddle.is_dygraph():
-            raise StaticGraphError(
-                f"tile={self.tile}: the tiled loss runs in dygraph only; in a Program set tile=None"
-            )
         if self.group is not None and not _paddle.is_dygraph():
             raise StaticGraphError(
                 f"{self.group}: in a Program negatives come from all ranks; set group=None, or "
@@ -221,7 +219,8 @@ class ContrastiveLoss(paddle.nn.Layer):
             scale = self._scale(batch.queries.dtype)
             if self.tile is None:
                 return whole_loss(batch, scale, options)
-            return streamed_loss(batch, scale, options, self.tile)
+            tiled = streamed_loss if _paddle.is_dygraph() else streamed_loss_in_program
+            return tiled(batch, scale, options, self.tile)
 
     def _batch(
         self,

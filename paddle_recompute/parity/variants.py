@@ -122,6 +122,11 @@ def plan(config: Config) -> Plan:
             "recompute.enable: false: parity compares each mode with and without recompute; set "
             "recompute.enable=true"
         )
+    if config.contrastive.memory_budget is not None:
+        raise ConfigError(
+            "contrastive.memory_budget: parity does not measure how large the chunks may be; set "
+            "contrastive.chunk_tokens (a run in this configuration reports them) instead"
+        )
     notes = []
     for sentence in config.without_effect():
         notes.append(f"{sentence}.")
@@ -160,6 +165,8 @@ def _what_fleet_has_not(config: Config) -> str | None:
     settings = {
         "recompute.policy": config.recompute.policy == "segments" and "segments",
         "recompute.offload": config.recompute.offload != "none" and config.recompute.offload,
+        "contrastive.chunk_size": config.contrastive.chunk_size,
+        "contrastive.chunk_tokens": config.contrastive.chunk_tokens,
         "sync.compression": config.sync.compression != "none" and config.sync.compression,
     }
     given = [f"{path}: {value}" for path, value in settings.items() if value]

@@ -22,7 +22,7 @@ from paddle_recompute.errors import DataError, StaticGraphError
 from paddle_recompute.static_graph._building import Recipe, trained_parameters
 from paddle_recompute.static_graph._feeds import Feeds
 from paddle_recompute.static_graph._trained_program import ScopeState
-from paddle_recompute.static_graph.minimize import append_gradients
+from paddle_recompute.static_graph.minimize import append_gradients, cast_forward
 from paddle_recompute.static_graph.strategy import distributed_strategy
 
 Encode = Callable[[Any, Any], Any]
@@ -74,6 +74,7 @@ class ChunkPrograms:
         with recipe.program() as (main, _):
             forward = _forward(recipe, recipe.model(recompute=False), encode, feeds, main)
             statistics = native().written_parameters(main)
+            cast_forward(main, distributed_strategy(recipe.config))
         with recipe.program() as (main, startup):
             model = recipe.model(recompute=True)
             backward = _forward(recipe, model, encode, feeds, main)

@@ -55,6 +55,18 @@ def append_gradients(
     )
 
 
+def cast_forward(program: paddle.static.Program, strategy: fleet.DistributedStrategy) -> None:
+    """As `static_graph.minimize.cast_forward`."""
+    if amp_dtype(strategy) == "bfloat16":
+        lists = strategy.amp_configs
+        old_ir_fleet.cast_to_bfloat16(
+            program,
+            white_list=lists["custom_white_list"],
+            black_list=lists["custom_black_list"],
+            black_variables=lists["custom_black_varnames"],
+        )
+
+
 def _differentiated(
     loss: Variable,
     strategy: fleet.DistributedStrategy,
@@ -75,14 +87,8 @@ def _differentiated(
     before = old_ir.operations(program)
     with paddle.static.program_guard(program, startup):
         if is_bfloat16:
-            lists = strategy.amp_configs
+            cast_forward(program, strategy)
             strategy.amp = False
-            old_ir_fleet.cast_to_bfloat16(
-                program,
-                white_list=lists["custom_white_list"],
-                black_list=lists["custom_black_list"],
-                black_variables=lists["custom_black_varnames"],
-            )
             if loss.dtype != paddle.float32:
                 loss = loss.astype("float32")
         backend().prepare(program)

@@ -70,6 +70,17 @@ def append_gradients(
     return [pair for pair in own(loss, strategy, parameters) if pair[1] is not None]
 
 
+def cast_forward(program: paddle.static.Program, strategy: fleet.DistributedStrategy) -> None:
+    """Bring `program`, which stays without a backward, into the precision of `strategy`.
+
+    PIR has done so while it was built.
+    """
+    if backend().has_fleet:
+        from paddle_recompute.static_graph import _old_ir_minimize
+
+        _old_ir_minimize.cast_forward(program, strategy)
+
+
 class RecomputeOptimizer:
     """An optimizer with recompute for a single device, as in the Paddle guide.
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from paddle.distributed import fleet
 
 _MIB = 2**20
+_LIMITS = ("peer_timeout", "stall_timeout")
+"""The settings of ``sync`` that hold for a Program, too: how long to wait for other ranks."""
 _NO_LOSS_SCALE = {"use_dynamic_loss_scaling": False, "init_loss_scaling": 1.0}
 
 
@@ -138,7 +140,7 @@ def _sync_faults(sync: SyncConfig) -> list[str]:
         f"sync.{name}: {given[name]}: Paddle's own operators exchange the gradients of a Program, "
         "in float32, without this setting; remove it"
         for name in given
-        if given[name] != default[name]
+        if given[name] != default[name] and name not in _LIMITS
     ]
 
 

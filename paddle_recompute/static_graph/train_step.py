@@ -17,7 +17,13 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle.static import ranks, training
 from paddle_recompute.config import Config
 from paddle_recompute.contrastive import ContrastiveLoss, num_rows_of
-from paddle_recompute.distributed import is_distributed, mean_over_ranks, sum_over_ranks
+from paddle_recompute.distributed import (
+    Limits,
+    is_distributed,
+    mean_over_ranks,
+    peers,
+    sum_over_ranks,
+)
 from paddle_recompute.errors import (
     ConfigError,
     DataError,
@@ -58,7 +64,8 @@ class StaticTrainStep:
     `grad_cache` before it, but a gradient norm after it.
 
     Args:
-        config: ``recompute``, ``strategy`` and ``train`` are read, and ``sync`` is checked.
+        config: ``recompute``, ``strategy`` and ``train`` are read, and of ``sync`` how long to wait
+            for other ranks; the rest of it is checked.
         model_fn: Returns the model, a Layer; called once for each Program, while it is built (with
             `grad_cache` there are three at least). Its weights are drawn from Paddle's generator in
             `build`, or set by `set_state_dict`. On several ranks rank 0's drawn weights are used.
@@ -119,6 +126,8 @@ class StaticTrainStep:
                 "StaticTrainStep has none. Set dtype: bfloat16"
             )
         _check_ranks()
+        if is_distributed():
+            peers().limits = Limits(config.sync.peer_timeout, config.sync.stall_timeout)
         _check_loss(config, loss_fn, grad_cache)
         self._config = config
         self._recipe = Recipe(
@@ -348,11 +357,11 @@ def _check_loss(config: Config, loss_fn: Any, grad_cache: ProgramCache | None) -
             f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; give "
             "one of them: a gradient cache has a loss of its own"
         )
-    if grad_cache is None and config.contrastive.is_chunked:
+    if grad_cache is None and (config.contrastive.chunk_size or config.contrastive.chunk_tokens):
         raise ConfigError(
-            "the configuration sets contrastive.chunk_size, chunk_tokens or memory_budget, but "
-            "loss_fn encodes all pairs at once; give grad_cache=ProgramCache(...) instead of "
-            "loss_fn, or remove the setting"
+            "the configuration sets contrastive.chunk_size or chunk_tokens, but loss_fn encodes "
+            "all pairs at once; give grad_cache=ProgramCache(...) instead of loss_fn, or remove "
+            "the setting"
         )
 
 

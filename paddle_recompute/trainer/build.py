@@ -155,7 +155,11 @@ class ProgramModel:
 
     def input_spec(self) -> dict[str, paddle.static.InputSpec]:
         """The ``input_spec`` of `StaticTrainStep`."""
-        spec = {side: paddle.static.InputSpec([-1, -1], "int64") for side in ("query", "positive")}
+        # The tiles of a loss in a Program are counted while it is built.
+        tiled = self._config.contrastive.tile is not None and not self._chunks
+        rows = self._config.micro_batch if tiled else -1
+        sides = ("query", "positive")
+        spec = {side: paddle.static.InputSpec([rows, -1], "int64") for side in sides}
         if self._config.contrastive.mask_false_negatives:
-            spec["positive_ids"] = paddle.static.InputSpec([-1], "int64")
+            spec["positive_ids"] = paddle.static.InputSpec([rows], "int64")
         return spec

@@ -76,6 +76,26 @@ def test_one_process_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)  # five processes, each of which imports Paddle
+def test_the_gradient_cache_in_both_modes(tmp_path: Path) -> None:
+    result = run(tmp_path, "--steps", "2", "--json", contrastive__chunk_size=3)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert any("contrastive.chunk_size: 3" in note for note in record["notes"])
+    losses = {
+        (one["mode"], one["recompute"], one["dropout"]): one["losses"] for one in record["runs"]
+    }
+    assert len(losses) == len(record["runs"]) == 8
+    for dropout in (False, True):
+        of_case = [value for (_, _, its), value in losses.items() if its == dropout]
+        assert all(value == of_case[0] for value in of_case)  # in both modes, bit by bit
+
+
+def test_a_budget_for_chunks_is_refused(tmp_path: Path) -> None:
+    result = run(tmp_path, contrastive__memory_budget="1GiB")
+    assert result.exit_code == 2 and "set contrastive.chunk_tokens" in result.output
+
+
+@pytest.mark.timeout(300)  # five processes, each of which imports Paddle
 def test_a_model_that_fleets_recompute_refuses_is_compared_without_it(tmp_path: Path) -> None:
     patterns = ["embeddings", "encoder.layers.*"]  # token ids need no gradient
     result = run(tmp_path, "--steps", "1", "--json", recompute__checkpoints=patterns)

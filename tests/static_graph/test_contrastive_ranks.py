@@ -28,6 +28,7 @@ PAIRS, HARD, STEPS = 6, 2, 3
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one_sided": {"symmetric": False},
+    "tiles": {"tile": 4},
     "everything": {
         "learnable_temperature": True,
         "mask_false_negatives": True,

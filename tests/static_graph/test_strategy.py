@@ -140,14 +140,16 @@ def test_field_is_refused(path: str) -> None:
         ("mode", "overlap"),
         ("mode", "fleet"),
         ("compression", "bf16"),
-        ("peer_timeout", 9.0),
-        ("stall_timeout", 9e3),
     ],
 )
 def test_settings_of_another_synchronization_are_refused(name: str, value: Any) -> None:
     assert name in SyncConfig.model_fields
     with pytest.raises(ConfigError, match=rf"sync\.{name}: .*without this setting"):
         strategy_of([], f"sync.{name}={value}")
+
+
+def test_how_long_to_wait_for_other_ranks_is_honoured() -> None:
+    strategy_of([], "sync.peer_timeout=9", "sync.stall_timeout=9000")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.config import load_config
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.trainer import Trainer, memory_probe
@@ -152,6 +153,48 @@ def test_both_modes_draw_the_same_dropout_masks(folder: Path) -> None:
     assert losses_of(dygraph) != losses_of(train(folder, "still"))
 
 
+@pytest.mark.usefixtures("unmeasured")
+def test_a_loss_in_tiles_is_that_of_dygraph(folder: Path) -> None:
+    settings = {**LEARNED, "contrastive__tile": 3}
+    assert_close(
+        train(folder, "static", mode="static", **settings), train(folder, "one", **settings)
+    )
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "size": {"contrastive__chunk_size": 3},
+    "tokens": {
+        "contrastive__chunk_tokens": 30,
+        "contrastive__tile": 3,
+        "contrastive__mask_false_negatives": True,
+        "contrastive__learnable_temperature": True,
+    },
+}
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("chunks", CACHES)
+def test_the_gradient_cache_trains_what_dygraph_trains(folder: Path, chunks: str) -> None:
+    """Bit by bit: chunks, loss and order are those of dygraph, the masks of dropout too."""
+    settings = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, **CACHES[chunks]}
+    dygraph = train(folder, "dygraph", **settings)
+    static = train(folder, "static", mode="static", **settings)
+    assert losses_of(static) == losses_of(dygraph)
+    for of in (weights_of, moments_of):
+        left, right = of(static), of(dygraph)
+        assert left and left.keys() == right.keys()
+        for name, value in left.items():
+            assert (value == right[name].reshape(value.shape)).all(), name
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_gradient_cache_is_resumed_in_the_other_mode(folder: Path) -> None:
+    settings = {**LEARNED, "contrastive__chunk_size": 3}
+    train(folder, "both", mode="static", **settings, train__max_steps=3)
+    run = train(folder, "both", train__resume=True, **settings)
+    assert_close(run, train(folder, "whole", mode="static", **settings))
+
+
 def test_the_step_that_is_measured_is_a_program_with_recompute_and_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,3 +254,43 @@ def test_two_ranks(folder: Path) -> None:
     assert_close(folder / "static", folder / "dygraph", weight=WEIGHT_ON_RANKS)
     learned = folder / "static-learned", folder / "dygraph-learned"
     assert_close(*learned, weight=WEIGHT_ON_RANKS)
+
+
+LARGE_BATCH = (
+    Path(__file__).parents[2] / "fleet_configs" / "contrastive_ernie-tiny_large-batch_2cpu.yaml"
+)
+
+
+def train_large_batch(folder: str) -> None:
+    """The shipped file, with fewer and made-up pairs: chunks of tokens, tiles, masked negatives."""
+    for mode in ("static", "dygraph"):
+        overrides = {
+            "mode": mode,
+            "contrastive.global_batch": 16,
+            "contrastive.chunk_tokens": 64,
+            "contrastive.tile": 4,
+            "data.source": "files",
+            "data.train_file": f"{folder}/pairs.tsv",
+            "data.cache_dir": f"{folder}/cache",
+            "data.valid_pairs": 20,
+            "data.pool_size": 50,
+            "data.vocab_size": 100,
+            "train.max_steps": 3,
+            "train.warmup_steps": 1,
+            "train.eval_before": "false",
+            "train.log_every": 1,
+            "train.output_dir": f"{folder}/{mode}",
+        }
+        given = [f"{name}={value}" for name, value in overrides.items()]
+        Trainer(load_config(LARGE_BATCH, given)).run()
+
+
+def test_the_shipped_file_of_large_batches_trains_on_two_ranks(folder: Path) -> None:
+    """Dropout is on, each rank has masks of its own: the same in both modes."""
+    run_ranks(train_large_batch, 2, timeout=110, folder=str(folder))
+    losses = losses_of(folder / "static")
+    assert len(losses) == 3
+    np.testing.assert_allclose(losses, losses_of(folder / "dygraph"), rtol=LOSS)
+    static, dygraph = (weights_of(folder / mode) for mode in ("static", "dygraph"))
+    for name, value in static.items():
+        np.testing.assert_allclose(value, dygraph[name], rtol=0, atol=WEIGHT_ON_RANKS, err_msg=name)
