@@ -58,8 +58,8 @@ class TrainConfig(Section):
     log_every: Count = Field(10, description="optimizer steps between metrics records")
     on_oom: Literal["stop", "replan"] = Field(
         "stop",
-        description="when a step runs out of memory; replan, with recompute.policy: budget on one "
-        "rank in dygraph: reserve 5 % more, plan again and repeat the step; stop: end the run",
+        description="when a step runs out of memory; replan, with recompute.policy: budget in "
+        "dygraph: reserve 5 % more, plan again on all ranks and repeat the step; stop: end the run",
     )
     save_every: Count | None = Field(
         None, description="optimizer steps between checkpoints; none: one checkpoint, at the end"

@@ -112,13 +112,6 @@ class Config(Section):
             yield Broken("train.on_oom", "replan", "needs recompute.policy: budget")
         if v["mode"] != "dygraph":
             yield Broken("train.on_oom", "replan", "is for mode: dygraph; a Program is built once")
-        if v["launch.num_ranks"] * v["launch.num_nodes"] > 1:
-            yield Broken(
-                "train.on_oom",
-                "replan",
-                "is for one rank: the others would wait in a collective for the one that failed; "
-                "lower recompute.memory_budget instead",
-            )
 
     rules = (
         _replans_what_is_planned,

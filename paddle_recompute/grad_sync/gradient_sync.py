@@ -291,6 +291,16 @@ class GradientSync:
         scope = scope_of(self.group, name, self._scope.limits)
         return PieceSender(keeper.parameters, self.group, scope)
 
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one will not send the gradients of this step, and why.
+
+        They end with a `PeerError` that names `error`. Afterwards all ranks make a new
+        `GradientSync`.
+        """
+        if self.mode != "none" and self._broken is None:
+            self._broken = error
+            peers().tell_failure(error, self._scope)
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For the earlier backwards of a step; a ``paddle.DataParallel`` does not synchronize
         inside.

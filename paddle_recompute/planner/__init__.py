@@ -3,13 +3,20 @@
 from paddle_recompute.planner.batch_size import costs_of_batch, extrapolated, probe
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size
+from paddle_recompute.planner.front import next_faster, smallest
 from paddle_recompute.planner.job import Job
-from paddle_recompute.planner.planning import MemoryEstimate, estimate, plan, verified
+from paddle_recompute.planner.planning import (
+    MemoryEstimate,
+    estimate,
+    plan,
+    verified,
+    within_budget,
+)
 from paddle_recompute.planner.policies import choices_of_policy, uniform
 from paddle_recompute.planner.recompute_plan import RecomputePlan, make_plan
 from paddle_recompute.planner.report import Row, budget_of_card, rows_of, table, write
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
-from paddle_recompute.planner.solve import Solution, smallest, solve
+from paddle_recompute.planner.solve import Solution, solve
 
 __all__ = [
     "JOINED",
@@ -33,6 +40,7 @@ __all__ = [
     "find_batch_size",
     "make_plan",
     "maximum",
+    "next_faster",
     "plan",
     "probe",
     "rows_of",
@@ -42,5 +50,6 @@ __all__ = [
     "table",
     "uniform",
     "verified",
+    "within_budget",
     "write",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import paddle
 
 from paddle_recompute import _paddle
+from paddle_recompute.config import AUTO
 from paddle_recompute.errors import PlanError
 from paddle_recompute.recompute import layers_matching
 
@@ -20,16 +21,16 @@ def find_blocks(
 
     Args:
         model: Any Layer.
-        checkpoints: Patterns as in ``recompute.checkpoints``. None: the items of every LayerList,
-            and of every Sequential of Layers that have sublayers; the outermost ones. Where there
-            are none, the children that have parameters.
+        checkpoints: Patterns as in ``recompute.checkpoints``. None or ``auto``: the items of every
+            LayerList, and of every Sequential of Layers that have sublayers; the outermost ones.
+            Where there are none, the children that have parameters.
 
     Raises:
         PlanError: There are none.
         SelectionError: A pattern matches nothing.
     """
     layers = dict(model.named_sublayers(include_self=True))
-    if checkpoints is not None:
+    if checkpoints is not None and list(checkpoints) != [AUTO]:
         names = layers_matching(model, list(checkpoints))
         if not names:
             raise PlanError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import paddle
@@ -23,6 +23,9 @@ from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputeP
 from paddle_recompute.planner.simulate import Choice, Timeline, simulate
 from paddle_recompute.planner.step_costs import Progress, buffers_of, put_back
 from paddle_recompute.replay import RngState
+
+USED = 0.97
+"""Part of the budget below which a plan is made anew with what it left, if it may be refined."""
 
 
 @dataclass(frozen=True)
@@ -221,16 +224,48 @@ def verified(job: Job, found: RecomputePlan) -> RecomputePlan:
     Raises:
         PlanError: Nothing stays within the budget.
     """
+    return within_budget(found, lambda one: measured_peak(job, one))
+
+
+def within_budget(
+    found: RecomputePlan, peak: Callable[[RecomputePlan], int], *, refine: bool = False
+) -> RecomputePlan:
+    """The plan whose measured step is within the budget: `found`, or one that is made anew.
+
+    What a step took more than predicted counts as held in the next plan.
+
+    Args:
+        found: The first plan.
+        peak: Measures the peak of a step under a plan.
+        refine: Whether what a step took less than predicted is given to another plan as well.
+
+    Raises:
+        PlanError: Nothing stays within the budget.
+    """
+    best: RecomputePlan | None = None
+    tried: set[str] = set()
+    measured = 0
     for _ in range(1 + MOST_CORRECTIONS):
-        measured = measured_peak(job, found)
-        corrected = found.corrected(measured)
-        if corrected.measured_bytes is not None:
-            return corrected
-        found = corrected
+        measured = peak(found)
+        tried.add(found.hash)
+        if measured <= found.memory_budget:
+            kept = replace(found, measured_bytes=measured)
+            if best is None or kept.seconds < best.seconds:
+                best = kept
+            if not refine or not found.recomputes or measured >= USED * found.memory_budget:
+                return best
+        elif best is not None:
+            return best
+        again = found.recalibrated(measured - found.peak_bytes)
+        if again.hash in tried and measured <= found.memory_budget:
+            return best or again
+        found = again
+    if best is not None:
+        return best
     raise PlanError(
         f"a step took {format_bytes(measured)} with the last of {MOST_CORRECTIONS} plans, more "
-        f"than the budget of {format_bytes(found.memory_budget)}: other parts of the process "
-        "allocate memory in between; lower recompute.memory_budget's use by others, or raise it"
+        f"than the budget of {format_bytes(found.memory_budget)}: something else in the process "
+        "allocates memory in a step; raise the budget"
     )
 
 

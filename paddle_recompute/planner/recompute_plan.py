@@ -17,9 +17,10 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import find_blocks
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.measure import parts_of_options
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
-from paddle_recompute.planner.solve import Solution, smallest, solve
+from paddle_recompute.planner.solve import Solution, solve
 from paddle_recompute.recompute import Unit, is_treated, treat_calls, treat_parts, undo_recompute
 
 FORMAT = 1

@@ -13,9 +13,10 @@ from pathlib import Path
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.policies import every, segments, uniform
 from paddle_recompute.planner.simulate import Choice, Timeline, simulate
-from paddle_recompute.planner.solve import Solution, smallest, solve
+from paddle_recompute.planner.solve import Solution, solve
 
 CARDS = {
     "V100-16G": 16,

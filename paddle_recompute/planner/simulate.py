@@ -122,7 +122,9 @@ class Kept:
     def bytes(self, call: int) -> int:
         """From the end of its forward on, above the skeleton."""
         kept = kept_bytes(self.calls, call, self.cost(call))
-        return kept - given_up_bytes(self.calls, call, self.gives_up_input(call))
+        if not self.gives_up_input(call):
+            return kept
+        return kept - given_up_bytes(self.calls, call, self.cost(call))
 
 
 def kept_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
@@ -132,9 +134,27 @@ def kept_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
     return kept + call.output_bytes if cost.keeps_output and not call.output_is_kept else kept
 
 
-def given_up_bytes(calls: Sequence[CallCost], number: int, gives_up: bool) -> int:
-    """What a call does not keep of its input, where it is computed again for it."""
-    return calls[number].input_bytes if gives_up else 0
+def given_up_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
+    """What a call does not keep of its input where it is computed again for it, and would else."""
+    return calls[number].input_bytes - freed_bytes(calls, number, cost)
+
+
+def repeated_bytes(calls: Sequence[CallCost], number: int, option: str, first: int) -> int:
+    """What a call of a segment from `first` on keeps when the segment has run again."""
+    whole = calls[number].options[WHOLE].kept
+    if option == NESTED:
+        return whole
+    plain = calls[number].options[PLAIN]
+    return whole + plain.kept - freed_again(calls, number, option, first)
+
+
+def freed_again(calls: Sequence[CallCost], number: int, option: str, first: int) -> int:
+    """The input that is not there any more in the backward of a call."""
+    if option == JOINED and number == first:  # the segment holds it
+        return 0
+    # A call that is recomputed whole gives its input to the plain call that it repeats.
+    repeated = PLAIN if option in (WHOLE, JOINED, NESTED) else option
+    return freed_bytes(calls, number, calls[number].options[repeated])
 
 
 def freed_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
@@ -182,7 +202,7 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
         else:
             change = -sum(kept.bytes(inner) for inner in range(choice.first, number + 1))
             for inner in range(choice.first, number):
-                plain, whole = (calls[inner].options[name] for name in (PLAIN, WHOLE))
+                plain = calls[inner].options[PLAIN]
                 if choice.option == JOINED:
                     yield Point(
                         f"second forward of {calls[inner].name}",
@@ -191,11 +211,12 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
                         above + change,
                         plain.forward_peak,
                     )
-                live[inner] = whole.kept + (plain.kept if choice.option == JOINED else 0)
+                live[inner] = repeated_bytes(calls, inner, choice.option, choice.first)
                 change += live[inner]
         above += change
         # The operators of calls that do not depend on each other take turns.
-        inside = sum(running.values()) + cost.backward_peak - freed_bytes(calls, number, cost)
+        inside = sum(running.values()) + cost.backward_peak
+        inside -= freed_again(calls, number, choice.option, choice.first)
         if number in seen_to_end and cost is call.options.get(WHOLE):
             running[number] = call.options[PLAIN].kept + call.output_bytes
         where = f"backward of {call.name}"

@@ -35,8 +35,13 @@ class RecordedCall:
     """(args, kwargs) with arrays of the host; None if an earlier call has this signature."""
     amp: _paddle.AmpState
     input_pointers: dict[int, int]
+    """Bytes by address."""
     output_pointers: dict[int, int]
     output_bytes: int
+    made_by: frozenset[int]
+    """Numbers of the calls whose outputs are among its inputs."""
+    kept_outputs: set[int] = field(default_factory=set)
+    """Addresses of outputs that a later call has as input, or that another operator saved."""
 
 
 class HostTensor:
@@ -60,13 +65,14 @@ class Skeleton:
         start: Bytes held at its start.
         calls: The calls of blocks.
         events: What happened.
-        saved_outside: Addresses of tensors that operators outside of blocks saved.
+        saved_outside: Addresses of tensors that operators outside of blocks saved, with the pass in
+            which they did: an address is used again in the next one.
     """
 
     start: int = 0
     calls: list[RecordedCall] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    saved_outside: set[int] = field(default_factory=set)
+    saved_outside: set[tuple[int, int]] = field(default_factory=set)
 
 
 def run_skeleton(blocks: Mapping[str, paddle.nn.Layer], step: Callable[[], object]) -> Skeleton:
@@ -110,6 +116,8 @@ class _Recorder:
         self._waiting = 0
         """Calls whose backward is still to come."""
         self._seen: set[tuple[Any, ...]] = set()
+        self._outputs: dict[int, int] = {}
+        """The call that made the tensor at an address, as long as that tensor is there."""
 
     def begin(self) -> None:
         self.skeleton.start = memory.current_bytes()
@@ -185,7 +193,10 @@ class _Recorder:
             holder.outputs,
         )
         holder.outputs = None
-        pointers = _pointers(outputs)
+        own_inputs, pointers = _pointers(inputs), _pointers(outputs)
+        made_by = {self._outputs[one] for one in own_inputs if one in self._outputs}
+        for pointer in own_inputs:
+            self._is_kept(pointer)
         fresh = {pointer: size for pointer, size in pointers.items() if pointer not in given}
         self.skeleton.calls.append(
             RecordedCall(
@@ -195,13 +206,28 @@ class _Recorder:
                 signature,
                 on_host,
                 _paddle.amp_state(),
-                _pointers(inputs),
+                own_inputs,
                 fresh,
                 sum(fresh.values()),
+                frozenset(made_by),
             )
         )
+        for tensor in _nested.tensors_in(outputs):
+            if tensor.data_ptr() in fresh:
+                self._outputs[tensor.data_ptr()] = place
+                weakref.finalize(tensor, self._forget, tensor.data_ptr(), place)
         self.leave()
         return outputs
+
+    def _is_kept(self, pointer: int) -> None:
+        made_by = self._outputs.get(pointer)
+        if made_by is not None:
+            self.skeleton.calls[made_by].kept_outputs.add(pointer)
+
+    def _forget(self, pointer: int, place: int) -> None:
+        """Another tensor may have the address from now on."""
+        if self._outputs.get(pointer) == place:
+            del self._outputs[pointer]
 
     def _dropped(self, place: int) -> None:
         """The graph over a call is gone; it may have been dropped without a backward."""
@@ -212,7 +238,9 @@ class _Recorder:
 
     def pack(self, tensor: paddle.Tensor) -> _Saved:
         if not self.inside and _paddle.is_initialized(tensor):
-            self.skeleton.saved_outside.add(tensor.data_ptr())
+            self._is_kept(tensor.data_ptr())
+            is_before_the_next = self._waiting == 0
+            self.skeleton.saved_outside.add((self._pass + is_before_the_next, tensor.data_ptr()))
         return _Saved(tensor)
 
 

@@ -35,8 +35,10 @@ from paddle_recompute.planner.simulate import (
     NESTED,
     Choice,
     Timeline,
-    freed_bytes,
+    freed_again,
+    given_up_bytes,
     kept_bytes,
+    repeated_bytes,
     simulate,
 )
 
@@ -117,21 +119,6 @@ def solve(
         else:
             high = middle
     return Solution(found.choices, found.timeline, exact=False)
-
-
-def smallest(costs: StepCosts, *, units: Sequence[str] = (JOINED, NESTED)) -> Solution:
-    """The choices with the smallest peak, found by bisection of the budget."""
-    whole = tuple(Choice(n, n, WHOLE) for n in range(len(costs.calls)))
-    best = Solution(whole, simulate(costs, whole))
-    low, high = costs.base, best.peak
-    while high - low > max(1, (high - costs.base) // 4096):
-        middle = (low + high) // 2
-        found = solve(costs, middle, units=units)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, min(found.peak, middle)
-    return best
 
 
 def _first_feasible(
@@ -274,15 +261,15 @@ def _best(
     # State 1: the call before offers its output.
     frontier: list[list[_Labels]] = [[_Labels.start(), _Labels.none()]]
     for place in range(size):
-        new: list[list[tuple[_Unit, int, _Labels, NDArray[np.bool_], int]]] = [[], []]
+        new: list[list[_Extended]] = [[], []]
         for unit in ending[place]:
             for state, earlier in enumerate(frontier[unit.first]):
-                fits = earlier.kept <= room - unit.reach[state]
-                fits &= earlier.seconds <= most_seconds - unit.seconds - left[place + 1]
-                if not fits.any():
-                    continue
-                kept = unit.kept - (unit.given_up if state else 0)
-                new[unit.offers].append((unit, state, earlier, fits, kept))
+                first, last = earlier.within(
+                    room - unit.reach[state], most_seconds - unit.seconds - left[place + 1]
+                )
+                if first < last:
+                    kept = unit.kept - (unit.given_up if state else 0)
+                    new[unit.offers].append(_Extended(unit, state, earlier, first, last, kept))
         frontier.append([_Labels.joined(candidates, most) for candidates in new])
     ends = [labels for labels in frontier[size] if len(labels.kept)]
     if not ends:
@@ -331,43 +318,53 @@ class _Labels:
         none = np.zeros(0, np.int64)
         return cls(none, np.zeros(0), none, none, none, [])
 
+    def within(self, most_kept: int, most_seconds: float) -> tuple[int, int]:
+        """The range of labels with at most so many bytes and seconds."""
+        # Bytes rise from label to label, and seconds fall.
+        last = int(self.kept.searchsorted(most_kept, side="right"))
+        return int((-self.seconds).searchsorted(-most_seconds)), last
+
     @classmethod
-    def joined(
-        cls, candidates: list[tuple[_Unit, int, _Labels, NDArray[np.bool_], int]], most: int
-    ) -> _Labels:
+    def joined(cls, candidates: list[_Extended], most: int) -> _Labels:
         if not candidates:
             return cls.none()
-        places = [np.flatnonzero(fits) for _, _, _, fits, _ in candidates]
-        kept = np.concatenate(
-            [c[2].kept[place] + c[4] for c, place in zip(candidates, places, strict=True)]
-        )
+        kept = np.concatenate([c.earlier.kept[c.first : c.last] + c.kept for c in candidates])
         seconds = np.concatenate(
-            [
-                c[2].seconds[place] + c[0].seconds
-                for c, place in zip(candidates, places, strict=True)
-            ]
+            [c.earlier.seconds[c.first : c.last] + c.unit.seconds for c in candidates]
         )
-        counts = [len(place) for place in places]
-        by = np.repeat(np.arange(len(candidates)), counts)
-        state = np.repeat([c[1] for c in candidates], counts)
-        index = np.concatenate(places)
-        order = np.lexsort((seconds, kept))
+        order = np.argsort(kept, kind="stable")  # merges runs, which the candidates are
         best = np.minimum.accumulate(seconds[order])
-        # Sums of the same numbers in another order differ in their last bits.
         better = np.empty(len(order), bool)
         better[0] = True
+        # Sums of the same numbers in another order differ in their last bits.
         better[1:] = seconds[order][1:] < best[:-1] * (1 - 1e-9)
         left = order[better]
+        of_equal_bytes = kept[left]
+        left = left[np.append(of_equal_bytes[1:] != of_equal_bytes[:-1], True)]
         if len(left) > most:
             left = left[np.linspace(0, len(left) - 1, most).round().astype(np.int64)]
+        starts = np.cumsum([0, *(c.last - c.first for c in candidates)])
+        by = starts.searchsorted(left, side="right") - 1
         return cls(
             kept[left],
             seconds[left],
-            by[left],
-            state[left],
-            index[left],
-            [c[0] for c in candidates],
+            by,
+            np.array([c.state for c in candidates])[by],
+            left - starts[by] + np.array([c.first for c in candidates])[by],
+            [c.unit for c in candidates],
         )
+
+
+@dataclass(frozen=True)
+class _Extended:
+    """Labels `first` to `last` of an earlier boundary, with `unit` after them."""
+
+    unit: _Unit
+    state: int
+    earlier: _Labels
+    first: int
+    last: int
+    kept: int
 
 
 def _single_units(group: _Group, place: int) -> list[_Unit]:
@@ -377,11 +374,13 @@ def _single_units(group: _Group, place: int) -> list[_Unit]:
     for option, cost in call.options.items():
         number, calls = group.order[place], group.costs.calls
         kept = kept_bytes(calls, number, cost)
-        given_up = call.input_bytes if follows and cost.takes_offers else 0
+        gives_up = follows and cost.takes_offers
+        given_up = given_up_bytes(calls, number, cost) if gives_up else 0
+        freed = freed_again(calls, number, option, number)
         above = max(
             group.before_forward[place],
             group.forward[place] + cost.forward_peak,
-            group.backward[place] + cost.backward_peak - freed_bytes(calls, number, cost),
+            group.backward[place] + cost.backward_peak - freed,
         )
         reach = _reach(above, group.before_backward[place] + kept, given_up)
         found.append(
@@ -438,11 +437,12 @@ def _segment_units(group: _Group, room: int, allowed: Sequence[str]) -> list[_Un
             if not continues:
                 break
             plain, whole = before.options[PLAIN], before.options[WHOLE]
-            keeps = whole.kept + (plain.kept if option == JOINED else 0)
+            keeps = repeated_bytes(every, group.order[place - 1], option, number)
             step_back = plain if option == JOINED else whole
+            freed = freed_again(every, group.order[place - 1], option, number)
             inner = max(
                 inner,
-                group.backward[place - 1] + again + step_back.backward_peak,
+                group.backward[place - 1] + again + step_back.backward_peak - freed,
                 group.before_backward[place - 1] + again + keeps,
             )
             if option == JOINED:
@@ -454,13 +454,16 @@ def _segment_units(group: _Group, room: int, allowed: Sequence[str]) -> list[_Un
                 group.before_forward[place] + kept,
                 group.forward[place] + kept + own.forward_peak,
             )
-            kept += kept_bytes(every, group.order[place], own) - call.input_bytes
+            kept += kept_bytes(every, group.order[place], own)
+            kept -= given_up_bytes(every, group.order[place], own)
             seconds += own.seconds
             if option == NESTED:
                 seconds += call.options[PLAIN].forward_seconds
-            back = group.backward[place] + max(highest_again, again + own.backward_peak)
+            freed = freed_again(every, group.order[place], option, number)
+            back = group.backward[place] + max(highest_again, again + own.backward_peak - freed)
             follows = first > 0 and calls[first].follows == group.order[first - 1]
-            given_up = calls[first].input_bytes if follows else 0
+            own_first = calls[first].options[WHOLE]
+            given_up = given_up_bytes(every, number, own_first) if follows else 0
             if max(ahead - given_up, inner) > room:
                 break  # a longer one reaches higher
             ahead_first = group.forward[first] + calls[first].options[WHOLE].forward_peak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,11 +13,13 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
-from paddle_recompute.planner.measure import FEWEST_ROUNDS, MOST_ROUNDS, OPTIONS, measure_call
+from paddle_recompute.planner.measure import MOST_ROUNDS, OPTIONS, measure_call
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import is_treated
 from paddle_recompute.replay import RngState
 
+AFFORDABLE = 3
+"""Plain steps whose time the measurement of the calls may take."""
 Progress = Callable[[int, int], None]
 """Told (done, total) of the calls that are measured."""
 
@@ -76,7 +79,6 @@ def measure_step(
         _clear(model)
         streams.restore()
         put_back(state)
-    skeleton.saved_outside |= {one.data_ptr() for one in _nested.tensors_in(batch)}
     return _composed(
         skeleton,
         costs,
@@ -84,6 +86,7 @@ def measure_step(
         base=start if base is None else base,
         held=dict(held),
         update_bytes=update_bytes,
+        in_batch={one.data_ptr() for one in _nested.tensors_in(batch)},
     )
 
 
@@ -117,12 +120,12 @@ def _measure_kinds(
 ) -> tuple[dict[Any, Any], dict[Any, dict[str, int]]]:
     costs, gradients = {}, {}
     new = [call for call in skeleton.calls if call.inputs is not None]
-    # About as long as three plain steps, however many kinds of calls there are.
-    affordable = 3 * len(skeleton.calls) // (len(new) * len(options))
-    rounds = max(FEWEST_ROUNDS, min(affordable, MOST_ROUNDS))
+    counts = Counter(call.signature for call in skeleton.calls)
     for done, call in enumerate(new):
         if progress is not None:
             progress(done, len(new))
+        # In all about as long as three steps; a kind of many calls more often than one of few.
+        rounds = min(max(AFFORDABLE * counts[call.signature] // len(options), 1), MOST_ROUNDS)
         costs[call.signature], gradients[call.signature] = measure_call(
             model, call, options, rounds=rounds, preserve_rng_state=preserve_rng_state
         )
@@ -139,20 +142,25 @@ def _composed(
     base: int,
     held: dict[str, int],
     update_bytes: int,
+    in_batch: set[int],
 ) -> StepCosts:
     kinds = {signature: number for number, signature in enumerate(costs)}
     calls: list[CallCost] = []
-    made_by: dict[int, int] = {}
-    taken: dict[int, int] = {}
+    # An address is used again in the next pass.
+    taken: dict[tuple[int, int], int] = {}
     for number, call in enumerate(skeleton.calls):
-        for pointer in call.input_pointers:
+        inputs = {
+            (call.pass_number, pointer): size for pointer, size in call.input_pointers.items()
+        }
+        for pointer in inputs:
             taken.setdefault(pointer, number)
         own = sum(
             size
-            for pointer, size in call.input_pointers.items()
-            if taken[pointer] == number and pointer not in skeleton.saved_outside
+            for pointer, size in inputs.items()
+            if taken[pointer] == number
+            and pointer not in skeleton.saved_outside
+            and pointer[1] not in in_batch
         )
-        before = [made_by[pointer] for pointer in call.input_pointers if pointer in made_by]
         calls.append(
             CallCost(
                 call.layer,
@@ -161,20 +169,12 @@ def _composed(
                 kinds[call.signature],
                 own,
                 call.output_bytes,
-                False,
-                max(before, default=None),
+                call.output_pointers.keys() <= call.kept_outputs,
+                max(call.made_by, default=None),
                 {f"{call.layer}.{name}": size for name, size in gradients[call.signature].items()},
                 costs[call.signature],
             )
         )
-        made_by.update(dict.fromkeys(call.output_pointers, number))
-    kept_outside = taken.keys() | skeleton.saved_outside
-    calls = [
-        CallCost(
-            **{**vars(call), "output_is_kept": recorded.output_pointers.keys() <= kept_outside}
-        )
-        for call, recorded in zip(calls, skeleton.calls, strict=True)
-    ]
     end = skeleton.events[-1]
     update = Event("update", -1, end.leave + update_bytes, end.leave, end.leave)
     return StepCosts(base, held, tuple(calls), (*skeleton.events, update))

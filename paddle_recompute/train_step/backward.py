@@ -39,6 +39,9 @@ class Backward(Protocol):
     def explain(self) -> None:
         """Raise the error that has made a loss or a gradient NaN, if it is known."""
 
+    def synchronize_with(self, sync: GradientSync) -> None:
+        """Use `sync` from now on."""
+
 
 class PlainBackward:
     """``loss_fn(model, micro_batch)``, all at once."""
@@ -77,6 +80,9 @@ class PlainBackward:
     def explain(self) -> None:
         """Nothing is known of it here."""
 
+    def synchronize_with(self, sync: GradientSync) -> None:
+        self._sync = sync
+
 
 class CachedBackward:
     """A `GradCache`, which encodes the micro-batch chunk by chunk."""
@@ -108,6 +114,9 @@ class CachedBackward:
 
     def explain(self) -> None:
         self._cache.check_repetition()
+
+    def synchronize_with(self, sync: GradientSync) -> None:
+        self._sync = sync
 
 
 def _length_of_first_axis(micro_batch: Any) -> int:

@@ -326,6 +326,23 @@ class TrainStep:
     def write_back(self) -> None:
         """The model is up to date: it is what is trained."""
 
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed in the step; see `GradientSync.give_up`."""
+        self._sync.give_up(error)
+
+    def renew_sync(self, make: Callable[[], GradientSync]) -> None:
+        """Go on with a new `GradientSync` after a step that failed; all ranks call it together.
+
+        Its state (rounding errors that are carried over) is that before the step.
+
+        Args:
+            make: Makes one like the one that the step had.
+        """
+        state = self._sync.state_dict()
+        self._sync = make()
+        self._sync.set_state_dict(state)
+        self._backward.synchronize_with(self._sync)
+
     def _clear_gradients(self) -> None:
         # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
         self._optimizer.clear_grad(set_to_zero=False)

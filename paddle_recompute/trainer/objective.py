@@ -95,6 +95,13 @@ class Objective:
         """
         return {f"{OF_LOSS}{name}": one for name, one in self.loss.named_parameters()}
 
+    def synchronization(self, model: paddle.nn.Layer) -> GradientSync:
+        """A new synchronization of all that is trained; all ranks make it together."""
+        trained = model
+        if self.loss.parameters():
+            trained = paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
+        return GradientSync.from_config(trained, self._config)
+
     def train_step(
         self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer, **options: Any
     ) -> TrainStep:
@@ -105,10 +112,7 @@ class Objective:
             optimizer: The optimizer of its parameters and those of `loss`.
             **options: Options of `TrainStep`.
         """
-        trained = model
-        if self.loss.parameters():
-            trained = paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
-        options["sync"] = GradientSync.from_config(trained, self._config)
+        options["sync"] = self.synchronization(model)
         size, tokens = self.chunks.size, self.chunks.tokens
         cache = GradCache(model, self.loss, chunk_size=size, chunk_tokens=tokens)
         return TrainStep(model, optimizer, grad_cache=cache, **options)

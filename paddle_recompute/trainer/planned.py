@@ -14,11 +14,10 @@ from typing import Any
 import paddle
 
 from paddle_recompute._nested import tensors_in
-from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
-from paddle_recompute.errors import ConfigError, PlanError
+from paddle_recompute.errors import PlanError
 from paddle_recompute.models import build_model
 from paddle_recompute.planner import (
     JOINED,
@@ -31,8 +30,9 @@ from paddle_recompute.planner import (
     maximum,
     simulate,
     uniform,
+    within_budget,
 )
-from paddle_recompute.train_step import Step, build_optimizer
+from paddle_recompute.train_step import build_optimizer
 from paddle_recompute.trainer.memory_probe import (
     BATCHES_AHEAD,
     largest_batch,
@@ -40,10 +40,6 @@ from paddle_recompute.trainer.memory_probe import (
     measure_step,
 )
 from paddle_recompute.trainer.objective import Chunks, Objective
-
-MOST_CORRECTIONS = 3
-USED = 0.97
-"""Part of the budget below which a Program's plan is made anew with what it left."""
 
 
 class BudgetPlanner:
@@ -76,7 +72,7 @@ class BudgetPlanner:
         budget = self._config.recompute.memory_budget
         assert budget is not None
         if earlier is not None and earlier.measured_bytes is not None:
-            self._agree(earlier)
+            check_agreed(earlier)
             self._say(f"{earlier}\n  as before the interruption")
             return earlier, _plain_peak(earlier), earlier.measured_bytes
         costs, signature = self._costs(chunks)
@@ -91,45 +87,23 @@ class BudgetPlanner:
             # The passes over a Program repeat a call once.
             segments=(JOINED,) if static else (JOINED, NESTED),
         )
-        plan, measured = self._checked(found, chunks)
-        self._say(str(plan))
-        return plan, _plain_peak(plan), measured
 
-    def _checked(self, found: RecomputePlan, chunks: Chunks) -> tuple[RecomputePlan, int]:
-        """The plan whose measured step is within the budget, and that peak."""
-        best: tuple[RecomputePlan, int] | None = None
-        measured = 0
-        for _ in range(1 + MOST_CORRECTIONS):
-            self._agree(found)
-            measured = largest_of_ranks(
+        def peak(plan: RecomputePlan) -> int:
+            check_agreed(plan)
+            return largest_of_ranks(
                 measure_step(
                     self._config,
                     vocab_size=self._vocab_size,
-                    recompute=found.recomputes,
+                    recompute=plan.recomputes,
                     chunks=chunks,
-                    plan=found,
+                    plan=plan,
                 )
             )
-            if measured <= found.memory_budget:
-                corrected = found.corrected(measured)
-                if best is None or corrected.seconds < best[0].seconds:
-                    best = corrected, measured
-                wastes = measured < USED * found.memory_budget and found.recomputes
-                if self._config.mode == "dygraph" or not wastes:
-                    break
-            elif best is not None:
-                break
-            again = found.recalibrated(measured - found.peak_bytes)
-            if again.choices == found.choices:
-                break
-            found = again
-        if best is None:
-            raise PlanError(
-                f"a step takes {_memory.format_bytes(measured)} on the largest rank with the last "
-                f"of {MOST_CORRECTIONS} plans, more than recompute.memory_budget: "
-                f"{_memory.format_bytes(found.memory_budget)}; raise it"
-            )
-        return best
+
+        plan = within_budget(found, peak, refine=static)
+        self._say(str(plan))
+        assert plan.measured_bytes is not None
+        return plan, _plain_peak(plan), plan.measured_bytes
 
     def _costs(self, chunks: Chunks) -> tuple[StepCosts, str]:
         job = job_of(self._config, self._vocab_size, chunks)
@@ -142,17 +116,18 @@ class BudgetPlanner:
         everywhere = values_of_ranks(own.to_dict(), "the costs of a step")
         return maximum([StepCosts.from_dict(json.loads(json.dumps(one))) for one in everywhere])
 
-    def _agree(self, plan: RecomputePlan) -> None:
-        """Check that all ranks have the same plan.
 
-        Raises:
-            PlanError: They have not.
-        """
-        if not is_distributed():
-            return
-        hashes = values_of_ranks(plan.hash, "the hash of the plan")
-        if len(set(hashes)) > 1:
-            raise PlanError(f"the ranks made different plans: {', '.join(hashes)}")
+def check_agreed(plan: RecomputePlan) -> None:
+    """Check that all ranks have the same plan.
+
+    Raises:
+        PlanError: They have not.
+    """
+    if not is_distributed():
+        return
+    hashes = values_of_ranks(plan.hash, "the hash of the plan")
+    if len(set(hashes)) > 1:
+        raise PlanError(f"the ranks made different plans: {', '.join(hashes)}")
 
 
 def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
@@ -204,44 +179,3 @@ def _autocast(config: Config) -> Any:
     return paddle.amp.auto_cast(
         enable=config.strategy.amp and config.mode == "dygraph", level=amp.level, dtype=amp.dtype
     )
-
-
-RESERVED_AGAIN = 0.05
-"""Part of the budget that is reserved more after a step ran out of memory."""
-
-
-def planned_again(
-    config: Config, plan: RecomputePlan | None, step: Step, error: MemoryError, number: int
-) -> RecomputePlan:
-    """The plan with which step `number`, which ran out of memory, is repeated.
-
-    Raises:
-        ConfigError: The run does not plan again, or the parameters are half updated.
-        PlanError: Nothing stays within the budget with 5 % less.
-    """
-    if getattr(step, "is_updating", False):
-        raise ConfigError(
-            f"step {number} ran out of memory in the optimizer's update, so the parameters are "
-            "half updated: continue from the last checkpoint with train.resume=true and a lower "
-            "recompute.memory_budget"
-        ) from error
-    if plan is None or config.train.on_oom != "replan":
-        held = _memory.format_bytes(_memory.current_bytes()) if _memory.is_counted() else "?"
-        advice = (
-            "set train.on_oom: replan, or lower recompute.memory_budget"
-            if plan is not None
-            else "set recompute.policy: budget with recompute.memory_budget at what the device has "
-            f"to give (Paddle holds {held} now), which finds what must be recomputed"
-        )
-        raise ConfigError(f"step {number} ran out of memory ({error}); {advice}") from error
-    return plan.recalibrated(max(1, int(RESERVED_AGAIN * plan.memory_budget)))
-
-
-def apply_again(plan: RecomputePlan, model: paddle.nn.Layer) -> None:
-    """Drop what a step that failed has left (gradients, graphs that errors held); wrap anew."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.clear_gradient(False)
-    gc.collect()
-    plan.remove(model)
-    plan.apply(model)

@@ -40,7 +40,13 @@ from paddle_recompute.distributed import (
     broadcast_from_rank0,
     mean_over_ranks,
 )
-from paddle_recompute.errors import ConfigError, DataError, DivergenceError, StoppedError
+from paddle_recompute.errors import (
+    ConfigError,
+    DataError,
+    DivergenceError,
+    StoppedError,
+    SyncError,
+)
 from paddle_recompute.models import build_model
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
@@ -53,7 +59,13 @@ from paddle_recompute.trainer.joining import join_ranks
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
-from paddle_recompute.trainer.planned import BudgetPlanner, apply_again, planned_again
+from paddle_recompute.trainer.out_of_memory import (
+    apply_again,
+    check_is_of_memory,
+    planned_again,
+    tell_others,
+)
+from paddle_recompute.trainer.planned import BudgetPlanner
 from paddle_recompute.trainer.report import retrieval_table, write_report
 from paddle_recompute.trainer.resume import RunCheckpoints, make_folder, remove_record, write_record
 
@@ -270,7 +282,7 @@ class Trainer:
                 saves = step == total or step % (settings.save_every or total) == 0
                 logs = step == total or step % settings.log_every == 0
                 try:
-                    result = self._survivor(train_step, micro_batches, model, step)
+                    result = self._survivor(train_step, micro_batches, model, step, objective)
                     if logs or saves:
                         result.loss  # noqa: B018  waits for the device: the time is that of steps
                 except DivergenceError as error:
@@ -332,18 +344,34 @@ class Trainer:
         }
 
     def _survivor(
-        self, train_step: Step, micro_batches: list[Batch], model: paddle.nn.Layer, step: int
+        self,
+        train_step: Step,
+        micro_batches: list[Batch],
+        model: paddle.nn.Layer,
+        step: int,
+        objective: Objective,
     ) -> StepResult:
-        """One step; if it runs out of memory, an error says so, or it is planned again."""
+        """One step; if a rank runs out of memory, an error says so, or it is planned again."""
+        replans = self.config.train.on_oom == "replan"
         while True:
             try:
                 return train_step(micro_batches)
-            except MemoryError as error:
-                self._plan = planned_again(self.config, self._plan, train_step, error, step)
-                error.__traceback__ = None
-            apply_again(self._plan, model)
-            self._plan.save(self._folder / "plan.json")
-            self._say(f"Step {step} ran out of memory and is repeated with another {self._plan}")
+            except MemoryError as caught:
+                error: BaseException = caught
+            except SyncError as caught:
+                if not replans:
+                    raise
+                error = caught
+            if replans and not getattr(train_step, "is_updating", False):
+                tell_others(train_step, error)
+                check_is_of_memory(error, step)
+            self._plan = planned_again(self.config, self._plan, train_step, error, step)
+            error.__traceback__ = error.__cause__ = error.__context__ = None  # they hold graphs
+            plan = self._plan
+            apply_again(plan, model, train_step, lambda: objective.synchronization(model))
+            if self._is_main:
+                plan.save(self._folder / "plan.json")
+            self._say(f"Step {step} ran out of memory and is repeated with another {plan}")
             paddle.seed(step_seed(self.config.train.seed, step, self._rank))
 
     def _stop(self, signal_number: int | None) -> NoReturn:
