@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.fake_device import selected
@@ -9,6 +11,16 @@ from tests.fake_device import selected
 _why_not = selected.why_not() if selected.is_selected() else None
 if selected.is_selected() and _why_not is None:
     selected.enter()  # before any module of tests imports Paddle
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device_again() -> Iterator[None]:
+    """After a test with a Trainer, whose configuration has set the device of this process."""
+    yield
+    if selected.is_selected() and _why_not is None:
+        import paddle
+
+        paddle.set_device(f"{selected.NAME}:0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
