@@ -53,6 +53,10 @@ _POLL = 0.1
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
 _PARTING = 10.0  # seconds for the server, on a busy machine, to pass on this rank's last words
 _RETURN = 5.0  # seconds for collectives to return when the process ends
+_LAST = 5.0
+"""Seconds that rank 0 waits at its end for the others to end. The thread of Paddle's store, which
+is in rank 0 (``LibUVMasterDaemon``, 3.x), aborts if a rank hangs up while the process is torn down.
+"""
 _ADDRESS = "paddle_recompute/control_server"
 
 
@@ -103,6 +107,7 @@ class ControlClient:
         self._heard = threading.Event()  # the control server has passed on our last words
         self._connected = threading.Event()
         self._socket: socket.socket | None = None
+        self._server: ControlServer | None = None  # in rank 0
         _paddle.watch_backward()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
         self._await_connection()
@@ -309,6 +314,8 @@ class ControlClient:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(1)
+        if self._server is not None and not self._is_failed:
+            self._server.wait_until_alone(_LAST)
 
     def _say_goodbye(self) -> None:
         if os.getpid() != self._process or self._last_words.get("said"):
@@ -371,8 +378,8 @@ class ControlClient:
         host = _paddle.master_host()
         if self.rank == 0:
             token = secrets.token_hex(32)
-            server = ControlServer(host, _key(token), dist.get_world_size())
-            port = server.port
+            self._server = ControlServer(host, _key(token), dist.get_world_size())
+            port = self._server.port
             _paddle.store_publish(_ADDRESS, json.dumps([port, token]))
         else:
             port, token = json.loads(_paddle.store_await(_ADDRESS))

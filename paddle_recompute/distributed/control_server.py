@@ -113,6 +113,12 @@ class ControlServer:
         self._news.register(self._listening, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="control server", daemon=True).start()
 
+    def wait_until_alone(self, patience: float) -> None:
+        """Return when no process of another rank lives, or after `patience` seconds."""
+        deadline = time.monotonic() + patience
+        while any(rank != 0 for rank in [*self._lines]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def _serve(self) -> None:
         next_tick = time.monotonic() + TICK
         while True:

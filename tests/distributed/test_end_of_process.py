@@ -67,3 +67,17 @@ def test_a_rank_ends_with_its_own_exit_code(
     assert code == (1 if exit_code is None else exit_code), output
     assert "terminate called" not in output
     assert ("ValueError: a file is missing" in output) == (exit_code is None)
+
+
+def end_with_a_slow_peer() -> None:
+    """Both ranks end well; rank 1 takes its time for it."""
+    scope = scope_of(None)
+    peers().meet("the end", scope)
+    if dist.get_rank() == 1:
+        paddle.slow_end = SlowEnd(2.0)
+
+
+def test_rank_0_whose_process_has_the_store_ends_last() -> None:
+    with MortalRanks(end_with_a_slow_peer) as ranks:
+        assert ranks.end_of(0, within=60)[0] == 0
+        assert ranks.end_of(1, within=0.5)[0] == 0
