@@ -112,6 +112,14 @@ class Config(Section):
             yield Broken("train.on_oom", "replan", "needs recompute.policy: budget")
         if v["mode"] != "dygraph":
             yield Broken("train.on_oom", "replan", "is for mode: dygraph; a Program is built once")
+        ranks = v["launch.num_ranks"] * v["launch.num_nodes"]
+        if ranks > 1 and v["contrastive.negatives"] == "global":
+            yield Broken(
+                "train.on_oom",
+                "replan",
+                f"on {ranks} ranks needs contrastive.negatives: local; with global, the ranks may "
+                "wait for each other in the forward, which cannot be repeated",
+            )
 
     rules = (
         _replans_what_is_planned,

@@ -36,7 +36,8 @@ def distributed_strategy(
 
     Returns:
         A new strategy. It has no field for bfloat16; mixed precision in bfloat16 is written as amp
-        without a loss scale.
+        without a loss scale. ``strategy.lamb`` and ``strategy.lars`` are not in it: they say which
+        optimizer a run makes (`train_step.make_optimizer`), and leave nothing to replace.
 
     Raises:
         ConfigError: A setting that a static graph cannot honour.

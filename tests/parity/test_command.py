@@ -189,9 +189,9 @@ def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
 
 
 def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(tmp_path: Path) -> None:
-    result = run(tmp_path, contrastive__chunk_size=2)
+    result = run(tmp_path, contrastive__memory_budget="1GiB")
     assert result.exit_code == 2, result.output
-    assert "contrastive.chunk_size: 2: the gradient cache" in result.stderr
+    assert "contrastive.memory_budget" in result.stderr
     assert "Traceback" not in result.stderr
 
 

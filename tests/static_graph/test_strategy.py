@@ -89,6 +89,14 @@ REFUSED = {
 }
 
 
+BY_THE_OPTIMIZER = {
+    *("lamb", "lamb_configs.lamb_weight_decay", "lamb_configs.exclude_from_weight_decay"),
+    *("lars", "lars_configs.lars_coeff", "lars_configs.lars_weight_decay"),
+    *("lars_configs.epsilon", "lars_configs.exclude_from_weight_decay"),
+}
+"""The run makes that optimizer itself (tests/trainer/test_lamb_lars.py), in both modes."""
+
+
 def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -102,7 +110,13 @@ def strategy_of(overrides: list[str], *others: str) -> Any:
 
 
 def test_no_field_is_forgotten() -> None:
-    assert {*REACHES, *STATIC_ONLY, *REFUSED} == {*leaves(StrategyConfig)}
+    handled = {*REACHES, *STATIC_ONLY, *REFUSED, *BY_THE_OPTIMIZER}
+    assert handled == {*leaves(StrategyConfig)}
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_fleet_does_not_replace_the_optimizer_that_the_run_makes(name: str) -> None:
+    assert not getattr(strategy_of([f"{name}=true"]), name)
 
 
 @pytest.mark.parametrize("path", REACHES)

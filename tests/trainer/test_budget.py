@@ -94,6 +94,13 @@ def test_a_budget_that_is_too_small_ends_the_run(tmp_path: Path) -> None:
             "not supported by engine: fleet",
         ),
         (["train.on_oom=replan"], "needs recompute.policy: budget"),
+        (
+            [
+                *("recompute.policy=budget", "recompute.memory_budget=1GiB", "train.on_oom=replan"),
+                *("launch.num_ranks=2", "contrastive.negatives=global"),
+            ],
+            "on 2 ranks needs contrastive.negatives: local",
+        ),
     ],
 )
 def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
