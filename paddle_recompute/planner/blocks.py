@@ -43,7 +43,8 @@ def find_blocks(
             names = [name for name, child in _paddle.children_of(model) if child.parameters()]
     if not names:
         raise PlanError("the model has no Layers that could be blocks; name them in checkpoints")
-    return {name: layers[name] for name in names}
+    # A Layer with several names is in the model once, under the first of them.
+    return {name: layers[name] for name in names if name in layers}
 
 
 def _items(layer: paddle.nn.Layer, name: str) -> Iterator[str]:

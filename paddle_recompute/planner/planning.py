@@ -11,9 +11,9 @@ import paddle
 
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.config import RecomputeConfig, byte_count
 from paddle_recompute.contrastive import GradCache
-from paddle_recompute.errors import PlanError
+from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.batch_size import costs_of_batch
 from paddle_recompute.planner.costs import StepCosts
@@ -151,7 +151,7 @@ def plan(
     sample_batch: Any,
     loss_fn: LossFn | None = None,
     *,
-    memory_budget: int,
+    memory_budget: int | str,
     optimizer: paddle.optimizer.Optimizer | None = None,
     grad_cache: GradCache | None = None,
     sync: GradientSync | None = None,
@@ -166,7 +166,8 @@ def plan(
         model: As in `estimate`.
         sample_batch: As in `estimate`.
         loss_fn: As in `estimate`.
-        memory_budget: In bytes: all that the process may hold on the device.
+        memory_budget: All that the process may hold on the device: bytes, or text such as
+            ``"8GiB"``.
         optimizer: As in `estimate`.
         grad_cache: As in `estimate`.
         sync: As in `estimate`.
@@ -180,6 +181,7 @@ def plan(
         The plan; ``plan.apply(model)`` puts it into effect.
 
     Raises:
+        ConfigError: `memory_budget` is no number of bytes.
         PlanError: Nothing stays within the budget (the message names the smallest budget that is
             enough), or the step cannot be measured.
         DependencyError: This Paddle cannot start the peak anew (2.6).
@@ -196,6 +198,7 @@ def plan(
         0.0
         >>> found.apply(model)
     """
+    memory_budget = _budget(memory_budget)
     job = Job(
         model,
         sample_batch,
@@ -216,6 +219,17 @@ def plan(
         preserve_rng_state=job.preserve_rng_state,
     )
     return verified(job, found) if verify else found
+
+
+def _budget(given: Any) -> int:
+    """Bytes; refused before anything is measured."""
+    found = byte_count(given) if isinstance(given, str) else given
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise ConfigError(
+            f"memory_budget: received {given!r}; give a number of bytes, at least 1, or text such "
+            "as '8GiB'"
+        )
+    return found
 
 
 def verified(job: Job, found: RecomputePlan) -> RecomputePlan:

@@ -45,7 +45,6 @@ class Recipe:
     def model(self, *, recompute: bool) -> paddle.nn.Layer:
         """The model in the Program that is being built; with `recompute` its parts are wrapped."""
         model = self.model_fn()
-        model.train()
         if recompute and self.config.recompute.enable:
             if self.recompute_with is not None:
                 self.recompute_with(model)

@@ -13,7 +13,7 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import native, training
 from paddle_recompute.contrastive import GradCache
-from paddle_recompute.errors import ConfigError
+from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph._building import Recipe, names_in_scope, trained_parameters
 from paddle_recompute.static_graph._chunk_programs import (
     ChunkPrograms,
@@ -87,6 +87,7 @@ class CachedProgram:
         norm: The gradient norm, a variable of `update`.
         cache: Runs the Programs of the chunks.
         loss: The loss, if it is a Layer; its parameters are in the scope, too.
+        of_loss: The names of those that are trained.
         sums: The variables that hold the sums of the gradients.
         explained: The Program whose segments are recomputed: that of the first input's chunks.
         state: The trained state.
@@ -96,6 +97,7 @@ class CachedProgram:
     norm: Any
     cache: GradCache
     loss: paddle.nn.Layer | None
+    of_loss: set[str]
     sums: list[str]
     explained: paddle.static.Program
     state: ScopeState
@@ -119,6 +121,12 @@ class CachedProgram:
                 name: (list(one.shape), training.dtype_name(one.dtype))
                 for name, one in _parameters_of(loss).items()
             }
+        inner = next((name for name in of_loss if "." in name), None)
+        if inner is not None:
+            raise ConfigError(
+                f"ProgramCache: '{inner.removeprefix(OF_LOSS)}' is a parameter of a sublayer of "
+                "the loss; make it a parameter of the loss itself"
+            )
         known: dict[Encode, list[ChunkPrograms]] = {}
         with training.static_mode():
             for place, (batch, spec) in enumerate(zip(inputs, specs, strict=True)):
@@ -132,7 +140,7 @@ class CachedProgram:
         encoders = {one: ProgramEncoder(known[one], state) for one in known}
         cache = wanted.over(tuple(encoders[one] for one in pair))
         explained = next((one.backward.main for one in every if one.backward), main)
-        built = cls(norm, cache, loss, sums, explained, state, main)
+        built = cls(norm, cache, loss, set(of_loss), sums, explained, state, main)
         if loss is not None:
             built._set_parameters_of_loss()
         return built
@@ -178,6 +186,12 @@ class CachedProgram:
 
     def _read_parameters_of_loss(self) -> None:
         """Let the loss have the parameters of the scope, which are the trained ones."""
+        trained = set(_parameters_of(self.loss))
+        if trained != self.of_loss:
+            raise StaticGraphError(
+                "parameters of the loss were frozen or unfrozen, and the Program that updates them "
+                "does not know it; make a new StaticTrainStep"
+            )
         with paddle.no_grad():
             for name, parameter in _parameters_of(self.loss).items():
                 parameter.set_value(np.array(self._variable(name)))

@@ -49,7 +49,8 @@ def compile_model(
     where both run the same kernels, as without a compiler (CINN) they do.
 
     The Program is made here, so `model` and what is trained of it stay as they are from now on.
-    Evaluation (``model.eval()``) is converted when it is first called. Without gradients, as in the
+    Evaluation (``model.eval()``, under ``paddle.no_grad()``) is converted when it is first called.
+    Without gradients, as in the
     first forward of a `GradCache`, the Program keeps no activations.
 
     It computes in the mixed precision that is in force here (``paddle.amp.auto_cast``); a call in
@@ -71,7 +72,7 @@ def compile_model(
     Raises:
         StaticGraphError: `model` cannot be converted, and not `or_eager`. On Paddle 2.6 this is
             every wrapped model.
-        ConfigError: `model` is compiled already, or is itself recomputed as a whole.
+        ConfigError: `model` is compiled already, in ``eval()``, or itself recomputed as a whole.
 
     Examples:
         >>> import paddle
@@ -94,9 +95,17 @@ def compile_model(
         paddle.static.InputSpec(one.shape, one.dtype, one.name, stop_gradient=True)
         for one in input_spec
     ]
+    if not model.training:
+        raise ConfigError("compile_model: the model is in eval(); call model.train() before")
     before = random.getstate(), np.random.get_state()
     try:
-        if compiled.compile_layer(model, specs, train=model.training):
+        calls_fleet, num_outputs = compiled.compile_layer(model, specs, train=model.training)
+        if num_outputs != 1:
+            raise StaticGraphError(
+                f"its forward returns {num_outputs} tensors, and Paddle (2.6, 3.3) may compute one "
+                "of them in the memory of another, with wrong numbers; return one"
+            )
+        if calls_fleet:
             raise StaticGraphError(
                 "it calls fleet's recompute, which to_static drops without a word; call "
                 "patch_fleet() before, or use recompute.engine: paddle_recompute"
@@ -128,6 +137,7 @@ class _Unchanged:
     def __init__(self, model: paddle.nn.Layer) -> None:
         self._forward = model.forward
         self._trained = _trained(model)
+        self._modes = _modes(model)
         self._precision = _precision()
 
     def __call__(self, model: paddle.nn.Layer, inputs: Any) -> None:
@@ -139,15 +149,35 @@ class _Unchanged:
                 "and Paddle would run the same Program; call compile_model inside auto_cast, as "
                 "the step does its forward"
             )
-        if model.training and _trained(model) != self._trained:
+        # Without a backward it does not matter what is frozen.
+        known, now = self._trained, _trained(model)
+        if not model.training:
+            known, now = [(one, True) for one, _ in known], [(one, True) for one, _ in now]
+        if now != known:
             raise StaticGraphError(
                 "parameters of a compiled model were replaced, frozen or unfrozen, and its Program "
                 "does not know it; call model.forward.rollback() and compile_model again"
+            )
+        if not model.training and paddle.is_grad_enabled():
+            raise StaticGraphError(
+                "a compiled model is called in eval() with gradients on, and its Program for "
+                "evaluation has no backward: call it under paddle.no_grad(); to train it without "
+                "dropout, set the rates to 0 before compile_model"
+            )
+        expected = self._modes if model.training else [False] * len(self._modes)
+        if _modes(model) != expected:
+            raise StaticGraphError(
+                "a sublayer of a compiled model was put into train() or eval() by itself, and its "
+                "Program does not know it; call model.forward.rollback() and compile_model again"
             )
 
 
 def _trained(model: paddle.nn.Layer) -> list[tuple[int, bool]]:
     return [(id(parameter), parameter.stop_gradient) for parameter in model.parameters()]
+
+
+def _modes(model: paddle.nn.Layer) -> list[bool]:
+    return [layer.training for layer in model.sublayers(include_self=True)]
 
 
 def _precision() -> tuple[str, str]:

@@ -12,6 +12,7 @@ from paddle.optimizer import AdamW, Lamb, lr
 
 from paddle_recompute.config import Config
 from paddle_recompute.offload import OffloadOptimizer, offloaded_optimizer
+from paddle_recompute.train_step.step import OF_LOSS
 
 LARS_MOMENTUM = 0.9
 """``strategy.lars_configs`` has none: fleet takes it from the Momentum that it replaces."""
@@ -133,7 +134,8 @@ def make_optimizer(
 
 def decayed_parameters(model: paddle.nn.Layer) -> frozenset[str]:
     """Paddle's names (``linear_0.w_0``) of the parameters that weight decay applies to: all but
-    biases, those of LayerNorms, and a learned temperature (``logit_scale``, as CLIP calls it).
+    biases, those of LayerNorms and of the loss, and a learned temperature (``logit_scale``, as CLIP
+    calls it).
     """
     norms = {
         id(parameter)
@@ -144,5 +146,7 @@ def decayed_parameters(model: paddle.nn.Layer) -> frozenset[str]:
     return frozenset(
         parameter.name
         for name, parameter in model.named_parameters()
-        if id(parameter) not in norms and not name.endswith(("bias", "logit_scale"))
+        if id(parameter) not in norms
+        and not name.startswith(OF_LOSS)
+        and not name.endswith(("bias", "logit_scale"))
     )

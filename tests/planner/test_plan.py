@@ -21,7 +21,7 @@ from paddle_recompute import (
     plan,
 )
 from paddle_recompute._paddle import memory
-from paddle_recompute.errors import PlanError
+from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.planner import JOINED, NESTED, Choice, Job, simulate
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.policies import uniform
@@ -345,3 +345,19 @@ def test_what_cannot_be_planned_is_refused(what: str) -> None:
     call, message = REFUSED[what]
     with pytest.raises((PlanError, ValueError), match=message):
         call(job_of("encoder"))
+
+
+@pytest.mark.parametrize("budget", ["8 bananas", None, True, 0, -1, float("nan")])
+def test_what_is_no_number_of_bytes_is_refused_before_anything_is_measured(budget: Any) -> None:
+    def never(model: Any, batch: Any) -> Any:
+        raise AssertionError("it was called")
+
+    with pytest.raises(ConfigError, match=r"bytes"):
+        plan(encoder(), paddle.ones([2, 4, 32]), never, memory_budget=budget)
+
+
+def test_a_layer_with_several_names_is_one_block_that_is_called_again() -> None:
+    block = paddle.nn.Sequential(paddle.nn.Linear(32, 32), paddle.nn.GELU())
+    model = paddle.nn.Sequential(*[paddle.nn.Sequential(block, block) for _ in range(2)])
+    found = plan(model, paddle.ones([64, 32]), lambda m, x: m(x).mean(), memory_budget="1GiB")
+    assert found.memory_budget == 2**30 and found.peak_bytes < 2**30

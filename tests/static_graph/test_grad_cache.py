@@ -16,7 +16,13 @@ from paddle_recompute import ContrastiveLoss, GradCache, TrainStep, apply_recomp
 from paddle_recompute._paddle import memory
 from paddle_recompute.config import Config
 from paddle_recompute.contrastive import _chunked_encoder
-from paddle_recompute.errors import ConfigError, DataError, DivergenceError, RecomputeError
+from paddle_recompute.errors import (
+    ConfigError,
+    DataError,
+    DivergenceError,
+    RecomputeError,
+    StaticGraphError,
+)
 from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep
 from paddle_recompute.train_step.optimizer import build_optimizer
@@ -351,6 +357,52 @@ def test_a_resumed_run_continues_to_the_bit() -> None:
     assert (got.loss, got.grad_norm) == (expected.loss, expected.grad_norm)
     for section, value in resumed.state_dict().items():
         assert_same(value, whole.state_dict()[section])
+
+
+class Shifted(ContrastiveLoss):
+    """A loss with a parameter of its own that is no temperature."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.shift = self.create_parameter(
+            [1], default_initializer=paddle.nn.initializer.Constant(0.5)
+        )
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return super().forward(*inputs, **options) + (self.shift**2).sum()
+
+
+def test_parameters_of_the_loss_are_not_decayed() -> None:
+    loss = Shifted(temperature=0.1, normalize=True)
+    config = config_of("train.weight_decay=0.5", "train.learning_rate=0.01", recompute=False)
+    step = StaticTrainStep(config, Encoder, grad_cache=ProgramCache(loss, chunk_size=CHUNK))
+    step([vectors(0)])
+    shift = float(step.state_dict()["model"]["loss/shift"].item())
+    assert abs(shift - (0.5 - 0.01)) < 1e-6  # Adam's first step alone
+
+
+def test_parameters_of_the_loss_that_are_frozen_later_are_refused() -> None:
+    loss = loss_of(learnable_temperature=True)
+    cache = ProgramCache(loss, chunk_size=CHUNK)
+    step = StaticTrainStep(config_of(recompute=False), Encoder, grad_cache=cache)
+    step([vectors(0)])
+    loss.logit_scale.stop_gradient = True
+    with pytest.raises(StaticGraphError, match="of the loss were frozen or unfrozen"):
+        step([vectors(1)])
+
+
+def test_parameters_of_a_sublayer_of_the_loss_are_refused() -> None:
+    class Wrapped(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = loss_of(learnable_temperature=True)
+
+        def forward(self, *inputs: Any) -> Any:
+            return self.inner(*inputs)
+
+    cache = ProgramCache(Wrapped(), chunk_size=CHUNK)
+    with pytest.raises(ConfigError, match=r"'inner\.logit_scale' is a parameter of a sublayer"):
+        StaticTrainStep(config_of(), Encoder, grad_cache=cache)([vectors(0)])
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

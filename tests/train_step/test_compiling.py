@@ -247,12 +247,48 @@ def test_a_program_that_no_longer_fits_its_model_is_refused() -> None:
     with pytest.raises(StaticGraphError, match="replaced, frozen or unfrozen"):
         model(ids)
     model.eval()
-    model(ids)
+    with paddle.no_grad():
+        model(ids)
     model.train()
     model.forward.rollback()
     compile_model(model, SPEC)
     model(ids).sum().backward()
     assert model.right.up.weight.grad is None and model.right.down.weight.grad is not None
+
+
+def test_a_mode_that_the_program_does_not_know_is_refused() -> None:
+    """The Program for evaluation has no backward, and no Program looks at the flags again."""
+    model = build(wrap=False, compiled=True)
+    ids = paddle.ones([2, 3], "int64")
+    model.right.dropout.eval()
+    with pytest.raises(StaticGraphError, match="a sublayer of a compiled model was put into"):
+        model(ids)
+    model.eval()
+    with pytest.raises(StaticGraphError, match=r"called in eval\(\) with gradients on"):
+        model(ids)
+    model.right.dropout.train()
+    with paddle.no_grad(), pytest.raises(StaticGraphError, match="a sublayer of a compiled model"):
+        model(ids)
+    model.train()
+    model(ids).sum().backward()
+    evaluated = build(wrap=False, compiled=False)
+    evaluated.eval()
+    with pytest.raises(ConfigError, match=r"the model is in eval\(\)"):
+        compile_model(evaluated, SPEC)
+
+
+def test_several_outputs_are_refused() -> None:
+    class Two(Unconvertible):
+        def forward(self, x: Any) -> Any:
+            h = self.linear(x) * 2
+            return h, h * 3
+
+    with pytest.raises(StaticGraphError, match="returns 2 tensors"):
+        compile_model(Two(), ROWS)
+    model = Two()
+    assert not compile_model(model, ROWS, or_eager=True).compiled
+    first, second = model(paddle.ones([2, 4]))
+    assert np.array_equal(first.numpy() * 3, second.numpy())
 
 
 def test_another_precision_than_that_of_the_program_is_refused() -> None:

@@ -40,7 +40,7 @@ def is_compiled(layer: paddle.nn.Layer) -> bool:
 
 def compile_layer(
     layer: paddle.nn.Layer, input_spec: list[paddle.static.InputSpec], *, train: bool
-) -> bool:
+) -> tuple[bool, int]:
     """Replace the forward of `layer` by its Program, and append the Program's backward.
 
     ``to_static`` runs operators that are ready first, first (3.3.1): two branches that draw random
@@ -49,7 +49,7 @@ def compile_layer(
 
     Returns:
         Whether the Program holds calls of fleet's recompute (3.x), which Paddle marks with the
-        attribute ``fwd_recompute_id`` and does not repeat.
+        attribute ``fwd_recompute_id`` and does not repeat; and how many tensors it returns.
     """
     paddle.jit.to_static(layer, input_spec=input_spec, full_graph=True)
     layer.forward.__class__ = _InProgramOrder
@@ -57,7 +57,9 @@ def compile_layer(
     # Each of them is made when it is looked at.
     runner.program if train else runner.infer_program  # noqa: B018
     operators = program.main_program.global_block().ops
-    return any(operator.has_attr("fwd_recompute_id") for operator in operators)
+    leaves = paddle.utils.flatten(program.outputs)
+    outputs = [leaf for leaf in leaves if hasattr(leaf, "stop_gradient")]
+    return any(operator.has_attr("fwd_recompute_id") for operator in operators), len(outputs)
 
 
 class _InProgramOrder(ASTStaticFunction):
