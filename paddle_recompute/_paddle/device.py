@@ -130,13 +130,12 @@ class HostNumbers:
     ) -> None:
         stream, on_gpu = _stream_for_numbers()
         self._sent = paddle.to_tensor(list(values), "float64", place=paddle.CPUPlace())
-        # To memory that is not pinned, a GPU copies while the host waits.
+        # To memory that is not pinned, a device copies while the host waits.
         self._back = self._sent.pin_memory() if on_gpu else self._sent.clone()
         with paddle.device.stream_guard(stream.stream):
             self._numbers = paddle.empty(self._sent.shape, "float64")
             self._numbers.copy_(self._sent, False)
             collective(self._numbers)
-            self._back.copy_(self._numbers, False)
         self._stream, self._done = stream, stream.recorded(stream.stream)
 
     def has_come(self) -> bool:
@@ -144,9 +143,14 @@ class HostNumbers:
         return bool(self._done.query())
 
     def values(self) -> list[float]:
-        """What the collective has made of them; once."""
-        self._done.synchronize()
-        self._stream.take_back(self._done)
+        """What the collective has made of them; once, when they have come."""
+        # Not before: a copy to memory that is not pinned waits inside the driver.
+        with paddle.device.stream_guard(self._stream.stream):
+            self._back.copy_(self._numbers, False)
+        copied = self._stream.recorded(self._stream.stream)
+        copied.synchronize()
+        for event in (self._done, copied):
+            self._stream.take_back(event)
         return [float(value) for value in self._back.tolist()]
 
 
