@@ -238,9 +238,6 @@ class Trainer:
         """Run the remaining steps; returns what the final record says about them."""
         settings, global_batch = self.config.train, self.config.contrastive.global_batch
         model.train()
-        compiled = compile_as_configured(self.config, model)
-        if compiled is not None:
-            self._say(f"The model is {compiled}")
         done = checkpoint.step if checkpoint else 0
         schedule = build_schedule(self.config, total)
         train_step = build_step(
@@ -252,6 +249,9 @@ class Trainer:
             amp=self._amp,
             plan=self._plan,
         )
+        compiled = compile_as_configured(self.config, model, train_step)
+        if compiled is not None:
+            self._say(f"The model is {compiled}")
         self._say(f"Gradient synchronization: {train_step.synchronization}")
         if objective.chunks:
             self._say(f"Gradient cache: each rank encodes {objective.chunks}")

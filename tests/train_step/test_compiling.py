@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import random
 from typing import Any
@@ -295,6 +297,48 @@ def test_another_precision_than_that_of_the_program_is_refused() -> None:
     model = build(wrap=False, compiled=True)
     with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
         model(paddle.ones([2, 3], "int64"))
+
+
+def test_a_copy_is_refused() -> None:
+    """Paddle's own runs the Program of the original."""
+    model = build(wrap=False, compiled=True)
+    with pytest.raises(StaticGraphError, match="a compiled model cannot be copied"):
+        copy.deepcopy(model)
+    model.forward.rollback()
+    other = copy.deepcopy(model)
+    for one in (model, other):
+        compile_model(one, SPEC)
+        one(paddle.ones([2, 3], "int64")).sum().backward()
+    for one, its_copy in zip(model.parameters(), other.parameters(), strict=True):
+        assert one is not its_copy
+        assert (one.grad is None) == (its_copy.grad is None)
+
+
+def gradients_in(precision: Any, *, wrap: bool) -> dict[str, np.ndarray]:
+    """Of a compiled model whose Program was made in `precision`."""
+    model = build(wrap=wrap, compiled=False)
+    with precision():
+        compile_model(model, SPEC)
+        paddle.seed(1)
+        vectors = model(paddle.arange(12).reshape([2, 6]))
+    vectors.square().sum().backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@only_3
+def test_a_program_in_bfloat16() -> None:
+    """Matrix products really are in bfloat16 in a Program on a CPU, also when they are repeated."""
+
+    def in_bfloat16() -> Any:
+        return auto_cast(dtype="bfloat16", custom_white_list=["matmul"])
+
+    plain, wrapped = (gradients_in(in_bfloat16, wrap=wrap) for wrap in (False, True))
+    exact = gradients_in(contextlib.nullcontext, wrap=True)
+    assert plain.keys() == wrapped.keys() == exact.keys()
+    for name, value in exact.items():
+        np.testing.assert_array_equal(wrapped[name], plain[name])
+        error = np.abs(plain[name] - value).max() / np.abs(value).max()
+        assert 1e-4 < error < 0.03, name  # bfloat16 has 8 bits: 4e-3 in each product
 
 
 def test_models_that_are_not_compiled_as_they_are() -> None:

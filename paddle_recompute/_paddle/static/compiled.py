@@ -15,6 +15,7 @@ from paddle.jit.dy2static.program_translator import ASTStaticFunction, StaticFun
 from paddle.jit.dy2static.utils import Dygraph2StaticException
 
 from paddle_recompute._paddle.static.training import in_program_order
+from paddle_recompute.errors import StaticGraphError
 
 CONVERSION_ERRORS = (
     Dygraph2StaticException,
@@ -63,6 +64,13 @@ def compile_layer(
 
 
 class _InProgramOrder(ASTStaticFunction):
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refused: Paddle's copy (2.6, 3.x) would run the Program of the original's parameters."""
+        raise StaticGraphError(
+            "a compiled model cannot be copied: its Program holds its own parameters. Call "
+            "model.forward.rollback(), copy it, and compile_model each of the two again"
+        )
+
     def _perform_call(self, *args: Any, **kwargs: Any) -> Any:
         with in_program_order():
             return super()._perform_call(*args, **kwargs)
