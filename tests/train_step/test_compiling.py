@@ -330,7 +330,7 @@ def test_a_program_in_bfloat16() -> None:
     """Matrix products really are in bfloat16 in a Program on a CPU, also when they are repeated."""
 
     def in_bfloat16() -> Any:
-        return auto_cast(dtype="bfloat16", custom_white_list=["matmul"])
+        return auto_cast(dtype="bfloat16", custom_white_list=["matmul", "matmul_v2", "linear_v2"])
 
     plain, wrapped = (gradients_in(in_bfloat16, wrap=wrap) for wrap in (False, True))
     exact = gradients_in(contextlib.nullcontext, wrap=True)

@@ -1,4 +1,4 @@
-"""A rank is killed in the middle of an offloaded step: no file is left, no finished step is lost."""
+"""A rank is killed in an offloaded step: no file is left, no finished step is lost."""
 
 from __future__ import annotations
 
