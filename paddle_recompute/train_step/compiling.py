@@ -99,13 +99,19 @@ def compile_model(
         raise ConfigError("compile_model: the model is in eval(); call model.train() before")
     before = random.getstate(), np.random.get_state()
     try:
-        calls_fleet, num_outputs = compiled.compile_layer(model, specs, train=model.training)
-        if num_outputs != 1:
+        made = compiled.compile_layer(model, specs, train=model.training)
+        if made.has_loops:
             raise StaticGraphError(
-                f"its forward returns {num_outputs} tensors, and Paddle (2.6, 3.3) may compute one "
+                "its forward has a loop over tensors (while, or for over a tensor or one of its "
+                "sizes), whose backward fails or is wrong in a Program of Paddle 3.3; loop over "
+                "numbers or Layers, or use an operator for the whole tensor"
+            )
+        if made.num_outputs != 1:
+            raise StaticGraphError(
+                f"its forward returns {made.num_outputs} tensors, and Paddle (2.6, 3.3) may compute one "
                 "of them in the memory of another, with wrong numbers; return one"
             )
-        if calls_fleet:
+        if made.calls_fleet:
             raise StaticGraphError(
                 "it calls fleet's recompute, which to_static drops without a word; call "
                 "patch_fleet() before, or use recompute.engine: paddle_recompute"

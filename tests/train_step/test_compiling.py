@@ -299,6 +299,46 @@ def test_another_precision_than_that_of_the_program_is_refused() -> None:
         model(paddle.ones([2, 3], "int64"))
 
 
+class WhileLoop(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        number = paddle.zeros([], "int32")
+        while number < paddle.shape(x)[0]:
+            x = self.linear(x)
+            number = number + 1
+        return x
+
+
+class OverSize(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        for _ in range(x.shape[0]):
+            x = self.linear(x)
+        return x
+
+
+class OverRows(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        rows = []
+        for row in x:  # Paddle 3.3.1 gives no gradient, and says nothing
+            rows.append(self.linear(row))  # noqa: PERF401
+        return paddle.stack(rows)
+
+
+@pytest.mark.parametrize("make", [WhileLoop, OverSize, OverRows])
+def test_loops_over_tensors(make: type[Unconvertible]) -> None:
+    """Paddle 2.6 has their gradients; where 3.3 has not, eager execution goes on."""
+    paddle.seed(0)
+    model = make()
+    if not IS_26:
+        with pytest.raises(StaticGraphError, match=r"has a loop over tensors.*compile: auto"):
+            compile_model(model, ROWS)
+    assert compile_model(model, ROWS, or_eager=True).compiled is IS_26
+    paddle.seed(0)
+    plain = make()
+    for one in (model, plain):
+        one(paddle.ones([3, 4])).sum().backward()
+    assert np.array_equal(model.linear.weight.grad.numpy(), plain.linear.weight.grad.numpy())
+
+
 def test_a_copy_is_refused() -> None:
     """Paddle's own runs the Program of the original."""
     model = build(wrap=False, compiled=True)
