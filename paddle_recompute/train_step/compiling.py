@@ -108,8 +108,8 @@ def compile_model(
             )
         if made.num_outputs != 1:
             raise StaticGraphError(
-                f"its forward returns {made.num_outputs} tensors, and Paddle (2.6, 3.3) may compute one "
-                "of them in the memory of another, with wrong numbers; return one"
+                f"its forward returns {made.num_outputs} tensors, and Paddle (2.6, 3.3) may "
+                "compute one of them in the memory of another, with wrong numbers; return one"
             )
         if made.calls_fleet:
             raise StaticGraphError(

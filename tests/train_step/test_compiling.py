@@ -319,7 +319,7 @@ class OverRows(Unconvertible):
     def forward(self, x: Any) -> Any:
         rows = []
         for row in x:  # Paddle 3.3.1 gives no gradient, and says nothing
-            rows.append(self.linear(row))  # noqa: PERF401
+            rows.append(self.linear(row))
         return paddle.stack(rows)
 
 
