@@ -277,7 +277,7 @@ def peak_of(rows: int, chunk: int) -> int:
     step = StaticTrainStep(
         config_of(recompute=False),
         lambda: Encoder(0.1),
-        grad_cache=ProgramCache(loss_of(tile=128), chunk_size=chunk),
+        grad_cache=ProgramCache(loss_of(tile=64), chunk_size=chunk),
     )
     step([vectors(0, rows=rows)])
     if memory.can_reset_peak():
@@ -290,11 +290,11 @@ def peak_of(rows: int, chunk: int) -> int:
 @pytest.mark.skipif(not memory.can_reset_peak(), reason="2.6 cannot reset the peak")
 def test_memory_does_not_grow_with_the_number_of_chunks() -> None:
     """Vectors and their gradients do: 32 bytes a row each, kept a few times over."""
-    of_2_chunks, of_16_chunks = peak_of(512, 256), peak_of(4096, 256)
-    more_rows = 2 * (4096 - 512)
+    of_2_chunks, of_16_chunks = peak_of(1024, 512), peak_of(8192, 512)
+    more_rows = 2 * (8192 - 1024)
     vectors_of_both_sides = more_rows * HIDDEN * 4
     assert of_16_chunks - of_2_chunks < 6 * vectors_of_both_sides
-    assert of_16_chunks < peak_of(4096, 4096) / 4
+    assert of_16_chunks < peak_of(8192, 8192) / 4
 
 
 # ---------------------------------------------------------------------------------- faults
