@@ -13,13 +13,14 @@ from paddle_recompute.planner.planning import (
     within_budget,
 )
 from paddle_recompute.planner.policies import choices_of_policy, uniform
-from paddle_recompute.planner.recompute_plan import RecomputePlan, make_plan
+from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
 from paddle_recompute.planner.report import Row, budget_of_card, rows_of, table, write
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
 from paddle_recompute.planner.solve import Solution, solve
 
 __all__ = [
     "JOINED",
+    "MOST_CORRECTIONS",
     "NESTED",
     "PLAIN",
     "WHOLE",

@@ -111,8 +111,15 @@ class Job:
             update_bytes=self._update_bytes(gradients),
             options=options,
             preserve_rng_state=self.preserve_rng_state,
+            accumulates=self.accumulate_steps > 1,
             progress=progress,
         )
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of `parameters`."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.clear_gradient(False)
 
     def parameters(self) -> list[paddle.Tensor]:
         """What is trained: parameters of the model and of the loss of a gradient cache."""
