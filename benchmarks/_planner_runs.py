@@ -84,7 +84,7 @@ class Dygraph:
         self.take()
         return int(memory.peak_bytes())
 
-    def ratios(self, plans: dict[str, RecomputePlan], rounds: int) -> dict[str, float]:
+    def ratios(self, plans: dict[str, RecomputePlan], rounds: int) -> dict[str, float | None]:
         """The least time of a forward and backward under each plan to that of the plain one.
 
         Of some rounds in turn.
@@ -100,6 +100,8 @@ class Dygraph:
                     found[name].append(self._timed())
                 finally:
                     plan.remove(self.job.model)
+        if not rounds:
+            return dict.fromkeys(plans)
         return {name: min(found[plan.hash]) / min(plain) for name, plan in plans.items()}
 
     def _timed(self) -> float:
@@ -118,7 +120,7 @@ class Static:
     def __init__(self, case: Case, job: Job, rounds: int) -> None:
         self._case, self._rounds = case, rounds
         self._micro_batches = [job.batch] * case.accumulate_steps
-        self._seen: dict[str, tuple[tuple[int, int], float]] = {}
+        self._seen: dict[str, tuple[tuple[int, int], float | None]] = {}
         self._plain = self._built(None)
         for _ in range(3):
             self.plain()
@@ -156,7 +158,7 @@ class Static:
         """
         return self._measured(plan)[0]
 
-    def _measured(self, plan: RecomputePlan) -> tuple[tuple[int, int], float]:
+    def _measured(self, plan: RecomputePlan) -> tuple[tuple[int, int], float | None]:
         if plan.hash in self._seen:
             return self._seen[plan.hash]
         gc.collect()
@@ -169,13 +171,15 @@ class Static:
             (_seconds(take, self.clock), _seconds(self.plain, self.clock))
             for _ in range(self._rounds)
         ]
-        ratio = min(own for own, _ in times) / min(plain for _, plain in times)
+        ratio = None
+        if times:
+            ratio = min(own for own, _ in times) / min(plain for _, plain in times)
         del step, take
         gc.collect()
         self._seen[plan.hash] = peaks, ratio
         return peaks, ratio
 
-    def ratios(self, plans: dict[str, RecomputePlan], rounds: int) -> dict[str, float]:
+    def ratios(self, plans: dict[str, RecomputePlan], rounds: int) -> dict[str, float | None]:
         """The least time of a step under each plan to that of the plain one, beside it."""
         return {name: self._measured(plan)[1] for name, plan in plans.items()}
 
@@ -264,7 +268,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     for key in plans:
         rows[key]["ratio"] = ratios[key]
         fitting = {h: ratios[h] for h in hands if peaks[h] <= rows[key]["measured"]}
-        rows[key]["hand"] = min(fitting, key=fitting.__getitem__, default=None)
+        rows[key]["hand"] = min(fitting, key=lambda hand: fitting[hand] or 0.0, default=None)
         rows[key]["hand ratio"] = fitting.get(rows[key]["hand"])
     return {
         "title": case.title,

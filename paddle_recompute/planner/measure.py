@@ -90,6 +90,7 @@ class MeasuredCall:
             option: [] for option in options if option in self._parts
         }
         self.gradients: dict[str, int] = {}
+        self._frees_input: dict[str, int] = {}
         self.rounds, self.spent = 0, 0.0
 
     @property
@@ -102,21 +103,27 @@ class MeasuredCall:
         began = now()
         if self._accumulates and not self.rounds:
             _run(self._block, self._call)
+        if not self.rounds:
+            # The first forward of a block is slower than the next ones: this one is not timed.
+            self._frees_input = {PLAIN: _freed_input(self._block, self._call)}
         for option in list(self._runs):
-            plain = self._runs[PLAIN][0] if option != PLAIN else None
+            plain = None if option in (PLAIN, WHOLE) else self._runs[PLAIN][0]
             with self._under(option):
                 found = _run(self._block, self._call, useless_beside=plain)
             self._note_gradients()
             if found is None:
                 del self._runs[option]
-            else:
-                self._runs[option].append(found)
+                continue
+            self._runs[option].append(found)
+            # A part keeps no less of the input than its operators do; the whole keeps all of it.
+            if self._frees_input[PLAIN] and not self.rounds and option not in (PLAIN, WHOLE):
+                with self._under(option):
+                    self._frees_input[option] = _freed_input(self._block, self._call)
         self.rounds += 1
         self.spent = now() - began
 
     def costs(self) -> dict[str, OptionCost]:
         """By option: the bytes of the last round, the least time of all."""
-        plain = self._runs[PLAIN][-1]
         return {
             option: replace(
                 found[-1],
@@ -124,8 +131,7 @@ class MeasuredCall:
                 seconds=max(self.plain_seconds, min(run.seconds for run in found)),
                 forward_seconds=min(run.forward_seconds for run in found),
                 takes_offers=option != PLAIN,
-                # A part keeps no less of the input than its operators do; the whole keeps all.
-                frees_input=found[-1].frees_input if plain.frees_input and option != WHOLE else 0,
+                frees_input=self._frees_input.get(option, 0),
             )
             for option, found in self._runs.items()
         }
@@ -150,6 +156,19 @@ class MeasuredCall:
             yield
         finally:
             undo_recompute(block)
+
+
+def _freed_input(block: paddle.nn.Layer, call: RecordedCall) -> int:
+    """Bytes that go when nobody but `block` holds its input after the forward."""
+    with paddle.set_grad_enabled(True):
+        args, kwargs = _inputs(call)
+        with _paddle.amp_state_of(call.amp):
+            outputs = block(*args, **kwargs)
+        before = memory.current_bytes()
+        del args, kwargs
+        freed = before - memory.current_bytes()
+        del outputs
+    return freed
 
 
 def _inputs(call: RecordedCall) -> Any:
@@ -209,14 +228,11 @@ def _run(
         del outputs
         held = memory.current_bytes() - before
         small = sum(one.size * one.element_size() for one in ends)
-        # What goes when nobody but the block holds its input.
-        del args, kwargs
-        freed = held - (memory.current_bytes() - before)
         memory.reset_peak()
         continued = now()
         paddle.autograd.backward(ends)
         ended = now()
-        backward_peak = memory.peak_bytes() - before - small + freed
+        backward_peak = memory.peak_bytes() - before - small
     return OptionCost(
         kept=kept,
         forward_peak=forward_peak,
@@ -225,5 +241,4 @@ def _run(
         forward_seconds=forwarded - began,
         keeps_output=bool(output_bytes) and held - small >= after,
         offers_output=offers,
-        frees_input=freed,
     )

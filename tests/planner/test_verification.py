@@ -29,12 +29,12 @@ def exact(plan: RecomputePlan) -> int:
 
 def test_a_step_that_takes_more_is_planned_anew() -> None:
     found = planned(chain(6, 4), 0.6)
-    kept = within_budget(found, lambda plan: exact(plan) + 500)
-    assert kept.measured_bytes == exact(kept) + 500 <= found.memory_budget
+    kept = within_budget(found, lambda plan: exact(plan) + 900)
+    assert kept.measured_bytes == exact(kept) + 900 <= found.memory_budget
     assert kept.choices != found.choices
 
 
-@pytest.mark.parametrize("more", [-700, 0, 500])
+@pytest.mark.parametrize("more", [-700, 0, 900])
 def test_a_verified_plan_of_a_program_says_what_was_measured(more: int) -> None:
     found = planned(chain(6, 4), 0.6)
     kept = within_budget(found, lambda plan: exact(plan) + more, refine=True)

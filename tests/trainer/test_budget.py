@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -45,8 +44,8 @@ def run(folder: Path, **changes: Any) -> dict[str, Any]:
     pairs = folder / "pairs.tsv"
     if not pairs.exists():
         # Longer than the longest texts of `tiny`: every batch is as large as the measured one.
-        of = [" ".join(f"w{n * k % 61}" for k in range(1, 15)) for n in range(401)]
-        words = [f"{one}\t{other}" for one, other in itertools.pairwise(of)]
+        long = [" ".join(f"w{n * k % 61}" for k in range(1, 15)) for n in range(400)]
+        words = [f"{n} {text}\tof {n} {text}" for n, text in enumerate(long)]
         pairs.write_text("\n".join(words) + "\n", encoding="utf-8")
     return Trainer(tiny(folder, **{**SIZES, **changes})).run()
 
@@ -110,9 +109,11 @@ def test_a_third_step_above_the_budget_is_planned_again(
     monkeypatch.setattr(PlannedSteps, "__call__", beside_another)
     run(tmp_path, mode=mode, **budget_of(high * 101 // 100), train__max_steps=7)
     plan = RecomputePlan.load(tmp_path / "run" / "plan.json")
-    assert plan.recomputes  # at first it had not to
+    assert plan.recomputes
     assert plan.costs.excess >= taken // 2
     assert losses(tmp_path) == of_whole
+    if mode == "static":  # the rest is the same, and Programs take long to build
+        return
     ballast.clear()
     taken = 2 * high
     with pytest.raises(PlanError, match="smallest feasible budget"):
