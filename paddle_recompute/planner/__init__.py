@@ -5,6 +5,7 @@ from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size
 from paddle_recompute.planner.front import next_faster, smallest
 from paddle_recompute.planner.job import Job
+from paddle_recompute.planner.offloaded import Offloaded, offloaded
 from paddle_recompute.planner.planning import (
     MemoryEstimate,
     estimate,
@@ -28,6 +29,7 @@ __all__ = [
     "Choice",
     "Job",
     "MemoryEstimate",
+    "Offloaded",
     "RecomputePlan",
     "Row",
     "Solution",
@@ -42,6 +44,7 @@ __all__ = [
     "make_plan",
     "maximum",
     "next_faster",
+    "offloaded",
     "plan",
     "probe",
     "rows_of",
