@@ -39,6 +39,7 @@ def measure_step(
     options: tuple[str, ...] = OPTIONS,
     preserve_rng_state: bool = True,
     accumulates: bool = False,
+    only_bytes: bool = False,
     progress: Progress | None = None,
 ) -> StepCosts:
     """Measure a step of `model`; parameters, buffers, gradients and random streams stay the same.
@@ -55,6 +56,7 @@ def measure_step(
         options: The options that are measured.
         preserve_rng_state: As in `recompute`.
         accumulates: Whether `base` has the gradients already, to which `step` adds its own.
+        only_bytes: Nothing is repeated for its time.
         progress: Is told how far the measurement is.
 
     Raises:
@@ -95,6 +97,7 @@ def measure_step(
                 if call.inputs is not None
             },
             skeleton,
+            0.0 if only_bytes else AFFORDABLE,
             progress,
         )
     finally:
@@ -134,7 +137,10 @@ def check_measurable(model: paddle.nn.Layer) -> None:
 
 
 def _measure_kinds(
-    kinds: dict[Any, MeasuredCall], skeleton: Skeleton, progress: Progress | None
+    kinds: dict[Any, MeasuredCall],
+    skeleton: Skeleton,
+    affordable: float,
+    progress: Progress | None,
 ) -> tuple[dict[Any, Any], dict[Any, dict[str, int]]]:
     """Costs and gradients by signature.
 
@@ -154,7 +160,7 @@ def _measure_kinds(
         one = max(kinds, key=lambda one: counts[one] / kinds[one].rounds)
         plain = outside + sum(counts[one] * kind.plain_seconds for one, kind in kinds.items())
         spent = now() - began
-        if kinds[one].rounds >= MOST_ROUNDS or spent + kinds[one].spent > AFFORDABLE * plain:
+        if kinds[one].rounds >= MOST_ROUNDS or spent + kinds[one].spent > affordable * plain:
             break
         kinds[one].round()
     return {one: kind.costs() for one, kind in kinds.items()}, {

@@ -32,6 +32,8 @@ BATCHES_AHEAD = 6
 two, one more is in transfer, and one has been divided into the step's micro-batches."""
 PROGRAM_STEPS = 3
 """Steps of a Program whose least peak counts on a CPU, where its executor is late to free."""
+MOST_VERIFICATIONS = 3
+"""Steps that are measured for chunks that were found by estimates, before all are measured."""
 CLOSE_ENOUGH = 8
 """The search ends when the next chunk would be larger by less than this fraction of it."""
 
@@ -43,9 +45,19 @@ class MemoryProbe:
         config: The configuration of the run.
         vocab_size: Rows of the word embedding.
         say: Shows the user a sentence, on rank 0 only.
+        estimate: The peak of a step with such chunks without running it, or None if it cannot be
+            told; None: steps are measured.
     """
 
-    def __init__(self, config: Config, vocab_size: int, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int,
+        *,
+        say: Callable[[str], None],
+        estimate: Callable[[Chunks], int | None] | None = None,
+    ) -> None:
+        self._estimate = estimate
         self._config = config
         self._vocab_size = vocab_size
         self._say = say
@@ -69,7 +81,8 @@ class MemoryProbe:
             self._say(f"{budget}: each rank encodes {earlier}, as before")
             return earlier
         recompute = self._config.recompute.enable
-        chunks, peak = chunks_within_budget(
+        found = self._estimated_chunks(recompute=recompute)
+        chunks, peak = found or chunks_within_budget(
             self._config, lambda chunks: self._peak_of_a_step(chunks, recompute=recompute)
         )
         setting = f" (contrastive.chunk_tokens: {chunks.tokens})" if chunks else ""
@@ -78,6 +91,31 @@ class MemoryProbe:
             f"{_memory.format_bytes(peak)}"
         )
         return chunks
+
+    def _estimated_chunks(self, *, recompute: bool) -> tuple[Chunks, int] | None:
+        """Chunks that were found by estimates and verified by a step; None: estimates do not do."""
+        estimates: dict[Chunks, int | None] = {}
+
+        def estimate(chunks: Chunks) -> int | None:
+            if self._estimate is not None and chunks not in estimates:
+                estimates[chunks] = self._estimate(chunks)
+            return estimates.get(chunks)
+
+        budget, more = self._config.contrastive.memory_budget, 0
+        assert budget is not None
+        for _ in range(MOST_VERIFICATIONS):
+            tighter = self._config.contrastive.model_copy(update={"memory_budget": budget - more})
+            try:
+                chunks, estimated = chunks_within_budget(
+                    self._config.model_copy(update={"contrastive": tighter}), estimate
+                )
+            except ConfigError:
+                return None  # measured steps tell whether it is so, and what is too much
+            peak = self._peak_of_a_step(chunks, recompute=recompute)
+            if peak is not None and peak <= budget:
+                return chunks, peak
+            more = max(more + 1, (peak or 2 * budget) - estimated)
+        return None
 
     def measure(self, chunks: Chunks) -> tuple[int | None, int]:
         """Peak bytes of the largest step on the largest rank: (plain, as configured).

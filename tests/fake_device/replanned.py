@@ -21,13 +21,13 @@ from tests.trainer.test_trainer import tiny
 
 SIZES: dict[str, Any] = {
     "model__hidden_size": 64,
-    "model__num_layers": 4,
+    "model__num_layers": 3,
     "model__intermediate_size": 256,
-    "contrastive__global_batch": 64,
+    "contrastive__global_batch": 48,
     "recompute__enable": True,
     "recompute__checkpoints": ["encoder.layers.*"],
     "recompute__policy": "budget",
-    "train__max_steps": 3,
+    "train__max_steps": 2,
     "train__eval_before": False,
     "train__warmup_steps": 0,
     "train__on_oom": "replan",

@@ -32,7 +32,7 @@ def test_a_device_that_is_full_leads_to_another_plan_with_the_same_losses(tmp_pa
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["failures"] >= 1
-    assert not told["plenty recomputes"] and told["short recomputes"]
+    assert not told["plenty recomputes"] and told["short recomputes"], told
     assert told["excess"] >= 0.05 * told["budget"] * told["failures"] * 0.99
-    assert len(told["losses"]) == 3
+    assert len(told["losses"]) == 2
     assert told["again"] == told["losses"]  # the same bits
