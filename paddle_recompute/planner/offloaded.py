@@ -2,16 +2,15 @@
 
 The parameters, gradients and optimizer state of the blocks are then off the device, a shard at a
 time is on it, and the next one is on its way (`paddle_recompute.offload`). Every block is
-recomputed, and its inputs wait off the device too.
+recomputed. Its inputs wait off the device too, but are counted here: they leave late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.planner.costs import WHOLE, Event, StepCosts
+from paddle_recompute.planner.costs import WHOLE, StepCosts
 from paddle_recompute.planner.policies import uniform
 from paddle_recompute.planner.simulate import simulate
 
@@ -59,27 +58,9 @@ def offloaded(costs: StepCosts) -> Offloaded | None:
         costs,
         base=rest + on_device,
         calls=tuple(replace(call, gradients={}) for call in costs.calls),
-        events=tuple(_without_inputs(costs)),
     )
     update = costs.events[-1].before + rest + int((1 + AHEAD) * largest * (1 + state)) + largest
     peak = max(simulate(step, uniform(costs, WHOLE)).peak.bytes, update)
     # Parameters come for forward, backward and update, and go after it; gradients go and come;
     # the state comes and goes.
     return Offloaded(len(sizes), peak, int(total * (4 + 2 + 2 * state)))
-
-
-def _without_inputs(costs: StepCosts) -> Iterator[Event]:
-    """The events without the inputs of calls that wait for their backward."""
-    away: set[int] = set()
-    for event in costs.events:
-        if event.kind in ("backward", "dropped"):
-            away.discard(event.call)
-        gone = sum(costs.calls[call].input_bytes for call in away)
-        yield replace(
-            event,
-            before=max(event.before - gone, 0),
-            enter=max(event.enter - gone, 0),
-            leave=max(event.leave - gone, 0),
-        )
-        if event.kind == "forward":
-            away.add(event.call)

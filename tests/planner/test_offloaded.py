@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 LAYERS, WIDTH = 8, 64
 CLOSE = 0.1
-"""Which shard is on its way when, and where the gradients leave, is not simulated."""
+"""Which shard is on its way when, and when the gradients leave, is not simulated."""
 
 
 def model_of() -> paddle.nn.Layer:
@@ -61,7 +61,9 @@ def test_the_predicted_peak_is_nearly_that_of_a_step(rows: int) -> None:
     others = costs.base - sum(costs.held.values())
     measured = memory.peak_bytes() - held + of_batch + others
     assert measured < 0.8 * smallest(costs).peak or rows > 1
-    assert found.peak_bytes == pytest.approx(measured, rel=CLOSE)
+    inputs = (LAYERS - 1) * of_batch  # they leave sooner or later
+    assert found.peak_bytes >= measured * (1 - CLOSE)
+    assert found.peak_bytes - inputs <= measured * (1 + CLOSE)
 
 
 def test_a_budget_that_no_recompute_meets_names_offload() -> None:
