@@ -104,6 +104,8 @@ class Case:
         accumulate_steps: Micro-batches of a step. With more than one, all gradients are held at the
             peak; else those of a small batch of a large model would be the peak, whatever is
             recomputed.
+        is_large: Fewer hand policies and rounds, and four budgets for Programs: a step takes
+            seconds.
     """
 
     title: str
@@ -114,6 +116,7 @@ class Case:
     checkpoints: tuple[str, ...] | None = None
     static: bool = True
     accumulate_steps: int = 1
+    is_large: bool = False
 
     def job(self) -> Job:
         """Its step in dygraph."""
@@ -141,6 +144,7 @@ CASES = {
         lambda: encoder(12, 768, 12),
         lambda: paddle.randn([2, 32, 768]),
         accumulate_steps=2,
+        is_large=True,
     ),
     "encoder": Case(
         "encoder: 12 post-norm blocks, hidden 64, 8 x 32 tokens",
@@ -153,6 +157,7 @@ CASES = {
         lambda: paddle.randn([4, 3, 64, 64]),
         checkpoints=("layer*.*",),
         accumulate_steps=2,
+        is_large=True,
     ),
     "unet": Case(
         "U-Net, 7 double convolutions, 4 images of 48 x 48",
