@@ -81,7 +81,9 @@ def main() -> None:
     job = job_of(max(ROWS))
     began = time.perf_counter()
     probes = {
-        rows: replace(job, batch=with_rows(job.batch, rows)).measure(options=(PLAIN, WHOLE))
+        rows: replace(job, batch=with_rows(job.batch, rows)).measure(
+            options=(PLAIN, WHOLE), only_bytes=True
+        )
         for rows in ROWS
     }
     seconds = time.perf_counter() - began

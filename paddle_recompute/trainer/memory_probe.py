@@ -113,7 +113,12 @@ class MemoryProbe:
                 return None  # measured steps tell whether it is so, and what is too much
             peak = self._peak_of_a_step(chunks, recompute=recompute)
             if peak is not None and peak <= budget:
-                return chunks, peak
+                at_once = None
+                if chunks == _all_texts(self._config):  # the estimate of no chunks is a bound
+                    at_once = self._peak_of_a_step(Chunks(), recompute=recompute)
+                return (
+                    (chunks, peak) if at_once is None or at_once > budget else (Chunks(), at_once)
+                )
             more = max(more + 1, (peak or 2 * budget) - estimated)
         return None
 
@@ -281,7 +286,7 @@ def chunks_within_budget(
     """
     budget, pairs = config.contrastive.memory_budget, config.local_batch
     assert budget is not None
-    longest = max(config.data.max_query_tokens, config.data.max_positive_tokens)
+    longest = _longest(config)
     texts, peak = 1, peak_of(Chunks(tokens=longest))
     if peak is None or peak > budget:
         raise _too_small(config, budget, peak)
@@ -299,6 +304,14 @@ def chunks_within_budget(
         if at_once is not None and at_once <= budget:
             return Chunks(), at_once
     return Chunks(tokens=texts * longest), peak
+
+
+def _longest(config: Config) -> int:
+    return max(config.data.max_query_tokens, config.data.max_positive_tokens)
+
+
+def _all_texts(config: Config) -> Chunks:
+    return Chunks(tokens=config.local_batch * _longest(config))
 
 
 def _next_size(before: tuple[int, int], now: tuple[int, int], budget: int, largest: int) -> int:
