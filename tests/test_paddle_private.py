@@ -512,7 +512,7 @@ def group_with_a_number() -> tuple[int, int]:
 
 
 def test_a_group_of_the_backend_can_have_a_number_of_ours() -> None:
-    """``collective._set_custom_gid``, in `_paddle.make_device_group`; Paddle counts on without it."""
+    """``collective._set_custom_gid``, in `_paddle.make_device_group`; Paddle counts on."""
     (number, counted), (same, counted_there) = run_ranks(group_with_a_number, 2)
     assert number == same == 2**20 + 7
     assert counted == counted_there < 2**20
