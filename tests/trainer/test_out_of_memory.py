@@ -14,6 +14,7 @@ import pytest
 from paddle_recompute import Trainer
 from paddle_recompute._paddle import memory
 from paddle_recompute.planner import RecomputePlan
+from paddle_recompute.trainer.planned_steps import PlannedSteps
 from tests.ranks import run_ranks
 from tests.trainer.test_trainer import tiny
 
@@ -43,7 +44,7 @@ class Limit:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Limit the steps of training, not those of the measurement."""
-        forward, survivor = paddle.nn.Linear.forward, Trainer._survivor
+        forward, survivor = paddle.nn.Linear.forward, PlannedSteps._survived
         inside: list[bool] = []
 
         def limited(layer: Any, x: paddle.Tensor) -> paddle.Tensor:
@@ -54,15 +55,15 @@ class Limit:
                 raise MemoryError(f"more than {self.most} bytes")
             return forward(layer, x)
 
-        def watched(trainer: Trainer, *arguments: Any) -> Any:
+        def watched(steps: PlannedSteps, *arguments: Any) -> Any:
             inside.append(True)
             try:
-                return survivor(trainer, *arguments)
+                return survivor(steps, *arguments)
             finally:
                 inside.clear()
 
         patch.setattr(paddle.nn.Linear, "forward", limited)
-        patch.setattr(Trainer, "_survivor", watched)
+        patch.setattr(PlannedSteps, "_survived", watched)
 
 
 def losses(folder: Path) -> list[float]:

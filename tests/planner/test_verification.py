@@ -1,0 +1,58 @@
+"""What happens to a plan when a step under it is measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paddle_recompute.errors import PlanError
+from paddle_recompute.planner import (
+    RecomputePlan,
+    StepCosts,
+    make_plan,
+    simulate,
+    smallest,
+    within_budget,
+)
+from tests.planner.chains import chain
+
+
+def planned(costs: StepCosts, part: float) -> RecomputePlan:
+    low, high = smallest(costs).peak, make_plan(costs, 2**40, signature="").peak_bytes
+    return make_plan(costs, int(low + (high - low) * part), signature="")
+
+
+def exact(plan: RecomputePlan) -> int:
+    return simulate(replace(plan.costs, excess=0), plan.choices).peak.bytes
+
+
+def test_a_step_that_takes_more_is_planned_anew() -> None:
+    found = planned(chain(6, 4), 0.6)
+    kept = within_budget(found, lambda plan: exact(plan) + 900)
+    assert kept.measured_bytes == exact(kept) + 900 <= found.memory_budget
+    assert kept.choices != found.choices
+
+
+@pytest.mark.parametrize("more", [-700, 0, 900])
+def test_a_verified_plan_of_a_program_says_what_was_measured(more: int) -> None:
+    found = planned(chain(6, 4), 0.6)
+    kept = within_budget(found, lambda plan: exact(plan) + more, refine=True)
+    assert kept.measured_bytes == kept.peak_bytes == exact(kept) + more <= found.memory_budget
+
+
+def test_the_smallest_plan_is_measured_before_a_program_is_refused() -> None:
+    found = planned(chain(6, 4), 0.5)
+    least = smallest(found.costs).choices
+    asked = []
+
+    def peak(plan: RecomputePlan) -> int:
+        asked.append(plan.hash)
+        return exact(plan) if plan.choices == least else found.memory_budget + 1000
+
+    assert within_budget(found, peak, refine=True).choices == least
+    assert len(asked) == len(set(asked)) <= 5
+    with pytest.raises(PlanError, match=r"smallest feasible budget|the one that took least"):
+        within_budget(found, peak)
+    with pytest.raises(PlanError, match="the one that took least had a measured peak"):
+        within_budget(found, lambda plan: found.memory_budget + 1, refine=True)
