@@ -58,8 +58,8 @@ class Observation:
         error: The exception that ended the step, or None. What follows it is empty then.
         loss: The value of the loss.
         gradients: Of each trained parameter, by name; None where it got none.
-        sparse: The names of the parameters whose gradient is sparse (SelectedRows). Their values are
-            not read.
+        sparse: The names of the parameters whose gradient is sparse (SelectedRows) and is not
+            read.
         buffers: After the step, by name.
         next_random: The next numbers of the random stream.
         outputs: Of the forward, in the order in which the calls ended.
