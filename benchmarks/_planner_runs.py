@@ -203,6 +203,8 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     job = case.job()
     warm = Dygraph(case, job)
     plain_seconds = min(_seconds(warm.plain, time.process_time) for _ in range(3))
+    gc.collect()
+    collecting = _seconds(gc.collect, time.process_time)
     start = time.process_time()
     costs = job.measure()
     probing = time.process_time() - start
@@ -285,6 +287,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
         "calls": len(costs.calls),
         "kinds": len({call.kind for call in costs.calls}),
         "probing / plain step": probing / plain_seconds,
+        "collecting / plain step": collecting / plain_seconds,
         "rows": list(rows.values()),
         "hands": {key: [peaks[key], ratios[key]] for key in hands},
         "seconds": time.perf_counter() - began,
