@@ -200,7 +200,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     began = time.perf_counter()
     if case.is_large:
         rounds, budgets = min(rounds, 2), min(budgets, 4) if mode == "static" else budgets
-    job = case.job()
+    job = case.job(mode)
     warm = Dygraph(case, job)
     plain_seconds = min(_seconds(warm.plain, time.process_time) for _ in range(3))
     gc.collect()
