@@ -252,6 +252,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
                 signature=signature,
                 checkpoints=case.checkpoints,
                 segments=runs.units,
+                or_smallest=runs.refine,
             )
             row["solving"] = time.process_time() - start
             row["first"] = made.peak_bytes
