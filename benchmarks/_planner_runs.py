@@ -68,11 +68,11 @@ class Dygraph:
         self.job.clear_gradients()
 
     def peaks(self, plan: RecomputePlan) -> tuple[int, int]:
-        """Peak bytes of the third step under `plan`, and of the next one."""
+        """Peak bytes of the second step under `plan`, and of the next one."""
         if plan.hash not in self._peaks:
             plan.apply(self.job.model)
             try:
-                self.take(), self.take()
+                self.take()
                 self._peaks[plan.hash] = self._peak(), self._peak()
             finally:
                 plan.remove(self.job.model)
