@@ -118,11 +118,11 @@ class Case:
     accumulate_steps: int = 1
     is_large: bool = False
 
-    def job(self) -> Job:
-        """Its step in dygraph."""
+    def job(self, mode: str = "dygraph") -> Job:
+        """Its step in dygraph, whose calls are those of a step of `mode`."""
         paddle.seed(0)
         model, batch, cache = self.model(), self.batch(), None
-        if self.chunk is not None:
+        if self.chunk is not None and mode == "dygraph":
             loss = ContrastiveLoss(temperature=0.1)
             cache = GradCache(model, loss, chunk_size=self.chunk)
         optimizer = paddle.optimizer.AdamW(1e-4, parameters=model.parameters())

@@ -68,11 +68,11 @@ class Dygraph:
         self.job.clear_gradients()
 
     def peaks(self, plan: RecomputePlan) -> tuple[int, int]:
-        """Peak bytes of the third step under `plan`, and of the next one."""
+        """Peak bytes of the second step under `plan`, and of the next one."""
         if plan.hash not in self._peaks:
             plan.apply(self.job.model)
             try:
-                self.take(), self.take()
+                self.take()
                 self._peaks[plan.hash] = self._peak(), self._peak()
             finally:
                 plan.remove(self.job.model)
@@ -200,7 +200,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     began = time.perf_counter()
     if case.is_large:
         rounds, budgets = min(rounds, 2), min(budgets, 4) if mode == "static" else budgets
-    job = case.job()
+    job = case.job(mode)
     warm = Dygraph(case, job)
     plain_seconds = min(_seconds(warm.plain, time.process_time) for _ in range(3))
     gc.collect()
@@ -252,6 +252,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
                 signature=signature,
                 checkpoints=case.checkpoints,
                 segments=runs.units,
+                or_smallest=runs.refine,
             )
             row["solving"] = time.process_time() - start
             row["first"] = made.peak_bytes

@@ -15,8 +15,10 @@ whose measured peak is not above that of the plan.
     python -m benchmarks.planner [--budgets N] [--cases encoder:dygraph,unet:static] [--rounds N]
         [--go-on] [--bytes-only]
 
-The rows of cases that are not named are kept from the record. With --go-on, cases that were
-measured at this commit are not measured again. With --bytes-only, no times are measured.
+The rows of cases that are not named are kept from the record. After each case the figures are
+written to build/planner.json; with --go-on, cases that are there and were measured at this commit
+are not measured again (``--go-on --cases ""`` writes the record of what there is). With
+--bytes-only, no times are measured.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from benchmarks._record import RESULTS, environment, hardware_tag, table, write_
 ALL = [f"{name}:dygraph" for name in CASES]
 ALL += [f"{name}:static" for name, case in CASES.items() if case.static]
 SOLVER = "solver"
+PARTIAL = RESULTS.parent.parent / "build" / "planner.json"
+"""What was measured so far; the record is written at the end."""
 FORMERS = RESULTS.parent.parent / ".venv-formers" / "bin" / "python"
 
 
@@ -156,21 +160,27 @@ def summary(everything: dict[str, dict[str, Any]]) -> list[str]:
     return ["## Goals", "", *table(["what", "goal", "found"], goals), ""]
 
 
-def measured_apart(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one case, from a process of its own."""
+def measured_apart(case: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """The figures of one case, from a process of its own; None: it failed or took too long."""
     python = options.formers_python if case.startswith("formers") else sys.executable
     arguments = ["--case", case, "--budgets", str(options.budgets), "--rounds", str(options.rounds)]
     arguments += ["--bytes-only"] if options.bytes_only else []
-    run = subprocess.run(
-        [python, "-m", "benchmarks.planner", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=RESULTS.parent.parent,
-    )
+    try:
+        run = subprocess.run(
+            [python, "-m", "benchmarks.planner", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=RESULTS.parent.parent,
+            timeout=options.minutes * 60,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{case}: left out, it took more than {options.minutes} minutes", flush=True)
+        return None
     if run.returncode != 0:
-        raise SystemExit(f"{case} failed:\n{run.stderr[-3000:]}")
+        print(f"{case} failed:\n{run.stderr[-3000:]}", flush=True)
+        return None
     found: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
-    return found | {"commit": environment()["commit"]}
+    return found
 
 
 def main() -> None:
@@ -181,6 +191,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join([SOLVER, *ALL]))
     parser.add_argument("--go-on", action="store_true")
     parser.add_argument("--bytes-only", action="store_true")
+    parser.add_argument("--minutes", type=float, default=10, help="the most that a case may take")
     parser.add_argument("--case", help="internal: one case, in this process")
     parser.add_argument("--formers-python", default=str(FORMERS))
     options = parser.parse_args()
@@ -190,23 +201,29 @@ def main() -> None:
         found = figures(rounds) if name == SOLVER else None
         print(json.dumps(found or measure(CASES[name], mode, options.budgets, rounds)))
         return
-    kept = sorted(RESULTS.glob(f"planner_{hardware_tag()}_*.json"))
-    everything = json.loads(kept[-1].read_text(encoding="utf-8")) if kept else {}
-    everything = {
-        key: one for key, one in everything.items() if key in [SOLVER, *ALL] and "commit" in one
-    }
     commit = environment()["commit"]
+    kept = sorted(RESULTS.glob(f"planner_{hardware_tag()}_*.json"))
+    everything: dict[str, dict[str, Any]] = {}
+    for path in (*kept[-1:], PARTIAL):
+        if path.is_file():
+            everything |= json.loads(path.read_text(encoding="utf-8"))
+    everything = {key: everything[key] for key in [*ALL, SOLVER] if key in everything}
+    everything = {key: one for key, one in everything.items() if "commit" in one}
     for case in filter(None, options.cases.split(",")):
         if options.go_on and everything.get(case, {}).get("commit") == commit:
             continue
         if case.startswith("formers") and not os.path.exists(options.formers_python):
             print(f"{case}: left out, there is no {options.formers_python}")
             continue
-        everything[case] = measured_apart(case, options)
-        record(
-            {key: everything[key] for key in [*ALL, SOLVER] if key in everything}, options.rounds
-        )
+        found = measured_apart(case, options)
+        if found is None:
+            continue
+        everything[case] = found | {"commit": commit}
+        # Not into the record yet: it would change the state of the repository that is noted.
+        PARTIAL.parent.mkdir(exist_ok=True)
+        PARTIAL.write_text(json.dumps(everything) + "\n", encoding="utf-8")
         print(f"{case} done", flush=True)
+    record({key: everything[key] for key in [*ALL, SOLVER] if key in everything}, options.rounds)
 
 
 def record(everything: dict[str, dict[str, Any]], rounds: int) -> None:

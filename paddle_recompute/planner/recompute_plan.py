@@ -328,13 +328,26 @@ def make_plan(
     checkpoints: tuple[str, ...] | None = None,
     preserve_rng_state: bool = True,
     segments: tuple[str, ...] = (JOINED, NESTED),
+    or_smallest: bool = False,
 ) -> RecomputePlan:
     """Solve, and say in words if there is no solution.
+
+    Args:
+        costs: Of the step.
+        memory_budget: In bytes.
+        signature: As in `RecomputePlan`.
+        checkpoints: As in `RecomputePlan`.
+        preserve_rng_state: As in `RecomputePlan`.
+        segments: As in `RecomputePlan`.
+        or_smallest: Where nothing is predicted to stay within the budget, the plan with the
+            smallest peak, for a Program, which may take less than the costs say.
 
     Raises:
         PlanError: Nothing stays within the budget.
     """
     solution = solve(costs, memory_budget, units=segments)
+    if solution is None and or_smallest:
+        solution = smallest(costs, units=segments)
     if solution is None:
         raise PlanError(infeasible(costs, memory_budget))
     return RecomputePlan(

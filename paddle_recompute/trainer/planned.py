@@ -89,6 +89,7 @@ class BudgetPlanner:
             preserve_rng_state=self._config.recompute.preserve_rng_state,
             # The passes over a Program repeat a call once.
             segments=(JOINED,) if static else (JOINED, NESTED),
+            or_smallest=static,
         )
 
         def peak(plan: RecomputePlan) -> int:

@@ -60,3 +60,14 @@ def test_the_smallest_plan_is_measured_before_a_program_is_refused() -> None:
         within_budget(found, peak)
     with pytest.raises(PlanError, match="the one that took least had a measured peak"):
         within_budget(found, lambda plan: found.memory_budget + 1, refine=True)
+
+
+def test_a_program_may_take_less_than_predicted() -> None:
+    costs = chain(6, 4)
+    low = smallest(costs).peak
+    found = make_plan(costs, low - 500, signature="", or_smallest=True)
+    assert found.choices == smallest(costs).choices
+    kept = within_budget(found, lambda plan: exact(plan) - 1000, refine=True)
+    assert kept.measured_bytes is not None and kept.measured_bytes <= low - 500
+    with pytest.raises(PlanError, match="smallest feasible budget"):
+        make_plan(costs, low - 500, signature="")
