@@ -101,6 +101,11 @@ class Case:
         chunk: Rows of a chunk of the gradient cache, in dygraph; None: there is none.
         checkpoints: Patterns of the blocks; None: they are found.
         static: Whether its forward can be built into a Program.
+        accumulate_steps: Micro-batches of a step. With more than one, all gradients are held at the
+            peak; else those of a small batch of a large model would be the peak, whatever is
+            recomputed.
+        is_large: Fewer hand policies and rounds, and four budgets for Programs: a step takes
+            seconds.
     """
 
     title: str
@@ -110,12 +115,14 @@ class Case:
     chunk: int | None = None
     checkpoints: tuple[str, ...] | None = None
     static: bool = True
+    accumulate_steps: int = 1
+    is_large: bool = False
 
-    def job(self) -> Job:
-        """Its step in dygraph."""
+    def job(self, mode: str = "dygraph") -> Job:
+        """Its step in dygraph, whose calls are those of a step of `mode`."""
         paddle.seed(0)
         model, batch, cache = self.model(), self.batch(), None
-        if self.chunk is not None:
+        if self.chunk is not None and mode == "dygraph":
             loss = ContrastiveLoss(temperature=0.1)
             cache = GradCache(model, loss, chunk_size=self.chunk)
         optimizer = paddle.optimizer.AdamW(1e-4, parameters=model.parameters())
@@ -125,21 +132,32 @@ class Case:
             None if cache is not None else self.loss,
             optimizer,
             cache,
+            accumulate_steps=self.accumulate_steps,
             checkpoints=self.checkpoints,
         )
 
 
 CASES = {
+    "ernie-base": Case(
+        "ERNIE-base's shape: 12 post-norm blocks, hidden 768, 12 heads, two micro-batches of 2 x "
+        "32 tokens",
+        lambda: encoder(12, 768, 12),
+        lambda: paddle.randn([2, 32, 768]),
+        accumulate_steps=2,
+        is_large=True,
+    ),
     "encoder": Case(
-        "encoder: 12 post-norm blocks (ERNIE's), hidden 64, 8 x 32 tokens",
+        "encoder: 12 post-norm blocks, hidden 64, 8 x 32 tokens",
         lambda: encoder(12, 64, 4),
         lambda: paddle.randn([8, 32, 64]),
     ),
     "resnet50": Case(
-        "ResNet-50, 4 images of 32 x 32",
+        "ResNet-50, two micro-batches of 4 images of 64 x 64",
         lambda: paddle.vision.models.resnet50(num_classes=10),
-        lambda: paddle.randn([4, 3, 32, 32]),
+        lambda: paddle.randn([4, 3, 64, 64]),
         checkpoints=("layer*.*",),
+        accumulate_steps=2,
+        is_large=True,
     ),
     "unet": Case(
         "U-Net, 7 double convolutions, 4 images of 48 x 48",

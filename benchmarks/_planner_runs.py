@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import paddle
@@ -46,70 +47,100 @@ class Dygraph:
 
     def __init__(self, case: Case, job: Job) -> None:
         self.job = job
+        self._micro_batches = [job.batch] * case.accumulate_steps
         self._step = TrainStep(
-            job.model, job.optimizer, loss_fn=job.loss_fn, grad_cache=job.grad_cache
+            job.model,
+            job.optimizer,
+            loss_fn=job.loss_fn,
+            grad_cache=job.grad_cache,
+            accumulate_steps=case.accumulate_steps,
         )
+        self._peaks: dict[str, tuple[int, int]] = {}
         self.take(), self.take()
 
     def take(self) -> None:
         """One optimizer step."""
-        self._step([self.job.batch])
+        self._step(self._micro_batches)
 
     def plain(self) -> None:
         """Forward and backward without recompute, which is what a plan's seconds are of."""
         self.job.step()
-        for parameter in self.job.parameters():
-            parameter.clear_gradient(False)
+        self.job.clear_gradients()
 
-    def peak(self, plan: RecomputePlan) -> int:
-        """Peak bytes of the third step under `plan`."""
-        plan.apply(self.job.model)
-        try:
-            self.take(), self.take()
-            gc.collect()
-            memory.reset_peak()
-            self.take()
-            return int(memory.peak_bytes())
-        finally:
-            plan.remove(self.job.model)
+    def peaks(self, plan: RecomputePlan) -> tuple[int, int]:
+        """Peak bytes of the second step under `plan`, and of the next one."""
+        if plan.hash not in self._peaks:
+            plan.apply(self.job.model)
+            try:
+                self.take()
+                self._peaks[plan.hash] = self._peak(), self._peak()
+            finally:
+                plan.remove(self.job.model)
+        return self._peaks[plan.hash]
 
-    def times(self, plan: RecomputePlan, run: Callable[[Callable[[], None]], float]) -> float:
-        """Seconds of one forward and backward under `plan`."""
-        plan.apply(self.job.model)
-        try:
-            return run(self.plain)
-        finally:
-            plan.remove(self.job.model)
+    def _peak(self) -> int:
+        gc.collect()
+        memory.reset_peak()
+        self.take()
+        return int(memory.peak_bytes())
+
+    def ratios(self, plans: dict[str, RecomputePlan], rounds: int) -> dict[str, float | None]:
+        """The least time of a forward and backward under each plan to that of the plain one.
+
+        Of some rounds in turn.
+        """
+        distinct = {plan.hash: plan for plan in plans.values()}
+        plain: list[float] = []
+        found: dict[str, list[float]] = {name: [] for name in distinct}
+        for _ in range(rounds):
+            plain.append(self._timed())
+            for name, plan in distinct.items():
+                plan.apply(self.job.model)
+                try:
+                    found[name].append(self._timed())
+                finally:
+                    plan.remove(self.job.model)
+        if not rounds:
+            return dict.fromkeys(plans)
+        return {name: min(found[plan.hash]) / min(plain) for name, plan in plans.items()}
+
+    def _timed(self) -> float:
+        self.plain()  # the first one after a change of the model is slower
+        return _seconds(self.plain, self.clock)
 
 
 class Static:
-    """Steps of Programs of a model."""
+    """Steps of Programs of a model: one Program at a time beside the plain one."""
 
     units: tuple[str, ...] = (JOINED,)
     refine = True
     clock = staticmethod(time.perf_counter)
     """The threads of the executor wait actively, so CPU time says nothing."""
 
-    def __init__(self, case: Case, job: Job) -> None:
-        self._case, self._batch = case, job.batch
-        self._steps: dict[str, StaticTrainStep] = {}
+    def __init__(self, case: Case, job: Job, rounds: int) -> None:
+        self._case, self._rounds = case, rounds
+        self._micro_batches = [job.batch] * case.accumulate_steps
+        self._seen: dict[str, tuple[tuple[int, int], float | None]] = {}
         self._plain = self._built(None)
         for _ in range(3):
             self.plain()
 
     def plain(self) -> None:
         """One optimizer step without recompute."""
-        self._plain([self._batch])
+        self._plain(self._micro_batches)
 
     def _built(self, plan: RecomputePlan | None) -> StaticTrainStep:
         recomputes = plan is not None and plan.recomputes
         policy = ["recompute.policy=budget", "recompute.memory_budget=1TiB"]
+        merge = self._case.accumulate_steps
         config = load_config(
             CONFIG,
             [
                 "mode=static",
                 "launch.num_ranks=1",
                 "train.clip_grad_norm=null",
+                f"strategy.gradient_merge={str(merge > 1).lower()}",
+                f"strategy.gradient_merge_configs.k_steps={merge}",
                 *(policy if recomputes else ["recompute.enable=false"]),
             ],
         )
@@ -120,26 +151,37 @@ class Static:
             recompute_with=plan.apply if recomputes and plan is not None else None,
         )
 
-    def peak(self, plan: RecomputePlan) -> int:
-        """Peak bytes of the third step of a Program under `plan`, above what is held before."""
-        gc.collect()
-        before = memory.current_bytes()
-        step = self._built(plan)
-        step([self._batch]), step([self._batch])
-        memory.reset_peak()
-        step([self._batch])
-        found = int(memory.peak_bytes()) - int(before)
-        del step
-        gc.collect()
-        self.left = int(memory.current_bytes()) - int(before)
-        return found
+    def peaks(self, plan: RecomputePlan) -> tuple[int, int]:
+        """Peak bytes of the third step of a Program under `plan`, and of a later one.
 
-    def times(self, plan: RecomputePlan, run: Callable[[Callable[[], None]], float]) -> float:
-        """Seconds of one step under `plan`."""
-        if plan.hash not in self._steps:
-            self._steps[plan.hash] = self._built(plan)
-        step = self._steps[plan.hash]
-        return run(lambda: (step([self._batch]), None)[1])
+        Above what is held before. Of each, the least of some steps: `memory.peak_of_repeats`.
+        """
+        return self._measured(plan)[0]
+
+    def _measured(self, plan: RecomputePlan) -> tuple[tuple[int, int], float | None]:
+        if plan.hash in self._seen:
+            return self._seen[plan.hash]
+        gc.collect()
+        before = int(memory.current_bytes())
+        step = self._built(plan)
+        take = partial(step, self._micro_batches)
+        take(), take()
+        peaks = memory.peak_of_repeats(take) - before, memory.peak_of_repeats(take) - before
+        times = [
+            (_seconds(take, self.clock), _seconds(self.plain, self.clock))
+            for _ in range(self._rounds)
+        ]
+        ratio = None
+        if times:
+            ratio = min(own for own, _ in times) / min(plain for _, plain in times)
+        del step, take
+        gc.collect()
+        self._seen[plan.hash] = peaks, ratio
+        return peaks, ratio
+
+    def ratios(self, plans: dict[str, RecomputePlan], rounds: int) -> dict[str, float | None]:
+        """The least time of a step under each plan to that of the plain one, beside it."""
+        return {name: self._measured(plan)[1] for name, plan in plans.items()}
 
 
 def hand_policies(costs: StepCosts) -> dict[str, tuple[Choice, ...]]:
@@ -155,19 +197,24 @@ def hand_policies(costs: StepCosts) -> dict[str, tuple[Choice, ...]]:
 
 def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     """All figures of one model in one mode."""
-    job = case.job()
+    began = time.perf_counter()
+    if case.is_large:
+        rounds, budgets = min(rounds, 2), min(budgets, 4) if mode == "static" else budgets
+    job = case.job(mode)
     warm = Dygraph(case, job)
     plain_seconds = min(_seconds(warm.plain, time.process_time) for _ in range(3))
-    began = time.process_time()
+    gc.collect()
+    collecting = _seconds(gc.collect, time.process_time)
+    start = time.process_time()
     costs = job.measure()
-    probing = time.process_time() - began
+    probing = time.process_time() - start
     signature = job.signature()
     if mode == "static":  # the model in dygraph is not needed any more
         batch = job.batch
         del warm, job
         job = Job(paddle.nn.Identity(), batch, case.loss)
         gc.collect()
-    runs: Dygraph | Static = Static(case, job) if mode == "static" else warm
+    runs: Dygraph | Static = Static(case, job, rounds) if mode == "static" else warm
 
     def plan_of(choices: tuple[Choice, ...]) -> RecomputePlan:
         return RecomputePlan(
@@ -175,21 +222,26 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
         )
 
     plain = plan_of(uniform(costs, PLAIN))
-    hands = {key: plan_of(choices) for key, choices in hand_policies(costs).items()}
-    peaks = {key: runs.peak(hand) for key, hand in hands.items()}
-    plain_peak = runs.peak(plain)
+    policies = hand_policies(costs)
+    if case.is_large:
+        kept = ("all", "every 2nd", "segments")
+        policies = {key: one for key, one in policies.items() if key in kept}
+    hands = {key: plan_of(choices) for key, choices in policies.items()}
+    peaks = {key: runs.peaks(hand)[0] for key, hand in hands.items()}
+    plain_peak = runs.peaks(plain)[0]
     if mode == "static":  # what a Program takes more or less than a step in dygraph
         costs = replace(costs, excess=plain_peak - plain.peak_bytes)
-    low = min(runs.peak(plan_of(smallest(costs, units=runs.units).choices)), min(peaks.values()))
+    least = plan_of(smallest(costs, units=runs.units).choices)
+    low = min(runs.peaks(least)[0], min(peaks.values()))
     plans: dict[str, RecomputePlan] = {}
     rows: dict[str, dict[str, Any]] = {}
     for number in range(budgets):
         budget = low + (plain_peak - low) * (2 * number + 1) // (2 * budgets)
-        measured: list[int] = []
+        predicted: dict[str, int] = {}
 
-        def peak(one: RecomputePlan, measured: list[int] = measured) -> int:
-            measured.append(runs.peak(one))
-            return measured[-1]
+        def peak(one: RecomputePlan, predicted: dict[str, int] = predicted) -> int:
+            predicted[one.hash] = one.peak_bytes
+            return runs.peaks(one)[0]
 
         row: dict[str, Any] = {"budget": budget}
         try:
@@ -200,6 +252,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
                 signature=signature,
                 checkpoints=case.checkpoints,
                 segments=runs.units,
+                or_smallest=runs.refine,
             )
             row["solving"] = time.process_time() - start
             row["first"] = made.peak_bytes
@@ -207,24 +260,24 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
         except PlanError as error:
             rows[str(number)] = row | {"refused": str(error)[:200]}
             continue
-        again = runs.peak(made)
         found = solve(made.costs, budget, units=runs.units)
         better = next_faster(made.costs, made.seconds, budget, units=runs.units)
         plans[str(number)] = made
         rows[str(number)] = row | {
-            "tries": len(measured),
-            "predicted": made.peak_bytes,
-            "measured": again,
+            "tries": len(predicted),
+            "predicted": predicted[made.hash],
+            "verified": made.peak_bytes,
+            "measured": runs.peaks(made)[1],
             "exact": made.exact,
             "next": better.peak if better is not None else None,
             "best": found is not None and found.seconds >= made.seconds * (1 - 1e-9),
             "predicted ratio": made.seconds / costs.seconds,
         }
-    ratios = _ratios(runs, plans | hands, rounds)
+    ratios = runs.ratios(plans | hands, rounds)
     for key in plans:
         rows[key]["ratio"] = ratios[key]
         fitting = {h: ratios[h] for h in hands if peaks[h] <= rows[key]["measured"]}
-        rows[key]["hand"] = min(fitting, key=fitting.__getitem__, default=None)
+        rows[key]["hand"] = min(fitting, key=lambda hand: fitting[hand] or 0.0, default=None)
         rows[key]["hand ratio"] = fitting.get(rows[key]["hand"])
     return {
         "title": case.title,
@@ -235,30 +288,14 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
         "calls": len(costs.calls),
         "kinds": len({call.kind for call in costs.calls}),
         "probing / plain step": probing / plain_seconds,
+        "collecting / plain step": collecting / plain_seconds,
         "rows": list(rows.values()),
         "hands": {key: [peaks[key], ratios[key]] for key in hands},
+        "seconds": time.perf_counter() - began,
     }
 
 
-def _seconds(run: Callable[[], None], clock: Callable[[], float]) -> float:
+def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
     start = clock()
     run()
     return clock() - start
-
-
-def _ratios(
-    runs: Dygraph | Static, plans: dict[str, RecomputePlan], rounds: int
-) -> dict[str, float]:
-    """The least time under each plan to the plain one's, of some rounds in turn."""
-    plain: list[float] = []
-    found: dict[str, list[float]] = {name: [] for name in plans}
-
-    def timed(run: Callable[[], None]) -> float:
-        run()  # the first one after a change of the model is slower
-        return _seconds(run, runs.clock)
-
-    for _ in range(rounds):
-        plain.append(timed(runs.plain))
-        for name, plan in plans.items():
-            found[name].append(runs.times(plan, timed))
-    return {name: min(times) / min(plain) for name, times in found.items()}

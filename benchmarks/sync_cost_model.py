@@ -33,7 +33,10 @@ from dataclasses import dataclass
 import numpy as np
 
 AGREEMENT_BYTES = 17 * 8
-"""Seventeen numbers in float64: `paddle_recompute.grad_sync._agreement`."""
+"""In float64: fifteen numbers of the hosts, and two of the loss.
+
+From `paddle_recompute.grad_sync._agreement`.
+"""
 
 
 @dataclass(frozen=True)

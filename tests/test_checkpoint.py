@@ -374,7 +374,7 @@ def test_half_of_the_moments_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="the optimizer state lacks"):
             set_state_of(trained(steps=0)[1], parameters, half)
         save_file(half, file)
-        with pytest.raises(CheckpointError, match=r"holds \d+ tensors, and 16 were saved"):
+        with pytest.raises(CheckpointError, match=r"holds \d+ tensors, but 16 were saved"):
             Checkpoint(checkpoint.folder, {"step": 1, "optimizer_tensors": 16}).optimizer_state()
 
 

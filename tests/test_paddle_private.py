@@ -506,6 +506,18 @@ def test_a_gloo_group_can_be_made_by_its_members() -> None:
     assert run_ranks(group_of_our_own, 2) == [[3.0]] * 2
 
 
+def group_with_a_number() -> tuple[int, int]:
+    made = _paddle.make_device_group((0, 1), 2**20 + 7)
+    return made.id, paddle.distributed.new_group([0, 1]).id
+
+
+def test_a_group_of_the_backend_can_have_a_number_of_ours() -> None:
+    """``collective._set_custom_gid``, in `_paddle.make_device_group`; Paddle counts on."""
+    (number, counted), (same, counted_there) = run_ranks(group_with_a_number, 2)
+    assert number == same == 2**20 + 7
+    assert counted == counted_there < 2**20
+
+
 # ----------------------------------------------------------------------- fleet, store and memory
 
 

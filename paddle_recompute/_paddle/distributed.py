@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import paddle.distributed as dist
 from paddle.base import core, framework
+from paddle.distributed import collective
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.native_calls import native_call
@@ -61,6 +62,20 @@ def make_gloo_group(ranks: tuple[int, ...], number: int) -> Group:
     place = ranks.index(dist.get_rank())
     made = core.ProcessGroupGloo.create(store, place, len(ranks), number)
     return Group(place, number, list(ranks), pg=made, name=f"paddle_recompute_{number}")
+
+
+def make_device_group(ranks: tuple[int, ...], number: int) -> Group:
+    """A group of `ranks` of the backend of all ranks, made by them alone, who meet under `number`.
+
+    ``dist.new_group`` counts its numbers up on each rank, so every rank of the run would have to
+    call it. ``collective._set_custom_gid`` (2.6, 3.x) gives it the number instead. Can go when a
+    group can be made by its members.
+    """
+    collective._set_custom_gid(number)
+    try:
+        return dist.new_group(list(ranks))
+    finally:
+        collective._set_custom_gid(None)
 
 
 def all_reduce_numbers(group: Group, values: Sequence[float], operation: str) -> list[float]:

@@ -1,25 +1,25 @@
-"""Saved state of a run: written whole, read back only if every byte is as it was.
+"""Checkpoints of a run: complete or absent on the disk, and verified when they are read.
 
 Layout, below the run's output folder::
 
     checkpoint/
         step-300/
             model.safetensors      parameters and buffers, by structured name
-            loss.safetensors       those of the loss, if it has any: the learnable temperature
+            loss.safetensors       those of the loss, only if it has any: the learnable temperature
             optimizer.safetensors  moments and master weights, by structured name:
                                    "encoder.layers.0.norm1.bias:moment1"; of the loss:
                                    "loss/logit_scale:moment1"
-            tokenizer.json         the vocabulary that the rows of the word embedding belong to
-            sync_rank0.safetensors what the gradient synchronization of a rank must remember; one
-                                   file per rank, only with sync.compression: bf16
-            state.json             step, configuration and what else the trainer wants to know
+            tokenizer.json         the vocabulary of the word embedding
+            sync_rank0.safetensors the error-feedback residuals of a rank; one file per rank, only
+                                   with sync.compression: bf16
+            state.json             step, configuration and other state of the trainer
             manifest.json          size and SHA-256 of each file above; written last
 
-A checkpoint of an earlier version has no manifest, and ``.pdparams`` files, which are pickles; a
-reader that allows arrays and nothing else reads them.
+Earlier versions wrote ``.pdparams`` files, which are pickles, and no manifest. These files are read
+by an unpickler that allows arrays only.
 
-There is no random state in it: the trainer draws the dropout masks of a step from (seed, step,
-rank), and the learning rate follows from the step.
+A checkpoint holds no random state: the trainer draws the dropout masks of a step from (seed, step,
+rank). It holds no learning rate: the rate follows from the step.
 """
 
 from paddle_recompute.checkpoint.reading import (

@@ -1,7 +1,7 @@
-"""The list of a checkpoint's files with size and SHA-256: what is damaged is noticed.
+"""The manifest of a checkpoint: size and SHA-256 of each file, so that damage is noticed.
 
-``manifest.json`` is written last, when every other file has reached the disk. So a folder that has
-one is complete, whatever its name.
+``manifest.json`` is written last, after all other files are flushed to the disk. So a folder with a
+manifest is complete, whatever its name.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from paddle_recompute.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _VERSION = 1
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 20  # bytes
 
 
 def write_manifest(folder: Path) -> None:
-    """List every file of `folder` in its ``manifest.json``, and bring that to the disk.
+    """Write ``manifest.json`` with an entry for each file of `folder`, and flush it to the disk.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     files = {
         path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
@@ -40,13 +40,13 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> str:
-    """Compare every file of `folder` with its ``manifest.json``. Reads all bytes.
+    """Compare every file of `folder` with ``manifest.json``. Reads all bytes.
 
     Returns:
-        The SHA-256 of the list: two folders with the same one hold the same.
+        The SHA-256 of the entries. Folders with the same files have the same value.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or the list itself is. Names the file.
+        CheckpointError: A file or the manifest is missing or damaged. The message names it.
     """
     path = folder / MANIFEST
     try:
@@ -71,13 +71,13 @@ def check_manifest(folder: Path) -> str:
 def _compare(folder: Path, name: str, size: int, digest: str) -> None:
     file = folder / name
     if Path(name).name != name:
-        raise CheckpointError(f"{folder / MANIFEST}: names a file of another folder, {name!r}")
+        raise CheckpointError(f"{folder / MANIFEST}: lists {name!r}, which is no file name")
     try:
         found = file.stat().st_size
         if found != size:
-            raise CheckpointError(f"{file}: is damaged ({found} bytes, and {MANIFEST} says {size})")
+            raise CheckpointError(f"{file}: is damaged ({found} bytes; {MANIFEST} says {size})")
         if _sha256(file) != digest:
-            raise CheckpointError(f"{file}: is damaged (its SHA-256 is not that of {MANIFEST})")
+            raise CheckpointError(f"{file}: is damaged (its SHA-256 is not the one in {MANIFEST})")
     except FileNotFoundError:
         raise CheckpointError(f"{file}: is missing, and {MANIFEST} lists it") from None
     except OSError as error:

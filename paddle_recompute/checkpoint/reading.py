@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is whole, and read it."""
+"""Find the newest undamaged checkpoint, and read it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from paddle_recompute.models import load_weights, read_pdparams
 
 FOLDER = re.compile(r"step-(\d{1,18})")
 LEFT_OVER = re.compile(r"\.(?:unfinished|replaced)-step-(\d{1,18})")
-"""What a run that was killed while it saved may leave: complete if there is a manifest in it."""
+"""Folders that a run leaves if it is killed during a save. With a manifest they are complete."""
 TREE = "tree"
-"""The key of the metadata of a sync file that says what is not an array."""
+"""A key of a sync file's metadata. Its value is JSON with everything that is not an array."""
 
 
 class NoCheckpointError(CheckpointError):
-    """There is none in the folder, not even a damaged one."""
+    """The folder has no checkpoint, not even a damaged one."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Checkpoint:
     """A complete checkpoint on disk.
 
     Attributes:
-        folder: Where it is.
+        folder: The folder of its files.
         state: What was given as `state` to `save_checkpoint`, ``"step"`` included.
-        digest: Two checkpoints with the same one are the same.
+        digest: A SHA-256 of the content. Equal checkpoints have the same one.
     """
 
     folder: Path
@@ -62,14 +62,14 @@ class Checkpoint:
 
     @property
     def has_sync_states(self) -> bool:
-        """Whether the ranks saved something of their gradient synchronization."""
+        """Whether the ranks saved state of their gradient synchronization."""
         return self._arrays(sync_name(0)).exists()
 
     def sync_state(self, rank: int) -> dict[str, Any]:
         """What `rank` gave as `sync_state` to `save_checkpoint`.
 
         Raises:
-            CheckpointError: There is no such file, or it is damaged.
+            CheckpointError: The file is missing or damaged.
         """
         file = self._arrays(sync_name(rank))
         if file.suffix == ".safetensors":
@@ -90,7 +90,7 @@ class Checkpoint:
         Args:
             model: Of the same structure; how its sublayers are wrapped does not matter. At AMP
                 level O2 it has been decorated.
-            loss: The loss, which may have parameters of its own.
+            loss: The loss; its parameters are read if it has any.
 
         Raises:
             CheckpointError: The files are damaged or belong to another model.
@@ -103,8 +103,8 @@ class Checkpoint:
         """What was given as `optimizer_state` to `save_checkpoint`.
 
         Raises:
-            CheckpointError: The file is damaged, or holds another number of tensors than were
-                saved.
+            CheckpointError: The file is damaged, or its number of tensors is not the number that
+                was saved.
         """
         file = self.folder / "optimizer.safetensors"
         try:
@@ -114,8 +114,8 @@ class Checkpoint:
         saved = self.state.get("optimizer_tensors")
         if saved is not None and saved != len(state):
             raise CheckpointError(
-                f"{file}: holds {len(state)} tensors, and {saved} were saved: it is of another "
-                "checkpoint; resume from one that is whole"
+                f"{file}: holds {len(state)} tensors, but {saved} were saved, so the file is of "
+                "another checkpoint; resume from an undamaged one"
             )
         return state
 
@@ -127,18 +127,18 @@ class Checkpoint:
 def find_checkpoint(
     folder: Path, *, at_most: int | None = None, tell: Callable[[str], None] | None = None
 ) -> Checkpoint:
-    """The newest checkpoint in `folder` that is whole. Reads all its bytes.
+    """The newest undamaged checkpoint in `folder`. Reads all its bytes.
 
-    What a run left that was killed while it saved counts if it is complete.
+    A complete checkpoint under another name, which a killed run has left, counts too.
 
     Args:
         folder: The folder of all checkpoints of a run.
         at_most: The largest step to consider; None: all of them.
-        tell: Is told of every damaged checkpoint that is passed over.
+        tell: Called with a message for each damaged checkpoint that is skipped.
 
     Raises:
-        NoCheckpointError: There is none.
-        CheckpointError: All there are, are damaged. The message says what is wrong with the newest.
+        NoCheckpointError: `folder` has no checkpoint.
+        CheckpointError: All checkpoints are damaged. The message is about the newest.
     """
     faults: list[str] = []
     for candidate in _candidates(folder, at_most):
@@ -161,18 +161,18 @@ def find_checkpoint(
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there is one in `folder`, damaged or not."""
+    """Whether `folder` has a checkpoint, damaged or not."""
     return any(True for _ in _candidates(folder, None))
 
 
 def step_of(name: str, pattern: re.Pattern[str] = FOLDER) -> int | None:
-    """The step that the name of a folder stands for, if it does."""
+    """The step in the name of a checkpoint's folder; None for another name."""
     match = pattern.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def sync_name(rank: int) -> str:
-    """The name of the file of a rank, without its suffix."""
+    """The name of a rank's sync file, without its suffix."""
     return f"sync_rank{rank}"
 
 
@@ -185,7 +185,7 @@ def _candidates(folder: Path, at_most: int | None) -> Iterator[Path]:
         if step is not None:
             found.append((step, 2, path))
         elif left_over is not None and (path / MANIFEST).exists():
-            # Of one that was replaced and the one that was to replace it, the latter.
+            # .unfinished is newer than the .replaced of the same step.
             found.append((left_over, int(path.name.startswith(".unfinished")), path))
     for step, _, path in sorted(found, reverse=True):
         if at_most is None or step <= at_most:
@@ -200,7 +200,7 @@ def _open(folder: Path) -> Checkpoint:
         state = read_json(file)
         step = state["step"]
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63:
-            raise ValueError(f"step is {str(step)[:40]!r}, which is no number of steps")
+            raise ValueError(f"step is {str(step)[:40]!r}, which is not a number of steps")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{file}: is damaged ({str(error)[:200] or error!r})") from error
     digest = digest or hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

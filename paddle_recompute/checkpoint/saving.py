@@ -1,9 +1,9 @@
 """Write a checkpoint so that it is complete or absent, whenever the run is killed.
 
-All files are written into a folder ``.unfinished-step-300``, and brought to the disk; then its
-manifest; then the folder takes its name in one rename. Where the name is taken, by the same step of
-an earlier run, that folder is renamed aside first and removed last. So at each moment there is one
-complete folder of the step or of the one before it, and `find_checkpoint` knows all three names.
+All files are written into the folder ``.unfinished-step-300`` and flushed to the disk, then the
+manifest. Then the folder is renamed to ``step-300``. If a folder of that name exists (the same step
+of an earlier run), it is renamed to ``.replaced-step-300`` first and removed last. So there is a
+complete checkpoint at each moment. `find_checkpoint` knows all three names.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ def save_checkpoint(
     barrier: Callable[[], None] | None = None,
     keep: int = 1,
 ) -> Checkpoint:
-    """Write a checkpoint, atomically, and remove the oldest ones. Every rank calls this.
+    """Write a checkpoint atomically, and remove the oldest ones. Every rank calls this.
 
-    Rank 0 writes everything but the other ranks' `sync_state`, and returns last: what another rank
-    gets back may not be complete yet.
+    Each rank writes its own `sync_state`; rank 0 writes all other files. On the other ranks the
+    call may return before the checkpoint is complete.
 
     Args:
-        folder: The folder of all checkpoints of the run; it is made if need be.
+        folder: The folder of all checkpoints of the run; created if it is missing.
         model: Whose parameters and buffers are saved.
-        optimizer_state: Moments and master weights by structured name, Tensors or arrays; read on
-            rank 0 alone.
+        optimizer_state: Moments and master weights by structured name, Tensors or arrays; only
+            rank 0 reads them.
         save_tokenizer: Writes the tokenizer to the path it is given.
         state: JSON values; ``state["step"]`` is required and names the checkpoint.
-        loss: The loss; its parameters are saved, if it has any.
+        loss: The loss; its parameters are saved if it has any.
         rank: Number of this rank.
-        sync_state: What this rank alone must remember: JSON values, and dicts of arrays; None:
-            nothing.
+        sync_state: The state of this rank only: a dict of JSON values and of dicts of arrays; None:
+            there is none.
         barrier: Waits for all ranks; None: there is one rank only.
-        keep: How many checkpoints stay, this one included. Those of later steps are of an earlier
-            run in the same folder and go.
+        keep: How many checkpoints are kept, with this one. Checkpoints of later steps come from an
+            earlier run in the same folder; they are removed.
 
     Raises:
-        CheckpointError: It cannot be written, for want of room perhaps.
+        CheckpointError: A file cannot be written, for example because the disk is full.
     """
     final = folder / f"step-{state['step']}"
     unfinished = folder / f".unfinished-{final.name}"
@@ -80,8 +80,8 @@ def save_checkpoint(
         if sync_state is not None:
             if not unfinished.is_dir():
                 raise CheckpointError(
-                    f"rank {rank} does not see {unfinished}, which rank 0 has made: every rank has "
-                    "something to save there; put train.output_dir on a disk that all machines "
+                    f"rank {rank} does not see {unfinished}, which rank 0 has created. Every rank "
+                    "saves a file there: put train.output_dir on a disk that all machines "
                     "share, or set sync.error_feedback: false"
                 )
             _save_sync_state(sync_state, unfinished / f"{sync_name(rank)}.safetensors")
@@ -111,7 +111,7 @@ def save_checkpoint(
         _sweep(folder, final, keep)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{final}: cannot be written ({error}); a checkpoint before it is as it was"
+            f"{final}: cannot be written ({error}); earlier checkpoints are unchanged"
         ) from error
     finally:
         if rank == 0 and not (unfinished / MANIFEST).exists():
@@ -120,16 +120,16 @@ def save_checkpoint(
 
 
 def _settle(folder: Path) -> None:
-    """Give what a killed run left complete its name, if no other folder has it."""
+    """Rename complete folders that a killed run has left, if the step has no folder yet."""
     left_over = [path for path in folder.glob(".*") if step_of(path.name, LEFT_OVER) is not None]
-    for path in sorted(left_over, reverse=True):  # .unfinished before .replaced: it is the newer
+    for path in sorted(left_over, reverse=True):  # .unfinished first: it is newer than .replaced
         final = folder / f"step-{step_of(path.name, LEFT_OVER)}"
         if (path / MANIFEST).exists() and not final.exists():
             path.rename(final)
 
 
 def _sweep(folder: Path, newest: Path, keep: int) -> None:
-    """Remove what is left over, and all checkpoints but the `keep` newest up to `newest`."""
+    """Remove left-over folders, and all checkpoints but the `keep` newest up to `newest`."""
     last = step_of(newest.name)
     assert last is not None
     steps = sorted(
@@ -155,7 +155,7 @@ def _save_sync_state(state: dict[str, Any], file: Path) -> None:
 
 
 def _nothing() -> None:
-    """What a barrier of one rank does."""
+    """The barrier of a single rank."""
 
 
 def _flush_to_disk(path: Path) -> None:

@@ -160,7 +160,7 @@ def _numbers_of_ranks(numbers: list[int], group: Group | None) -> list[list[int]
     places: list[float] = [0.0] * (ranks * width)
     places[(own := dist.get_rank(group) * width) : own + width] = numbers
     what, scope = "the gather of rows", scope_of(group)
-    sums = reduce_host_numbers(places, dist.ReduceOp.SUM, what, scope, group)
+    sums = reduce_host_numbers(places, dist.ReduceOp.SUM, what, scope)
     return [[int(number) for number in sums[i * width :][:width]] for i in range(ranks)]
 
 

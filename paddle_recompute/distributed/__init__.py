@@ -6,6 +6,7 @@ from paddle_recompute.distributed.agreement import (
     first_that_differs,
 )
 from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.device_group import device_group
 from paddle_recompute.distributed.device_watch import watched_on_device
 from paddle_recompute.distributed.gloo_lane import GlooLane, Job, lane_of
 from paddle_recompute.distributed.host_numbers import reduce_host_numbers
@@ -32,6 +33,7 @@ __all__ = [
     "agree_on_parameters",
     "barrier",
     "broadcast_from_rank0",
+    "device_group",
     "first_that_differs",
     "is_distributed",
     "lane_of",

@@ -7,17 +7,16 @@ driver, for ever.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from functools import partial
 
 import paddle
 import paddle.distributed as dist
-from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.device import HostNumbers
 from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.device_group import device_group
 from paddle_recompute.distributed.peer_state import Scope
 
 
@@ -26,7 +25,6 @@ def reduce_host_numbers(
     operation: int,
     label: str,
     scope: Scope,
-    group: Group | None,
 ) -> list[float]:
     """Each of `numbers`, reduced over the ranks; not for gloo, which has no streams.
 
@@ -36,16 +34,14 @@ def reduce_host_numbers(
         numbers: As many on every rank; float64.
         operation: ``dist.ReduceOp.SUM`` or another.
         label: What they are, for messages.
-        scope: The ranks of `group`.
-        group: None: all ranks.
+        scope: The ranks.
 
     Raises:
         PeerError: A rank has died, stopped, failed, or not come in time.
     """
     if not numbers:
         return []
-    # All ranks must make a group together (Paddle 2.6, 3.3), which a part of them cannot.
-    beside = _group_beside(scope.ranks) if len(scope.ranks) == dist.get_world_size() else group
+    beside = device_group(scope.ranks, "the numbers of the hosts")
 
     def reduce(tensor: paddle.Tensor) -> None:
         dist.all_reduce(tensor, operation, group=beside, sync_op=False).wait()
@@ -63,8 +59,3 @@ def _has_come(numbers: HostNumbers, patience: float) -> bool:
             return False
         time.sleep(0.0001)
     return True
-
-
-@functools.cache
-def _group_beside(ranks: tuple[int, ...]) -> Group | None:
-    return dist.new_group(list(ranks))

@@ -1,7 +1,7 @@
-"""Before training: does the wrapped model do what the plain one does, on this device, on all ranks?
+"""Checks before training: does the wrapped model compute what the plain model computes?
 
-`doctor` looks at a model, one batch and a loss. `doctor_config` does so for a configuration.
-`self_test` runs the contract of the library itself on the user's device.
+`doctor` examines a model on one batch, on all ranks. `doctor_config` does so for a configuration.
+`self_test` tests the library itself on the user's device.
 """
 
 from paddle_recompute.doctor.command import examine, write_report, write_self_test

@@ -1,4 +1,4 @@
-"""What the ranks must have in common before they train together, and what not."""
+"""Checks across ranks: equal models and settings, different data, equal gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paddle_recompute.doctor.report import DoctorReport
 
 
 def check_start(report: DoctorReport, model: paddle.nn.Layer) -> None:
-    """All ranks start from the same parameters and buffers, and freeze the same ones."""
+    """Check that all ranks start from equal parameters and buffers, and freeze the same ones."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     everywhere = gather(
         [[name, list(one.shape), bool(one.stop_gradient)] for name, one in tensors.items()],
@@ -31,7 +31,8 @@ def check_start(report: DoctorReport, model: paddle.nn.Layer) -> None:
             report.add(
                 "ranks_differ",
                 place,
-                f"rank {rank} has another model than rank 0 (names, shapes or frozen parameters)",
+                f"rank {rank} has another model than rank 0 (names, shapes or frozen parameters); "
+                "build the same model on all ranks",
             )
             return
     difference = first_that_differs(list(tensors.values()), scope_of(None))
@@ -46,7 +47,7 @@ def check_start(report: DoctorReport, model: paddle.nn.Layer) -> None:
 
 
 def check_data(report: DoctorReport, batch: Any) -> None:
-    """No two ranks read the same batch."""
+    """Check that no two ranks read the same batch."""
     checksum = 0
     for tensor in _nested.tensors_in(batch):
         checksum = zlib.crc32(np.ascontiguousarray(tensor.numpy()).tobytes(), checksum)
@@ -56,15 +57,15 @@ def check_data(report: DoctorReport, batch: Any) -> None:
         report.add(
             "same_data",
             f"rank {', '.join(map(str, same))}",
-            "these ranks read the same batch, so the larger batch is none; give each rank its "
-            "share (rank and num_ranks of the sampler)",
+            "these ranks read the same batch, so the global batch is not larger; give each rank "
+            "its own share (rank and num_ranks of the sampler)",
         )
 
 
 def check_unused(
     report: DoctorReport, gradients: dict[str, Array | None], *, finds_unused: bool
 ) -> None:
-    """A parameter has a gradient on all ranks or on none."""
+    """Check that each parameter has a gradient on all ranks or on none."""
     own = [name for name, gradient in gradients.items() if gradient is None]
     everywhere = gather(own, "the unused parameters")
     for name in gradients:
@@ -73,20 +74,20 @@ def check_unused(
             report.add(
                 "unused_on_some_ranks",
                 name,
-                f"it has no gradient on rank {', '.join(map(str, without))}, and one on the "
-                "others; without find_unused_parameters the ranks drift apart or stop",
+                f"it has no gradient on rank {', '.join(map(str, without))}, but one on others. "
+                "So the ranks diverge or stop; set find_unused_parameters",
             )
             return
 
 
 def check_agreement(report: DoctorReport, values: dict[str, Any]) -> None:
-    """Settings that must be the same everywhere, such as the loss scale."""
+    """Check settings that must be equal on all ranks, such as the loss scale."""
     everywhere = gather(values, "settings of the run")
     for name in values:
         found = [theirs.get(name) for theirs in everywhere]
         if any(one != found[0] for one in found):
             shown = ", ".join(f"{one!r} on rank {rank}" for rank, one in enumerate(found))
-            report.add("ranks_disagree", name, f"{name} is {shown}; give it the same everywhere")
+            report.add("ranks_disagree", name, f"{name} is {shown}; set one value on all ranks")
 
 
 def mean_of_ranks(gradients: dict[str, Array | None]) -> dict[str, Array | None]:

@@ -1,4 +1,4 @@
-"""What two steps of a model have to have in common."""
+"""Comparisons of two steps of a model, and checks of the model itself."""
 
 from __future__ import annotations
 
@@ -13,51 +13,58 @@ from paddle_recompute.doctor.observation import Array, Observation, Output
 from paddle_recompute.doctor.report import DoctorReport
 
 CLOSE = 1e-5
-"""Largest difference of two gradients, relative to the largest entry, that rounding explains."""
+"""Largest difference of two gradients that counts as rounding, relative to the largest entry."""
 _BATCH_NORMS = (paddle.nn.BatchNorm, paddle.nn.BatchNorm1D, paddle.nn.BatchNorm2D,
                 paddle.nn.BatchNorm3D, paddle.nn.SyncBatchNorm)  # fmt: skip
 
 
 def check_plain(report: DoctorReport, plain: Observation, again: Observation) -> bool:
-    """Whether the plain model is finite and repeats itself; else nothing can be compared."""
+    """Whether the plain step is finite and repeatable. Otherwise it cannot be compared."""
     for output in plain.outputs:
         if not output.is_finite:
             report.add(
                 "not_finite",
                 output.layer,
-                "its output is not finite in the first forward; look at the weights it starts "
-                "from (model.init_from), at its input, and at the numbers it divides by",
+                "its output is not finite in the first forward; check its weights "
+                "(model.init_from), its input and its divisors",
             )
             return False
     if not np.isfinite(plain.loss):
-        report.add("not_finite", "the loss", f"the loss is {plain.loss}, and no output of a layer")
+        report.add(
+            "not_finite",
+            "the loss",
+            f"it is {plain.loss}, but all layers are finite; check loss_fn",
+        )
         return False
     for name, gradient in plain.gradients.items():
         if gradient is not None and not np.isfinite(gradient).all():
             report.add(
-                "not_finite", name, "its gradient is not finite; a square root or a log at 0?"
+                "not_finite",
+                name,
+                "its gradient is not finite; check square roots and logs of 0",
             )
             return False
     for place in dict.fromkeys(plain.grown):
         report.add(
             "cache_grows",
             place,
-            "the forward makes this list or dict longer. A second forward would do so again: turn "
-            "the cache off in training (use_cache=False), or keep it out of what is recomputed",
+            "the forward appends to this list or dict, and a second forward would append again. "
+            "Turn the cache off in training (use_cache=False), or do not recompute this layer",
         )
     where = first_difference(plain.outputs, again.outputs)
     if where is not None and not plain.grown:
         report.add(
             "not_repeatable",
             where,
-            "the same step from the same state and random streams gives another output; the layer "
-            "has a state in Python or a random source that is not Paddle's, NumPy's or Python's",
+            "its output changes if the step is repeated from the same state and random streams. "
+            "The layer keeps state in Python, or its random source is not that of Paddle, NumPy or "
+            "Python; remove the state, or draw from Paddle's generator",
         )
     return where is None
 
 
 def check_second_forward(report: DoctorReport, seen: Observation) -> None:
-    """What is computed again in the backward must be what the forward computed."""
+    """Check that the second forward, during the backward, repeats the first."""
     first: dict[str, list[Output]] = {}
     for output in seen.outputs:
         first.setdefault(output.layer, []).append(output)
@@ -67,9 +74,9 @@ def check_second_forward(report: DoctorReport, seen: Observation) -> None:
             report.add(
                 "second_forward_differs",
                 output.layer,
-                "its second forward gives another output than the first one, so the gradients are "
-                "those of another function. Make it depend on its inputs, parameters and Paddle's "
-                "random stream alone, and keep preserve_rng_state: true",
+                "its second forward has another output than the first, so the gradients are wrong. "
+                "Make the output depend only on inputs, parameters and Paddle's random stream, and "
+                "keep preserve_rng_state: true",
             )
             return
 
@@ -84,22 +91,20 @@ def check_equal(
     tolerance: float = CLOSE,
     has_outputs: bool = True,
 ) -> None:
-    """Loss, gradients, buffers and random stream of `seen` are those of the plain step.
+    """Check that loss, gradients, buffers and random stream equal those of the plain step.
 
     Args:
         report: Takes the findings.
         model: Of both steps.
         plain: The step without recompute.
         seen: The other one.
-        what: What made it, for messages: "recompute".
-        tolerance: Of gradients, relative to the largest entry.
+        what: The name of the other step in messages, such as "recompute".
+        tolerance: For gradients, relative to the largest entry.
         has_outputs: Whether the outputs of sublayers can be compared, call by call.
     """
     where = first_difference(plain.outputs, seen.outputs) if has_outputs else None
     if where is not None:
-        report.add(
-            "forward_differs", where, f"its output is another one with {what} than without it"
-        )
+        report.add("forward_differs", where, f"its output with {what} is not the output without")
     elif abs(plain.loss - seen.loss) > tolerance * max(abs(plain.loss), 1e-6):
         report.add(
             "loss_differs", "", f"the loss is {seen.loss:.8g} with {what}, {plain.loss:.8g} without"
@@ -119,15 +124,15 @@ def check_equal(
             fault, "gradient_differs"
         )
         advice = {
-            "missing": "it gets no gradient, and does without. Fleet's recompute does that where "
-            "no input of a part needs a gradient, or where one comes in a list or dict; use "
+            "missing": f"gets no gradient with {what}, but one without. Fleet's recompute loses "
+            "gradients if no input of a layer needs one, or if an input is in a list or dict; use "
             "paddle_recompute.recompute",
-            "extra": "it gets a gradient, and does not without",
-        }.get(fault, f"its gradient differs by {fault} of its largest entry")
+            "extra": f"gets a gradient with {what}, but none without",
+        }.get(fault, f"gets another gradient with {what}: off by {fault} of the largest entry")
         report.add(
             kind,
             name.rpartition(".")[0] or name,
-            f"{name}: {advice}, with {what} ({len(differing)} of {len(plain.gradients)} gradients)",
+            f"{name} {advice} ({len(differing)} of {len(plain.gradients)} gradients differ)",
         )
     for name, value in plain.buffers.items():
         other = seen.buffers.get(name)
@@ -135,38 +140,40 @@ def check_equal(
             report.add(
                 "buffer_differs",
                 name.rpartition(".")[0] or name,
-                f"the buffer {name} differs after a step with {what}: it is updated in the second "
-                "forward too, or by parts of the batch; use paddle_recompute.recompute, or a "
+                f"the buffer {name} differs after a step with {what}: the second forward updates "
+                "it again, or each chunk updates it; use paddle_recompute.recompute, or a "
                 "normalization without running statistics",
             )
     if has_outputs and not np.array_equal(plain.next_random, seen.next_random):
         report.add(
             "random_stream_differs",
             "",
-            f"after a step with {what} the random stream is elsewhere, so the next step is another",
+            f"a step with {what} draws more or fewer random numbers, so the next step differs; "
+            "keep preserve_rng_state: true",
         )
 
 
 def check_calls(
     report: DoctorReport, plain: Observation, seen: Observation, wrapped: Iterable[str]
 ) -> None:
-    """Wrapped parts are called, and nothing is computed three times."""
+    """Check that wrapped layers are called, and that none is computed three times."""
     before, now = plain.calls(), seen.calls()
     for name in wrapped:
         if not now.get(name):
             report.add(
                 "never_called",
                 name,
-                "it is recomputed, but never called (its forward is called directly, or not at "
-                "all), so nothing is saved; call the layer itself, or select another",
+                "it is selected for recompute, but is never called or only by layer.forward(...), "
+                "so no memory is saved; call layer(...), or select another layer",
             )
     for name in now:
         if before.get(name) and now[name] > 2 * before[name]:
             report.add(
                 "three_forwards",
                 name,
-                f"it is computed {now[name]} times where {before[name]} would do without: "
-                "recompute inside of recompute, or inside of a gradient cache; use one of them",
+                f"it is computed {now[name]} times in a step, and {before[name]} times without "
+                "recompute: recompute is nested in recompute or in a gradient cache; use one of "
+                "them",
             )
             return
 
@@ -178,7 +185,7 @@ def check_parameters(
     optimized: Iterable[paddle.Tensor] | None,
     idle: Idle,
 ) -> None:
-    """What is trained, and what is not although it could be."""
+    """Note shared, frozen and idle parameters; find unused ones, and faults of the optimizer."""
     names: dict[int, list[str]] = {}
     for prefix, layer in model.named_sublayers(include_self=True):
         for name, parameter in layer.named_parameters(include_sublayers=False):
@@ -192,13 +199,25 @@ def check_parameters(
         if found:
             report.notes.append(f"{len(found)} {what} parameters: {', '.join(found[:3])}")
     if len(without) == len(plain.gradients):
-        report.add("nothing_trained", "", "no parameter gets a gradient; is the model frozen?")
+        report.add(
+            "nothing_trained",
+            "",
+            "no parameter gets a gradient. Is the model frozen, or is the loss computed under "
+            "no_grad or from detached Tensors?",
+        )
     elif unused:
         report.add(
             "unused_parameter",
             unused[0],
             f"{len(unused)} parameters get no gradient: the loss does not depend on them. With "
             "several ranks set find_unused_parameters; or freeze them (stop_gradient = True)",
+        )
+    if plain.sparse:
+        report.add(
+            "sparse_gradient",
+            plain.sparse[0],
+            "its gradient is sparse (SelectedRows), which TrainStep, GradientSync and the offload "
+            "of parameters refuse; make its Embedding with sparse=False",
         )
     if optimized is None:
         return
@@ -212,42 +231,42 @@ def check_parameters(
         report.add(
             "not_in_optimizer",
             left_out[0],
-            f"{len(left_out)} parameters get gradients, and the optimizer does not have them; give "
-            "it all parameters of the model",
+            f"{len(left_out)} parameters are trained, but not in the optimizer; give the optimizer "
+            "all parameters of the model",
         )
     own = {id(parameter) for parameter in model.parameters()}
     if listed - own:
         report.add(
             "not_in_model",
             "",
-            f"the optimizer has {len(listed - own)} parameters that the model does not have; was "
-            "it made before the model was replaced?",
+            f"the optimizer has {len(listed - own)} parameters that are not in the model; make it "
+            "from model.parameters() of this model",
         )
 
 
 def check_mode(report: DoctorReport, model: paddle.nn.Layer) -> None:
-    """Settings of a model that do not go with training."""
+    """Check settings of the model that must be off in training."""
     if not model.training:
-        report.add("eval_mode", "", "it is in evaluation mode: no dropout; call model.train()")
+        report.add("eval_mode", "", "it is in evaluation mode, without dropout; call model.train()")
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False) is True:
         report.add(
             "use_cache",
             "config.use_cache",
-            "the model keeps keys and values for generation; in training with recompute they are "
-            "wrong gradients or wasted memory: set config.use_cache = False",
+            "the model keeps keys and values for generation. With recompute they make gradients "
+            "wrong or waste memory; set config.use_cache = False",
         )
 
 
 def check_chunks(report: DoctorReport, model: paddle.nn.Layer) -> None:
-    """BatchNorm sees one chunk at a time."""
+    """Check that there is no BatchNorm, which would see one chunk at a time."""
     for name, layer in model.named_sublayers(include_self=True):
         if isinstance(layer, _BATCH_NORMS) and layer.training:
             report.add(
                 "batch_norm_in_chunks",
                 name,
-                "a gradient cache encodes the batch in chunks, and BatchNorm takes the statistics "
-                "of each alone: the loss is another one. Use LayerNorm or GroupNorm",
+                "a gradient cache encodes the batch in chunks, and BatchNorm normalizes each chunk "
+                "on its own, so the loss differs. Use LayerNorm or GroupNorm",
             )
             return
 
@@ -263,13 +282,13 @@ def first_difference(one: list[Output], other: list[Output]) -> str | None:
 
 
 def _difference(expected: Array | None, found: Array | None, tolerance: float) -> str | None:
-    """None where both are equal but for rounding; else how they differ, in a word."""
+    """None if equal within `tolerance`; else "missing", "extra" or the relative difference."""
     if expected is None or found is None:
         if expected is None and found is None:
             return None
         present = found if expected is None else expected
         if present is not None and not present.any():
-            return None  # zeros for None are no other gradient
+            return None  # zeros equal no gradient
         return "extra" if expected is None else "missing"
     if np.array_equal(expected, found):
         return None
@@ -281,7 +300,7 @@ def _difference(expected: Array | None, found: Array | None, tolerance: float) -
 
 
 def _owners(outputs: list[Output]) -> Mapping[str, int]:
-    """When each sublayer was called first."""
+    """The position of the first call of each sublayer."""
     order: dict[str, Any] = {}
     for place, output in enumerate(outputs):
         order.setdefault(output.layer, place)

@@ -1,4 +1,4 @@
-"""What the command ``paddle-recompute doctor`` does, in each of its processes."""
+"""The command ``paddle-recompute doctor``, in each of its processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paddle_recompute.errors import OutputError
 
 
 def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
-    """Examine what `config` would train; rank 0 says what all ranks found.
+    """Examine what `config` would train; rank 0 prints the findings of all ranks.
 
     Returns:
         The report as JSON; rank 0 writes it to ``doctor.json`` in ``train.output_dir``.

@@ -24,14 +24,14 @@ def doctor_config(config: Config, *, pairs: int = _MOST_PAIRS) -> DoctorReport:
     """Examine what `config` would train, on this rank and the others, in dygraph.
 
     Args:
-        config: Of a run. Nothing is written but the cache of its data.
-        pairs: At most so many pairs of this rank's first batch are taken.
+        config: The configuration of a run. Only its data cache is written.
+        pairs: The most pairs that are taken from this rank's first batch.
 
     Returns:
         The report of this rank.
 
     Raises:
-        PaddleRecomputeError: The data, the weights or the configuration are refused.
+        PaddleRecomputeError: The data, the weights or the configuration cannot be used.
     """
     paddle.set_device(config.launch.device)
     ranks = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))

@@ -14,15 +14,16 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.doctor import across_ranks, checks
 from paddle_recompute.doctor.idle_parts import Idle, idle_parts
-from paddle_recompute.doctor.observation import Observation, State, observe
+from paddle_recompute.doctor.observation import LossError, Observation, State, observe
 from paddle_recompute.doctor.report import DoctorReport
 from paddle_recompute.errors import PaddleRecomputeError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.recompute import apply_recompute, called_plainly, wrapped_layers
 
 CHUNKED = 1e-4
-"""Of gradients that are summed over chunks."""
+"""Tolerance for gradients that are summed over chunks."""
 SENT_IN_BFLOAT16 = 2e-2
+"""Tolerance for gradients that are sent as bfloat16."""
 
 
 def doctor(
@@ -36,22 +37,22 @@ def doctor(
     grad_cache: GradCache | Callable[[Any], paddle.Tensor] | None = None,
     settings: dict[str, Any] | None = None,
 ) -> DoctorReport:
-    """Make some steps on one batch, without changing the model, and compare them.
+    """Compare steps of the plain and the wrapped model on one batch.
 
-    Every step starts from the same parameters, buffers and random streams. The model is called
-    plainly (recompute of any kind is switched off for that), and as it is wrapped. All ranks call
-    this together. Every tensor is read on the host: it takes the time of about ten steps.
+    Every step starts from the same parameters, buffers and random streams, which are put back at
+    the end. The plain step calls the same model with recompute of every kind switched off. All
+    ranks call this together. Every tensor is read on the host: it takes the time of ten steps.
 
     Args:
         model: Any Layer, wrapped already or not.
         batch: What `loss_fn` takes; this rank's own.
-        loss_fn: ``loss_fn(model, batch)`` returns a scalar Tensor. It is not scaled.
-        optimizer: Whose parameters are compared with the model's; it makes no step.
+        loss_fn: ``loss_fn(model, batch)`` returns a scalar Tensor, not multiplied by a loss scale.
+        optimizer: Its parameters are compared with the model's; it makes no step.
         recompute: Applied to `model` for the examination; it stays wrapped.
         sync: With several ranks: its gradients are compared with those of an explicit gather.
         grad_cache: A `GradCache` for batches that are pairs (``backward(*batch)`` is called), or
             any function of the batch that makes the backward and returns the loss.
-        settings: What all ranks must agree on, by name, such as the loss scale.
+        settings: Values by name that must be equal on all ranks, such as the loss scale.
 
     Returns:
         The report. ``report.ok`` says whether the model is sound; each finding names the first
@@ -80,7 +81,7 @@ def doctor(
                 idle = idle_parts(model, state, plain, lambda: loss_fn(model, batch))
         optimized = _paddle.parameters_of_optimizer(optimizer) if optimizer is not None else None
         checks.check_parameters(report, model, plain, optimized, idle)
-        # Where one rank cannot compare, none does: the loss may wait for the vectors of all.
+        # If one rank cannot compare, none does: the loss may contain a collective of all ranks.
         if all(values_of_ranks(checks.check_plain(report, plain, again), "the plain steps")):
             _compare(report, model, state, plain, batch, loss_fn, grad_cache, idle)
             if distributed:
@@ -93,13 +94,18 @@ def doctor(
 
 
 def _fails_somewhere(report: DoctorReport, plain: Observation) -> bool:
-    """Whether the plain step fails; if so on one rank, none of them goes on."""
-    own = None if plain.error is None else _line(plain.error)
-    for rank, line in enumerate(values_of_ranks(own, "the plain step")):
-        if line is not None:
-            place = f"rank {rank}" if is_distributed() else ""
-            report.add("error", place, f"the plain step fails: {line}")
-    return not report.ok and any(one.kind == "error" for one in report.findings)
+    """Whether the plain step fails on any rank; then all ranks end the examination."""
+    own = None
+    if isinstance(plain.error, LossError):
+        own = "loss_not_scalar", "the loss", f"loss_fn: {plain.error}"
+    elif plain.error is not None:
+        own = "error", "", f"the plain step fails: {_line(plain.error)}"
+    faults = values_of_ranks(own, "the plain step")
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            kind, place, message = fault
+            report.add(kind, f"rank {rank}" if is_distributed() else place, message)
+    return any(faults)
 
 
 def _leaves_out(model: paddle.nn.Layer, plain: Observation) -> bool:
@@ -121,13 +127,13 @@ def _compare(
     idle: Idle,
 ) -> None:
     seen = observe(model, state, lambda: loss_fn(model, batch), backward=True)
-    # A part whose output is given up may be repeated as soon as the forward is over.
+    # Recompute may repeat a layer before the backward, if its output is freed by then.
     first = len(plain.outputs)
     seen.repeated = seen.outputs[first:] + seen.repeated
     seen.outputs = seen.outputs[:first]
     checks.check_second_forward(report, seen)
     if seen.error is not None:
-        _add_error(report, seen.error)
+        _add_error(report, seen.error, "recompute")
     else:
         checks.check_equal(report, model, plain, seen, what="recompute")
         called = [name for name in wrapped_layers(model) if not idle.has(name)]
@@ -143,7 +149,7 @@ def _compare(
 
     cached = observe(model, state, in_chunks, backward=False)
     if cached.error is not None:
-        _add_error(report, cached.error)
+        _add_error(report, cached.error, "the gradient cache")
     else:
         # Dropout draws other masks for chunks than for the whole batch; nothing can be compared.
         if _draws(plain, state):
@@ -181,7 +187,7 @@ def _compare_ranks(
     seen = observe(model, state, synchronized, backward=False)
     sync.set_state_dict(before)
     if seen.error is not None:
-        _add_error(report, seen.error)
+        _add_error(report, seen.error, "gradient synchronization")
     else:
         sends_bfloat16 = sync.compression != "none"
         checks.check_equal(
@@ -190,11 +196,15 @@ def _compare_ranks(
         )  # fmt: skip
 
 
-def _add_error(report: DoctorReport, error: BaseException) -> None:
-    if isinstance(error, PaddleRecomputeError):
-        report.add("refused", "", _line(error))
+def _add_error(report: DoctorReport, error: BaseException, what: str) -> None:
+    if isinstance(error, LossError):
+        report.add("loss_not_scalar", what, str(error))
+    elif isinstance(error, PaddleRecomputeError):
+        report.add("refused", "", f"the step with {what} is refused: {_line(error)}")
     else:
-        report.add("error", "", f"the step fails, and the plain one does not: {_line(error)}")
+        report.add(
+            "error", "", f"the step with {what} fails, and the plain one does not: {_line(error)}"
+        )
 
 
 def _draws(plain: Observation, state: State) -> bool:

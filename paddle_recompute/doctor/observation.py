@@ -1,4 +1,4 @@
-"""One step of a model, and everything about it that can be compared with another one.
+"""One step of a model, and everything that can be compared with another step.
 
 Every step starts from the same state: parameters, buffers, and the random streams of Paddle, NumPy
 and Python are put back before it.
@@ -21,15 +21,22 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute.errors import PaddleRecomputeError
 
 Array = NDArray[Any]
-ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError)
-"""What Paddle raises where a step goes wrong."""
+ERRORS = (
+    RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError, AssertionError,
+    ArithmeticError, SystemError,
+)  # fmt: skip
+"""What Paddle and models raise in a step that fails."""
 _ROUNDING = 1e-6
 """Relative difference of norms that another order of sums explains, in float32."""
 
 
+class LossError(PaddleRecomputeError, ValueError):
+    """`loss_fn` or `grad_cache` returned something else than a scalar loss."""
+
+
 @dataclass(frozen=True)
 class Output:
-    """What one call of a sublayer returned, in a few numbers."""
+    """A summary of the output of one call of a sublayer."""
 
     layer: str
     checksum: int
@@ -37,7 +44,7 @@ class Output:
     is_finite: bool
 
     def is_as(self, other: Output) -> bool:
-        """Whether both are equal but for rounding."""
+        """Whether both are equal within rounding."""
         if self.checksum == other.checksum:
             return True
         return abs(self.norm - other.norm) <= _ROUNDING * max(abs(self.norm), 1e-30)
@@ -48,19 +55,23 @@ class Observation:
     """One step.
 
     Attributes:
-        error: What ended it; then there is only what was seen before.
-        loss: Its value.
+        error: The exception that ended the step, or None. What follows it is empty then.
+        loss: The value of the loss.
         gradients: Of each trained parameter, by name; None where it got none.
+        sparse: The names of the parameters whose gradient is sparse (SelectedRows) and is not
+            read.
         buffers: After the step, by name.
-        next_random: What the random stream gives next.
+        next_random: The next numbers of the random stream.
         outputs: Of the forward, in the order in which the calls ended.
-        repeated: Likewise of what was called again during the backward.
-        grown: Lists and dicts of sublayers, or given to them, that the forward made longer.
+        repeated: The same, of the calls during the backward.
+        grown: Names of lists and dicts that the forward made longer: attributes of sublayers, or
+            their inputs.
     """
 
     error: BaseException | None = None
     loss: float = 0.0
     gradients: dict[str, Array | None] = field(default_factory=dict)
+    sparse: list[str] = field(default_factory=list)
     buffers: dict[str, Array] = field(default_factory=dict)
     next_random: Array = field(default_factory=lambda: np.zeros(0))
     outputs: list[Output] = field(default_factory=list)
@@ -68,7 +79,7 @@ class Observation:
     grown: list[str] = field(default_factory=list)
 
     def calls(self) -> dict[str, int]:
-        """How often each sublayer was called, in both passes."""
+        """The number of calls of each sublayer, in forward and backward."""
         count: dict[str, int] = {}
         for output in [*self.outputs, *self.repeated]:
             count[output.layer] = count.get(output.layer, 0) + 1
@@ -125,16 +136,16 @@ class State:
 def observe(
     model: paddle.nn.Layer, state: State, step: Callable[[], paddle.Tensor], *, backward: bool
 ) -> Observation:
-    """Make a step from `state` and look at it.
+    """Make a step from `state` and observe it.
 
     Args:
-        model: Whose sublayers are watched.
-        state: What it starts from.
+        model: Its sublayers are observed.
+        state: Restored before the step.
         step: Returns the loss.
-        backward: Whether the backward of the loss is still to be made.
+        backward: Whether to call ``loss.backward()``; False if `step` does.
     """
     seen = Observation()
-    # Not a list: recompute puts lists back that a second forward changes.
+    # Not a list: recompute restores lists that the second forward changes.
     calls: SimpleQueue[Output] = SimpleQueue()
     lengths: dict[int, int] = {}
     hooks = []
@@ -162,12 +173,12 @@ def observe(
         hooks.append(layer.register_forward_post_hook(after(name)))
     sizes = _sizes(model)
     try:
-        loss = step()
+        loss = _checked(step())
         seen.grown += [
             place for place, size in _sizes(model).items() if size > sizes.get(place, size)
         ]
         seen.outputs = _taken(calls)
-        if backward:
+        if backward and not loss.stop_gradient:
             loss.backward()
     except (PaddleRecomputeError, *ERRORS) as error:
         seen.error = error
@@ -182,6 +193,11 @@ def observe(
         for name, parameter in model.named_parameters()
         if not parameter.stop_gradient
     }
+    seen.sparse = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.grad.is_selected_rows()
+    ]
     seen.buffers = {
         name: buffer.numpy().copy()
         for name, buffer in [*model.named_buffers(), *model.named_parameters()]
@@ -192,12 +208,31 @@ def observe(
     return seen
 
 
+def _checked(loss: Any) -> paddle.Tensor:
+    """`loss` if it is a scalar that can have a gradient.
+
+    Raises:
+        LossError: It is not.
+    """
+    if not isinstance(loss, paddle.Tensor):
+        raise LossError(f"it returns {type(loss).__name__}; return a Tensor with one element")
+    if loss.size != 1:
+        raise LossError(
+            f"it returns a Tensor of shape {list(loss.shape)}; return one element, such as its mean"
+        )
+    if not loss.is_floating_point():
+        raise LossError(f"it returns {loss.dtype}, which has no gradient; return floating point")
+    return loss
+
+
 def _taken(calls: SimpleQueue[Output]) -> list[Output]:
     return [calls.get() for _ in range(calls.qsize())]
 
 
-def _as_float(tensor: paddle.Tensor) -> Array:
-    array: Array = tensor.astype("float32").numpy()
+def _as_float(gradient: paddle.Tensor) -> Array:
+    if gradient.is_selected_rows():
+        return np.zeros(0, "float32")  # a finding by itself; 2.6 cannot cast it
+    array: Array = gradient.astype("float32").numpy()
     return array
 
 
@@ -215,7 +250,7 @@ def _summary(name: str, output: Any) -> Output:
 
 
 def _sizes(model: paddle.nn.Layer) -> dict[str, int]:
-    """Of the lists and dicts that are attributes of sublayers."""
+    """The lengths of lists and dicts that are attributes of sublayers."""
     return {
         f"{name}.{attribute}".lstrip("."): len(value)
         for name, layer in model.named_sublayers(include_self=True)

@@ -30,7 +30,7 @@ class DoctorReport:
 
     Attributes:
         findings: What is wrong; empty if the model is sound.
-        notes: What was looked at, and what may surprise.
+        notes: What was examined, and remarks.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -42,7 +42,7 @@ class DoctorReport:
         return not self.findings
 
     def add(self, kind: str, where: str, message: str) -> None:
-        """Note a finding; the first of each kind and place counts."""
+        """Add a finding, unless one of this kind and place exists."""
         if not any((one.kind, one.where) == (kind, where) for one in self.findings):
             self.findings.append(Finding(kind, where, message))
 

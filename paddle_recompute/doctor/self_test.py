@@ -1,7 +1,7 @@
-"""The contract of the library on the user's device: what a GPU user runs first.
+"""A test of the library on the user's device. A GPU user runs it first.
 
-Each case does what a training step does, once with plain calls and once through the library, from
-the same state, and compares loss and gradients.
+Each case makes a training step twice from the same state, with plain calls and through the library,
+and compares loss and gradients.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paddle_recompute import _paddle
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache
 from paddle_recompute.doctor.examination import doctor
+from paddle_recompute.doctor.observation import ERRORS
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.recompute import recompute
 
 Run = Callable[..., Any]
 _WIDTH = 16
-_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError)
 _GPU_ROUNDING = 1e-4
 _CASES: dict[str, Callable[[Run], dict[str, Any]]] = {}
 
@@ -41,7 +41,7 @@ def self_test() -> dict[str, Any]:
 
     Returns:
         For JSON: ``ok``, the versions and the device, and for each case its title, ``ok``,
-        ``seconds`` and what was wrong.
+        ``seconds`` and ``fault``, which is empty if the case is right.
     """
     began = time.perf_counter()
     cases = [_judge(title, body) for title, body in _CASES.items()]
@@ -89,7 +89,7 @@ def _judge(title: str, body: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
             if not _equal(expected, found.get(name)):
                 fault = f"{name} differs: {found.get(name)!r}, plain {expected!r}"[:300]
                 break
-    except (PaddleRecomputeError, *_ERRORS) as error:
+    except (PaddleRecomputeError, *ERRORS) as error:
         fault = f"{type(error).__name__}: {error}"[:300]
     seconds = round(time.perf_counter() - began, 3)
     return {"title": title, "ok": not fault, "seconds": seconds, "fault": fault}
@@ -103,7 +103,7 @@ def _equal(expected: Any, found: Any) -> bool:
 
 
 def _step(loss: paddle.Tensor, *layers: nn.Layer, **more: Any) -> dict[str, Any]:
-    """The backward, and what it leaves."""
+    """Make the backward; returns loss, gradients and buffers."""
     loss.backward()
     seen: dict[str, Any] = {"loss": loss.detach(), **more}
     for number, layer in enumerate(layers):

@@ -131,10 +131,10 @@ class StreamAllReducer:
     ) -> tuple[list[float], paddle.Tensor]:
         if own.size:
             self.send(own, label, scope, label).wait()
-        return reduce_host_numbers(numbers, dist.ReduceOp.SUM, label, scope, self._group), own
+        return reduce_host_numbers(numbers, dist.ReduceOp.SUM, label, scope), own
 
     def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
-        return reduce_host_numbers(numbers, dist.ReduceOp.MAX, label, scope, self._group)
+        return reduce_host_numbers(numbers, dist.ReduceOp.MAX, label, scope)
 
 
 def all_reducer_of(group: Group | None, scope: Scope) -> AllReducer:

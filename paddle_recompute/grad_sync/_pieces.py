@@ -8,6 +8,7 @@ last one of a step, and leaves its parameters out of its own buckets.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute.distributed import Scope, agree_on_parameters
+from paddle_recompute.distributed import Scope, agree_on_parameters, device_group
 from paddle_recompute.grad_sync._all_reduce import (
     AllReducer,
     AllReduceTask,
@@ -75,7 +76,7 @@ class PieceSender:
         self._reducer: AllReducer = (
             ThreadAllReducer(scope.name)
             if self._is_gloo
-            else StreamAllReducer(dist.new_group(list(scope.ranks)))
+            else StreamAllReducer(_next_device_group(scope))
         )
 
     @paddle.no_grad()
@@ -113,6 +114,15 @@ class PieceSender:
     def largest(self, numbers: Sequence[float], label: str) -> list[float]:
         """The largest over the ranks of each of `numbers`, as many on every rank."""
         return self._reducer.largest(numbers, label, self._scope)
+
+
+_num_groups: Counter[tuple[int, ...]] = Counter()
+
+
+def _next_device_group(scope: Scope) -> Group:
+    """A group that no other sender has, so that two chains need not send in the same order."""
+    _num_groups[scope.ranks] += 1
+    return device_group(scope.ranks, f"offloaded parameters {_num_groups[scope.ranks]}")
 
 
 class SentPiece:

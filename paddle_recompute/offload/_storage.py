@@ -202,7 +202,7 @@ class _DiskSlot:
 
     def numpy(self) -> np.ndarray[Any, Any]:
         values = np.empty(self._shape, _numpy_dtype(self._dtype))
-        self._file.read_into(_view(values.ctypes.data, values.nbytes), self._offset)
+        self._file.read_into(_bytes_of_array(values), self._offset)
         return values
 
     def _empty(self) -> tuple[Any, memoryview]:
@@ -211,19 +211,31 @@ class _DiskSlot:
             tensor = paddle.empty(self._shape, self._dtype)
             return tensor, _bytes_of(tensor)
         values = np.empty(self._shape, _numpy_dtype(self._dtype))
-        return values, _view(values.ctypes.data, values.nbytes)
+        return values, _bytes_of_array(values)
 
 
 def _bytes_of(tensor: paddle.Tensor) -> memoryview:
     """The memory of a contiguous `tensor` of the host, without a copy."""
     num_bytes = int(np.prod(tensor.shape, dtype=np.int64)) * tensor.element_size()
-    return _view(tensor.data_ptr() if num_bytes else 0, num_bytes)
+    return _view(tensor.data_ptr() if num_bytes else 0, num_bytes, tensor)
 
 
-def _view(address: int, num_bytes: int) -> memoryview:
+def _bytes_of_array(values: np.ndarray[Any, Any]) -> memoryview:
+    """The memory of a contiguous array, without a copy."""
+    return _view(values.ctypes.data, values.nbytes, values)
+
+
+def _view(address: int, num_bytes: int, owner: Any) -> memoryview:
+    """The bytes from `address` on. The view, and slices of it, keep their `owner` alive.
+
+    Otherwise the thread that reads ahead would write to memory that is freed already, where a slot
+    is dropped while it reads.
+    """
     if num_bytes == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+    memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def _numpy_dtype(dtype: Any) -> Any:

@@ -5,6 +5,7 @@ from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size
 from paddle_recompute.planner.front import next_faster, smallest
 from paddle_recompute.planner.job import Job
+from paddle_recompute.planner.offloaded import Offloaded, offloaded
 from paddle_recompute.planner.planning import (
     MemoryEstimate,
     estimate,
@@ -13,13 +14,14 @@ from paddle_recompute.planner.planning import (
     within_budget,
 )
 from paddle_recompute.planner.policies import choices_of_policy, uniform
-from paddle_recompute.planner.recompute_plan import RecomputePlan, make_plan
+from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
 from paddle_recompute.planner.report import Row, budget_of_card, rows_of, table, write
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
 from paddle_recompute.planner.solve import Solution, solve
 
 __all__ = [
     "JOINED",
+    "MOST_CORRECTIONS",
     "NESTED",
     "PLAIN",
     "WHOLE",
@@ -27,6 +29,7 @@ __all__ = [
     "Choice",
     "Job",
     "MemoryEstimate",
+    "Offloaded",
     "RecomputePlan",
     "Row",
     "Solution",
@@ -41,6 +44,7 @@ __all__ = [
     "make_plan",
     "maximum",
     "next_faster",
+    "offloaded",
     "plan",
     "probe",
     "rows_of",

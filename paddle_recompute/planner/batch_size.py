@@ -77,6 +77,12 @@ def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
     def scaled(read: Callable[[StepCosts], int]) -> int:
         return round(_quadratic(sizes, [read(one) for one in known], rows))
 
+    def straight(read: Callable[[StepCosts], int]) -> int:
+        # Rows do not meet inside a block. Its peak for a few rows may be that of its weights'
+        # gradients: a parabola would take the change to that of its activations for a bend.
+        (a, b), (x, y) = sizes[-2:], [read(one) for one in known[-2:]]
+        return round(y + (y - x) / (b - a) * (rows - b))
+
     def seconds(read: Callable[[StepCosts], float]) -> float:
         # In proportion: a line through two short times would be all noise.
         return read(known[-1]) * rows / sizes[-1]
@@ -89,9 +95,9 @@ def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
 
         return replace(
             own,
-            kept=scaled(lambda one: cost(one).kept),
-            forward_peak=scaled(lambda one: cost(one).forward_peak),
-            backward_peak=scaled(lambda one: cost(one).backward_peak),
+            kept=straight(lambda one: cost(one).kept),
+            forward_peak=straight(lambda one: cost(one).forward_peak),
+            backward_peak=straight(lambda one: cost(one).backward_peak),
             seconds=seconds(lambda one: cost(one).seconds),
             forward_seconds=seconds(lambda one: cost(one).forward_seconds),
         )

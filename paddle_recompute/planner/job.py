@@ -90,9 +90,19 @@ class Job:
             loss.backward()
 
     def measure(
-        self, *, options: tuple[str, ...] = OPTIONS, progress: Progress | None = None
+        self,
+        *,
+        options: tuple[str, ...] = OPTIONS,
+        only_bytes: bool = False,
+        progress: Progress | None = None,
     ) -> StepCosts:
-        """Measure the step; the model, its gradients and the random streams stay as they are."""
+        """Measure the step; the model, its gradients and the random streams stay as they are.
+
+        Args:
+            options: Those that are measured.
+            only_bytes: Nothing is repeated for its time.
+            progress: Is told (done, total) of the calls that are measured.
+        """
         gc.collect()
         held = self.held()
         now = memory.current_bytes()
@@ -111,8 +121,16 @@ class Job:
             update_bytes=self._update_bytes(gradients),
             options=options,
             preserve_rng_state=self.preserve_rng_state,
+            accumulates=self.accumulate_steps > 1,
+            only_bytes=only_bytes,
             progress=progress,
         )
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of `parameters`."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.clear_gradient(False)
 
     def parameters(self) -> list[paddle.Tensor]:
         """What is trained: parameters of the model and of the loss of a gradient cache."""

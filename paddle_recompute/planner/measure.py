@@ -36,8 +36,6 @@ PART_OPTIONS: tuple[PartOption, ...] = (
     "selective+attention",
 )
 OPTIONS = (PLAIN, *PART_OPTIONS, WHOLE)
-MOST_ROUNDS = 9
-"""A round runs a call under each option once. The bytes of the last and the least time count."""
 
 
 def parts_of_options(block: paddle.nn.Layer) -> dict[PartOption, tuple[str, ...]]:
@@ -50,69 +48,114 @@ def parts_of_options(block: paddle.nn.Layer) -> dict[PartOption, tuple[str, ...]
     return found
 
 
-def measure_call(
-    model: paddle.nn.Layer,
-    call: RecordedCall,
-    options: Sequence[str] = OPTIONS,
-    *,
-    rounds: int = 1,
-    preserve_rng_state: bool = True,
-) -> tuple[dict[str, OptionCost], dict[str, int]]:
-    """The costs of `call` under each of `options`, and the gradients of its parameters.
+class MeasuredCall:
+    """The costs of one call under each option, from one round or more.
 
-    Returns:
-        Costs by option; bytes of the gradient by name of the parameter in its block.
+    Args:
+        model: The model of the call.
+        call: As the skeleton has recorded it.
+        options: Those that are measured; partial ones that the block does not have are left out.
+        preserve_rng_state: As in `recompute`.
+        accumulates: Whether the gradients of parameters are there before the backward.
+
+    Attributes:
+        gradients: Bytes of the gradients that a backward makes, by name in the block.
+        rounds: How often each option was run.
+        spent: Seconds of the last round.
+
+    Raises:
+        PlanError: The block has gradients.
     """
-    block = dict(model.named_sublayers(include_self=True))[call.layer]
-    partial = parts_of_options(block)
-    wanted = [one for one in options if one in (PLAIN, WHOLE) or one in partial]
-    before = {p.name: p.grad for p in block.parameters() if p.grad is not None}
-    if before:
-        raise PlanError(
-            f"'{call.layer}' has gradients; measure between two steps, after clear_gradient"
-        )
-    runs: dict[str, list[OptionCost]] = {option: [] for option in wanted}
-    gradients: dict[str, int] = {}
-    parts = {str(option): names for option, names in partial.items()}
-    # The first forward of a block is slower than the next ones: this one is not timed.
-    freed = {PLAIN: _freed_input(block, call)}
-    for _ in range(rounds):  # in turn: what slows the machine down slows all options
-        for option in wanted:
-            with _under(block, option, parts.get(option, ()), preserve_rng_state):
-                runs[option].append(_run(block, call, gradients))
-    for option in parts:
-        # A part keeps no less of the input than its operators do.
-        if freed[PLAIN] and option in wanted:
-            with _under(block, option, parts[option], preserve_rng_state):
-                freed[option] = _freed_input(block, call)
-    plain = min(run.seconds for run in runs[PLAIN])
-    return {
-        option: replace(
-            found[-1],
-            # Nothing is faster for being run twice.
-            seconds=max(plain, min(run.seconds for run in found)),
-            forward_seconds=min(run.forward_seconds for run in found),
-            takes_offers=option != PLAIN,
-            frees_input=freed.get(option, 0),
-        )
-        for option, found in runs.items()
-    }, gradients
 
+    def __init__(
+        self,
+        model: paddle.nn.Layer,
+        call: RecordedCall,
+        options: Sequence[str] = OPTIONS,
+        *,
+        preserve_rng_state: bool = True,
+        accumulates: bool = False,
+    ) -> None:
+        self._accumulates = accumulates
+        self._block = dict(model.named_sublayers(include_self=True))[call.layer]
+        self._call = call
+        self._preserve_rng_state = preserve_rng_state
+        self._parts: dict[str, tuple[str, ...]] = {PLAIN: (), WHOLE: ()}
+        self._parts |= {str(name): parts for name, parts in parts_of_options(self._block).items()}
+        if any(p.grad is not None for p in self._block.parameters()):
+            raise PlanError(
+                f"'{call.layer}' has gradients; measure between two steps, after clear_gradient"
+            )
+        self._runs: dict[str, list[OptionCost]] = {
+            option: [] for option in options if option in self._parts
+        }
+        self.gradients: dict[str, int] = {}
+        self._frees_input: dict[str, int] = {}
+        self.rounds, self.spent = 0, 0.0
 
-@contextlib.contextmanager
-def _under(
-    block: paddle.nn.Layer, option: str, parts: Sequence[str], preserve_rng_state: bool
-) -> Iterator[None]:
-    """Inside, `block` is treated as `option` says."""
-    try:
-        if option == WHOLE:
-            # The name of a model within itself is "".
-            treat_calls(block, [Unit(("",), (0,))], {"": 1}, preserve_rng_state=preserve_rng_state)
-        elif option != PLAIN:
-            treat_parts(block, parts, preserve_rng_state=preserve_rng_state)
-        yield
-    finally:
-        undo_recompute(block)
+    @property
+    def plain_seconds(self) -> float:
+        """The least time of the plain call."""
+        return min(run.seconds for run in self._runs[PLAIN])
+
+    def round(self) -> None:
+        """Run the call once under each option, in turn: what slows one down slows all of them."""
+        began = now()
+        if self._accumulates and not self.rounds:
+            _run(self._block, self._call)
+        if not self.rounds:
+            # The first forward of a block is slower than the next ones: this one is not timed.
+            self._frees_input = {PLAIN: _freed_input(self._block, self._call)}
+        for option in list(self._runs):
+            plain = None if option in (PLAIN, WHOLE) else self._runs[PLAIN][0]
+            with self._under(option):
+                found = _run(self._block, self._call, useless_beside=plain)
+            self._note_gradients()
+            if found is None:
+                del self._runs[option]
+                continue
+            self._runs[option].append(found)
+            # A part keeps no less of the input than its operators do; the whole keeps all of it.
+            if self._frees_input[PLAIN] and not self.rounds and option not in (PLAIN, WHOLE):
+                with self._under(option):
+                    self._frees_input[option] = _freed_input(self._block, self._call)
+        self.rounds += 1
+        self.spent = now() - began
+
+    def costs(self) -> dict[str, OptionCost]:
+        """By option: the bytes of the last round, the least time of all."""
+        return {
+            option: replace(
+                found[-1],
+                # Nothing is faster for being run twice.
+                seconds=max(self.plain_seconds, min(run.seconds for run in found)),
+                forward_seconds=min(run.forward_seconds for run in found),
+                takes_offers=option != PLAIN,
+                frees_input=self._frees_input.get(option, 0),
+            )
+            for option, found in self._runs.items()
+        }
+
+    def _note_gradients(self) -> None:
+        for name, parameter in self._block.named_parameters():
+            if parameter.grad is not None and not self._accumulates:
+                self.gradients[name] = int(parameter.grad.size * parameter.grad.element_size())
+                parameter.clear_gradient(False)
+
+    @contextlib.contextmanager
+    def _under(self, option: str) -> Iterator[None]:
+        """Inside, the block is treated as `option` says."""
+        block, preserve_rng_state = self._block, self._preserve_rng_state
+        try:
+            if option == WHOLE:
+                # The name of a model within itself is "".
+                unit = Unit(("",), (0,))
+                treat_calls(block, [unit], {"": 1}, preserve_rng_state=preserve_rng_state)
+            elif option != PLAIN:
+                treat_parts(block, self._parts[option], preserve_rng_state=preserve_rng_state)
+            yield
+        finally:
+            undo_recompute(block)
 
 
 def _freed_input(block: paddle.nn.Layer, call: RecordedCall) -> int:
@@ -144,7 +187,16 @@ def _inputs(call: RecordedCall) -> Any:
     return _nested.map_leaves(give, call.inputs)
 
 
-def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) -> OptionCost:
+def _run(
+    block: paddle.nn.Layer,
+    call: RecordedCall,
+    *,
+    useless_beside: OptionCost | None = None,
+) -> OptionCost | None:
+    """One forward and backward; None if it keeps no less than the plain call, and offers nothing.
+
+    Then it has no backward: some activations are kept by others anyway.
+    """
     with paddle.set_grad_enabled(True):
         args, kwargs = _inputs(call)
         given = {one.data_ptr() for one in _nested.tensors_in((args, kwargs))}
@@ -163,6 +215,9 @@ def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) 
         }
         output_bytes = sum(fresh.values())
         offers = any(offers_its_output(one) for one in _nested.tensors_in(outputs))
+        kept = after - output_bytes
+        if useless_beside is not None and kept >= useless_beside.kept and not offers:
+            return None
         ends = [
             one.sum()
             for one in _nested.tensors_in(outputs)
@@ -178,12 +233,8 @@ def _run(block: paddle.nn.Layer, call: RecordedCall, gradients: dict[str, int]) 
         paddle.autograd.backward(ends)
         ended = now()
         backward_peak = memory.peak_bytes() - before - small
-    for name, parameter in block.named_parameters():
-        if parameter.grad is not None:
-            gradients[name] = int(parameter.grad.size * parameter.grad.element_size())
-            parameter.clear_gradient(False)
     return OptionCost(
-        kept=after - output_bytes,
+        kept=kept,
         forward_peak=forward_peak,
         backward_peak=backward_peak,
         seconds=forwarded - began + ended - continued,

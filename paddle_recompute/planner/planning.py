@@ -17,6 +17,7 @@ from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.batch_size import costs_of_batch
 from paddle_recompute.planner.costs import StepCosts
+from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.job import Job, LossFn
 from paddle_recompute.planner.policies import choices_of_policy
 from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
@@ -251,35 +252,51 @@ def within_budget(
     Args:
         found: The first plan.
         peak: Measures the peak of a step under a plan.
-        refine: Whether what a step took less than predicted is given to another plan as well.
+        refine: Whether the costs are of another kind of step than `peak` measures (dygraph and a
+            Program). Then what a step took less than predicted is given to another plan as well,
+            and the plan with the smallest peak is measured before the budget is refused.
 
     Raises:
         PlanError: Nothing stays within the budget.
     """
+    budget = found.memory_budget
     best: RecomputePlan | None = None
-    tried: set[str] = set()
-    measured = 0
+    measured: dict[str, int] = {}
+
+    def fits(one: RecomputePlan) -> RecomputePlan | None:
+        """The plan with what was measured, if that is within the budget."""
+        taken = measured[one.hash] = peak(one)
+        if taken > budget:
+            return None
+        if not refine:
+            return replace(one, measured_bytes=taken)
+        costs = replace(one.costs, excess=one.costs.excess + taken - one.peak_bytes)
+        return replace(one, measured_bytes=taken, costs=costs)
+
     for _ in range(1 + MOST_CORRECTIONS):
-        measured = peak(found)
-        tried.add(found.hash)
-        if measured <= found.memory_budget:
-            kept = replace(found, measured_bytes=measured)
-            if best is None or kept.seconds < best.seconds:
-                best = kept
-            if not refine or not found.recomputes or measured >= USED * found.memory_budget:
-                return best
-        elif best is not None:
-            return best
-        again = found.recalibrated(measured - found.peak_bytes)
-        if again.hash in tried and measured <= found.memory_budget:
-            return best or again
-        found = again
+        kept = fits(found)
+        if kept is not None and (best is None or kept.seconds < best.seconds):
+            best = kept
+        taken = measured[found.hash]
+        if kept is not None and (not refine or not found.recomputes or taken >= USED * budget):
+            break
+        try:
+            found = found.recalibrated(taken - found.peak_bytes)
+        except PlanError:
+            if not refine:
+                raise
+            break
+        if found.hash in measured:
+            break
+    if best is None and refine:
+        least = replace(found, choices=smallest(found.costs, units=found.segments).choices)
+        best = fits(least) if least.hash not in measured else None
     if best is not None:
         return best
     raise PlanError(
-        f"a step took {format_bytes(measured)} with the last of {MOST_CORRECTIONS} plans, more "
-        f"than the budget of {format_bytes(found.memory_budget)}: something else in the process "
-        "allocates memory in a step; raise the budget"
+        f"of {len(measured)} plans, the one that took least had a measured peak of "
+        f"{format_bytes(min(measured.values()))}, more than the budget of {format_bytes(budget)}: "
+        "a step takes more than the calls of its blocks do one by one. Raise the budget"
     )
 
 
@@ -295,10 +312,10 @@ def measured_peak(job: Job, found: RecomputePlan) -> int:
             memory.reset_peak()
             job.step()
             peak = memory.peak_bytes() - before
-            for parameter in job.parameters():
-                if parameter.grad is not None:
-                    parameter.clear_gradient(False)
+            if job.accumulate_steps == 1:
+                job.clear_gradients()
     finally:
+        job.clear_gradients()
         found.remove(job.model)
         streams.restore()
         put_back(buffers)

@@ -19,6 +19,7 @@ from paddle_recompute.planner.blocks import find_blocks
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.measure import parts_of_options
+from paddle_recompute.planner.offloaded import offloaded
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
 from paddle_recompute.planner.solve import Solution, solve
 from paddle_recompute.recompute import Unit, is_treated, treat_calls, treat_parts, undo_recompute
@@ -327,13 +328,26 @@ def make_plan(
     checkpoints: tuple[str, ...] | None = None,
     preserve_rng_state: bool = True,
     segments: tuple[str, ...] = (JOINED, NESTED),
+    or_smallest: bool = False,
 ) -> RecomputePlan:
     """Solve, and say in words if there is no solution.
+
+    Args:
+        costs: Of the step.
+        memory_budget: In bytes.
+        signature: As in `RecomputePlan`.
+        checkpoints: As in `RecomputePlan`.
+        preserve_rng_state: As in `RecomputePlan`.
+        segments: As in `RecomputePlan`.
+        or_smallest: Where nothing is predicted to stay within the budget, the plan with the
+            smallest peak, for a Program, which may take less than the costs say.
 
     Raises:
         PlanError: Nothing stays within the budget.
     """
     solution = solve(costs, memory_budget, units=segments)
+    if solution is None and or_smallest:
+        solution = smallest(costs, units=segments)
     if solution is None:
         raise PlanError(infeasible(costs, memory_budget))
     return RecomputePlan(
@@ -361,6 +375,10 @@ def infeasible(costs: StepCosts, memory_budget: int) -> str:
     lower.append("give a smaller batch or gradient-cache chunk")
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
         lower = ["use fewer or smaller parameters, or an optimizer with smaller moments"]
+    off = offloaded(costs)
+    if off is not None and off.peak_bytes < least.peak:
+        within = "within" if off.peak_bytes <= memory_budget else "still not within"
+        lower.append(f"take the blocks off the device: {off}, {within} the budget")
     return (
         f"no plan stays within {format_bytes(memory_budget)}: the smallest feasible budget is "
         f"{format_bytes(least.peak)} ({least.peak} bytes), of which {format_bytes(held)} are held "

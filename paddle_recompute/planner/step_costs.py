@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,14 +11,17 @@ import paddle
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
+from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
-from paddle_recompute.planner.measure import MOST_ROUNDS, OPTIONS, measure_call
+from paddle_recompute.planner.measure import OPTIONS, MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import is_treated
 from paddle_recompute.replay import RngState
 
-AFFORDABLE = 3
-"""Plain steps whose time the measurement of the calls may take."""
+AFFORDABLE = 4.0
+"""Plain steps whose time the measurement of the calls may take, if one round of it does not."""
+MOST_ROUNDS = 9
+"""A round runs a call under each option once."""
 Progress = Callable[[int, int], None]
 """Told (done, total) of the calls that are measured."""
 
@@ -35,9 +37,13 @@ def measure_step(
     batch: Any = None,
     options: tuple[str, ...] = OPTIONS,
     preserve_rng_state: bool = True,
+    accumulates: bool = False,
+    only_bytes: bool = False,
     progress: Progress | None = None,
 ) -> StepCosts:
     """Measure a step of `model`; parameters, buffers, gradients and random streams stay the same.
+
+    The caller has freed what is not needed: cycles that are collected meanwhile spoil the levels.
 
     Args:
         model: In the mode in which it is trained.
@@ -50,6 +56,8 @@ def measure_step(
         base: Bytes at the start of a step; None: those that are allocated now.
         options: The options that are measured.
         preserve_rng_state: As in `recompute`.
+        accumulates: Whether `base` has the gradients already, to which `step` adds its own.
+        only_bytes: Nothing is repeated for its time.
         progress: Is told how far the measurement is.
 
     Raises:
@@ -64,17 +72,34 @@ def measure_step(
             f"the parameter '{parameters[0].name}' has a gradient; plan between two steps, after "
             "optimizer.clear_grad(set_to_zero=False)"
         )
-    gc.collect()
     start = memory.current_bytes()
     try:
         skeleton = run_skeleton(blocks, step)
+        if accumulates:  # the parameters outside of blocks have gradients now
+            start = memory.current_bytes()
+            skeleton = run_skeleton(blocks, step)
         if not skeleton.calls:
             raise PlanError(
                 "the step calls none of the blocks: " + ", ".join(list(blocks)[:3]) + "; name "
                 "Layers that loss_fn calls, with gradients enabled"
             )
         _clear(model)
-        costs, gradients = _measure_kinds(model, skeleton, options, preserve_rng_state, progress)
+        costs, gradients = _measure_kinds(
+            {
+                call.signature: MeasuredCall(
+                    model,
+                    call,
+                    options,
+                    preserve_rng_state=preserve_rng_state,
+                    accumulates=accumulates,
+                )
+                for call in skeleton.calls
+                if call.inputs is not None
+            },
+            skeleton,
+            0.0 if only_bytes else AFFORDABLE,
+            progress,
+        )
     finally:
         _clear(model)
         streams.restore()
@@ -112,26 +137,35 @@ def check_measurable(model: paddle.nn.Layer) -> None:
 
 
 def _measure_kinds(
-    model: paddle.nn.Layer,
+    kinds: dict[Any, MeasuredCall],
     skeleton: Skeleton,
-    options: tuple[str, ...],
-    preserve_rng_state: bool,
+    affordable: float,
     progress: Progress | None,
 ) -> tuple[dict[Any, Any], dict[Any, dict[str, int]]]:
-    costs, gradients = {}, {}
-    new = [call for call in skeleton.calls if call.inputs is not None]
+    """Costs and gradients by signature.
+
+    One round gives the bytes. More of them, for the times, take what time is left: those of the
+    kinds first that the step has most calls of.
+    """
     counts = Counter(call.signature for call in skeleton.calls)
-    for done, call in enumerate(new):
+    began = now()
+    for done, kind in enumerate(kinds.values()):
         if progress is not None:
-            progress(done, len(new))
-        # In all about as long as three steps; a kind of many calls more often than one of few.
-        rounds = min(max(AFFORDABLE * counts[call.signature] // len(options), 1), MOST_ROUNDS)
-        costs[call.signature], gradients[call.signature] = measure_call(
-            model, call, options, rounds=rounds, preserve_rng_state=preserve_rng_state
-        )
+            progress(done, len(kinds))
+        kind.round()
     if progress is not None:
-        progress(len(new), len(new))
-    return costs, gradients
+        progress(len(kinds), len(kinds))
+    outside = sum(event.seconds for event in skeleton.events)
+    while True:
+        one = max(kinds, key=lambda one: counts[one] / kinds[one].rounds)
+        plain = outside + sum(counts[one] * kind.plain_seconds for one, kind in kinds.items())
+        spent = now() - began
+        if kinds[one].rounds >= MOST_ROUNDS or spent + kinds[one].spent > affordable * plain:
+            break
+        kinds[one].round()
+    return {one: kind.costs() for one, kind in kinds.items()}, {
+        one: kind.gradients for one, kind in kinds.items()
+    }
 
 
 def _composed(

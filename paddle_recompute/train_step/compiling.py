@@ -103,7 +103,7 @@ def compile_model(
         if made.has_loops:
             raise StaticGraphError(
                 "its forward has a loop over tensors (while, or for over a tensor or one of its "
-                "sizes), whose backward fails or is wrong in a Program of Paddle 3.3; loop over "
+                "sizes), whose backward may fail or be wrong in a Program of Paddle; loop over "
                 "numbers or Layers, or use an operator for the whole tensor"
             )
         if made.num_outputs != 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import paddle
@@ -29,6 +30,10 @@ SHORTEST_TEXT = 2
 BATCHES_AHEAD = 6
 """Batches that are prefetched while a step runs: Paddle's reader has a queue of two and a buffer of
 two, one more is in transfer, and one has been divided into the step's micro-batches."""
+PROGRAM_STEPS = 3
+"""Steps of a Program whose least peak counts on a CPU, where its executor is late to free."""
+MOST_VERIFICATIONS = 3
+"""Steps that are measured for chunks that were found by estimates, before all are measured."""
 CLOSE_ENOUGH = 8
 """The search ends when the next chunk would be larger by less than this fraction of it."""
 
@@ -40,9 +45,19 @@ class MemoryProbe:
         config: The configuration of the run.
         vocab_size: Rows of the word embedding.
         say: Shows the user a sentence, on rank 0 only.
+        estimate: The peak of a step with such chunks without running it, or None if it cannot be
+            told; None: steps are measured.
     """
 
-    def __init__(self, config: Config, vocab_size: int, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int,
+        *,
+        say: Callable[[str], None],
+        estimate: Callable[[Chunks], int | None] | None = None,
+    ) -> None:
+        self._estimate = estimate
         self._config = config
         self._vocab_size = vocab_size
         self._say = say
@@ -66,7 +81,8 @@ class MemoryProbe:
             self._say(f"{budget}: each rank encodes {earlier}, as before")
             return earlier
         recompute = self._config.recompute.enable
-        chunks, peak = chunks_within_budget(
+        found = self._estimated_chunks(recompute=recompute)
+        chunks, peak = found or chunks_within_budget(
             self._config, lambda chunks: self._peak_of_a_step(chunks, recompute=recompute)
         )
         setting = f" (contrastive.chunk_tokens: {chunks.tokens})" if chunks else ""
@@ -75,6 +91,36 @@ class MemoryProbe:
             f"{_memory.format_bytes(peak)}"
         )
         return chunks
+
+    def _estimated_chunks(self, *, recompute: bool) -> tuple[Chunks, int] | None:
+        """Chunks that were found by estimates and verified by a step; None: estimates do not do."""
+        estimates: dict[Chunks, int | None] = {}
+
+        def estimate(chunks: Chunks) -> int | None:
+            if self._estimate is not None and chunks not in estimates:
+                estimates[chunks] = self._estimate(chunks)
+            return estimates.get(chunks)
+
+        budget, more = self._config.contrastive.memory_budget, 0
+        assert budget is not None
+        for _ in range(MOST_VERIFICATIONS):
+            tighter = self._config.contrastive.model_copy(update={"memory_budget": budget - more})
+            try:
+                chunks, estimated = chunks_within_budget(
+                    self._config.model_copy(update={"contrastive": tighter}), estimate
+                )
+            except ConfigError:
+                return None  # measured steps tell whether it is so, and what is too much
+            peak = self._peak_of_a_step(chunks, recompute=recompute)
+            if peak is not None and peak <= budget:
+                at_once = None
+                if chunks == _all_texts(self._config):  # the estimate of no chunks is a bound
+                    at_once = self._peak_of_a_step(Chunks(), recompute=recompute)
+                return (
+                    (chunks, peak) if at_once is None or at_once > budget else (Chunks(), at_once)
+                )
+            more = max(more + 1, (peak or 2 * budget) - estimated)
+        return None
 
     def measure(self, chunks: Chunks) -> tuple[int | None, int]:
         """Peak bytes of the largest step on the largest rank: (plain, as configured).
@@ -135,9 +181,9 @@ def measure_step(
     """Peak bytes of one optimizer step on texts of full length.
 
     The second of two steps is measured, because AdamW creates its moments in the first one, which
-    has eight pairs. The texts have ``max_query_tokens`` and ``max_positive_tokens`` tokens, the
-    most that a batch can have, so the figures with and without recompute are of the same, largest
-    step.
+    has eight pairs. (Of a Program on a CPU: the least of `PROGRAM_STEPS` more.) The texts have
+    ``max_query_tokens`` and ``max_positive_tokens`` tokens, the most that a batch can have, so the
+    figures with and without recompute are of the same, largest step.
 
     With `chunks` of tokens, one chunk of each side has the longest texts and the next one the most
     texts, short ones. A chunk between these two takes no more than the larger of them: some of its
@@ -194,13 +240,28 @@ def measure_step(
         for _ in range(1 + BATCHES_AHEAD)
     ]
     step([{name: rows[:8] for name, rows in batch.items()} for batch in steps[0]])
-    if _memory.can_reset_peak():
-        _memory.reset_peak()
-    step(steps[0])
-    peak = _memory.peak_bytes()
+    peak = _peak_of(partial(step, steps[0]), repeats=PROGRAM_STEPS if _frees_late(config) else 1)
     del step, objective, model, steps
     gc.collect()
     return peak
+
+
+def _frees_late(config: Config) -> bool:
+    """Whether a step is a Program on a CPU: see `memory.peak_of_repeats`."""
+    return config.mode == "static" and str(paddle.get_device()) == "cpu"
+
+
+def _peak_of(run: Callable[[], object], *, repeats: int) -> int:
+    """The peak of `run`; the least of a few, as many on every rank."""
+    if not _memory.can_reset_peak():
+        run()
+        return _memory.peak_bytes()
+    peaks = []
+    for _ in range(repeats):
+        _memory.reset_peak()
+        run()
+        peaks.append(_memory.peak_bytes())
+    return min(peaks)
 
 
 def chunks_within_budget(
@@ -225,7 +286,7 @@ def chunks_within_budget(
     """
     budget, pairs = config.contrastive.memory_budget, config.local_batch
     assert budget is not None
-    longest = max(config.data.max_query_tokens, config.data.max_positive_tokens)
+    longest = _longest(config)
     texts, peak = 1, peak_of(Chunks(tokens=longest))
     if peak is None or peak > budget:
         raise _too_small(config, budget, peak)
@@ -243,6 +304,14 @@ def chunks_within_budget(
         if at_once is not None and at_once <= budget:
             return Chunks(), at_once
     return Chunks(tokens=texts * longest), peak
+
+
+def _longest(config: Config) -> int:
+    return max(config.data.max_query_tokens, config.data.max_positive_tokens)
+
+
+def _all_texts(config: Config) -> Chunks:
+    return Chunks(tokens=config.local_batch * _longest(config))
 
 
 def _next_size(before: tuple[int, int], now: tuple[int, int], budget: int, largest: int) -> int:

@@ -14,18 +14,21 @@ from typing import Any
 import paddle
 
 from paddle_recompute._nested import tensors_in
+from paddle_recompute._paddle.memory import can_reset_peak
 from paddle_recompute.config import Config
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
-from paddle_recompute.errors import PlanError
+from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.models import build_model
 from paddle_recompute.planner import (
     JOINED,
     NESTED,
     PLAIN,
+    WHOLE,
     Job,
     RecomputePlan,
     StepCosts,
+    choices_of_policy,
     make_plan,
     maximum,
     simulate,
@@ -86,6 +89,7 @@ class BudgetPlanner:
             preserve_rng_state=self._config.recompute.preserve_rng_state,
             # The passes over a Program repeat a call once.
             segments=(JOINED,) if static else (JOINED, NESTED),
+            or_smallest=static,
         )
 
         def peak(plan: RecomputePlan) -> int:
@@ -168,6 +172,29 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
         autocast=lambda: _autocast(config),
         preserve_rng_state=config.recompute.preserve_rng_state,
     )
+
+
+def estimated_peak(config: Config, vocab_size: int, chunks: Chunks) -> int | None:
+    """The peak of a step with such chunks, in bytes, of the largest rank; no step is run.
+
+    With ``policy: budget`` all blocks are recomputed: the plan is made when the chunks are known.
+
+    Returns:
+        None if it cannot be estimated: the peak cannot be started anew (2.6), parameters are
+        offloaded, or the step is not one of calls of blocks.
+    """
+    section = config.recompute
+    if not can_reset_peak() or section.offload_parameters != "none" or section.engine == "fleet":
+        return None
+    try:
+        costs = job_of(config, vocab_size, chunks).measure(options=(PLAIN, WHOLE), only_bytes=True)
+        if section.enable and section.policy == "budget":
+            choices = uniform(costs, WHOLE)
+        else:
+            choices = choices_of_policy(costs, section)
+    except (PlanError, SelectionError):
+        return None
+    return largest_of_ranks(simulate(costs, choices).peak.bytes)
 
 
 def _plain_peak(plan: RecomputePlan) -> int:

@@ -40,32 +40,21 @@ from paddle_recompute.distributed import (
     broadcast_from_rank0,
     mean_over_ranks,
 )
-from paddle_recompute.errors import (
-    ConfigError,
-    DataError,
-    DivergenceError,
-    StoppedError,
-    SyncError,
-)
+from paddle_recompute.errors import ConfigError, DataError, DivergenceError, StoppedError
 from paddle_recompute.models import build_model
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
-from paddle_recompute.train_step import Step, StepResult, build_schedule
+from paddle_recompute.train_step import StepResult, build_schedule
 from paddle_recompute.trainer.build import build_step, check_mode, compile_as_configured
 from paddle_recompute.trainer.divergence import check_weights, explained
 from paddle_recompute.trainer.joining import join_ranks
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
-from paddle_recompute.trainer.out_of_memory import (
-    apply_again,
-    check_is_of_memory,
-    planned_again,
-    tell_others,
-)
-from paddle_recompute.trainer.planned import BudgetPlanner
+from paddle_recompute.trainer.planned import BudgetPlanner, estimated_peak
+from paddle_recompute.trainer.planned_steps import PlannedSteps
 from paddle_recompute.trainer.report import retrieval_table, write_report
 from paddle_recompute.trainer.resume import RunCheckpoints, make_folder, remove_record, write_record
 
@@ -146,7 +135,8 @@ class Trainer:
         vocab_size = data.tokenizer.vocab_size
         if self.config.model.init_from is not None and checkpoint is None:
             check_weights(build_model(self.config.model, vocab_size), self.config.model.init_from)
-        memory = MemoryProbe(self.config, vocab_size, say=self._say)
+        estimate = partial(estimated_peak, self.config, vocab_size)
+        memory = MemoryProbe(self.config, vocab_size, say=self._say, estimate=estimate)
         chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
         plain_peak: int | None
         self._plan = None
@@ -240,26 +230,34 @@ class Trainer:
         model.train()
         done = checkpoint.step if checkpoint else 0
         schedule = build_schedule(self.config, total)
-        train_step = build_step(
+        steps = PlannedSteps(
             self.config,
-            objective,
+            lambda plan: build_step(
+                self.config,
+                objective,
+                model,
+                schedule,
+                vocab_size=data.tokenizer.vocab_size,
+                amp=self._amp,
+                plan=plan,
+            ),
+            self._plan,
             model,
-            schedule,
-            vocab_size=data.tokenizer.vocab_size,
-            amp=self._amp,
-            plan=self._plan,
+            objective,
+            replaced=self._replan,
+            seed=lambda step: paddle.seed(step_seed(settings.seed, step, self._rank)),
         )
-        compiled = compile_as_configured(self.config, model, train_step)
+        self._autocast = lambda: steps.step.autocast()
+        compiled = compile_as_configured(self.config, model, steps.step)
         if compiled is not None:
             self._say(f"The model is {compiled}")
-        self._say(f"Gradient synchronization: {train_step.synchronization}")
+        self._say(f"Gradient synchronization: {steps.step.synchronization}")
         if objective.chunks:
             self._say(f"Gradient cache: each rank encodes {objective.chunks}")
-        self._autocast = train_step.autocast
         if self._amp is not None:
             self._say(f"Mixed precision: {self._amp.dtype}, level {self._amp.level}")
         if checkpoint is not None:
-            self._checkpoints.restore(checkpoint, model, objective.loss, train_step)
+            self._checkpoints.restore(checkpoint, model, objective.loss, steps.step)
             for _ in range(done):  # the schedule depends on the step only and is not saved
                 schedule.step()
         log = None
@@ -282,7 +280,7 @@ class Trainer:
                 saves = step == total or step % (settings.save_every or total) == 0
                 logs = step == total or step % settings.log_every == 0
                 try:
-                    result = self._survivor(train_step, micro_batches, model, step, objective)
+                    result = steps(micro_batches, step)
                     if logs or saves:
                         result.loss  # noqa: B018  waits for the device: the time is that of steps
                 except DivergenceError as error:
@@ -307,9 +305,9 @@ class Trainer:
                     }
                     if result.loss_scale is not None:
                         record["loss_scale"] = result.loss_scale
-                        record["skipped_steps"] = train_step.num_skipped
+                        record["skipped_steps"] = steps.step.num_skipped
                     if self.config.contrastive.learnable_temperature:
-                        train_step.write_back()
+                        steps.step.write_back()
                     record.update(self._learned_temperature(objective))
                     whole_run.add(window)
                     window = Meter()
@@ -317,12 +315,12 @@ class Trainer:
                     if log is not None:
                         log.write(record)
                 if saves or stops:
-                    train_step.write_back()
+                    steps.step.write_back()
                     self._checkpoints.save(
                         step,
                         model,
                         objective.loss,
-                        train_step,
+                        steps.step,
                         save_tokenizer=data.tokenizer.save,
                         about={
                             "untrained": untrained,
@@ -338,41 +336,16 @@ class Trainer:
                 self._stop(stop.signal_number)
         return {
             "steps": max(done, total),
-            "skipped_steps": train_step.num_skipped,
+            "skipped_steps": steps.step.num_skipped,
             **figures,
             **self._learned_temperature(objective),
         }
 
-    def _survivor(
-        self,
-        train_step: Step,
-        micro_batches: list[Batch],
-        model: paddle.nn.Layer,
-        step: int,
-        objective: Objective,
-    ) -> StepResult:
-        """One step; if a rank runs out of memory, an error says so, or it is planned again."""
-        replans = self.config.train.on_oom == "replan"
-        while True:
-            try:
-                return train_step(micro_batches)
-            except MemoryError as caught:
-                error: BaseException = caught
-            except SyncError as caught:
-                if not replans:
-                    raise
-                error = caught
-            if replans and not getattr(train_step, "is_updating", False):
-                tell_others(train_step, error)
-                check_is_of_memory(error, step)
-            self._plan = planned_again(self.config, self._plan, train_step, error, step)
-            error.__traceback__ = error.__cause__ = error.__context__ = None  # they hold graphs
-            plan = self._plan
-            apply_again(plan, model, train_step, lambda: objective.synchronization(model))
-            if self._is_main:
-                plan.save(self._folder / "plan.json")
-            self._say(f"Step {step} ran out of memory and is repeated with another {plan}")
-            paddle.seed(step_seed(self.config.train.seed, step, self._rank))
+    def _replan(self, plan: RecomputePlan, why: str) -> None:
+        self._plan = plan
+        if self._is_main:
+            plan.save(self._folder / "plan.json")
+        self._say(f"{why} with another {plan}")
 
     def _stop(self, signal_number: int | None) -> NoReturn:
         """Say how to go on, and end this rank, as all others do now."""

@@ -286,6 +286,52 @@ def _() -> Given:
     )
 
 
+@fault("a loss of each example", "loss_not_scalar", "the loss")
+def _() -> Given:
+    return given(
+        blocks(nn.Linear(WIDTH, WIDTH)), "1", loss_fn=lambda model, batch: model(batch).square()
+    )
+
+
+@fault("a loss that is a tuple", "loss_not_scalar", "the loss")
+def _() -> Given:
+    return given(
+        blocks(nn.Linear(WIDTH, WIDTH)), loss_fn=lambda model, batch: (model(batch).mean(), None)
+    )
+
+
+@fault("a count for a loss", "loss_not_scalar", "the loss")
+def _() -> Given:
+    return given(blocks(), loss_fn=lambda model, batch: (model(batch) > 0).astype("int64").sum())
+
+
+@fault("a chunked step that returns nothing", "loss_not_scalar", "the gradient cache")
+def _() -> Given:
+    model = blocks()
+    return given(model, grad_cache=lambda batch: model(batch).square().mean().backward())
+
+
+@fault("a model whose assertion fails", "error", "")
+def _() -> Given:
+    def narrow(block: Block, x: paddle.Tensor) -> paddle.Tensor:
+        assert x.shape[-1] < WIDTH, "the input is too wide"
+        return x
+
+    return given(blocks(Block(narrow)), "1")
+
+
+@fault("a loss computed without gradients", "nothing_trained", "")
+def _() -> Given:
+    model = blocks(nn.Linear(WIDTH, WIDTH))
+    return given(model, loss_fn=paddle.no_grad()(lambda model, batch: model(batch).mean()))
+
+
+@fault("an Embedding with sparse gradients", "sparse_gradient", "0.weight")
+def _() -> Given:
+    model = nn.Sequential(nn.Embedding(10, WIDTH, sparse=True), nn.Linear(WIDTH, 2))
+    return given(model, "1", batch=paddle.to_tensor([[1, 2, 3], [4, 5, 5]]))
+
+
 @fault("a model in evaluation mode", "eval_mode", "")
 def _() -> Given:
     model = blocks(nn.Dropout(0.5))
@@ -464,6 +510,22 @@ def _() -> Given:
 @healthy("a mixture of experts, some of them idle")
 def _() -> Given:
     return given(blocks(Experts(16)), "1.experts.*")
+
+
+@healthy("a mixture of experts whose gate prefers one by far")
+def _() -> Given:
+    model = blocks(Experts(2))
+    model[1].gate.bias.set_value(np.array([0, 100], "float32"))
+    return given(model, "1.experts.*")
+
+
+@healthy("a mixture of experts with a correction of the gate in a buffer")
+def _() -> Given:
+    model = blocks(Experts(8))
+    correction = paddle.to_tensor(np.eye(8, dtype="float32")[3] * 100)
+    model[1].register_buffer("correction", correction)
+    model[1].gate.register_forward_post_hook(lambda gate, given, out: out + model[1].correction)
+    return given(model, "1.experts.*")
 
 
 @healthy("a gradient cache")

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from paddle_recompute import cli
+from paddle_recompute import cli, parity
+from tests.parity.test_command import fake_runs
 from tests.ranks import ROOT
 from tests.trainer.test_trainer import tiny, write_pairs
 
@@ -110,11 +111,25 @@ def test_a_sound_model_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
     assert report["ok"]
 
 
-@pytest.mark.timeout(300)  # six processes, each of which imports Paddle
-def test_the_two_modes_are_compared_on_request(tmp_path: Path) -> None:
-    code, output, report = run(tmp_path, "--parity")
-    assert code == 0, output
-    assert report["parity"]["parity"] is True
+@pytest.mark.parametrize("spoiled", [None, ("static", True, 1)])
+def test_the_two_modes_are_compared_on_request(
+    spoiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs of parity are replaced; tests/parity trains them."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
+    monkeypatch.setattr(parity, "run_job", fake_runs(spoiled))
+    write_pairs(tmp_path / "pairs.tsv")
+    file, output = tmp_path / "run.yaml", tmp_path / "report.json"
+    file.write_text(yaml.safe_dump(tiny(tmp_path).to_dict()))
+    arguments = ["doctor", "--config", str(file), "--output", str(output), "--parity"]
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == (0 if spoiled is None else 1), result.output
+    assert "ok: no fault found" in result.output
+    assert ("gradient of pooler.weight" in result.output) == (spoiled is not None)
+    report = json.loads(output.read_text())
+    assert report["findings"] == []
+    assert report["ok"] == report["parity"]["parity"] == (spoiled is None)
 
 
 def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:

@@ -275,6 +275,34 @@ def test_moments_are_counted_before_they_exist() -> None:
     assert memory.peak_bytes() == pytest.approx(found.peak_bytes, abs=1024)
 
 
+def test_gradients_that_micro_batches_add_to_are_counted_once() -> None:
+    paddle.seed(0)
+    model = paddle.nn.Sequential(paddle.nn.Linear(32, 32), encoder(), Mean())
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    batch = paddle.randn([4, 8, 32])
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch).square().mean()
+
+    step = TrainStep(model, optimizer, loss_fn=loss_fn, accumulate_steps=2)
+    for _ in range(2):
+        step([batch] * 2)
+    job = Job(model, batch, loss_fn, optimizer, accumulate_steps=2)
+    costs = job.measure()
+    assert all(p.grad is None for p in model.parameters())
+    for option in ("plain", "whole"):
+        found = make(costs, uniform(costs, option), job)
+        found.apply(model)
+        step([batch] * 2)
+        gc.collect()
+        memory.reset_peak()
+        step([batch] * 2)
+        measured = memory.peak_bytes()
+        found.remove(model)
+        assert measured == pytest.approx(found.peak_bytes, abs=1024), option
+        assert measured_peak(job, found) == pytest.approx(found.peak_bytes, abs=1024), option
+
+
 def test_another_batch_is_estimated_from_small_ones() -> None:
     job = job_of("encoder")
     found = estimate(job.model, job.batch, job.loss_fn, batch_size=40)

@@ -59,6 +59,26 @@ def test_time_never_grows_with_the_budget(seed: int) -> None:
         assert other.peak >= one.peak or other.seconds == pytest.approx(one.seconds)
 
 
+def test_nothing_is_recomputed_where_the_plain_step_fits() -> None:
+    costs = chain(6, 4)
+    free = [
+        replace(
+            call,
+            options={
+                name: replace(cost, seconds=call.options["plain"].seconds)
+                for name, cost in call.options.items()
+            },
+        )
+        for call in costs.calls
+    ]
+    costs = replace(costs, calls=tuple(free))
+    plain = tuple(Choice(n, n, "plain") for n in range(6))
+    peak = simulate(costs, plain).peak.bytes
+    found, tighter = solve(costs, peak), solve(costs, peak - 1)
+    assert found is not None and found.choices == plain and found.exact
+    assert tighter is not None and tighter.choices != plain
+
+
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_96_calls_are_solved_at_once(alike: bool, share: float) -> None:

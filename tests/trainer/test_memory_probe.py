@@ -15,6 +15,7 @@ from paddle_recompute.trainer import Trainer, memory_probe
 from paddle_recompute.trainer.memory_probe import MemoryProbe, chunks_within_budget, measure_step
 from paddle_recompute.trainer.metrics import read_metrics
 from paddle_recompute.trainer.objective import Chunks
+from paddle_recompute.trainer.planned import estimated_peak
 from tests.trainer.test_trainer import tiny
 
 LONGEST = 12  # max_positive_tokens of `tiny`
@@ -107,6 +108,35 @@ def test_measured_peaks_stay_within_the_budget() -> None:
     assert any("contrastive.memory_budget: " in line and words in line for line in said)
     assert probe.choose_chunks(Chunks(tokens=24)) == Chunks(tokens=24)
     assert said[-1].endswith("each rank encodes 24 tokens at a time, as before")
+
+
+@needs_peaks_of_steps
+@pytest.mark.parametrize("policy", ["all", "budget"])
+def test_chunks_are_found_by_estimates_and_verified_by_a_step(policy: str) -> None:
+    small = {"contrastive__global_batch": 24, "recompute__policy": policy}
+    if policy == "budget":
+        small["recompute__memory_budget"] = "1GiB"
+    free = MemoryProbe(config_of(None, **small), 100, say=print)
+    for chunks in (Chunks(tokens=LONGEST), Chunks(tokens=6 * LONGEST), Chunks()):
+        estimated = estimated_peak(config_of(None, **small), 100, chunks)
+        measured = free._peak_of_a_step(chunks, recompute=True)
+        assert estimated is not None and measured is not None
+        # Without chunks the backwards of the two sides take turns, which is an upper bound.
+        assert 0.95 * measured < estimated < (1.05 if chunks else 1.4) * measured, chunks
+    least = free._peak_of_a_step(Chunks(tokens=LONGEST), recompute=True)
+    most = free._peak_of_a_step(Chunks(), recompute=True)
+    assert least is not None and most is not None
+    config, asked = config_of((least + most) // 2, **small), []
+
+    def estimate(chunks: Chunks) -> int | None:
+        asked.append(chunks)
+        return estimated_peak(config, 100, chunks)
+
+    probe = MemoryProbe(config, 100, say=print, estimate=estimate)
+    chunks = probe.choose_chunks()
+    assert len(asked) > 2 >= len(probe._peaks)  # few steps were run
+    peak = probe._peaks[chunks, True]
+    assert peak is not None and 0.7 * (least + most) // 2 < peak <= (least + most) // 2
 
 
 @needs_peaks_of_steps

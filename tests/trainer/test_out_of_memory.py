@@ -14,6 +14,8 @@ import pytest
 from paddle_recompute import Trainer
 from paddle_recompute._paddle import memory
 from paddle_recompute.planner import RecomputePlan
+from paddle_recompute.trainer.planned import BudgetPlanner
+from paddle_recompute.trainer.planned_steps import PlannedSteps
 from tests.ranks import run_ranks
 from tests.trainer.test_trainer import tiny
 
@@ -43,7 +45,7 @@ class Limit:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Limit the steps of training, not those of the measurement."""
-        forward, survivor = paddle.nn.Linear.forward, Trainer._survivor
+        forward, survivor = paddle.nn.Linear.forward, PlannedSteps._survived
         inside: list[bool] = []
 
         def limited(layer: Any, x: paddle.Tensor) -> paddle.Tensor:
@@ -54,15 +56,15 @@ class Limit:
                 raise MemoryError(f"more than {self.most} bytes")
             return forward(layer, x)
 
-        def watched(trainer: Trainer, *arguments: Any) -> Any:
+        def watched(steps: PlannedSteps, *arguments: Any) -> Any:
             inside.append(True)
             try:
-                return survivor(trainer, *arguments)
+                return survivor(steps, *arguments)
             finally:
                 inside.clear()
 
         patch.setattr(paddle.nn.Linear, "forward", limited)
-        patch.setattr(Trainer, "_survivor", watched)
+        patch.setattr(PlannedSteps, "_survived", watched)
 
 
 def losses(folder: Path) -> list[float]:
@@ -88,6 +90,9 @@ def train(folder: str) -> dict[str, Any]:
             limit.most = int(limit.highest * 0.9)
         found = run("replanned", budget, train__on_oom="replan")
         held = RecomputePlan.load(path / "replanned" / "plan.json")
+        limit.most = 2**60
+        patch.setattr(BudgetPlanner, "make", lambda *_: (held, None, held.peak_bytes))
+        run("from the start", budget)
     return {
         "loss": found["loss"],
         "failures": limit.failures,
@@ -110,4 +115,5 @@ def test_one_rank_with_less_memory(folder: Path) -> None:
     assert first["loss"] == second["loss"]
     assert first["recomputes"] and first["excess"] >= 0.05 * first["budget"]
     assert len(losses(folder / "plain")) == 3
-    assert losses(folder / "replanned") == losses(folder / "plain")  # the same bits
+    assert losses(folder / "replanned") == losses(folder / "from the start")  # the same bits
+    assert losses(folder / "replanned") == losses(folder / "plain")

@@ -20,6 +20,7 @@ from paddle_recompute.trainer.report import (
     write_report,
 )
 
+pytestmark = pytest.mark.usefixtures("pictures")
 RECORD: dict[str, Any] = {
     "recall@1": 0.25,
     "recall@10": 0.5,

@@ -33,7 +33,13 @@ TrainStep.__call__ = slowly
 
 def write_config(folder: Path, name: str, **changes: Any) -> Path:
     write_pairs(folder / "pairs.tsv")
-    changes = {"train__max_steps": STEPS, "train__save_every": 100, **changes}
+    changes = {
+        "train__max_steps": STEPS,
+        "train__save_every": 100,
+        "train__eval_before": False,
+        "train__measure_plain": False,
+        **changes,
+    }
     tree = tiny(folder, train__output_dir=str(folder / name), **changes).to_dict()
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(tree))

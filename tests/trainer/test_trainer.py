@@ -120,6 +120,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         np.testing.assert_array_equal(value, right[key], err_msg=key)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_run_returns_and_writes_what_it_promises(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ def make_run(folder: Path, *, seed: int = 0, step: int = 3) -> Config:
     save_checkpoint(
         config.train.output_dir / "checkpoint",
         model=model,
-        optimizer_state={},
+        optimizer_state={f"{name}:moment1": one for name, one in model.named_parameters()},
         save_tokenizer=tokenizer.save,
         state={"step": step, "untrained": {}, "config": config.to_dict()},
     )

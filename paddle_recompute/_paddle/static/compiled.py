@@ -43,8 +43,9 @@ class Conversion:
     Attributes:
         calls_fleet: Calls of fleet's recompute (3.x), which Paddle marks with the attribute
             ``fwd_recompute_id`` and does not repeat.
-        has_loops: Loops over tensors (3.x). Their backward raises "The variable middle_0 should
-            exist", or gives no gradient at all where the loop fills a list (3.3.1; 2.6 is right).
+        has_loops: Loops over tensors. Their backward raises "The variable middle_0 should exist",
+            or gives no gradient at all where the loop fills a list (3.3.1); 2.6.2 is right in some
+            of them only.
         num_outputs: How many tensors it returns.
     """
 
@@ -77,7 +78,7 @@ def compile_layer(
     outputs = [leaf for leaf in leaves if hasattr(leaf, "stop_gradient")]
     return Conversion(
         calls_fleet=any(operator.has_attr("fwd_recompute_id") for operator in operators),
-        has_loops=any(_name(operator) == "pd_op.while" for operator in operators),
+        has_loops=any(_name(operator) in ("pd_op.while", "while") for operator in operators),
         num_outputs=len(outputs),
     )
 
