@@ -32,9 +32,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "train__learning_rate": 0.5,
     },
 }
-# These runs are equal to the bit (3.3.1, 2.6.2). But a Program divides the norm to clip to by the norm
-# in float32, and the host in float64: that may differ in the last bit, and a trust ratio passes it
-# on.
+# These runs are equal to the bit (3.3.1, 2.6.2). But the factor of a clip is a float32 in a Program
+# and a float64 on the host: that may differ in the last bit, and a trust ratio passes it on.
 ROUNDING = 2e-5
 
 
