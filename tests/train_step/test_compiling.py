@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import random
@@ -351,33 +350,6 @@ def test_a_copy_is_refused() -> None:
     for one, its_copy in zip(model.parameters(), other.parameters(), strict=True):
         assert one is not its_copy
         assert (one.grad is None) == (its_copy.grad is None)
-
-
-def gradients_in(precision: Any, *, wrap: bool) -> dict[str, np.ndarray]:
-    """Of a compiled model whose Program was made in `precision`."""
-    model = build(wrap=wrap, compiled=False)
-    with precision():
-        compile_model(model, SPEC)
-        paddle.seed(1)
-        vectors = model(paddle.arange(12).reshape([2, 6]))
-    vectors.square().sum().backward()
-    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@only_3
-def test_a_program_in_bfloat16() -> None:
-    """Matrix products really are in bfloat16 in a Program on a CPU, also when they are repeated."""
-
-    def in_bfloat16() -> Any:
-        return auto_cast(dtype="bfloat16", custom_white_list=["matmul", "matmul_v2", "linear_v2"])
-
-    plain, wrapped = (gradients_in(in_bfloat16, wrap=wrap) for wrap in (False, True))
-    exact = gradients_in(contextlib.nullcontext, wrap=True)
-    assert plain.keys() == wrapped.keys() == exact.keys()
-    for name, value in exact.items():
-        np.testing.assert_array_equal(wrapped[name], plain[name])
-        error = np.abs(plain[name] - value).max() / np.abs(value).max()
-        assert 1e-4 < error < 0.03, name  # bfloat16 has 8 bits: 4e-3 in each product
 
 
 def test_models_that_are_not_compiled_as_they_are() -> None:
