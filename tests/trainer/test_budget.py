@@ -27,7 +27,7 @@ needs_peaks = pytest.mark.skipif(
 
 SIZES = {
     "model__hidden_size": 32,
-    "model__num_layers": 3,
+    "model__num_layers": 2,
     "model__intermediate_size": 128,
     "contrastive__global_batch": 64,
     "recompute__enable": True,
