@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 from collections.abc import Iterator
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.fake_device import selected
 
@@ -37,13 +39,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now lives as long as the process: leave it out of every collection.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Now that all modules are imported.
 
-    ``gc.collect`` takes 0.1 s with Paddle imported, and the memory probe alone makes two.
+    They live as long as the process, so collections leave them out: ``gc.collect`` takes 0.1 s with
+    Paddle imported, and the memory probe alone makes two.
+
+    Paddle has replaced the handlers of SIGSEGV and SIGABRT. Its own call malloc, so a process whose
+    heap is damaged hangs in them for ever and says nothing. Python's write where each thread is.
     """
     gc.collect()
     gc.freeze()
+    faulthandler.disable()
+    faulthandler.enable(session.config.stash[fault_handler_stderr_fd_key])
 
 
 def _names(node: str) -> list[str]:

@@ -278,6 +278,7 @@ def train_large_batch(folder: str) -> None:
             "train.max_steps": 3,
             "train.warmup_steps": 1,
             "train.eval_before": "false",
+            "train.measure_plain": "false",
             "train.log_every": 1,
             "train.output_dir": f"{folder}/{mode}",
         }
