@@ -27,7 +27,7 @@ needs_peaks = pytest.mark.skipif(
 
 SIZES = {
     "model__hidden_size": 32,
-    "model__num_layers": 3,
+    "model__num_layers": 2,
     "model__intermediate_size": 128,
     "contrastive__global_batch": 64,
     "recompute__enable": True,
@@ -54,6 +54,13 @@ def budget_of(size: int) -> dict[str, Any]:
     return {"recompute__policy": "budget", "recompute__memory_budget": f"{size}B"}
 
 
+def peaks(record: dict[str, Any]) -> tuple[int, int]:
+    """With all blocks recomputed, and with none."""
+    plain: int = record["plain_peak_bytes"]
+    # Steps of a Program take more than they need where the executor frees late, on a loaded CPU.
+    return min(record["peak_bytes"], plain // 2), plain
+
+
 def losses(folder: Path) -> list[float]:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [one["loss"] for one in map(json.loads, lines) if "loss" in one]
@@ -77,7 +84,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any
 @pytest.mark.parametrize("mode", ["dygraph", "static"])
 def test_a_run_stays_within_its_budget(tmp_path: Path, mode: str, whole: Any) -> None:
     record, of_whole = whole(mode)
-    low, high = record["peak_bytes"], record["plain_peak_bytes"]
+    low, high = peaks(record)
     budget = low + (high - low) // 2
     found = run(tmp_path, mode=mode, **budget_of(budget))
     assert losses(tmp_path) == of_whole[:4]  # the same bits, whatever is recomputed
@@ -96,7 +103,7 @@ def test_a_third_step_above_the_budget_is_planned_again(
     tmp_path: Path, mode: str, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, of_whole = whole(mode)
-    low, high = record["peak_bytes"], record["plain_peak_bytes"]
+    low, high = peaks(record)
     taken = (high - low) // 2
     ballast: list[paddle.Tensor] = []
     own = PlannedSteps.__call__
