@@ -10,7 +10,7 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute.errors import PlanError
-from paddle_recompute.planner.costs import CallCost, Event, OptionCost, StepCosts
+from paddle_recompute.planner.costs import PLAIN, CallCost, Event, OptionCost, StepCosts
 from paddle_recompute.planner.job import Job
 from paddle_recompute.planner.step_costs import Progress
 
@@ -78,10 +78,7 @@ def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
         return round(_quadratic(sizes, [read(one) for one in known], rows))
 
     def straight(read: Callable[[StepCosts], int]) -> int:
-        # Rows do not meet inside a block. Its peak for a few rows may be that of its weights'
-        # gradients: a parabola would take the change to that of its activations for a bend.
-        (a, b), (x, y) = sizes[-2:], [read(one) for one in known[-2:]]
-        return round(y + (y - x) / (b - a) * (rows - b))
+        return round(_line(sizes, [read(one) for one in known], rows))
 
     def seconds(read: Callable[[StepCosts], float]) -> float:
         # In proportion: a line through two short times would be all noise.
@@ -93,11 +90,16 @@ def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
         def cost(one: StepCosts) -> OptionCost:
             return one.calls[place].options[name]
 
+        # The peak of a block for a few rows may be that of its weights' gradients: a parabola would
+        # take the change to that of its activations for a bend. What it keeps has no such change,
+        # and bends only if rows meet inside the block.
+        kept = [one.calls[place].options[PLAIN].kept for one in known]
+        bytes_of = straight if _is_straight(sizes, kept) else scaled
         return replace(
             own,
-            kept=straight(lambda one: cost(one).kept),
-            forward_peak=straight(lambda one: cost(one).forward_peak),
-            backward_peak=straight(lambda one: cost(one).backward_peak),
+            kept=bytes_of(lambda one: cost(one).kept),
+            forward_peak=bytes_of(lambda one: cost(one).forward_peak),
+            backward_peak=bytes_of(lambda one: cost(one).backward_peak),
             seconds=seconds(lambda one: cost(one).seconds),
             forward_seconds=seconds(lambda one: cost(one).forward_seconds),
         )
@@ -138,10 +140,22 @@ def _quadratic(sizes: list[int], values: list[int], at: int) -> float:
     Three points of a peak may be on different branches of a maximum; a bend that is small against
     the values is taken for that, and the line through the two largest sizes is used.
     """
-    (a, b, c), (x, y, z) = sizes, values
-    slope = (z - y) / (c - b)
-    bend = (slope - (y - x) / (b - a)) / (c - a)
-    line = z + slope * (at - c)
-    if abs(bend) * (c - a) ** 2 < 1e-3 * max(abs(z), 1):
+    line = _line(sizes, values, at)
+    if _is_straight(sizes, values):
         return line
-    return line + bend * (at - b) * (at - c)
+    return line + _bend(sizes, values) * (at - sizes[1]) * (at - sizes[2])
+
+
+def _line(sizes: list[int], values: list[int], at: int) -> float:
+    """The straight line through the points of the two largest sizes."""
+    (_, b, c), (_, y, z) = sizes, values
+    return z + (z - y) / (c - b) * (at - c)
+
+
+def _bend(sizes: list[int], values: list[int]) -> float:
+    (a, b, c), (x, y, z) = sizes, values
+    return ((z - y) / (c - b) - (y - x) / (b - a)) / (c - a)
+
+
+def _is_straight(sizes: list[int], values: list[int]) -> bool:
+    return abs(_bend(sizes, values)) * (sizes[2] - sizes[0]) ** 2 < 1e-3 * max(abs(values[2]), 1)

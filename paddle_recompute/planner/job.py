@@ -21,7 +21,7 @@ from paddle_recompute.planner.blocks import find_blocks
 from paddle_recompute.planner.costs import StepCosts
 from paddle_recompute.planner.measure import OPTIONS
 from paddle_recompute.planner.signatures import structure_of
-from paddle_recompute.planner.step_costs import Progress, measure_step
+from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
 from paddle_recompute.train_step import inputs_of_cache
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
@@ -85,8 +85,15 @@ class Job:
             assert self.loss_fn is not None
             with self.autocast():
                 loss = self.loss_fn(self.model, self.batch)
+            if not isinstance(loss, paddle.Tensor):
+                raise PlanError(f"loss_fn returns {type(loss).__name__}; return a scalar Tensor")
             if loss.size != 1:
                 raise PlanError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
+            if loss.stop_gradient or not loss.is_floating_point():
+                raise PlanError(
+                    "the loss of loss_fn needs no gradient, so the step has no backward: is the "
+                    "model frozen, or the loss detached, of integers, or made under no_grad?"
+                )
             loss.backward()
 
     def measure(
@@ -115,6 +122,7 @@ class Job:
             self.model,
             self.blocks,
             self.step,
+            parameters=self.parameters(),
             held=held,
             base=now + missing,
             batch=self.batch,
@@ -128,17 +136,17 @@ class Job:
 
     def clear_gradients(self) -> None:
         """Drop the gradients of `parameters`."""
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.clear_gradient(False)
+        clear_gradients(self.parameters())
 
     def parameters(self) -> list[paddle.Tensor]:
-        """What is trained: parameters of the model and of the loss of a gradient cache."""
+        """Those of the model, of the loss of a gradient cache, and of the optimizer."""
         found = list(self.model.parameters())
         loss = self.grad_cache.loss if self.grad_cache is not None else None
         if isinstance(loss, paddle.nn.Layer):
             found += loss.parameters()
-        return found
+        if self.optimizer is not None:  # of a loss that `loss_fn` calls
+            found += _paddle.parameters_of_optimizer(self.optimizer)
+        return list({id(one): one for one in found}.values())
 
     def held(self) -> dict[str, int]:
         """Bytes by part that every step begins with, whether they exist already or not."""

@@ -60,6 +60,7 @@ def offloaded(costs: StepCosts) -> Offloaded | None:
         calls=tuple(replace(call, gradients={}) for call in costs.calls),
     )
     update = costs.events[-1].before + rest + int((1 + AHEAD) * largest * (1 + state)) + largest
+    update += costs.excess
     peak = max(simulate(step, uniform(costs, WHOLE)).peak.bytes, update)
     # Parameters come for forward, backward and update, and go after it; gradients go and come;
     # the state comes and goes.

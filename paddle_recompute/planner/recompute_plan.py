@@ -266,7 +266,7 @@ class RecomputePlan:
                 "  the backward is not the reverse of the forward: chosen as for a chain, judged "
                 "by simulation"
             )
-        least = smallest(self.costs)
+        least = smallest(self.costs, units=self.segments)
         lines.append(
             f"  smallest feasible budget {format_bytes(least.peak)}, with "
             f"{(least.seconds - self.costs.seconds) * 1e3:+.1f} ms"
@@ -282,7 +282,7 @@ class RecomputePlan:
     def _next(self) -> Solution | None:
         """The fastest solution of a budget that is larger by a tenth."""
         room = self.memory_budget - self.costs.base
-        found = solve(self.costs, self.memory_budget + max(1, room // 10))
+        found = solve(self.costs, self.memory_budget + max(1, room // 10), units=self.segments)
         return found if found is not None and found.seconds < self.seconds else None
 
     def _runs(self) -> Iterator[str]:
@@ -349,7 +349,7 @@ def make_plan(
     if solution is None and or_smallest:
         solution = smallest(costs, units=segments)
     if solution is None:
-        raise PlanError(infeasible(costs, memory_budget))
+        raise PlanError(infeasible(costs, memory_budget, segments=segments))
     return RecomputePlan(
         memory_budget,
         costs,
@@ -362,9 +362,11 @@ def make_plan(
     )
 
 
-def infeasible(costs: StepCosts, memory_budget: int) -> str:
+def infeasible(
+    costs: StepCosts, memory_budget: int, *, segments: tuple[str, ...] = (JOINED, NESTED)
+) -> str:
     """Why nothing stays within the budget, and what would lower the smallest one."""
-    least = smallest(costs)
+    least = smallest(costs, units=segments)
     peak = least.timeline.peak
     held = costs.base
     lower = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -31,6 +31,7 @@ def measure_step(
     blocks: Mapping[str, paddle.nn.Layer],
     step: Callable[[], object],
     *,
+    parameters: Sequence[paddle.Tensor],
     held: Mapping[str, int],
     update_bytes: int = 0,
     base: int | None = None,
@@ -49,6 +50,7 @@ def measure_step(
         model: In the mode in which it is trained.
         blocks: The Layers whose calls are planned, by name in `model`.
         step: Forward and backward, without the optimizer's update.
+        parameters: All that `step` makes gradients of: those of the model, and of its loss.
         held: Bytes by part that are held at the start of a step and known. What of them does not
             exist yet is in `base`.
         update_bytes: What the update takes above the gradients.
@@ -66,10 +68,10 @@ def measure_step(
     """
     check_measurable(model)
     streams, state = RngState.capture(), buffers_of(model)
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    if parameters:
+    named = next((p.name for p in parameters if p.grad is not None), None)
+    if named is not None:
         raise PlanError(
-            f"the parameter '{parameters[0].name}' has a gradient; plan between two steps, after "
+            f"the parameter '{named}' has a gradient; plan between two steps, after "
             "optimizer.clear_grad(set_to_zero=False)"
         )
     start = memory.current_bytes()
@@ -83,7 +85,7 @@ def measure_step(
                 "the step calls none of the blocks: " + ", ".join(list(blocks)[:3]) + "; name "
                 "Layers that loss_fn calls, with gradients enabled"
             )
-        _clear(model)
+        clear_gradients(parameters)
         costs, gradients = _measure_kinds(
             {
                 call.signature: MeasuredCall(
@@ -101,7 +103,7 @@ def measure_step(
             progress,
         )
     finally:
-        _clear(model)
+        clear_gradients(parameters)
         streams.restore()
         put_back(state)
     return _composed(
@@ -232,7 +234,8 @@ def put_back(state: list[tuple[paddle.Tensor, Any]]) -> None:
             buffer.set_value(values)
 
 
-def _clear(model: paddle.nn.Layer) -> None:
-    for parameter in model.parameters():
+def clear_gradients(parameters: Sequence[paddle.Tensor]) -> None:
+    """Drop the gradients of `parameters`."""
+    for parameter in parameters:
         if parameter.grad is not None:
             parameter.clear_gradient(False)

@@ -106,6 +106,11 @@ def compile_model(
                 "sizes), whose backward may fail or be wrong in a Program of Paddle; loop over "
                 "numbers or Layers, or use an operator for the whole tensor"
             )
+        if made.in_place:
+            raise StaticGraphError(
+                f"its forward calls {made.in_place}(), which changes nothing in a Program; use "
+                f"{made.in_place[:-1]}() and its result"
+            )
         if made.num_outputs != 1:
             raise StaticGraphError(
                 f"its forward returns {made.num_outputs} tensors, and Paddle (2.6, 3.3) may "
@@ -190,11 +195,13 @@ def _modes(model: paddle.nn.Layer) -> list[bool]:
     return [layer.training for layer in model.sublayers(include_self=True)]
 
 
-def _precision() -> tuple[str, str]:
-    """Level and dtype of the mixed precision in force; a Program is made for one."""
+def _precision() -> tuple[Any, ...]:
+    """The mixed precision in force; a Program is made for one."""
     state = _paddle.amp_state()
     level = str(state.level)
-    return (level, "" if level.endswith("O0") else state.dtype)
+    if level.endswith("O0"):
+        return (level,)
+    return (level, state.dtype, *map(frozenset, state.lists), state.use_promote)
 
 
 def _same(first: Any, second: Any) -> bool:

@@ -153,9 +153,7 @@ class MemoryProbe:
                 )
             except MemoryError:
                 peak = 0
-            fits_everywhere = largest_of_ranks(-peak) < 0
-            found = largest_of_ranks(peak) if fits_everywhere else None
-            self._peaks[chunks, recompute] = found
+            self._peaks[chunks, recompute] = largest_peak_of_ranks(peak)
         return self._peaks[chunks, recompute]
 
 
@@ -168,6 +166,11 @@ def largest_of_ranks(count: int) -> int:
         lambda: dist.all_reduce(largest, op=dist.ReduceOp.MAX), "the comparison of memory"
     )
     return int(largest.item())
+
+
+def largest_peak_of_ranks(peak: int) -> int | None:
+    """The largest of the ranks' peaks, on every rank; None if one of them has none, which is 0."""
+    return largest_of_ranks(peak) if largest_of_ranks(-peak) < 0 else None
 
 
 def measure_step(

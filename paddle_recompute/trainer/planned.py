@@ -40,6 +40,7 @@ from paddle_recompute.trainer.memory_probe import (
     BATCHES_AHEAD,
     largest_batch,
     largest_of_ranks,
+    largest_peak_of_ranks,
     measure_step,
 )
 from paddle_recompute.trainer.objective import Chunks, Objective
@@ -62,7 +63,9 @@ class BudgetPlanner:
     def make(
         self, chunks: Chunks, earlier: RecomputePlan | None = None
     ) -> tuple[RecomputePlan, int, int]:
-        """The plan, the predicted peak without recompute, and the measured peak, in bytes.
+        """The plan, the predicted peak without recompute, and its own peak, in bytes.
+
+        The last one is measured, but predicted for a plan that was made while a run went on.
 
         Args:
             chunks: What a rank encodes at once.
@@ -74,10 +77,10 @@ class BudgetPlanner:
         """
         budget = self._config.recompute.memory_budget
         assert budget is not None
-        if earlier is not None and earlier.measured_bytes is not None:
+        if earlier is not None:
             check_agreed(earlier)
             self._say(f"{earlier}\n  as before the interruption")
-            return earlier, _plain_peak(earlier), earlier.measured_bytes
+            return earlier, _plain_peak(earlier), earlier.measured_bytes or earlier.peak_bytes
         costs, signature = self._costs(chunks)
         costs = self._largest_costs(costs)
         static = self._config.mode == "static"
@@ -181,7 +184,7 @@ def estimated_peak(config: Config, vocab_size: int, chunks: Chunks) -> int | Non
 
     Returns:
         None if it cannot be estimated: the peak cannot be started anew (2.6), parameters are
-        offloaded, or the step is not one of calls of blocks.
+        offloaded, the step is not one of calls of blocks, or a block does not fit on a rank.
     """
     section = config.recompute
     if not can_reset_peak() or section.offload_parameters != "none" or section.engine == "fleet":
@@ -192,9 +195,10 @@ def estimated_peak(config: Config, vocab_size: int, chunks: Chunks) -> int | Non
             choices = uniform(costs, WHOLE)
         else:
             choices = choices_of_policy(costs, section)
-    except (PlanError, SelectionError):
-        return None
-    return largest_of_ranks(simulate(costs, choices).peak.bytes)
+        peak = simulate(costs, choices).peak.bytes
+    except (MemoryError, PlanError, SelectionError):
+        peak = 0
+    return largest_peak_of_ranks(peak)
 
 
 def _plain_peak(plan: RecomputePlan) -> int:

@@ -312,6 +312,77 @@ def test_another_batch_is_estimated_from_small_ones() -> None:
     assert abs(found.peak_bytes - measured.peak_bytes) <= batch_and_sample
 
 
+class InBatch(paddle.nn.Layer):
+    """A block in which every row meets every other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(16, 16)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        hidden = self.linear(x)
+        scores = paddle.nn.functional.softmax(paddle.matmul(hidden, hidden, transpose_y=True))
+        return x + paddle.matmul(scores, hidden)
+
+
+def test_rows_that_meet_in_a_block_are_estimated_from_small_batches() -> None:
+    model, large = paddle.nn.Sequential(*[InBatch() for _ in range(3)]), paddle.randn([512, 16])
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch).square().mean()
+
+    found = estimate(model, large[:64], loss_fn, batch_size=512)
+    measured = estimate(model, large, loss_fn)
+    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=CLOSE)
+
+
+@pytest.mark.parametrize("in_cache", [True, False])
+def test_gradients_of_the_loss_stay_as_they_are(in_cache: bool) -> None:
+    """Those that a measurement leaves would be part of the first update."""
+    model, loss = encoder(1), ContrastiveLoss(learnable_temperature=True)
+    batch = (paddle.randn([4, 8, 32]), paddle.randn([4, 8, 32]))
+
+    def pooled(x: Any) -> Any:
+        return model(x).mean(axis=1)
+
+    class Pooled(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = model
+
+        def forward(self, x: Any) -> Any:
+            return pooled(x)
+
+    whole = Pooled()
+    optimizer = paddle.optimizer.AdamW(parameters=[*whole.parameters(), *loss.parameters()])
+    how: dict[str, Any] = {"grad_cache": GradCache(whole, loss, chunk_size=2)}
+    if not in_cache:
+        how = {"loss_fn": lambda m, b: loss(m(b[0]), m(b[1])), "optimizer": optimizer}
+    estimate(whole, batch, **how)
+    assert all(one.grad is None for one in loss.parameters())
+    loss(whole(batch[0]), whole(batch[1])).backward()
+    for one in whole.parameters():
+        one.clear_gradient(False)
+    with pytest.raises(PlanError, match="has a gradient; plan between two steps"):
+        plan(whole, batch, memory_budget="1GiB", **how)
+    assert all(one.grad is not None for one in loss.parameters())
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda loss: (loss,), "returns tuple"),
+        (float, "returns float"),
+        (lambda loss: loss.detach(), "needs no gradient"),
+        (lambda loss: loss.astype("int64"), "needs no gradient"),
+    ],
+)
+def test_a_loss_without_a_backward_is_refused(returned: Any, words: str) -> None:
+    model, batch = encoder(1), paddle.randn([2, 4, 32])
+    with pytest.raises(PlanError, match=words):
+        estimate(model, batch, lambda model, batch: returned(model(batch).mean()))
+
+
 def test_the_largest_micro_batch_is_found_and_verified() -> None:
     job = job_of("encoder")
     assert job.loss_fn is not None

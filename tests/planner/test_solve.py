@@ -8,7 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from paddle_recompute.planner import JOINED, NESTED, Choice, next_faster, simulate, smallest, solve
+from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute.errors import PlanError
+from paddle_recompute.planner import (
+    JOINED,
+    NESTED,
+    Choice,
+    make_plan,
+    next_faster,
+    simulate,
+    smallest,
+    solve,
+)
 from tests.planner.chains import OPTIONS, chain, every_choice
 
 ROUNDING = 1e-9
@@ -44,6 +55,17 @@ def test_the_smallest_budget_is_the_smallest_peak_of_all_choices() -> None:
     costs = chain(6, 4)
     lowest = min(simulate(costs, c).peak.bytes for c in every_choice(6, OPTIONS, (JOINED, NESTED)))
     assert smallest(costs).peak == lowest
+
+
+@pytest.mark.parametrize("units", [(JOINED,), (JOINED, NESTED), ()])
+def test_the_smallest_budget_of_an_error_is_one_that_can_be_met(units: tuple[str, ...]) -> None:
+    """Also for a Program, whose segments are not nested."""
+    costs = chain(6, 4)
+    with pytest.raises(PlanError) as error:
+        make_plan(costs, 1, signature="", segments=units)
+    named = int(str(error.value).partition("(")[2].partition(" bytes")[0])
+    found = make_plan(costs, named, signature="", segments=units)
+    assert f"smallest feasible budget {format_bytes(named)}," in str(found)
 
 
 @pytest.mark.parametrize("seed", range(6))

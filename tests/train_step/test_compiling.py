@@ -298,6 +298,41 @@ def test_another_precision_than_that_of_the_program_is_refused() -> None:
         model(paddle.ones([2, 3], "int64"))
 
 
+def test_other_lists_of_operators_are_another_precision() -> None:
+    with auto_cast(dtype="bfloat16", custom_black_list={"matmul"}):
+        model = build(wrap=False, compiled=True)
+        model(paddle.ones([2, 3], "int64"))
+    with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
+        model(paddle.ones([2, 3], "int64"))
+
+
+class InPlace(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        y.add_(x)
+        return y
+
+
+class InPlaceBuffer(Unconvertible):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", paddle.zeros([1]))
+
+    def forward(self, x: Any) -> Any:
+        self.calls.add_(paddle.ones([1]))
+        return self.linear(x) * self.calls
+
+
+@pytest.mark.parametrize("make", [InPlace, InPlaceBuffer])
+def test_operators_in_place(make: type[Unconvertible]) -> None:
+    """A Program of Paddle leaves their tensor as it is, and warns."""
+    model = make()
+    with pytest.warns(UserWarning, match="inplace"), pytest.raises(StaticGraphError) as error:
+        compile_model(model, ROWS)
+    assert "its forward calls add_(), which changes nothing in a Program" in str(error.value)
+    assert not compile_model(model, ROWS, or_eager=True).compiled
+
+
 class WhileLoop(Unconvertible):
     def forward(self, x: Any) -> Any:
         number = paddle.zeros([], "int32")

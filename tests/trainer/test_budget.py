@@ -14,6 +14,8 @@ from paddle_recompute import Trainer, TrainStep, load_config
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.planner import RecomputePlan
+from paddle_recompute.trainer.objective import Chunks
+from paddle_recompute.trainer.planned import BudgetPlanner
 from paddle_recompute.trainer.planned_steps import PlannedSteps
 from tests.ranks import ROOT
 from tests.trainer.test_trainer import tiny
@@ -135,6 +137,15 @@ def test_the_plan_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
     saved = RecomputePlan.from_dict(json.loads(state.read_text())["plan"])
     run(tmp_path, **budget, train__max_steps=4, train__resume=True)
     assert RecomputePlan.load(tmp_path / "run" / "plan.json") == saved
+
+
+@needs_peaks
+def test_a_plan_that_was_made_while_the_run_went_on_is_kept(tmp_path: Path) -> None:
+    planner = BudgetPlanner(tiny(tmp_path, **SIZES, **budget_of(2**30)), 100, say=print)
+    first, *_ = planner.make(Chunks())
+    another = first.recalibrated(2**20)
+    kept, _, peak = planner.make(Chunks(), another)
+    assert kept is another and peak == another.peak_bytes
 
 
 @needs_peaks

@@ -11,6 +11,7 @@ import pytest
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
 from paddle_recompute.errors import ConfigError
+from paddle_recompute.planner import Job
 from paddle_recompute.trainer import Trainer, memory_probe
 from paddle_recompute.trainer.memory_probe import MemoryProbe, chunks_within_budget, measure_step
 from paddle_recompute.trainer.metrics import read_metrics
@@ -137,6 +138,17 @@ def test_chunks_are_found_by_estimates_and_verified_by_a_step(policy: str) -> No
     assert len(asked) > 2 >= len(probe._peaks)  # few steps were run
     peak = probe._peaks[chunks, True]
     assert peak is not None and 0.7 * (least + most) // 2 < peak <= (least + most) // 2
+
+
+@needs_peaks_of_steps
+def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def runs_out(job: Job, **_: Any) -> None:
+        raise MemoryError("a block takes more than there is")
+
+    monkeypatch.setattr(Job, "measure", runs_out)
+    assert estimated_peak(config_of(None), 100, Chunks()) is None
 
 
 @needs_peaks_of_steps

@@ -8,6 +8,9 @@ operators. Can go when ``to_static`` converts on request.
 
 from __future__ import annotations
 
+import contextlib
+import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +49,15 @@ class Conversion:
         has_loops: Loops over tensors. Their backward raises "The variable middle_0 should exist",
             or gives no gradient at all where the loop fills a list (3.3.1); 2.6.2 is right in some
             of them only.
+        in_place: An operator that changes a tensor in eager execution (``add_``) and does not in a
+            Program, as a warning of Paddle says (``paddle.utils.inplace_utils``; 2.6, 3.x); "" if
+            there is none.
         num_outputs: How many tensors it returns.
     """
 
     calls_fleet: bool
     has_loops: bool
+    in_place: str
     num_outputs: int
 
 
@@ -70,7 +77,8 @@ def compile_layer(
     """
     paddle.jit.to_static(layer, input_spec=input_spec, full_graph=True)
     layer.forward.__class__ = _InProgramOrder
-    program, runner = layer.forward.get_concrete_program(*input_spec, is_train=train)
+    with _warned_of() as messages:
+        program, runner = layer.forward.get_concrete_program(*input_spec, is_train=train)
     # Each of them is made when it is looked at.
     runner.program if train else runner.infer_program  # noqa: B018
     operators = list(_with_inner(program.main_program.global_block().ops))
@@ -79,8 +87,26 @@ def compile_layer(
     return Conversion(
         calls_fleet=any(operator.has_attr("fwd_recompute_id") for operator in operators),
         has_loops=any(_name(operator) in ("pd_op.while", "while") for operator in operators),
+        in_place=next((one[1] for one in map(_NOT_IN_PLACE.search, messages) if one), ""),
         num_outputs=len(outputs),
     )
+
+
+_NOT_IN_PLACE = re.compile(r"(\w+)\(\) is the same as \w+\(\) and does not perform inplace")
+
+_shown: dict[Any, Any] = {}
+
+
+@contextlib.contextmanager
+def _warned_of() -> Iterator[list[str]]:
+    """The messages of the warnings inside, which are shown as usual."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield messages
+    for one in found:
+        messages.append(str(one.message))
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=_shown)
 
 
 def _with_inner(operators: Iterable[Any]) -> Iterator[Any]:
