@@ -153,6 +153,21 @@ def check_equal(
         )
 
 
+def check_backward(
+    report: DoctorReport, plain: Observation, seen: Observation, *, what: str
+) -> None:
+    """Check that each parameter with a gradient has one in the other step, whatever its value."""
+    for name, gradient in plain.gradients.items():
+        if gradient is not None and gradient.any() and seen.gradients.get(name) is None:
+            report.add(
+                "gradient_missing",
+                name.rpartition(".")[0] or name,
+                f"{name} gets no gradient with {what}, but one without; call backward in it, from "
+                "the outputs of this model",
+            )
+            return
+
+
 def check_calls(
     report: DoctorReport, plain: Observation, seen: Observation, wrapped: Iterable[str]
 ) -> None:

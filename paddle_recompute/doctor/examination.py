@@ -154,6 +154,7 @@ def _compare(
         # Dropout draws other masks for chunks than for the whole batch; nothing can be compared.
         if _draws(plain, state):
             report.notes.append("gradient cache: not compared, as the model draws random numbers")
+            checks.check_backward(report, plain, cached, what="the gradient cache")
         else:
             checks.check_equal(
                 report, model, plain, cached, what="the gradient cache", tolerance=CHUNKED,

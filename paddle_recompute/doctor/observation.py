@@ -187,7 +187,7 @@ def observe(
         for one in hooks:
             one.remove()
         seen.repeated = _taken(calls)
-    seen.loss = float(loss)
+    seen.loss = float(loss.detach().astype("float32").item())
     seen.gradients = {
         name: None if parameter.grad is None else _as_float(parameter.grad)
         for name, parameter in model.named_parameters()

@@ -11,7 +11,7 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.costs import PLAIN, CallCost, Event, OptionCost, StepCosts
-from paddle_recompute.planner.job import Job
+from paddle_recompute.planner.job import Job, check_count
 from paddle_recompute.planner.step_costs import Progress
 
 
@@ -42,8 +42,11 @@ def costs_of_batch(job: Job, rows: int | None, progress: Progress | None = None)
     Other sizes are extrapolated from three small ones.
 
     Raises:
+        ConfigError: `rows` is no number of rows.
         PlanError: The step makes other calls with another batch.
     """
+    if rows is not None:
+        check_count("batch_size", rows)
     if rows is None or rows == rows_of(job.batch):
         return job.measure(progress=progress)
     return extrapolated(probe(job, progress), rows)

@@ -13,7 +13,8 @@ from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.batch_size import extrapolated, probe, with_rows
-from paddle_recompute.planner.job import Job, LossFn
+from paddle_recompute.planner.job import Job, LossFn, check_count
+from paddle_recompute.planner.planning import bytes_of_budget
 from paddle_recompute.planner.planning import verified as verified_plan
 from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible, make_plan
 from paddle_recompute.planner.solve import solve
@@ -56,7 +57,7 @@ def find_batch_size(
     sample_batch: Any,
     loss_fn: LossFn,
     *,
-    memory_budget: int,
+    memory_budget: int | str,
     local_batch: int,
     optimizer: paddle.optimizer.Optimizer | None = None,
     sync: GradientSync | None = None,
@@ -73,7 +74,7 @@ def find_batch_size(
         model: As in `plan`.
         sample_batch: As in `plan`; its rows are repeated.
         loss_fn: As in `plan`.
-        memory_budget: In bytes.
+        memory_budget: As in `plan`.
         local_batch: Rows of this rank in one optimizer step. A loss that relates the rows of a
             micro-batch to each other (contrastive) is another one in smaller micro-batches: use a
             gradient cache there.
@@ -83,8 +84,11 @@ def find_batch_size(
         progress: As in `plan`.
 
     Raises:
+        ConfigError: `memory_budget` is no number of bytes, or `local_batch` none of rows.
         PlanError: Not even one row stays within the budget.
     """
+    budget = bytes_of_budget(memory_budget)
+    check_count("local_batch", local_batch)
     options = {"optimizer": optimizer, "sync": sync, "checkpoints": checkpoints}
     job = Job(model, sample_batch, loss_fn, **options)  # type: ignore[arg-type]
     patterns = None if checkpoints is None else tuple(checkpoints)
@@ -93,10 +97,10 @@ def find_batch_size(
 
     def solved(rows: int) -> RecomputePlan | None:
         costs = extrapolated(probes, rows)
-        solution = solve(costs, memory_budget)
+        solution = solve(costs, budget)
         if solution is None:
             return None
-        return make_plan(costs, memory_budget, signature=job.signature(), checkpoints=patterns)
+        return make_plan(costs, budget, signature=job.signature(), checkpoints=patterns)
 
     fitting = {rows: plan for rows in divisors if (plan := solved(rows)) is not None}
     while fitting:
@@ -108,7 +112,7 @@ def find_batch_size(
             return BatchSize(rows, verified, local_batch // rows, fastest, fitting[fastest])
         fitting = {n: plan for n, plan in fitting.items() if n < rows}
     raise PlanError(
-        infeasible(extrapolated(probes, 1), memory_budget) + ". This is for a batch of one row"
+        infeasible(extrapolated(probes, 1), budget) + ". This is for a batch of one row"
     )
 
 

@@ -68,6 +68,7 @@ class Job:
                 f"received {'neither' if self.loss_fn is None else 'both'} of loss_fn and "
                 "grad_cache; give one of them: a gradient cache has a loss of its own"
             )
+        check_count("accumulate_steps", self.accumulate_steps)
 
     @property
     def blocks(self) -> dict[str, paddle.nn.Layer]:
@@ -196,6 +197,16 @@ class Job:
             if _nested.is_tensor(leaf)
         ]
         return hashlib.sha256(json.dumps([of_model, of_batch]).encode()).hexdigest()[:16]
+
+
+def check_count(name: str, given: object) -> None:
+    """Check that `given`, the argument `name`, is a number of things.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ConfigError(f"{name}: received {given!r}; give a whole number, at least 1")
 
 
 def _bytes(tensor: paddle.Tensor) -> int:

@@ -113,6 +113,7 @@ def estimate(
         **options: More of `Job`: ``besides``, ``accumulate_steps``, ``autocast``.
 
     Raises:
+        ConfigError: `batch_size` or ``accumulate_steps`` is no number of rows or of micro-batches.
         PlanError: The step cannot be measured.
         DependencyError: This Paddle cannot start the peak anew (2.6).
 
@@ -199,7 +200,7 @@ def plan(
         0.0
         >>> found.apply(model)
     """
-    memory_budget = _budget(memory_budget)
+    memory_budget = bytes_of_budget(memory_budget)
     job = Job(
         model,
         sample_batch,
@@ -222,9 +223,16 @@ def plan(
     return verified(job, found) if verify else found
 
 
-def _budget(given: Any) -> int:
-    """Bytes; refused before anything is measured."""
-    found = byte_count(given) if isinstance(given, str) else given
+def bytes_of_budget(given: Any) -> int:
+    """Bytes; refused before anything is measured.
+
+    Raises:
+        ConfigError: It is no number of bytes.
+    """
+    try:
+        found = byte_count(given) if isinstance(given, str) else given
+    except ConfigError as error:
+        raise ConfigError(f"memory_budget: {error}") from error
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         raise ConfigError(
             f"memory_budget: received {given!r}; give a number of bytes, at least 1, or text such "

@@ -311,6 +311,12 @@ def _() -> Given:
     return given(model, grad_cache=lambda batch: model(batch).square().mean().backward())
 
 
+@fault("a chunked step without a backward, with dropout", "gradient_missing", "0")
+def _() -> Given:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    return given(model, grad_cache=lambda batch: model(batch).square().mean())
+
+
 @fault("a model whose assertion fails", "error", "")
 def _() -> Given:
     def narrow(block: Block, x: paddle.Tensor) -> paddle.Tensor:
@@ -457,6 +463,11 @@ def _() -> Given:
 @healthy("a perceptron with dropout")
 def _() -> Given:
     return given(blocks(nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)), "0", "1", "2")
+
+
+@healthy("a loss that is a list of one number")
+def _() -> Given:
+    return given(blocks(), "0", loss_fn=lambda model, batch: model(batch).mean().reshape([1, 1]))
 
 
 @healthy("a Transformer encoder")

@@ -36,14 +36,18 @@ def test_a_buffer_that_is_replaced_and_gradients_stay() -> None:
     np.testing.assert_array_equal(model.linear.weight.grad.numpy(), before)
 
 
-def test_a_model_that_raises_is_put_back() -> None:
+@pytest.mark.parametrize("raised", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_model_that_raises_is_put_back(raised: type[BaseException]) -> None:
     model, x = paddle.nn.BatchNorm1D(4), paddle.randn([8, 4])
     before = model._mean.numpy().copy()
 
     def fails(model: paddle.nn.Layer, batch: paddle.Tensor) -> paddle.Tensor:
         model(batch)
-        raise ZeroDivisionError
+        raise raised
 
-    with pytest.raises(ZeroDivisionError):
-        doctor(model, x, fails)
+    if issubclass(raised, Exception):
+        assert [one.kind for one in doctor(model, x, fails).findings] == ["error"]
+    else:
+        with pytest.raises(raised):
+            doctor(model, x, fails)
     np.testing.assert_array_equal(model._mean.numpy(), before)

@@ -383,6 +383,22 @@ def test_a_loss_without_a_backward_is_refused(returned: Any, words: str) -> None
         estimate(model, batch, lambda model, batch: returned(model(batch).mean()))
 
 
+@pytest.mark.parametrize("given", [0, -2, 1.5, "3", True])
+def test_numbers_that_are_none_are_refused(given: Any) -> None:
+    model, batch = paddle.nn.Linear(2, 2), paddle.ones([2, 2])
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch).mean()
+
+    with pytest.raises(ConfigError, match="accumulate_steps: received"):
+        estimate(model, batch, loss_fn, accumulate_steps=given)
+    with pytest.raises(ConfigError, match="batch_size: received"):
+        estimate(model, batch, loss_fn, batch_size=given, checkpoints=["*"])
+    for budget, rows, name in ((2**30, given, "local_batch"), ("much", 4, "memory_budget")):
+        with pytest.raises(ConfigError, match=f"{name}: "):
+            find_batch_size(model, batch, loss_fn, memory_budget=budget, local_batch=rows)
+
+
 def test_the_largest_micro_batch_is_found_and_verified() -> None:
     job = job_of("encoder")
     assert job.loss_fn is not None
