@@ -147,7 +147,8 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     """
     gc.collect()
     paddle.seed(config.train.seed)
-    model = build_model(config.model, vocab_size)
+    bare = config.model.model_copy(update={"init_from": None})  # bytes do not depend on it
+    model = build_model(bare, vocab_size)
     model.train()
     objective = Objective(config, chunks)
     batch = largest_batch(config, vocab_size, chunks)

@@ -342,6 +342,16 @@ class WhileLoop(Unconvertible):
         return x
 
 
+class LoopInBranch(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        if paddle.mean(x) > 0:
+            number = paddle.zeros([], "int32")
+            while number < 2:
+                x = self.linear(x)
+                number = number + 1
+        return x
+
+
 class OverSize(Unconvertible):
     def forward(self, x: Any) -> Any:
         for _ in range(x.shape[0]):
@@ -357,7 +367,7 @@ class OverRows(Unconvertible):
         return paddle.stack(rows)
 
 
-@pytest.mark.parametrize("make", [WhileLoop, OverSize, OverRows])
+@pytest.mark.parametrize("make", [WhileLoop, LoopInBranch, OverSize, OverRows])
 def test_loops_over_tensors(make: type[Unconvertible]) -> None:
     """Paddle's own error comes in the backward, if at all."""
     paddle.seed(0)

@@ -152,6 +152,12 @@ def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
 
 
 @needs_peaks_of_steps
+def test_an_estimate_reads_no_weights() -> None:
+    config = config_of(None, model__init_from="nowhere/model.safetensors")
+    assert estimated_peak(config, 100, Chunks()) is not None
+
+
+@needs_peaks_of_steps
 def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of any one length, in chunks of the same tokens."""
     config, chunks = config_of(None), Chunks(tokens=8 * LONGEST)

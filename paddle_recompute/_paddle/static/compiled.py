@@ -81,7 +81,7 @@ def compile_layer(
         program, runner = layer.forward.get_concrete_program(*input_spec, is_train=train)
     # Each of them is made when it is looked at.
     runner.program if train else runner.infer_program  # noqa: B018
-    operators = list(_with_inner(program.main_program.global_block().ops))
+    operators = list(_operators(program.main_program))
     leaves = paddle.utils.flatten(program.outputs)
     outputs = [leaf for leaf in leaves if hasattr(leaf, "stop_gradient")]
     return Conversion(
@@ -109,11 +109,20 @@ def _warned_of() -> Iterator[list[str]]:
         warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=_shown)
 
 
+def _operators(program: Any) -> Iterator[Any]:
+    """All of `program`, those of branches and loops too."""
+    if isinstance(program, paddle.static.Program):  # 2.6
+        for block in program.blocks:
+            yield from block.ops
+    else:
+        yield from _with_inner(program.global_block().ops)
+
+
 def _with_inner(operators: Iterable[Any]) -> Iterator[Any]:
-    """`operators`, and in PIR those in their blocks too."""
+    """`operators` of PIR, and those in their blocks."""
     for operator in operators:
         yield operator
-        for block in operator.blocks() if hasattr(operator, "blocks") else ():
+        for block in operator.blocks():
             yield from _with_inner(block.ops)
 
 
