@@ -19,6 +19,13 @@ def parameters_leave_in_dygraph(v: Values) -> Iterator[Broken]:
             place,
             "is not supported by mode: static, whose Program owns its parameters; use dygraph",
         )
+    if _is_o2(v):
+        yield Broken(
+            "strategy.amp_configs.level",
+            "O2",
+            "does not go with recompute.offload_parameters: it casts the parameters, and offloaded "
+            "ones are not on the device; use level O1",
+        )
     if v["sync.mode"] == "fleet":
         yield Broken("sync.mode", "fleet", "does not go with recompute.offload_parameters")
     if v["sync.compression"] != "none":
@@ -38,12 +45,12 @@ def compiled_in_dygraph(v: Values) -> Iterator[Broken]:
         yield Broken(
             "train.compile", how, "is for mode: dygraph; mode: static is one Program as it is"
         )
-    if v["strategy.amp"]:
+    if _is_o2(v):
         yield Broken(
-            "strategy.amp",
-            True,
-            f"does not go with train.compile: {how}: in dygraph mixed precision is for GPUs, where "
-            "it was not measured in a compiled model; mode: static has bfloat16",
+            "strategy.amp_configs.level",
+            "O2",
+            f"does not go with train.compile: {how}: a Program with half-precision parameters was "
+            "not tested; use level O1",
         )
     if not v["recompute.enable"]:
         return
@@ -71,6 +78,10 @@ def compiled_in_dygraph(v: Values) -> Iterator[Broken]:
             f"does not go with train.compile: {how}: what a plan promises was measured in eager "
             "execution; use all, every_n or segments",
         )
+
+
+def _is_o2(v: Values) -> bool:
+    return bool(v["strategy.amp"]) and v["strategy.amp_configs.level"] == "O2"
 
 
 def lamb_and_lars_have_their_own_decay(v: Values) -> Iterator[Broken]:

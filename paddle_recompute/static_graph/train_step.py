@@ -159,7 +159,8 @@ class StaticTrainStep:
             Loss and gradient norm as in `TrainStep`; ``seconds`` has one part, ``program``.
 
         Raises:
-            ConfigError: Another number of micro-batches was given, or a loss is not a scalar.
+            ConfigError: Another number of micro-batches was given, a loss is not a scalar, or
+                gradients are switched off.
             DataError: A micro-batch differs from the first in structure, shapes or dtypes; or its
                 loss is over the rows of all ranks, and the ranks have different numbers of rows.
             DivergenceError: Loss or gradient is not finite. The parameters are not usable: continue
@@ -170,6 +171,7 @@ class StaticTrainStep:
                 f"StaticTrainStep got {len(micro_batches)} micro-batches; "
                 f"strategy.gradient_merge_configs.k_steps is {self._accumulate_steps}"
             )
+        _check_gradients()
         if self._built is None:
             self.build(micro_batches[0])
         built = self._known()
@@ -218,11 +220,13 @@ class StaticTrainStep:
         """Build the Program for micro-batches like `micro_batch`, and draw or set its weights.
 
         Raises:
-            ConfigError: ``input_spec`` does not fit it, or the loss is not a scalar.
+            ConfigError: ``input_spec`` does not fit it, the loss is not a scalar, or gradients are
+                switched off.
             StaticGraphError: The Program cannot be trained as configured, or is built already.
         """
         if self._built is not None:
             raise StaticGraphError("the Program of this StaticTrainStep is built already")
+        _check_gradients()
         streams = RngState.capture()
         if self._grad_cache is not None:
             self._built = CachedProgram.build(
@@ -362,6 +366,14 @@ def _check_loss(config: Config, loss_fn: Any, grad_cache: ProgramCache | None) -
             "the configuration sets contrastive.chunk_size or chunk_tokens, but loss_fn encodes "
             "all pairs at once; give grad_cache=ProgramCache(...) instead of loss_fn, or remove "
             "the setting"
+        )
+
+
+def _check_gradients() -> None:
+    if paddle.in_dynamic_mode() and not paddle.is_grad_enabled():
+        raise ConfigError(
+            "StaticTrainStep was called under paddle.no_grad(), where nothing gets a gradient; "
+            "call it outside"
         )
 
 

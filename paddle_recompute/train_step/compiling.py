@@ -99,13 +99,19 @@ def compile_model(
         raise ConfigError("compile_model: the model is in eval(); call model.train() before")
     before = random.getstate(), np.random.get_state()
     try:
-        calls_fleet, num_outputs = compiled.compile_layer(model, specs, train=model.training)
-        if num_outputs != 1:
+        made = compiled.compile_layer(model, specs, train=model.training)
+        if made.has_loops:
             raise StaticGraphError(
-                f"its forward returns {num_outputs} tensors, and Paddle (2.6, 3.3) may compute one "
-                "of them in the memory of another, with wrong numbers; return one"
+                "its forward has a loop over tensors (while, or for over a tensor or one of its "
+                "sizes), whose backward may fail or be wrong in a Program of Paddle; loop over "
+                "numbers or Layers, or use an operator for the whole tensor"
             )
-        if calls_fleet:
+        if made.num_outputs != 1:
+            raise StaticGraphError(
+                f"its forward returns {made.num_outputs} tensors, and Paddle (2.6, 3.3) may "
+                "compute one of them in the memory of another, with wrong numbers; return one"
+            )
+        if made.calls_fleet:
             raise StaticGraphError(
                 "it calls fleet's recompute, which to_static drops without a word; call "
                 "patch_fleet() before, or use recompute.engine: paddle_recompute"
@@ -139,6 +145,10 @@ class _Unchanged:
         self._trained = _trained(model)
         self._modes = _modes(model)
         self._precision = _precision()
+
+    def __deepcopy__(self, memo: Any) -> _Unchanged:
+        """Itself, in a copy of a model that was rolled back: it has nothing to check there."""
+        return self
 
     def __call__(self, model: paddle.nn.Layer, inputs: Any) -> None:
         if model.forward is not self._forward:

@@ -53,8 +53,12 @@ def _check_operators(settings: AmpConfigs) -> None:
         raise ConfigError("mixed precision received unknown operators:\n" + "\n".join(faults))
 
 
-def compile_as_configured(config: Config, model: paddle.nn.Layer) -> CompileReport | None:
+def compile_as_configured(
+    config: Config, model: paddle.nn.Layer, step: Step
+) -> CompileReport | None:
     """Compile `model`, the encoder, after recompute was applied; None without ``train.compile``.
+
+    The Program computes in the mixed precision of `step`.
 
     Raises:
         StaticGraphError: ``train.compile`` is to_static, and `model` cannot be converted.
@@ -62,7 +66,8 @@ def compile_as_configured(config: Config, model: paddle.nn.Layer) -> CompileRepo
     if config.train.compile == "none":
         return None
     spec = [paddle.static.InputSpec([-1, -1], "int64", "input_ids")]
-    return compile_model(model, spec, or_eager=config.train.compile == "auto")
+    with step.autocast():
+        return compile_model(model, spec, or_eager=config.train.compile == "auto")
 
 
 def build_step(

@@ -217,7 +217,6 @@ def measure_step(
             apply_recompute(model, config.recompute)
         elif config.mode == "dygraph":
             plan.apply(model)
-    compile_as_configured(config, model)
     objective = Objective(config, chunks)
     # A Program takes recompute from its configuration, not from the wrapping of this model.
     section = config.recompute.model_copy(update={"enable": recompute})
@@ -232,6 +231,7 @@ def measure_step(
         amp=amp,
         plan=plan if recompute else None,
     )
+    compile_as_configured(config, model, step)
     steps = [
         [
             largest_batch(config, vocab_size, chunks)

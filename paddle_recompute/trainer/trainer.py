@@ -228,9 +228,6 @@ class Trainer:
         """Run the remaining steps; returns what the final record says about them."""
         settings, global_batch = self.config.train, self.config.contrastive.global_batch
         model.train()
-        compiled = compile_as_configured(self.config, model)
-        if compiled is not None:
-            self._say(f"The model is {compiled}")
         done = checkpoint.step if checkpoint else 0
         schedule = build_schedule(self.config, total)
         steps = PlannedSteps(
@@ -251,6 +248,9 @@ class Trainer:
             seed=lambda step: paddle.seed(step_seed(settings.seed, step, self._rank)),
         )
         self._autocast = lambda: steps.step.autocast()
+        compiled = compile_as_configured(self.config, model, steps.step)
+        if compiled is not None:
+            self._say(f"The model is {compiled}")
         self._say(f"Gradient synchronization: {steps.step.synchronization}")
         if objective.chunks:
             self._say(f"Gradient cache: each rank encodes {objective.chunks}")

@@ -555,3 +555,28 @@ def test_ranks_that_are_not_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paddle.distributed, "get_world_size", lambda *_: 2)
     with pytest.raises(StaticGraphError, match=r"call paddle\.distributed\.init_parallel"):
         static_step()
+
+
+def test_under_no_grad_it_is_refused() -> None:
+    step = static_step()
+    batch = batches(1)[0]
+    with paddle.no_grad(), pytest.raises(ConfigError, match=r"under paddle.no_grad\(\)"):
+        step([batch])
+    with paddle.no_grad(), pytest.raises(ConfigError, match=r"under paddle.no_grad\(\)"):
+        step.build(batch)
+    step([batch])
+
+
+def test_a_batch_norm_in_eval_stays_there() -> None:
+    """`model_fn` decides about train() and eval(), as in dygraph."""
+
+    def with_frozen_statistics() -> Encoder:
+        model = Encoder()
+        model.norm.eval()
+        return model
+
+    step = static_step(model=with_frozen_statistics)
+    step([batches(1)[0]])
+    after = step.state_dict()["model"]
+    np.testing.assert_array_equal(after["norm._mean"], np.zeros(FEATURES, "float32"))
+    np.testing.assert_array_equal(after["norm._variance"], np.ones(FEATURES, "float32"))

@@ -13,6 +13,8 @@ from paddle.base import core
 
 from paddle_recompute import _paddle
 
+_auto_cast_of_paddle = paddle.amp.auto_cast
+
 
 @contextlib.contextmanager
 def auto_cast(
@@ -23,7 +25,15 @@ def auto_cast(
     dtype: str = "float16",
     use_promote: bool = True,
 ) -> Iterator[None]:
-    """Leaves on the tracer what ``paddle.amp.auto_cast`` leaves there on a GPU."""
+    """Leaves on the tracer what ``paddle.amp.auto_cast`` leaves there on a GPU.
+
+    Where a Program is being built there is no tracer, and Paddle's own has an effect on a CPU too.
+    """
+    if not paddle.in_dynamic_mode():
+        lists = (custom_white_list, custom_black_list)
+        with _auto_cast_of_paddle(enable, *lists, level, dtype, use_promote):
+            yield
+        return
     on = getattr(core.AmpLevel, level if enable else "O0")
     lists = (set(custom_white_list or ()), set(custom_black_list or ()))
     with _paddle.amp_state_of(_paddle.AmpState(on, dtype, lists, use_promote)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from typing import Any
@@ -295,6 +296,60 @@ def test_another_precision_than_that_of_the_program_is_refused() -> None:
     model = build(wrap=False, compiled=True)
     with auto_cast(dtype="bfloat16"), pytest.raises(StaticGraphError, match="another mixed prec"):
         model(paddle.ones([2, 3], "int64"))
+
+
+class WhileLoop(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        number = paddle.zeros([], "int32")
+        while number < paddle.shape(x)[0]:
+            x = self.linear(x)
+            number = number + 1
+        return x
+
+
+class OverSize(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        for _ in range(x.shape[0]):
+            x = self.linear(x)
+        return x
+
+
+class OverRows(Unconvertible):
+    def forward(self, x: Any) -> Any:
+        rows = []
+        for row in x:  # Paddle 3.3.1 gives no gradient, and says nothing
+            rows.append(self.linear(row))
+        return paddle.stack(rows)
+
+
+@pytest.mark.parametrize("make", [WhileLoop, OverSize, OverRows])
+def test_loops_over_tensors(make: type[Unconvertible]) -> None:
+    """Paddle's own error comes in the backward, if at all."""
+    paddle.seed(0)
+    model = make()
+    with pytest.raises(StaticGraphError, match=r"has a loop over tensors.*compile: auto"):
+        compile_model(model, ROWS)
+    assert not compile_model(model, ROWS, or_eager=True).compiled
+    paddle.seed(0)
+    plain = make()
+    for one in (model, plain):
+        one(paddle.ones([3, 4])).sum().backward()
+    assert np.array_equal(model.linear.weight.grad.numpy(), plain.linear.weight.grad.numpy())
+
+
+def test_a_copy_is_refused() -> None:
+    """Paddle's own runs the Program of the original."""
+    model = build(wrap=False, compiled=True)
+    with pytest.raises(StaticGraphError, match="a compiled model cannot be copied"):
+        copy.deepcopy(model)
+    model.forward.rollback()
+    other = copy.deepcopy(model)
+    for one in (model, other):
+        compile_model(one, SPEC)
+        one(paddle.ones([2, 3], "int64")).sum().backward()
+    for one, its_copy in zip(model.parameters(), other.parameters(), strict=True):
+        assert one is not its_copy
+        assert (one.grad is None) == (its_copy.grad is None)
 
 
 def test_models_that_are_not_compiled_as_they_are() -> None:

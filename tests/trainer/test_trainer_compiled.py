@@ -52,7 +52,10 @@ def test_a_wrapped_model_on_2_6(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("changes", "reason"),
     [
         ({"mode": "static"}, "mode: static is one Program as it is"),
-        ({"strategy__amp": True}, "was not measured in a compiled model"),
+        (
+            {"strategy__amp": True, "strategy__amp_configs": {"use_pure_fp16": True}},
+            "a Program with half-precision parameters was not tested",
+        ),
         ({"recompute__offload": "host"}, "the executor of a Program owns"),
         ({"recompute__engine": "fleet"}, "to_static drops fleet's recompute"),
         ({"recompute__offload_parameters": "disk"}, "a Program holds all its parameters"),

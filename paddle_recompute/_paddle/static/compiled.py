@@ -8,6 +8,8 @@ operators. Can go when ``to_static`` converts on request.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -15,6 +17,7 @@ from paddle.jit.dy2static.program_translator import ASTStaticFunction, StaticFun
 from paddle.jit.dy2static.utils import Dygraph2StaticException
 
 from paddle_recompute._paddle.static.training import in_program_order
+from paddle_recompute.errors import StaticGraphError
 
 CONVERSION_ERRORS = (
     Dygraph2StaticException,
@@ -33,6 +36,24 @@ CONVERSION_ERRORS = (
 """What the conversion of a user's code raises; 2.6 and 3.x have no common base for it."""
 
 
+@dataclass(frozen=True)
+class Conversion:
+    """What is in a Program.
+
+    Attributes:
+        calls_fleet: Calls of fleet's recompute (3.x), which Paddle marks with the attribute
+            ``fwd_recompute_id`` and does not repeat.
+        has_loops: Loops over tensors. Their backward raises "The variable middle_0 should exist",
+            or gives no gradient at all where the loop fills a list (3.3.1); 2.6.2 is right in some
+            of them only.
+        num_outputs: How many tensors it returns.
+    """
+
+    calls_fleet: bool
+    has_loops: bool
+    num_outputs: int
+
+
 def is_compiled(layer: paddle.nn.Layer) -> bool:
     """Whether ``paddle.jit.to_static`` has replaced the forward of `layer`."""
     return isinstance(layer.forward, StaticFunction)
@@ -40,29 +61,49 @@ def is_compiled(layer: paddle.nn.Layer) -> bool:
 
 def compile_layer(
     layer: paddle.nn.Layer, input_spec: list[paddle.static.InputSpec], *, train: bool
-) -> tuple[bool, int]:
+) -> Conversion:
     """Replace the forward of `layer` by its Program, and append the Program's backward.
 
     ``to_static`` runs operators that are ready first, first (3.3.1): two branches that draw random
     numbers get other ones than in eager execution. So the Program's calls are in its order;
     ``FLAGS_new_executor_sequential_run`` is read when Paddle prepares one.
-
-    Returns:
-        Whether the Program holds calls of fleet's recompute (3.x), which Paddle marks with the
-        attribute ``fwd_recompute_id`` and does not repeat; and how many tensors it returns.
     """
     paddle.jit.to_static(layer, input_spec=input_spec, full_graph=True)
     layer.forward.__class__ = _InProgramOrder
     program, runner = layer.forward.get_concrete_program(*input_spec, is_train=train)
     # Each of them is made when it is looked at.
     runner.program if train else runner.infer_program  # noqa: B018
-    operators = program.main_program.global_block().ops
+    operators = list(_with_inner(program.main_program.global_block().ops))
     leaves = paddle.utils.flatten(program.outputs)
     outputs = [leaf for leaf in leaves if hasattr(leaf, "stop_gradient")]
-    return any(operator.has_attr("fwd_recompute_id") for operator in operators), len(outputs)
+    return Conversion(
+        calls_fleet=any(operator.has_attr("fwd_recompute_id") for operator in operators),
+        has_loops=any(_name(operator) in ("pd_op.while", "while") for operator in operators),
+        num_outputs=len(outputs),
+    )
+
+
+def _with_inner(operators: Iterable[Any]) -> Iterator[Any]:
+    """`operators`, and in PIR those in their blocks too."""
+    for operator in operators:
+        yield operator
+        for block in operator.blocks() if hasattr(operator, "blocks") else ():
+            yield from _with_inner(block.ops)
+
+
+def _name(operator: Any) -> str:
+    """Of PIR with its dialect, ``pd_op.while``."""
+    return str(operator.name() if hasattr(operator, "blocks") else operator.type)
 
 
 class _InProgramOrder(ASTStaticFunction):
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refused: Paddle's copy (2.6, 3.x) would run the Program of the original's parameters."""
+        raise StaticGraphError(
+            "a compiled model cannot be copied: its Program holds its own parameters. Call "
+            "model.forward.rollback(), copy it, and compile_model each of the two again"
+        )
+
     def _perform_call(self, *args: Any, **kwargs: Any) -> Any:
         with in_program_order():
             return super()._perform_call(*args, **kwargs)
