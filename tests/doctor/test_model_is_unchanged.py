@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import paddle
-import pytest
 
 from paddle_recompute import doctor
 
