@@ -71,7 +71,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
                 mib(row["next"]),
                 f"{row['predicted ratio']:.3f}",
                 f"{row['ratio']:.3f}" if timed else "",
-                "none" if hand is None else f"{hand}, {row['hand ratio']:.3f}" if timed else hand,
+                "" if not timed else "none" if hand is None else f"{hand}, {row['hand ratio']:.3f}",
                 f"{row['solving'] * 1e3:.0f}",
             ]
         )

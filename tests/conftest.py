@@ -8,9 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
+from hypothesis import settings
 
 from tests.fake_device import selected
 
+settings.register_profile("tests", deadline=None)  # no test fails because a machine is slow
+settings.load_profile("tests")
 _why_not = selected.why_not() if selected.is_selected() else None
 if selected.is_selected() and _why_not is None:
     selected.enter()  # before any module of tests imports Paddle

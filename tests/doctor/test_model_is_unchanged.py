@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import paddle
-import pytest
 
 from paddle_recompute import doctor
 
@@ -36,18 +35,15 @@ def test_a_buffer_that_is_replaced_and_gradients_stay() -> None:
     np.testing.assert_array_equal(model.linear.weight.grad.numpy(), before)
 
 
-@pytest.mark.parametrize("raised", [ZeroDivisionError, KeyboardInterrupt])
-def test_a_model_that_raises_is_put_back(raised: type[BaseException]) -> None:
+def test_a_model_that_raises_is_put_back() -> None:
     model, x = paddle.nn.BatchNorm1D(4), paddle.randn([8, 4])
     before = model._mean.numpy().copy()
 
     def fails(model: paddle.nn.Layer, batch: paddle.Tensor) -> paddle.Tensor:
         model(batch)
-        raise raised
+        raise ZeroDivisionError
 
-    if issubclass(raised, Exception):
-        assert [one.kind for one in doctor(model, x, fails).findings] == ["error"]
-    else:
-        with pytest.raises(raised):
-            doctor(model, x, fails)
+    report = doctor(model, x, fails)
+    assert [finding.kind for finding in report.findings] == ["error"], str(report)
+    assert "ZeroDivisionError" in str(report)
     np.testing.assert_array_equal(model._mean.numpy(), before)

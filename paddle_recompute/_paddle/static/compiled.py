@@ -110,19 +110,17 @@ def _warned_of() -> Iterator[list[str]]:
 
 
 def _operators(program: Any) -> Iterator[Any]:
-    """All of `program`, those of branches and loops too."""
-    if isinstance(program, paddle.static.Program):  # 2.6
-        for block in program.blocks:
-            yield from block.ops
-    else:
-        yield from _with_inner(program.global_block().ops)
+    """All of `program`, those of branches and loops too: a Program of PIR has one block, whose
+    operators have blocks.
+    """
+    for block in program.blocks:
+        yield from _with_inner(block.ops)
 
 
 def _with_inner(operators: Iterable[Any]) -> Iterator[Any]:
-    """`operators` of PIR, and those in their blocks."""
     for operator in operators:
         yield operator
-        for block in operator.blocks():
+        for block in operator.blocks() if hasattr(operator, "blocks") else ():
             yield from _with_inner(block.ops)
 
 
