@@ -66,6 +66,12 @@ class PlainBackward:
                 )
             if loss.size != 1:
                 raise ConfigError(f"loss_fn must return a scalar Tensor; its shape is {loss.shape}")
+            if loss.stop_gradient or not loss.is_floating_point():
+                raise ConfigError(
+                    "the loss of loss_fn needs no gradient, so nothing would be trained: is it "
+                    "detached, of integers, made under no_grad, or the model frozen? Where a batch "
+                    "has nothing to train on, return model(...).sum() * 0"
+                )
             weighted = loss / divisor
             if loss_scale is not None:
                 # In float32: a float16 loss times its scale could be infinite on its own.

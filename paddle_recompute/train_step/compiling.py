@@ -46,12 +46,12 @@ def compile_model(
     A model that runs as a Program saves the host's work between operators. What `apply_recompute`
     has wrapped before is recomputed in the Program: its operators are copied into the backward
     (Paddle 3.3). Outputs, gradients and random streams are those of eager execution, bit by bit
-    where both run the same kernels, as without a compiler (CINN) they do.
+    where both run the same kernels, as without a compiler (CINN) they do. Parameters of the branch
+    of an ``if`` on a tensor that was not taken get zeros, and in eager execution no gradient.
 
     The Program is made here, so `model` and what is trained of it stay as they are from now on.
     Evaluation (``model.eval()``, under ``paddle.no_grad()``) is converted when it is first called.
-    Without gradients, as in the
-    first forward of a `GradCache`, the Program keeps no activations.
+    Without gradients, as in the first forward of a `GradCache`, the Program keeps no activations.
 
     It computes in the mixed precision that is in force here (``paddle.amp.auto_cast``); a call in
     another one raises.

@@ -195,9 +195,10 @@ class TrainStep:
             those of parameters that the optimizer does not have too.
 
         Raises:
-            ConfigError: Another number of micro-batches was given, a loss is not a scalar, the
-                number of examples cannot be told, the optimizer has got parameters that `sync`
-                does not synchronize, a gradient is sparse, or gradients are switched off.
+            ConfigError: Another number of micro-batches was given, a loss is not a scalar or needs
+                no gradient, the number of examples cannot be told, the optimizer has got parameters
+                that `sync` does not synchronize, a gradient is sparse, or gradients are switched
+                off.
             DivergenceError: Loss or gradient is not finite, without a loss scale or even after it
                 was lowered. The parameters are unchanged. Where nothing is read in a step, this
                 comes when the result is looked at, in `state_dict`, or 64 steps later; neither the

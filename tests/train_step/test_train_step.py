@@ -246,6 +246,21 @@ def test_a_result_that_nobody_has_looked_at_travels() -> None:
     assert copies[2].seconds == results[2].seconds
 
 
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda model, x: model(x).mean().detach(),
+        lambda model, x: model(x).argmax(),
+    ],
+    ids=["detached", "integers"],
+)
+def test_a_loss_without_a_backward_is_refused(loss_fn: Any) -> None:
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.SGD(parameters=model.parameters())
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        TrainStep(model, optimizer, loss_fn=loss_fn)([paddle.ones([3, 2])])
+
+
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     model = paddle.nn.Linear(2, 2)
     optimizer = paddle.optimizer.SGD(parameters=model.parameters())
