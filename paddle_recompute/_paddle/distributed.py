@@ -11,11 +11,13 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import paddle
 import paddle.distributed as dist
 from paddle.base import core, framework
 from paddle.distributed import collective
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle import device
 from paddle_recompute._paddle.native_calls import native_call
 from paddle_recompute._paddle.start import gloo_group_tried_again
 
@@ -91,9 +93,13 @@ def all_reduce_numbers(group: Group, values: Sequence[float], operation: str) ->
         operation: ``"sum"``, ``"min"`` or ``"max"``.
     """
     operations = {"sum": core.ReduceOp.SUM, "min": core.ReduceOp.MIN, "max": core.ReduceOp.MAX}
-    is_gloo = group.backend.lower() == "gloo"
-    place = core.CPUPlace() if is_gloo else framework._current_expected_place()
-    numbers = core.eager.Tensor(np.array(values, "float64"), place)
+    own = np.array(values, "float64")
+    if paddle.in_dynamic_mode() and paddle.get_device() == "cpu":
+        numbers = device.put(own)
+    else:
+        is_gloo = group.backend.lower() == "gloo"
+        place = core.CPUPlace() if is_gloo else framework._current_expected_place()
+        numbers = core.eager.Tensor(own, place)
     group.process_group.all_reduce(numbers, operations[operation], True).wait()
     return [float(value) for value in numbers.numpy()]
 

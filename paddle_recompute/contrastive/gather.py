@@ -13,6 +13,7 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
+from paddle_recompute._paddle import device
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
 from paddle_recompute.distributed import (
     is_distributed,
@@ -155,7 +156,7 @@ def agree_on_rows(tensors: Sequence[paddle.Tensor], group: Group | None) -> Rows
 def _numbers_of_ranks(numbers: list[int], group: Group | None) -> list[list[int]]:
     """Those of every rank, all below 2**53; waits for the hosts, not for a device."""
     if dist.get_backend(group).lower() == "gloo":
-        return _all_gather(paddle.to_tensor([numbers], "int64"), group).tolist()  # type: ignore[no-any-return]
+        return _all_gather(device.put([numbers], "int64"), group).tolist()  # type: ignore[no-any-return]
     ranks, width = dist.get_world_size(group), len(numbers)
     places: list[float] = [0.0] * (ranks * width)
     places[(own := dist.get_rank(group) * width) : own + width] = numbers

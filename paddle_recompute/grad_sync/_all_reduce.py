@@ -9,6 +9,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle import device
 from paddle_recompute.distributed import Scope, lane_of, reduce_host_numbers, watched_on_device
 
 _LANE = "gradients"
@@ -81,14 +82,14 @@ class ThreadAllReducer:
     def sums(
         self, numbers: Sequence[float], own: paddle.Tensor, label: str, scope: Scope
     ) -> tuple[list[float], paddle.Tensor]:
-        joined = paddle.concat([paddle.to_tensor(list(map(float, numbers)), "float64"), own])
+        joined = paddle.concat([device.put(list(map(float, numbers)), "float64"), own])
         self._reduce(joined, dist.ReduceOp.SUM, label, scope)
         return joined[: len(numbers)].tolist(), joined[len(numbers) :]
 
     def largest(self, numbers: Sequence[float], label: str, scope: Scope) -> list[float]:
         if not numbers:  # gloo refuses to reduce nothing
             return []
-        tensor = paddle.to_tensor(list(map(float, numbers)), "float64")
+        tensor = device.put(list(map(float, numbers)), "float64")
         self._reduce(tensor, dist.ReduceOp.MAX, label, scope)
         return [float(value) for value in tensor.tolist()]
 

@@ -9,7 +9,6 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute._paddle import memory as _memory
 from paddle_recompute._paddle.static.training import in_program_order
 from paddle_recompute.recompute.program.pir.aliasing import Memory
 from paddle_recompute.recompute.program.pir.recompute import COPY_OF
@@ -23,6 +22,7 @@ from tests.static_graph.models import (
     assert_recompute_changes_nothing,
     data,
     marked_stack,
+    peak_above_rest,
     static_mode,
     strategy_of,
     train,
@@ -126,13 +126,9 @@ def peak_of(build: Callable[[], Any], checkpoints: tuple[str, ...] | None) -> in
             executor.run(startup)
             x = np.ones([256, 64], "float32")
             executor.run(main, feed={"x": x}, fetch_list=[loss])
-            peaks = []
-            for _ in range(20):
-                before = _memory.current_bytes()
-                _memory.reset_peak()
-                executor.run(main, feed={"x": x}, fetch_list=[loss])
-                peaks.append(_memory.peak_bytes() - before)
-            return min(peaks)
+            return peak_above_rest(
+                lambda: executor.run(main, feed={"x": x}, fetch_list=[loss]), steps=20
+            )
 
 
 # ------------------------------------------------------------------------------- odd graphs
