@@ -306,16 +306,18 @@ class ControlClient:
         if os.getpid() != self._process:
             return
         self._say_goodbye()
-        if not _paddle.end_native_calls(_RETURN) and self._is_failed:
-            # A collective with a rank that is stopped. If it came back from now on, the process
-            # would end with SIGABRT. Python's exit code for an uncaught error is 1.
+        is_safe = _paddle.end_native_calls(_RETURN)
+        if self._server is not None:
+            is_safe &= self._server.wait_until_alone(_LAST)
+        if self._is_failed and not is_safe:
+            # A rank is stopped. Were a collective with it to come back from now on, or that rank
+            # to hang up, the process would end with SIGABRT. Python's exit code for an uncaught
+            # error is 1.
             logging.shutdown()
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(1)
-        if self._server is not None and not self._is_failed:
-            self._server.wait_until_alone(_LAST)
 
     def _say_goodbye(self) -> None:
         if os.getpid() != self._process or self._last_words.get("said"):

@@ -113,11 +113,14 @@ class ControlServer:
         self._news.register(self._listening, selectors.EVENT_READ)
         threading.Thread(target=self._serve, name="control server", daemon=True).start()
 
-    def wait_until_alone(self, patience: float) -> None:
-        """Return when no process of another rank lives, or after `patience` seconds."""
+    def wait_until_alone(self, patience: float) -> bool:
+        """Whether no process of another rank lives; waits up to `patience` seconds for that."""
         deadline = time.monotonic() + patience
-        while any(rank != 0 for rank in [*self._lines]) and time.monotonic() < deadline:
+        while any(rank != 0 for rank in [*self._lines]):
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.01)
+        return True
 
     def _serve(self) -> None:
         next_tick = time.monotonic() + TICK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import signal
 import time
@@ -102,6 +103,17 @@ def end_early() -> None:
     barrier()
 
 
+def fail_and_linger() -> None:
+    """Rank 1 fails, and its process lives for two seconds more; rank 0 says when it goes on."""
+    if dist.get_rank() == 1:
+        atexit.register(time.sleep, 2)  # after the library's own, which is registered later
+    atexit.register(lambda: print(f"at {time.monotonic()}", flush=True))
+    barrier()
+    if dist.get_rank() == 1:
+        raise ValueError("a file is missing")
+    barrier()
+
+
 @dataclass
 class Death:
     """What happens to one rank, and what became of the other."""
@@ -171,3 +183,13 @@ def test_the_other_rank_ends_in_error_and_names_the_rank_and_the_step(
     assert death.code == 1
     assert "OSError" not in death.message, "the error of the engine would hide ours"
     assert re.match(MESSAGES[name], death.message), death.message
+
+
+def test_rank_0_that_fails_ends_after_the_others() -> None:
+    """Paddle's store is in it, and aborts when a rank hangs up while the process is torn down."""
+    with MortalRanks(fail_and_linger) as ranks:
+        (code, output), (_, other) = ranks.end_of(0, within=90), ranks.end_of(1, within=1)
+    assert code == 1, output
+    assert "PeerError: rank 1 failed" in output
+    ends = [float(re.findall(r"^at (.+)$", text, re.MULTILINE)[0]) for text in (output, other)]
+    assert ends[0] > ends[1] + 1.5
