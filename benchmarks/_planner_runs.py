@@ -12,6 +12,7 @@ from typing import Any
 import paddle
 
 from benchmarks._planner_models import Case
+from benchmarks._prompt_frees import peak_of, run_in_order
 from paddle_recompute import load_config
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import PlanError
@@ -154,7 +155,7 @@ class Static:
     def peaks(self, plan: RecomputePlan) -> tuple[int, int]:
         """Peak bytes of the third step of a Program under `plan`, and of a later one.
 
-        Above what is held before. Of each, the least of some steps: `memory.peak_of_repeats`.
+        Above what is held before.
         """
         return self._measured(plan)[0]
 
@@ -166,7 +167,7 @@ class Static:
         step = self._built(plan)
         take = partial(step, self._micro_batches)
         take(), take()
-        peaks = memory.peak_of_repeats(take) - before, memory.peak_of_repeats(take) - before
+        peaks = peak_of(take) - before, peak_of(take) - before
         times = [
             (_seconds(take, self.clock), _seconds(self.plain, self.clock))
             for _ in range(self._rounds)
@@ -198,6 +199,7 @@ def hand_policies(costs: StepCosts) -> dict[str, tuple[Choice, ...]]:
 def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     """All figures of one model in one mode."""
     began = time.perf_counter()
+    run_in_order()
     if case.is_large:
         rounds, budgets = min(rounds, 2), min(budgets, 4) if mode == "static" else budgets
     job = case.job(mode)

@@ -8,8 +8,6 @@ alone; 2.6 cannot reset a peak) read. Can go when the first is in every supporte
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import paddle
 from paddle.base import core
 
@@ -52,26 +50,6 @@ def reset_peak() -> None:
         _paddle.reset_host_memory_peak()
     else:
         core.device_memory_stat_reset_peak_value("Allocated", _number())
-
-
-def peak_of_repeats(run: Callable[[], object], most: int = 8) -> int:
-    """The peak of one `run` of a Program, without what its executor is late to free.
-
-    On a CPU the executor hands what it frees to a thread of its own (the work queue of
-    ``InterpreterCoreEventGarbageCollector``, 3.x). On a loaded machine that thread is late, by more
-    or less at every run, and the bytes wait: the same Program took 14.1 to 26.8 MiB in runs that
-    differed in nothing else. The least peak is what the Program needs. `run` is repeated until two
-    runs have had it, `most` times at most. On a device one run is enough: there the executor frees
-    at once. Can go when the executor frees at once on a CPU.
-    """
-    seen: list[int] = []
-    for _ in range(most if _on_host() else 1):
-        reset_peak()
-        run()
-        seen.append(peak_bytes())
-        if seen.count(min(seen)) > 1:
-            break
-    return min(seen)
 
 
 def is_counted() -> bool:
