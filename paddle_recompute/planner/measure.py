@@ -60,6 +60,8 @@ class MeasuredCall:
 
     Attributes:
         gradients: Bytes of the gradients that a backward makes, by name in the block.
+        frees_inputs: Bytes of each input that go when nobody but the block holds it after the
+            forward, by option and by where it is among the inputs.
         rounds: How often each option was run.
         spent: Seconds of the last round.
 
@@ -90,7 +92,7 @@ class MeasuredCall:
             option: [] for option in options if option in self._parts
         }
         self.gradients: dict[str, int] = {}
-        self._frees_input: dict[str, int] = {}
+        self.frees_inputs: dict[str, dict[str, int]] = {}
         self.rounds, self.spent = 0, 0.0
 
     @property
@@ -105,7 +107,7 @@ class MeasuredCall:
             _run(self._block, self._call)
         if not self.rounds:
             # The first forward of a block is slower than the next ones: this one is not timed.
-            self._frees_input = {PLAIN: _freed_input(self._block, self._call)}
+            self.frees_inputs = {PLAIN: _freed_inputs(self._block, self._call)}
         for option in list(self._runs):
             plain = None if option in (PLAIN, WHOLE) else self._runs[PLAIN][0]
             with self._under(option):
@@ -116,9 +118,10 @@ class MeasuredCall:
                 continue
             self._runs[option].append(found)
             # A part keeps no less of the input than its operators do; the whole keeps all of it.
-            if self._frees_input[PLAIN] and not self.rounds and option not in (PLAIN, WHOLE):
+            frees = any(self.frees_inputs[PLAIN].values())
+            if frees and not self.rounds and option not in (PLAIN, WHOLE):
                 with self._under(option):
-                    self._frees_input[option] = _freed_input(self._block, self._call)
+                    self.frees_inputs[option] = _freed_inputs(self._block, self._call)
         self.rounds += 1
         self.spent = now() - began
 
@@ -131,7 +134,6 @@ class MeasuredCall:
                 seconds=max(self.plain_seconds, min(run.seconds for run in found)),
                 forward_seconds=min(run.forward_seconds for run in found),
                 takes_offers=option != PLAIN,
-                frees_input=self._frees_input.get(option, 0),
             )
             for option, found in self._runs.items()
         }
@@ -158,15 +160,24 @@ class MeasuredCall:
             undo_recompute(block)
 
 
-def _freed_input(block: paddle.nn.Layer, call: RecordedCall) -> int:
-    """Bytes that go when nobody but `block` holds its input after the forward."""
+def _freed_inputs(block: paddle.nn.Layer, call: RecordedCall) -> dict[str, int]:
+    """Bytes of each input that go when nobody but `block` holds it after the forward."""
     with paddle.set_grad_enabled(True):
         args, kwargs = _inputs(call)
         with _paddle.amp_state_of(call.amp):
             outputs = block(*args, **kwargs)
-        before = memory.current_bytes()
+        leaves = [
+            (path, leaf)
+            for path, leaf in _nested.named_leaves((args, kwargs))
+            if _nested.is_tensor(leaf)
+        ]
         del args, kwargs
-        freed = before - memory.current_bytes()
+        freed = {}
+        while leaves:
+            before = memory.current_bytes()
+            path, leaf = leaves.pop()
+            del leaf
+            freed[path] = before - memory.current_bytes()
         del outputs
     return freed
 

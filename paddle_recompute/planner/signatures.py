@@ -6,6 +6,9 @@ from typing import Any
 
 import paddle
 
+INDICES = frozenset({"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx"})
+"""Attributes that number the blocks of a model and say nothing of what they cost."""
+
 
 def structure_of(layer: paddle.nn.Layer) -> tuple[Any, ...]:
     """How `layer` is built: the same for blocks that differ in their values alone."""
@@ -33,4 +36,5 @@ def _settings(layer: paddle.nn.Layer) -> tuple[Any, ...]:
         if not name.startswith("_full_name")
         and isinstance(value, (int, float, bool, str))
         and not name.endswith("_name")
+        and name not in INDICES
     )

@@ -36,6 +36,8 @@ class RecordedCall:
     amp: _paddle.AmpState
     input_pointers: dict[int, int]
     """Bytes by address."""
+    input_paths: dict[str, int]
+    """Address of each tensor among the inputs, by where it is in them."""
     output_pointers: dict[int, int]
     output_bytes: int
     made_by: frozenset[int]
@@ -207,6 +209,11 @@ class _Recorder:
                 on_host,
                 _paddle.amp_state(),
                 own_inputs,
+                {
+                    path: leaf.data_ptr()
+                    for path, leaf in _nested.named_leaves(inputs)
+                    if _nested.is_tensor(leaf) and _paddle.is_initialized(leaf)
+                },
                 fresh,
                 sum(fresh.values()),
                 frozenset(made_by),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import paddle
@@ -86,7 +87,7 @@ def measure_step(
                 "Layers that loss_fn calls, with gradients enabled"
             )
         clear_gradients(parameters)
-        costs, gradients = _measure_kinds(
+        kinds = _measured_kinds(
             {
                 call.signature: MeasuredCall(
                     model,
@@ -108,8 +109,7 @@ def measure_step(
         put_back(state)
     return _composed(
         skeleton,
-        costs,
-        gradients,
+        kinds,
         base=start if base is None else base,
         held=dict(held),
         update_bytes=update_bytes,
@@ -138,13 +138,13 @@ def check_measurable(model: paddle.nn.Layer) -> None:
         )
 
 
-def _measure_kinds(
+def _measured_kinds(
     kinds: dict[Any, MeasuredCall],
     skeleton: Skeleton,
     affordable: float,
     progress: Progress | None,
-) -> tuple[dict[Any, Any], dict[Any, dict[str, int]]]:
-    """Costs and gradients by signature.
+) -> dict[Any, MeasuredCall]:
+    """The calls by signature, measured.
 
     One round gives the bytes. More of them, for the times, take what time is left: those of the
     kinds first that the step has most calls of.
@@ -165,50 +165,61 @@ def _measure_kinds(
         if kinds[one].rounds >= MOST_ROUNDS or spent + kinds[one].spent > affordable * plain:
             break
         kinds[one].round()
-    return {one: kind.costs() for one, kind in kinds.items()}, {
-        one: kind.gradients for one, kind in kinds.items()
-    }
+    return kinds
 
 
 def _composed(
     skeleton: Skeleton,
-    costs: dict[Any, Any],
-    gradients: dict[Any, dict[str, int]],
+    measured: dict[Any, MeasuredCall],
     *,
     base: int,
     held: dict[str, int],
     update_bytes: int,
     in_batch: set[int],
 ) -> StepCosts:
-    kinds = {signature: number for number, signature in enumerate(costs)}
+    kinds = {signature: number for number, signature in enumerate(measured)}
+    costs = {signature: kind.costs() for signature, kind in measured.items()}
     calls: list[CallCost] = []
     # An address is used again in the next pass.
     taken: dict[tuple[int, int], int] = {}
+    uses = Counter(
+        (call.pass_number, one) for call in skeleton.calls for one in call.input_pointers
+    )
     for number, call in enumerate(skeleton.calls):
         inputs = {
             (call.pass_number, pointer): size for pointer, size in call.input_pointers.items()
         }
         for pointer in inputs:
             taken.setdefault(pointer, number)
-        own = sum(
-            size
+        own = {
+            pointer: size
             for pointer, size in inputs.items()
             if taken[pointer] == number
             and pointer not in skeleton.saved_outside
             and pointer[1] not in in_batch
-        )
+        }
+        kind = measured[call.signature]
+        # An input of several calls stays for the others.
+        alone = {pointer for (_, pointer) in own if uses[call.pass_number, pointer] == 1}
+        frees = {
+            option: sum(size for path, size in freed.items() if call.input_paths.get(path) in alone)
+            for option, freed in kind.frees_inputs.items()
+        }
         calls.append(
             CallCost(
                 call.layer,
                 call.number,
                 call.pass_number,
                 kinds[call.signature],
-                own,
+                sum(own.values()),
                 call.output_bytes,
                 call.output_pointers.keys() <= call.kept_outputs,
                 max(call.made_by, default=None),
-                {f"{call.layer}.{name}": size for name, size in gradients[call.signature].items()},
-                costs[call.signature],
+                {f"{call.layer}.{name}": size for name, size in kind.gradients.items()},
+                {
+                    option: replace(cost, frees_input=frees.get(option, 0))
+                    for option, cost in costs[call.signature].items()
+                },
             )
         )
     end = skeleton.events[-1]

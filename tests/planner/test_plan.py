@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def job_of(name: str) -> Job:
         model = paddle.nn.Sequential(*[Recurrent(24) for _ in range(4)])
         batch = paddle.randn([8, 12, 24])
         return Job(model, batch, lambda m, x: m(x).square().mean())
+    if name == "one mask":
+        return Job(OneMask(), paddle.randn([64, 32, 32]), lambda m, x: m(x).square().mean())
     model = paddle.nn.Sequential(encoder(), Mean())
     cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=4)
     batch = paddle.randn([16, 8, 32]), paddle.randn([16, 8, 32])
@@ -108,6 +111,36 @@ class Recurrent(paddle.nn.Layer):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         return self.norm(x + self.lstm(x)[0])
+
+
+class Masked(paddle.nn.Layer):
+    """Keeps its input, and of the mask only what it computes of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(width, width)
+        self.layer_idx = next(COUNT)
+
+    def forward(self, x: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
+        scores = paddle.nn.functional.softmax(self.linear(x) + mask)
+        return x + scores * paddle.nn.functional.dropout(x, 0.1)
+
+
+class OneMask(paddle.nn.Layer):
+    """Blocks that get the same mask, made in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = paddle.nn.LayerList([Masked(32) for _ in range(4)])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        mask = (x > 0).astype(x.dtype) * -1e4
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+COUNT = itertools.count()
 
 
 class Mean(paddle.nn.Layer):
@@ -174,6 +207,8 @@ MIXTURES = {
     "lstm": ("ssss", "PssW", "sJJs", "PNNs", "PWsW", "NNWs"),
     # The second pass has the addresses of the first.
     "gradient cache": ("ssss", "PsWW", "sAss", "JJsS", "WPSs"),
+    # The mask stays, as some block keeps it; what each keeps of its input is its own.
+    "one mask": ("PPPW", "WPPP", "PWWP", "JJPP", "WWWW"),
 }
 OPTION = {"P": "plain", "s": "selective", "W": "whole", "A": "attention", "J": JOINED, "N": NESTED}
 OPTION["S"] = "selective+attention"
@@ -476,3 +511,9 @@ def test_a_layer_with_several_names_is_one_block_that_is_called_again() -> None:
     model = paddle.nn.Sequential(*[paddle.nn.Sequential(block, block) for _ in range(2)])
     found = plan(model, paddle.ones([64, 32]), lambda m, x: m(x).mean(), memory_budget="1GiB")
     assert found.memory_budget == 2**30 and found.peak_bytes < 2**30
+
+
+def test_blocks_that_differ_in_their_number_alone_are_measured_once() -> None:
+    costs = job_of("one mask").measure(only_bytes=True)
+    # The input of the first one needs no gradient.
+    assert [call.kind for call in costs.calls] == [0, 1, 1, 1]
