@@ -54,8 +54,6 @@ class RecomputeConfig(Section):
             )
         if v["policy"] == "budget" and v["engine"] == "fleet":
             yield Broken("policy", "budget", "is not supported by engine: fleet; use all, every_n")
-        if v["policy"] == "budget" and v["offload"] != "none":
-            yield Broken("offload", v["offload"], "is not supported by policy: budget; remove it")
 
     @staticmethod
     def _offloaded_layers_are_all_recomputed(v: Values) -> Iterator[Broken]:
@@ -120,7 +118,8 @@ class RecomputeConfig(Section):
     offload: Literal["none", "host", "disk"] = Field(
         "none",
         description="where the inputs of recomputed parts are kept until the backward; none: on "
-        "the device; host: pinned memory; disk: a temporary file",
+        "the device; host: pinned memory; disk: a temporary file. With policy: budget, of those "
+        "parts for which it pays",
     )
     offload_parameters: Literal["none", "host", "disk"] = Field(
         "none",

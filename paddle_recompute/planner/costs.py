@@ -14,9 +14,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from paddle_recompute.errors import PlanError
+from paddle_recompute.recompute import Offload
 
 PLAIN = "plain"
 WHOLE = "whole"
+OFFLOADED = "offloaded"
+"""Recomputed whole, from an input that waits off the device."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class StepCosts:
         calls: The calls of blocks, in the order of their forwards.
         events: What happens in a step, in order.
         excess: Bytes that a verified step took beyond its prediction.
+        offload: Where the inputs of `OFFLOADED` calls wait; None: there is no such option.
     """
 
     base: int
@@ -123,6 +127,7 @@ class StepCosts:
     events: tuple[Event, ...]
     excess: int = 0
     notes: tuple[str, ...] = field(default_factory=tuple)
+    offload: Offload | None = None
 
     @property
     def seconds(self) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,12 @@ from paddle_recompute.planner.costs import StepCosts
 from paddle_recompute.planner.measure import OPTIONS
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
+from paddle_recompute.recompute import Offload
 from paddle_recompute.train_step import inputs_of_cache
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
 
+_logger = logging.getLogger("paddle_recompute")
 _MOMENTS = {"Adam": 2, "AdamW": 2, "Lamb": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2}
 _MOMENTS |= {"Momentum": 1, "Adagrad": 1, "SGD": 0, "RMSProp": 3, "Adadelta": 2}
 
@@ -47,6 +50,8 @@ class Job:
         checkpoints: Patterns of the blocks; None: they are found.
         autocast: The mixed precision of the forward.
         preserve_rng_state: As in `recompute`.
+        offload: Where the inputs of recomputed blocks may wait until the backward: ``"host"``,
+            ``"disk"``, or None: on the device. A plan offloads those for which it pays.
     """
 
     model: paddle.nn.Layer
@@ -60,6 +65,7 @@ class Job:
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     preserve_rng_state: bool = True
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         """Check that there is one way to compute the gradient."""
@@ -69,6 +75,10 @@ class Job:
                 "grad_cache; give one of them: a gradient cache has a loss of its own"
             )
         check_count("accumulate_steps", self.accumulate_steps)
+        if self.offload not in (None, "host", "disk"):
+            raise ConfigError(
+                f"offload: received {self.offload!r}; it is one of 'host', 'disk', or None"
+            )
 
     @property
     def blocks(self) -> dict[str, paddle.nn.Layer]:
@@ -131,6 +141,7 @@ class Job:
             options=options,
             preserve_rng_state=self.preserve_rng_state,
             accumulates=self.accumulate_steps > 1,
+            offload=self._effective_offload() if options == OPTIONS else None,
             only_bytes=only_bytes,
             progress=progress,
         )
@@ -172,6 +183,15 @@ class Job:
             if _paddle.keeps_master_weights(self.optimizer):
                 held["masters"] = 4 * sum(int(p.size) for p in half)
         return held
+
+    def _effective_offload(self) -> Offload | None:
+        if self.offload == "host" and str(paddle.get_device()) == "cpu":
+            _logger.warning(
+                "offload='host' has no effect on a CPU, where tensors are in host memory already; "
+                "'disk' frees memory here. The plan is made without"
+            )
+            return None
+        return self.offload
 
     def _present(self, held: Mapping[str, int]) -> int:
         """Those of the held bytes that are allocated now."""

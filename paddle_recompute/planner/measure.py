@@ -17,9 +17,10 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import PLAIN, WHOLE, OptionCost
+from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, OptionCost
 from paddle_recompute.planner.skeleton import HostTensor, RecordedCall
 from paddle_recompute.recompute import (
+    Offload,
     PartOption,
     Unit,
     offers_its_output,
@@ -57,6 +58,7 @@ class MeasuredCall:
         options: Those that are measured; partial ones that the block does not have are left out.
         preserve_rng_state: As in `recompute`.
         accumulates: Whether the gradients of parameters are there before the backward.
+        offload: Where inputs may wait, which adds the option `OFFLOADED`; None: nowhere.
 
     Attributes:
         gradients: Bytes of the gradients that a backward makes, by name in the block.
@@ -77,8 +79,10 @@ class MeasuredCall:
         *,
         preserve_rng_state: bool = True,
         accumulates: bool = False,
+        offload: Offload | None = None,
     ) -> None:
         self._accumulates = accumulates
+        self._offload = offload
         self._block = dict(model.named_sublayers(include_self=True))[call.layer]
         self._call = call
         self._preserve_rng_state = preserve_rng_state
@@ -91,6 +95,8 @@ class MeasuredCall:
         self._runs: dict[str, list[OptionCost]] = {
             option: [] for option in options if option in self._parts
         }
+        if offload is not None:
+            self._runs[OFFLOADED] = []
         self.gradients: dict[str, int] = {}
         self.frees_inputs: dict[str, dict[str, int]] = {}
         self.rounds, self.spent = 0, 0.0
@@ -109,7 +115,8 @@ class MeasuredCall:
             # The first forward of a block is slower than the next ones: this one is not timed.
             self.frees_inputs = {PLAIN: _freed_inputs(self._block, self._call)}
         for option in list(self._runs):
-            plain = None if option in (PLAIN, WHOLE) else self._runs[PLAIN][0]
+            has_parts = option not in (PLAIN, WHOLE, OFFLOADED)
+            plain = self._runs[PLAIN][0] if has_parts else None
             with self._under(option):
                 found = _run(self._block, self._call, useless_beside=plain)
             self._note_gradients()
@@ -118,7 +125,7 @@ class MeasuredCall:
                 continue
             self._runs[option].append(found)
             # A part keeps no less of the input than its operators do; the whole keeps all of it.
-            frees = any(self.frees_inputs[PLAIN].values())
+            frees = any(self.frees_inputs[PLAIN].values()) or option == OFFLOADED
             if frees and not self.rounds and option not in (PLAIN, WHOLE):
                 with self._under(option):
                     self.frees_inputs[option] = _freed_inputs(self._block, self._call)
@@ -127,9 +134,12 @@ class MeasuredCall:
 
     def costs(self) -> dict[str, OptionCost]:
         """By option: the bytes of the last round, the least time of all."""
+        # While a block is recomputed, the input of the one before it comes back to the device.
+        coming = sum(self.frees_inputs.get(OFFLOADED, {}).values()) * (self._offload == "host")
         return {
             option: replace(
                 found[-1],
+                backward_peak=found[-1].backward_peak + coming * (option == OFFLOADED),
                 # Nothing is faster for being run twice.
                 seconds=max(self.plain_seconds, min(run.seconds for run in found)),
                 forward_seconds=min(run.forward_seconds for run in found),
@@ -149,9 +159,9 @@ class MeasuredCall:
         """Inside, the block is treated as `option` says."""
         block, preserve_rng_state = self._block, self._preserve_rng_state
         try:
-            if option == WHOLE:
+            if option in (WHOLE, OFFLOADED):
                 # The name of a model within itself is "".
-                unit = Unit(("",), (0,))
+                unit = Unit(("",), (0,), offload=self._offload if option == OFFLOADED else None)
                 treat_calls(block, [unit], {"": 1}, preserve_rng_state=preserve_rng_state)
             elif option != PLAIN:
                 treat_parts(block, self._parts[option], preserve_rng_state=preserve_rng_state)

@@ -19,7 +19,7 @@ from paddle_recompute.planner.batch_size import costs_of_batch
 from paddle_recompute.planner.costs import StepCosts
 from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.job import Job, LossFn
-from paddle_recompute.planner.policies import choices_of_policy
+from paddle_recompute.planner.policies import by_hand, choices_of_policy
 from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
 from paddle_recompute.planner.simulate import Choice, Timeline, simulate
 from paddle_recompute.planner.step_costs import Progress, buffers_of, put_back
@@ -262,7 +262,8 @@ def within_budget(
         peak: Measures the peak of a step under a plan.
         refine: Whether the costs are of another kind of step than `peak` measures (dygraph and a
             Program). Then what a step took less than predicted is given to another plan as well,
-            and the plan with the smallest peak is measured before the budget is refused.
+            and the plan with the smallest peak and the policies by hand that keep least are
+            measured before the budget is refused.
 
     Raises:
         PlanError: Nothing stays within the budget.
@@ -297,8 +298,13 @@ def within_budget(
         if found.hash in measured:
             break
     if best is None and refine:
-        least = replace(found, choices=smallest(found.costs, units=found.segments).choices)
-        best = fits(least) if least.hash not in measured else None
+        # Which of these takes least in a Program, the costs of another kind of step do not say.
+        least = smallest(found.costs, units=found.segments).choices
+        for choices in (least, *by_hand(found.costs, found.segments)):
+            low = replace(found, choices=choices)
+            kept = None if low.hash in measured else fits(low)
+            if kept is not None and (best is None or kept.seconds < best.seconds):
+                best = kept
     if best is not None:
         return best
     raise PlanError(

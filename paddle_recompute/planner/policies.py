@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import PlanError
-from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.simulate import JOINED, Choice
 
 
 def uniform(costs: StepCosts, option: str) -> tuple[Choice, ...]:
-    """The same option for all calls; `PLAIN` for those that do not have it."""
+    """The same option for all calls.
+
+    Those that do not have it are plain, and whole where it is `OFFLOADED`: they have no input to
+    offload.
+    """
+    instead = WHOLE if option == OFFLOADED else PLAIN
     return tuple(
-        Choice(number, number, option if option in call.options else PLAIN)
+        Choice(number, number, option if option in call.options else instead)
         for number, call in enumerate(costs.calls)
     )
 
@@ -36,6 +42,13 @@ def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> tuple
         count = round(math.sqrt(layers)) if config.segments == "auto" else config.segments
         return segments(costs, count)
     raise PlanError(f"recompute.policy: {config.policy} is not a policy by hand; use plan()")
+
+
+def by_hand(costs: StepCosts, units: Sequence[str]) -> Iterator[tuple[Choice, ...]]:
+    """What keeps least of the policies by hand: everything whole, and segments of root length."""
+    yield uniform(costs, WHOLE)
+    if JOINED in units:
+        yield segments(costs, round(math.sqrt(len({call.layer for call in costs.calls}))))
 
 
 def every(costs: StepCosts, n: int) -> tuple[Choice, ...]:

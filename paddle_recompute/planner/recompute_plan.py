@@ -16,7 +16,7 @@ from paddle_recompute._json_files import read_json
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import find_blocks
-from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.measure import parts_of_options
 from paddle_recompute.planner.offloaded import offloaded
@@ -119,13 +119,14 @@ class RecomputePlan:
     def _units(self) -> list[Unit]:
         units: dict[Unit, None] = {}
         for choice in self.choices:
-            if choice.option in (WHOLE, JOINED, NESTED):
+            if choice.option in (WHOLE, OFFLOADED, JOINED, NESTED):
                 calls = self.costs.calls[choice.first : choice.last + 1]
                 units[
                     Unit(
                         tuple(call.layer for call in calls),
                         tuple(call.number for call in calls),
                         choice.option == NESTED,
+                        self.costs.offload if choice.option == OFFLOADED else None,
                     )
                 ] = None
         return list(units)
@@ -133,7 +134,7 @@ class RecomputePlan:
     def _parts(self, blocks: dict[str, paddle.nn.Layer]) -> list[str]:
         names: dict[str, None] = {}
         for choice in self.choices:
-            if choice.option in (PLAIN, WHOLE, JOINED, NESTED):
+            if choice.option in (PLAIN, WHOLE, OFFLOADED, JOINED, NESTED):
                 continue
             for call in self.costs.calls[choice.first : choice.last + 1]:
                 parts = parts_of_options(blocks[call.layer])
@@ -317,7 +318,8 @@ class RecomputePlan:
 
 
 def _kept_alone(call: Any, option: str) -> int:
-    return int(call.options[WHOLE if option in (JOINED, NESTED) else option].kept)
+    cost = call.options[WHOLE if option in (JOINED, NESTED) else option]
+    return int(cost.kept - (cost.frees_input if option == OFFLOADED else 0))
 
 
 def make_plan(
@@ -374,6 +376,8 @@ def infeasible(
         lower.append("name the parts of that block as checkpoints instead, so that less is live")
     if costs.held.get("moments"):
         lower.append("use an optimizer with smaller moments")
+    if costs.offload is None and any(call.input_bytes for call in costs.calls):
+        lower.append("let inputs of blocks wait off the device (recompute.offload)")
     lower.append("give a smaller batch or gradient-cache chunk")
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
         lower = ["use fewer or smaller parameters, or an optimizer with smaller moments"]

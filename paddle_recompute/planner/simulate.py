@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paddle_recompute.planner.costs import PLAIN, WHOLE, CallCost, Event, OptionCost, StepCosts
+from paddle_recompute.planner.costs import (
+    OFFLOADED,
+    PLAIN,
+    WHOLE,
+    CallCost,
+    Event,
+    OptionCost,
+    StepCosts,
+)
 
 JOINED = "joined"
 NESTED = "nested"
@@ -217,7 +225,8 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
         # The operators of calls that do not depend on each other take turns.
         inside = sum(running.values()) + cost.backward_peak
         inside -= freed_again(calls, number, choice.option, choice.first)
-        if number in seen_to_end and cost is call.options.get(WHOLE):
+        is_repeated = any(cost is call.options.get(name) for name in (WHOLE, OFFLOADED))
+        if number in seen_to_end and is_repeated:
             running[number] = call.options[PLAIN].kept + call.output_bytes
         where = f"backward of {call.name}"
         yield Point(where, level + change + inside, gradients, above, inside)

@@ -13,10 +13,10 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import CallCost, Event, StepCosts
+from paddle_recompute.planner.costs import OFFLOADED, CallCost, Event, StepCosts
 from paddle_recompute.planner.measure import OPTIONS, MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
-from paddle_recompute.recompute import is_treated
+from paddle_recompute.recompute import Offload, is_treated
 from paddle_recompute.replay import RngState
 
 AFFORDABLE = 4.0
@@ -40,6 +40,7 @@ def measure_step(
     options: tuple[str, ...] = OPTIONS,
     preserve_rng_state: bool = True,
     accumulates: bool = False,
+    offload: Offload | None = None,
     only_bytes: bool = False,
     progress: Progress | None = None,
 ) -> StepCosts:
@@ -60,6 +61,7 @@ def measure_step(
         options: The options that are measured.
         preserve_rng_state: As in `recompute`.
         accumulates: Whether `base` has the gradients already, to which `step` adds its own.
+        offload: Where the inputs of calls may wait; None: nowhere.
         only_bytes: Nothing is repeated for its time.
         progress: Is told how far the measurement is.
 
@@ -95,6 +97,7 @@ def measure_step(
                     options,
                     preserve_rng_state=preserve_rng_state,
                     accumulates=accumulates,
+                    offload=offload,
                 )
                 for call in skeleton.calls
                 if call.inputs is not None
@@ -112,6 +115,7 @@ def measure_step(
         kinds,
         base=start if base is None else base,
         held=dict(held),
+        offload=offload,
         update_bytes=update_bytes,
         in_batch={one.data_ptr() for one in _nested.tensors_in(batch)},
     )
@@ -174,6 +178,7 @@ def _composed(
     *,
     base: int,
     held: dict[str, int],
+    offload: Offload | None,
     update_bytes: int,
     in_batch: set[int],
 ) -> StepCosts:
@@ -219,12 +224,14 @@ def _composed(
                 {
                     option: replace(cost, frees_input=frees.get(option, 0))
                     for option, cost in costs[call.signature].items()
+                    if option != OFFLOADED or frees[OFFLOADED]
                 },
             )
         )
     end = skeleton.events[-1]
     update = Event("update", -1, end.leave + update_bytes, end.leave, end.leave)
-    return StepCosts(base, held, tuple(calls), (*skeleton.events, update))
+    events = (*skeleton.events, update)
+    return StepCosts(base, held, tuple(calls), events, offload=offload)
 
 
 def buffers_of(model: paddle.nn.Layer) -> list[tuple[paddle.Tensor, Any]]:

@@ -9,7 +9,12 @@ from paddle_recompute.recompute._auto import find_blocks
 from paddle_recompute.recompute._hooks import innermost
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept, SomeOnHost
 from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
-from paddle_recompute.recompute.function import RecomputeOptions, recompute, run_recomputed
+from paddle_recompute.recompute.function import (
+    Offload,
+    RecomputeOptions,
+    recompute,
+    run_recomputed,
+)
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
@@ -40,6 +45,7 @@ __all__ = [
     "OFFLOADS",
     "InputStorage",
     "Kept",
+    "Offload",
     "PartOption",
     "RecomputeLayer",
     "RecomputeOptions",

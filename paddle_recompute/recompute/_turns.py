@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import paddle
@@ -18,7 +18,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.recompute._frames import is_inside_a_frame
 from paddle_recompute.recompute._segments import Segment
-from paddle_recompute.recompute.function import RecomputeOptions, run_recomputed
+from paddle_recompute.recompute.function import Offload, RecomputeOptions, run_recomputed
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,13 @@ class Turn:
         segment: The segment that it belongs to, and its position there.
         nested: Whether the call is recomputed inside the segment once more, so that the repetition
             of the segment keeps the input of the call alone.
+        offload: Where its inputs wait; None: where those of the Layer do.
     """
 
     recomputed: bool = True
     segment: tuple[Segment, int] | None = None
     nested: bool = False
+    offload: Offload | None = None
 
 
 class Turns:
@@ -73,6 +75,8 @@ class Turns:
         self._next += 1
         if not turn.recomputed:
             return function(*args, **kwargs)
+        if turn.offload is not None:
+            options = replace(options, offload=turn.offload)
         if turn.nested:
             function = functools.partial(_once_more, function, options, name)
         return run_recomputed(function, args, kwargs, options, name=name, segment=turn.segment)

@@ -32,11 +32,13 @@ class Unit:
         layers: Names of the Layers, in the order of the calls; one name: a call of its own.
         calls: For each of them, which of its calls in a step, from 0.
         nested: Whether each call is recomputed once more inside the repetition of the unit.
+        offload: Where the inputs of a call of its own wait, as in `recompute`.
     """
 
     layers: tuple[str, ...]
     calls: tuple[int, ...]
     nested: bool = False
+    offload: Offload | None = None
 
 
 def treat_calls(
@@ -45,7 +47,6 @@ def treat_calls(
     num_calls: Mapping[str, int],
     *,
     preserve_rng_state: bool = True,
-    offload: Offload | None = None,
 ) -> None:
     """Recompute the calls of `units` and no others.
 
@@ -54,7 +55,6 @@ def treat_calls(
         units: What is recomputed whole.
         num_calls: How often each Layer is called in a step.
         preserve_rng_state: As in `recompute`.
-        offload: As in `recompute`.
     """
     layers = dict(model.named_sublayers(include_self=True))
     turns: dict[str, list[Turn]] = {}
@@ -63,9 +63,11 @@ def treat_calls(
         for position, (name, call) in enumerate(zip(unit.layers, unit.calls, strict=True)):
             own = turns.setdefault(name, [Turn(recomputed=False)] * num_calls[name])
             own[call] = Turn(
-                segment=(segment, position) if segment is not None else None, nested=unit.nested
+                segment=(segment, position) if segment is not None else None,
+                nested=unit.nested,
+                offload=unit.offload,
             )
-    options = RecomputeOptions(preserve_rng_state, offload=offload)
+    options = RecomputeOptions(preserve_rng_state)
     for name, own in turns.items():
         wrap(layers[name], options, name, turns=Turns(tuple(own)))
 
