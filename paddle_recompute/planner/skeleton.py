@@ -17,6 +17,7 @@ import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
+from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import Event
 from paddle_recompute.planner.signatures import structure_of
@@ -118,6 +119,8 @@ class _Recorder:
         self._waiting = 0
         """Calls whose backward is still to come."""
         self._seen: set[tuple[Any, ...]] = set()
+        self._saved: list[_Saved] = []
+        """Of operators outside of blocks, in this pass."""
         self._outputs: dict[int, int] = {}
         """The call that made the tensor at an address, as long as that tensor is there."""
 
@@ -176,6 +179,7 @@ class _Recorder:
         given = {tensor.data_ptr() for tensor in _nested.tensors_in(inputs)}
         if self._waiting == 0:
             self._numbers.clear()
+            self._saved = [saved for saved in self._saved if saved.is_waiting]
             self._pass += 1
         self._waiting += 1
         number = self._numbers.get(name, 0)
@@ -242,25 +246,43 @@ class _Recorder:
         if place not in done and -1 not in done:
             self.event("dropped", place)
             self._waiting -= 1
+            if self._waiting == 0:
+                for saved in self._saved:
+                    saved.drop()
 
     def pack(self, tensor: paddle.Tensor) -> _Saved:
         if not self.inside and _paddle.is_initialized(tensor):
             self._is_kept(tensor.data_ptr())
             is_before_the_next = self._waiting == 0
             self.skeleton.saved_outside.add((self._pass + is_before_the_next, tensor.data_ptr()))
-        return _Saved(tensor)
+        self._saved.append(_Saved(tensor))
+        return self._saved[-1]
 
 
 class _Saved:
-    """A tensor that the graph saved; Paddle forgets to drop it when its operator is done."""
+    """A tensor that the graph saved; Paddle forgets to drop it with its operator.
+
+    Without the tensor's graph, which Paddle would forget to drop with it.
+    """
 
     def __init__(self, tensor: paddle.Tensor) -> None:
-        self._tensor: paddle.Tensor | None = tensor
+        self._tensor: paddle.Tensor | None = tensor.detach()
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._tensor is not None
 
     def take(self) -> paddle.Tensor:
         tensor, self._tensor = self._tensor, None
-        assert tensor is not None
+        if tensor is None:
+            raise PlanError(
+                "the step drops the outputs of its blocks and runs a backward through operators "
+                "beside them; such a step cannot be planned"
+            )
         return tensor
+
+    def drop(self) -> None:
+        self._tensor = None
 
 
 class _GateHolder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import paddle
@@ -34,8 +35,17 @@ PROGRAM_STEPS = 3
 """Steps of a Program whose least peak counts on a CPU, where its executor is late to free."""
 MOST_VERIFICATIONS = 3
 """Steps that are measured for chunks that were found by estimates, before all are measured."""
+CLOSE_ESTIMATE = 0.01
+"""An estimate that differs from the measured peak by no more than this part of it is right."""
 CLOSE_ENOUGH = 8
 """The search ends when the next chunk would be larger by less than this fraction of it."""
+
+
+class Peaks(NamedTuple):
+    """Peak bytes of a step: without recompute, and as configured."""
+
+    plain: int
+    configured: int
 
 
 class MemoryProbe:
@@ -45,8 +55,8 @@ class MemoryProbe:
         config: The configuration of the run.
         vocab_size: Rows of the word embedding.
         say: Shows the user a sentence, on rank 0 only.
-        estimate: The peak of a step with such chunks without running it, or None if it cannot be
-            told; None: steps are measured.
+        estimate: The peaks of a step with such chunks without running it, or None if they cannot
+            be told; None: steps are measured.
     """
 
     def __init__(
@@ -55,13 +65,14 @@ class MemoryProbe:
         vocab_size: int,
         *,
         say: Callable[[str], None],
-        estimate: Callable[[Chunks], int | None] | None = None,
+        estimate: Callable[[Chunks], Peaks | None] | None = None,
     ) -> None:
         self._estimate = estimate
         self._config = config
         self._vocab_size = vocab_size
         self._say = say
         self._peaks: dict[tuple[Chunks, bool], int | None] = {}
+        self._estimates: dict[Chunks, Peaks | None] = {}
 
     def choose_chunks(self, earlier: Chunks | None = None) -> Chunks:
         """The chunks of a rank: as configured, or as large as the configured budget allows.
@@ -94,12 +105,10 @@ class MemoryProbe:
 
     def _estimated_chunks(self, *, recompute: bool) -> tuple[Chunks, int] | None:
         """Chunks that were found by estimates and verified by a step; None: estimates do not do."""
-        estimates: dict[Chunks, int | None] = {}
 
         def estimate(chunks: Chunks) -> int | None:
-            if self._estimate is not None and chunks not in estimates:
-                estimates[chunks] = self._estimate(chunks)
-            return estimates.get(chunks)
+            found = self._estimated(chunks)
+            return None if found is None else found.configured
 
         budget, more = self._config.contrastive.memory_budget, 0
         assert budget is not None
@@ -113,19 +122,21 @@ class MemoryProbe:
                 return None  # measured steps tell whether it is so, and what is too much
             peak = self._peak_of_a_step(chunks, recompute=recompute)
             if peak is not None and peak <= budget:
-                at_once = None
-                if chunks == _all_texts(self._config):  # the estimate of no chunks is a bound
-                    at_once = self._peak_of_a_step(Chunks(), recompute=recompute)
-                return (
-                    (chunks, peak) if at_once is None or at_once > budget else (Chunks(), at_once)
-                )
+                return chunks, peak
             more = max(more + 1, (peak or 2 * budget) - estimated)
         return None
+
+    def _estimated(self, chunks: Chunks) -> Peaks | None:
+        if self._estimate is not None and chunks not in self._estimates:
+            self._estimates[chunks] = self._estimate(chunks)
+        return self._estimates.get(chunks)
 
     def measure(self, chunks: Chunks) -> tuple[int | None, int]:
         """Peak bytes of the largest step on the largest rank: (plain, as configured).
 
-        The first is None if a step without recompute does not fit or must not be measured.
+        The step as configured is measured. Where its estimate is right, so is that of the plain
+        step, which then need not be run; else it is measured too. The first figure is None if a
+        step without recompute is measured and does not fit, or is not asked for.
 
         Raises:
             ConfigError: A step as configured does not fit.
@@ -136,13 +147,19 @@ class MemoryProbe:
             raise ConfigError(_does_not_fit(self._config, chunks))
         plain: int | None = configured
         if enable:
-            plain = self._peak_of_a_step(chunks, recompute=False) if measure_plain else None
+            plain = self._plain_peak(chunks, configured) if measure_plain else None
         unknown = "more than there is" if measure_plain else "(not measured)"
         self._say(
             f"A step takes {_memory.format_bytes(configured)} as configured, "
             f"{unknown if plain is None else _memory.format_bytes(plain)} without recompute"
         )
         return plain, configured
+
+    def _plain_peak(self, chunks: Chunks, configured: int) -> int | None:
+        found = self._estimated(chunks)
+        if found is not None and abs(found.configured - configured) <= CLOSE_ESTIMATE * configured:
+            return found.plain
+        return self._peak_of_a_step(chunks, recompute=False)
 
     def _peak_of_a_step(self, chunks: Chunks, *, recompute: bool) -> int | None:
         """The largest peak of all ranks, on every rank; None if the step does not fit on one."""
@@ -315,10 +332,6 @@ def chunks_within_budget(
 
 def _longest(config: Config) -> int:
     return max(config.data.max_query_tokens, config.data.max_positive_tokens)
-
-
-def _all_texts(config: Config) -> Chunks:
-    return Chunks(tokens=config.local_batch * _longest(config))
 
 
 def _next_size(before: tuple[int, int], now: tuple[int, int], budget: int, largest: int) -> int:

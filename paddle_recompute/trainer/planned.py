@@ -38,6 +38,7 @@ from paddle_recompute.planner import (
 from paddle_recompute.train_step import build_optimizer
 from paddle_recompute.trainer.memory_probe import (
     BATCHES_AHEAD,
+    Peaks,
     largest_batch,
     largest_of_ranks,
     largest_peak_of_ranks,
@@ -80,7 +81,7 @@ class BudgetPlanner:
         if earlier is not None:
             check_agreed(earlier)
             self._say(f"{earlier}\n  as before the interruption")
-            return earlier, _plain_peak(earlier), earlier.measured_bytes or earlier.peak_bytes
+            return earlier, _plain_peak(earlier.costs), earlier.measured_bytes or earlier.peak_bytes
         costs, signature = self._costs(chunks)
         costs = self._largest_costs(costs)
         static = self._config.mode == "static"
@@ -110,7 +111,7 @@ class BudgetPlanner:
         plan = within_budget(found, peak, refine=static)
         self._say(str(plan))
         assert plan.measured_bytes is not None
-        return plan, _plain_peak(plan), plan.measured_bytes
+        return plan, _plain_peak(plan.costs), plan.measured_bytes
 
     def _costs(self, chunks: Chunks) -> tuple[StepCosts, str]:
         job = job_of(self._config, self._vocab_size, chunks)
@@ -152,9 +153,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     model.train()
     objective = Objective(config, chunks)
     batch = largest_batch(config, vocab_size, chunks)
-    cache = None
-    if chunks:
-        cache = GradCache(model, objective.loss, chunk_size=chunks.size, chunk_tokens=chunks.tokens)
+    cache = GradCache(model, objective.loss, chunk_size=chunks.size, chunk_tokens=chunks.tokens)
     of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
     k_steps = config.strategy.gradient_merge_configs.k_steps
     besides = {"batches that wait": of_batch * (k_steps * (1 + BATCHES_AHEAD) - 1)}
@@ -167,7 +166,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     return Job(
         model,
         batch,
-        None if cache is not None else objective.loss_of,
+        None,
         build_optimizer(config, model, config.learning_rate, objective.loss.parameters()),
         cache,
         besides=besides,
@@ -179,8 +178,8 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     )
 
 
-def estimated_peak(config: Config, vocab_size: int, chunks: Chunks) -> int | None:
-    """The peak of a step with such chunks, in bytes, of the largest rank; no step is run.
+def estimated_peaks(config: Config, vocab_size: int, chunks: Chunks) -> Peaks | None:
+    """The peaks of a step with such chunks, in bytes, of the largest rank; no step is run.
 
     With ``policy: budget`` all blocks are recomputed: the plan is made when the chunks are known.
 
@@ -197,14 +196,15 @@ def estimated_peak(config: Config, vocab_size: int, chunks: Chunks) -> int | Non
             choices = uniform(costs, WHOLE)
         else:
             choices = choices_of_policy(costs, section)
-        peak = simulate(costs, choices).peak.bytes
+        own = Peaks(_plain_peak(costs), simulate(costs, choices).peak.bytes)
     except (MemoryError, PlanError, SelectionError):
-        peak = 0
-    return largest_peak_of_ranks(peak)
+        own = Peaks(0, 0)
+    plain, configured = map(largest_peak_of_ranks, own)
+    return None if plain is None or configured is None else Peaks(plain, configured)
 
 
-def _plain_peak(plan: RecomputePlan) -> int:
-    return simulate(plan.costs, uniform(plan.costs, PLAIN)).peak.bytes
+def _plain_peak(costs: StepCosts) -> int:
+    return simulate(costs, uniform(costs, PLAIN)).peak.bytes
 
 
 def _autocast(config: Config) -> Any:

@@ -53,7 +53,7 @@ from paddle_recompute.trainer.joining import join_ranks
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
-from paddle_recompute.trainer.planned import BudgetPlanner, estimated_peak
+from paddle_recompute.trainer.planned import BudgetPlanner, estimated_peaks
 from paddle_recompute.trainer.planned_steps import PlannedSteps
 from paddle_recompute.trainer.report import retrieval_table, write_report
 from paddle_recompute.trainer.resume import RunCheckpoints, make_folder, remove_record, write_record
@@ -135,7 +135,7 @@ class Trainer:
         vocab_size = data.tokenizer.vocab_size
         if self.config.model.init_from is not None and checkpoint is None:
             check_weights(build_model(self.config.model, vocab_size), self.config.model.init_from)
-        estimate = partial(estimated_peak, self.config, vocab_size)
+        estimate = partial(estimated_peaks, self.config, vocab_size)
         memory = MemoryProbe(self.config, vocab_size, say=self._say, estimate=estimate)
         chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
         plain_peak: int | None
