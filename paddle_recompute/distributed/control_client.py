@@ -128,6 +128,7 @@ class ControlClient:
         *,
         lane: str = "main",
         everything: bool = False,
+        tells: bool = False,
     ) -> list[Said] | None:
         """Wait for all ranks of `scope`, and compare what they say.
 
@@ -142,6 +143,7 @@ class ControlClient:
                 all scopes of the same ranks, so that a rank that is elsewhere is noticed.
             everything: Whether all contents are wanted, however many there are; the same on all
                 ranks.
+            tells: As in `wait_until`; a meeting in the lane of the main thread always does.
 
         Returns:
             None where all have said the same; else who has said what, of at most 8 different
@@ -166,7 +168,7 @@ class ControlClient:
                 "everything": everything,
             }
         )
-        self.wait(answer.here, label, scope, tells=lane == "main")
+        self.wait(answer.here, label, scope, tells=tells or lane == "main")
         if not answer.message["clean"] and lane == "main":
             for one in self.lanes.pop(scope.ranks, []):
                 one.drop()

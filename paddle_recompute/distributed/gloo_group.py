@@ -10,6 +10,7 @@ attempt has a number that only these ranks have, and a limit of time.
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from functools import partial
@@ -43,7 +44,10 @@ def make_gloo_group(scope: Scope, name: str) -> Group:
     """
     lane = f"making of {name}"
     made = _num_made.get((scope.ranks, name), 0) + 1
-    differently = peers().meet(f"the making of a gloo group for {name}", scope, made, lane=lane)
+    # The main thread of another rank may wait elsewhere; it is noticed if this one tells.
+    tells = threading.current_thread() is threading.main_thread()
+    label = f"the making of a gloo group for {name}"
+    differently = peers().meet(label, scope, made, lane=lane, tells=tells)
     if differently is not None:  # a rank has failed before it had made one
         made = max(int(said.content) for said in differently)
     _num_made[scope.ranks, name] = made

@@ -156,7 +156,8 @@ class MemoryProbe:
         return plain, configured
 
     def _plain_peak(self, chunks: Chunks, configured: int) -> int | None:
-        found = self._estimated(chunks)
+        # An estimate is of a step in dygraph; that of a Program may be right by chance.
+        found = self._estimated(chunks) if self._config.mode == "dygraph" else None
         if found is not None and abs(found.configured - configured) <= CLOSE_ESTIMATE * configured:
             return found.plain
         return self._peak_of_a_step(chunks, recompute=False)

@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable
 
 import paddle
+import paddle.distributed as dist
 
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
@@ -24,6 +25,24 @@ from paddle_recompute.trainer.planned import check_agreed
 
 MOST_MEETINGS = 4
 """Tries to meet: a rank that waits in a collective of the forward is told by the first one."""
+
+
+def check_can_replan(config: Config) -> None:
+    """Check that a step which runs out of memory on one rank can end on the others.
+
+    Raises:
+        ConfigError: They might wait for it on a device, in a gather that nothing interrupts.
+    """
+    is_global = config.contrastive.negatives == "global"
+    if config.train.on_oom != "replan" or not is_global or not is_distributed():
+        return
+    backend = str(dist.get_backend())
+    if backend.lower() != "gloo":
+        raise ConfigError(
+            f"train.on_oom: replan needs contrastive.negatives: local on several ranks with "
+            f"{backend}; with global, ranks may wait on their devices for the vectors of the one "
+            "that ran out of memory"
+        )
 
 
 def tell_others(step: Step, error: BaseException) -> None:

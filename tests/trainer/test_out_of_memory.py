@@ -13,7 +13,9 @@ import pytest
 
 from paddle_recompute import Trainer
 from paddle_recompute._paddle import memory
+from paddle_recompute.errors import ConfigError
 from paddle_recompute.planner import RecomputePlan
+from paddle_recompute.trainer.out_of_memory import check_can_replan
 from paddle_recompute.trainer.planned import BudgetPlanner
 from paddle_recompute.trainer.planned_steps import PlannedSteps
 from tests.ranks import run_ranks
@@ -28,7 +30,6 @@ SETTINGS: dict[str, Any] = {
     "model__num_layers": 4,
     "model__intermediate_size": 128,
     "contrastive__global_batch": 64,
-    "contrastive__negatives": "local",
     "recompute__enable": True,
     "recompute__policy": "budget",
     "train__max_steps": 3,
@@ -72,12 +73,12 @@ def losses(folder: Path) -> list[float]:
     return [one["loss"] for one in map(json.loads, lines) if "loss" in one]
 
 
-def train(folder: str) -> dict[str, Any]:
+def train(folder: str, negatives: str) -> dict[str, Any]:
     """An undisturbed run, and one in which rank 1 has less memory."""
     path = Path(folder)
 
     def run(name: str, budget: int, **more: Any) -> dict[str, Any]:
-        settings = {**SETTINGS, **more}
+        settings = {**SETTINGS, "contrastive__negatives": negatives, **more}
         settings["train__output_dir"] = str(path / name)
         settings["recompute__memory_budget"] = f"{budget}B"
         return Trainer(tiny(path, **settings)).run()
@@ -109,11 +110,30 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_one_rank_with_less_memory(folder: Path) -> None:
-    first, second = run_ranks(train, 2, folder=str(folder), fresh=True, timeout=240)
+@pytest.mark.parametrize("negatives", ["local", "global"])
+def test_one_rank_with_less_memory(folder: Path, negatives: str) -> None:
+    first, second = run_ranks(
+        train, 2, folder=str(folder), negatives=negatives, fresh=True, timeout=240
+    )
     assert second["failures"] >= 1 and first["failures"] == 0
     assert first["loss"] == second["loss"]
     assert first["recomputes"] and first["excess"] >= 0.05 * first["budget"]
     assert len(losses(folder / "plain")) == 3
     assert losses(folder / "replanned") == losses(folder / "from the start")  # the same bits
     assert losses(folder / "replanned") == losses(folder / "plain")
+
+
+def refusal(folder: str) -> str:
+    """What a run says whose collectives a device waits for."""
+    settings = {**SETTINGS, "recompute__memory_budget": "1GiB", "train__on_oom": "replan"}
+    config = tiny(Path(folder), contrastive__negatives="global", **settings)
+    dist.get_backend = lambda group=None: "NCCL"
+    with pytest.raises(ConfigError) as found:
+        check_can_replan(config)
+    return str(found.value)
+
+
+def test_a_device_that_would_wait_for_ever_is_refused(folder: Path) -> None:
+    said = run_ranks(refusal, 2, folder=str(folder), fresh=True)
+    assert said[0] == said[1]
+    assert said[0].startswith("train.on_oom: replan needs contrastive.negatives: local on several")

@@ -148,6 +148,7 @@ def test_positives_of_equal_texts_are_masked(
             data__pool_size=2,
             train__max_steps=3,
             train__eval_before=False,
+            train__measure_plain=False,
         )
     ).run()
     assert len(seen) == len(batches) == 3
