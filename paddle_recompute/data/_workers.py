@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 
+from paddle_recompute import _paddle
 from paddle_recompute.errors import DataError
 
 _WORDS = ("DataLoader", "data reader")
@@ -74,6 +76,29 @@ class WorkerWatch:
                 for worker in set(multiprocessing.active_children()) - self._before:
                     worker.kill()
                 return
+
+
+def hand_deaths_on() -> None:
+    """Let the error of a worker's death leave a backward as itself, once Paddle has its handler.
+
+    That handler of SIGCHLD (2.6, 3.x) raises wherever the main thread is. Where that is Python code
+    which the engine has called, the engine would make an ``OSError`` of it without these words.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    is_ours = getattr(handler, "hands_on", False)
+    if is_ours or not callable(handler) or threading.current_thread() != threading.main_thread():
+        return
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except SystemError as error:
+            _paddle.hand_on(error)
+            raise
+
+    hand_on.hands_on = True  # type: ignore[attr-defined]
+    _paddle.watch_backward()
+    signal.signal(signal.SIGCHLD, hand_on)
 
 
 @contextlib.contextmanager

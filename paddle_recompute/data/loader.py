@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import paddle
 
-from paddle_recompute.data._workers import WorkerWatch
+from paddle_recompute.data._workers import WorkerWatch, hand_deaths_on
 from paddle_recompute.data.pairs import Pair
 from paddle_recompute.data.tokenizer import PairTokenizer, TokenRows
 from paddle_recompute.errors import DataError
@@ -90,6 +90,7 @@ class PairLoader:
                 use_shared_memory=False,
             )
         )
+        hand_deaths_on()
         try:
             for batch in batches:  # noqa: UP028 - the iterator has no close() to hand on
                 yield batch

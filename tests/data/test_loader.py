@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from paddle_recompute.data import (
     PairLoader,
     PairTokenizer,
     build_loader,
+    dead_workers_named,
     load_tokenizer,
     train_tokenizer,
 )
@@ -303,3 +307,32 @@ def test_workers_say_nothing(tmp_path: Path) -> None:
     )
     assert ended.stdout == "6\n"
     assert "tokenizers" not in ended.stderr
+
+
+class KillsAWorker(paddle.autograd.PyLayer):
+    """Its backward is Python code that the engine calls; a worker dies meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+        for _ in range(1000):  # until the handler of SIGCHLD raises
+            time.sleep(0.01)
+        return gradient
+
+
+def test_a_worker_that_dies_during_a_backward_is_named(tokenizer: PairTokenizer) -> None:
+    x = paddle.ones([2])
+    x.stop_gradient = False
+    batches = iter(loader_of(tokenizer, num_workers=1))
+    next(batches)
+    with (
+        pytest.raises(DataError, match="a process that makes batches has died"),
+        dead_workers_named(),
+    ):
+        KillsAWorker.apply(x).sum().backward()
+    with contextlib.suppress(DataError):
+        list(batches)
