@@ -57,6 +57,9 @@ def doctor(
     Returns:
         The report. ``report.ok`` says whether the model is sound; each finding names the first
         sublayer that differs.
+
+    Raises:
+        ConfigError: A parameter has a sparse gradient from an earlier step.
     """
     report = DoctorReport()
     with State(model) as state:

@@ -18,14 +18,9 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_recompute import _nested, _paddle
-from paddle_recompute.errors import PaddleRecomputeError
+from paddle_recompute.errors import ConfigError, PaddleRecomputeError
 
 Array = NDArray[Any]
-ERRORS = (
-    RuntimeError, ValueError, TypeError, AttributeError, LookupError, OSError, AssertionError,
-    ArithmeticError, SystemError,
-)  # fmt: skip
-"""What Paddle and models raise in a step that fails."""
 _ROUNDING = 1e-6
 """Relative difference of norms that another order of sums explains, in float32."""
 
@@ -87,9 +82,19 @@ class Observation:
 
 
 class State:
-    """The parameters, buffers, gradients and random streams of a model, to be put back."""
+    """The parameters, buffers, gradients and random streams of a model, to be put back.
+
+    Raises:
+        ConfigError: A parameter has a sparse gradient, which Paddle (2.6, 3.x) cannot copy.
+    """
 
     def __init__(self, model: paddle.nn.Layer) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and parameter.grad.is_selected_rows():
+                raise ConfigError(
+                    f"the parameter '{name}' has a sparse gradient, which would be lost; call the "
+                    "doctor after optimizer.clear_grad(set_to_zero=False)"
+                )
         self._tensors = [
             (tensor, tensor.numpy().copy())
             for _, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -180,7 +185,7 @@ def observe(
         seen.outputs = _taken(calls)
         if backward and not loss.stop_gradient:
             loss.backward()
-    except (PaddleRecomputeError, *ERRORS) as error:
+    except Exception as error:  # of the model's own classes too: it becomes a finding
         seen.error = error
         return seen
     finally:

@@ -19,8 +19,7 @@ from paddle_recompute import _paddle
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache
 from paddle_recompute.doctor.examination import doctor
-from paddle_recompute.doctor.observation import ERRORS
-from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
+from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute
 
 Run = Callable[..., Any]
@@ -89,7 +88,7 @@ def _judge(title: str, body: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
             if not _equal(expected, found.get(name)):
                 fault = f"{name} differs: {found.get(name)!r}, plain {expected!r}"[:300]
                 break
-    except (PaddleRecomputeError, *ERRORS) as error:
+    except Exception as error:  # whatever this device and Paddle raise is the case's verdict
         fault = f"{type(error).__name__}: {error}"[:300]
     seconds = round(time.perf_counter() - began, 3)
     return {"title": title, "ok": not fault, "seconds": seconds, "fault": fault}

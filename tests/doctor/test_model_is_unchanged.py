@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import paddle
+import pytest
 
 from paddle_recompute import doctor
+from paddle_recompute.errors import ConfigError
 
 
 class Counter(paddle.nn.Layer):
@@ -35,15 +37,32 @@ def test_a_buffer_that_is_replaced_and_gradients_stay() -> None:
     np.testing.assert_array_equal(model.linear.weight.grad.numpy(), before)
 
 
-def test_a_model_that_raises_is_put_back() -> None:
+class NotATensor(Exception):
+    """A class of the model's own."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, NotATensor, StopIteration])
+def test_a_model_that_raises_is_put_back(kind: type[Exception]) -> None:
     model, x = paddle.nn.BatchNorm1D(4), paddle.randn([8, 4])
     before = model._mean.numpy().copy()
 
     def fails(model: paddle.nn.Layer, batch: paddle.Tensor) -> paddle.Tensor:
         model(batch)
-        raise ZeroDivisionError
+        raise kind
 
     report = doctor(model, x, fails)
     assert [finding.kind for finding in report.findings] == ["error"], str(report)
-    assert "ZeroDivisionError" in str(report)
+    assert kind.__name__ in str(report)
     np.testing.assert_array_equal(model._mean.numpy(), before)
+
+
+def test_a_sparse_gradient_of_an_earlier_step_is_not_lost() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Embedding(10, 4, sparse=True), paddle.nn.Linear(4, 4))
+    rows = paddle.randint(0, 10, [6])
+    loss_of(model, rows).backward()
+    with pytest.raises(ConfigError, match=r"'0\.weight' has a sparse gradient"):
+        doctor(model, rows, loss_of)
+    assert model[0].weight.grad.is_selected_rows()
+    for parameter in model.parameters():
+        parameter.clear_gradient(False)
+    assert "error" not in [finding.kind for finding in doctor(model, rows, loss_of).findings]
