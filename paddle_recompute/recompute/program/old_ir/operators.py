@@ -9,6 +9,7 @@ from __future__ import annotations
 from paddle_recompute._paddle.static.old_ir import Operator, has_body
 
 DROPOUT = "dropout"
+RNN = "rnn"
 
 _REPEATABLE = """
 abs acos acosh add_position_encoding addmm affine_channel affine_grid allclose angle arg_max arg_min
@@ -76,7 +77,7 @@ def why_kept(operator: Operator) -> str | None:
     if is_replayed_from_mask(operator) or kind in REPEATABLE:
         return None
     if kind in RANDOM:
-        return None if _is_silent_dropout(operator) else "it draws random numbers"
+        return None if _is_silent(operator) else "it draws random numbers"
     return "it is not known to be repeatable"
 
 
@@ -85,5 +86,10 @@ def is_replayed_from_mask(operator: Operator) -> bool:
     return operator.type == DROPOUT and not operator.attr("is_test")
 
 
-def _is_silent_dropout(operator: Operator) -> bool:
-    return operator.type == DROPOUT and bool(operator.attr("is_test"))
+def _is_silent(operator: Operator) -> bool:
+    """Whether a random `operator` drops nothing out."""
+    if operator.type not in (DROPOUT, RNN):
+        return False
+    return bool(operator.attr("is_test")) or (
+        operator.type == RNN and not operator.attr("dropout_prob")
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from paddle_recompute._paddle.static.pir import SOURCES, Operation, attribute
 
 DROPOUT = "pd_op.dropout"
+RNN = "pd_op.rnn"
 
 _REPEATABLE_OF_PADDLE = """
 abs acos acosh add add_n addmm affine_grid all allclose amax amin angle any arange argmax
@@ -76,6 +77,10 @@ def why_kept(operation: Operation) -> str | None:
     name = operation.name()
     if name == DROPOUT or (name in REPEATABLE and not operation.num_regions()):
         return None
+    if name == RNN and (
+        attribute(operation, "is_test") or not attribute(operation, "dropout_prob")
+    ):
+        return None  # it drops nothing out
     if name in SOURCES:
         return "it computes nothing"
     if operation.num_regions() or name.startswith("cf."):
