@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import zlib
 
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-
-_FIRST_NUMBER = 2**20  # far from the numbers that Paddle counts up from 0
+from paddle_recompute.distributed.gloo_group import number_of_group
 
 
 @functools.cache
@@ -22,5 +20,4 @@ def device_group(ranks: tuple[int, ...], name: str) -> Group:
         ranks: The members.
         name: The same on all of them.
     """
-    number = zlib.crc32(f"{ranks}/{name}".encode()) % 2**30 + _FIRST_NUMBER
-    return _paddle.make_device_group(ranks, number)
+    return _paddle.make_device_group(ranks, number_of_group(f"{ranks}/{name}"))

@@ -26,9 +26,13 @@ from paddle_recompute.errors import SyncError
 ATTEMPTS = 6
 PATIENCE = 4.0
 """Seconds for the first attempt, which takes 0.6 to 1.2; each one after it has 2 more."""
-_FIRST_NUMBER = 2**20  # far from the numbers that Paddle counts up from 0
 
 _num_made: dict[tuple[tuple[int, ...], str], int] = {}
+
+
+def number_of_group(text: str) -> int:
+    """The number under which the members of a group meet, far from those that Paddle counts up."""
+    return zlib.crc32(text.encode()) % 2**30 + 2**20
 
 
 def make_gloo_group(scope: Scope, name: str) -> Group:
@@ -56,7 +60,7 @@ def make_gloo_group(scope: Scope, name: str) -> Group:
     for attempt in range(ATTEMPTS):
         label = f"the making of gloo group {made} for {name}, attempt {attempt + 1}"
         text = f"{scope.ranks}/{name}/{made}/{attempt}"
-        number = zlib.crc32(text.encode()) % 2**30 + _FIRST_NUMBER
+        number = number_of_group(text)
         # A thread: what hangs cannot be interrupted, it is left to gloo's own limit (30 s).
         run = Run(partial(_paddle.make_gloo_group, scope.ranks, number))
         run.start()
