@@ -110,7 +110,7 @@ def estimate(
         batch_size: Rows of the batch, if not those of `sample_batch`: smaller ones are measured.
         checkpoints: Patterns of the blocks; None: those of `recompute`, or they are found.
         progress: Is told (done, total) of the calls that are measured.
-        **options: More of `Job`: ``besides``, ``accumulate_steps``, ``autocast``.
+        **options: More of `Job`: ``besides``, ``accumulate_steps``, ``autocast``, ``offload``.
 
     Raises:
         ConfigError: `batch_size` or ``accumulate_steps`` is no number of rows or of micro-batches.
