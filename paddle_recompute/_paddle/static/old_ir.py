@@ -454,6 +454,17 @@ def hold_back_before(block: Block, position: int, name: str, gradients: list[str
     )
 
 
+def assign_before(block: Block, position: int, name: str, copy: str) -> None:
+    """From `position` on, the variable `copy` has the values that `name` has there."""
+    block._insert_op_without_sync(
+        position,
+        type="assign",
+        inputs={"X": [name]},
+        outputs={"Out": [copy]},
+        attrs={"op_role": _BACKWARD},
+    )
+
+
 def new_variable_like(block: Block, name: str, suffix: str) -> str:
     """Make a variable like `name` for a copy of it; returns the copy's name."""
     original = block.var(name)

@@ -74,7 +74,9 @@ class Graph(graph.Graph):
         if self._is_changed_in_place(name):
             return "it is changed in place"
         # A copy of the operator would read the changed values.
-        if any(map(self._is_changed_in_place, self.inputs(position))):
+        unread = operators.running_statistics(self.operators[position])
+        read = [one for one in self.inputs(position) if one not in unread]
+        if any(map(self._is_changed_in_place, read)):
             return "it was computed from a variable that is changed in place"
         return None
 

@@ -10,6 +10,7 @@ from paddle_recompute._paddle.static.old_ir import Operator, has_body
 
 DROPOUT = "dropout"
 RNN = "rnn"
+BATCH_NORM = "batch_norm"
 
 _REPEATABLE = """
 abs acos acosh add_position_encoding addmm affine_channel affine_grid allclose angle arg_max arg_min
@@ -69,12 +70,13 @@ RANDOM = frozenset(_RANDOM.split())
 def why_kept(operator: Operator) -> str | None:
     """Why the outputs of `operator` must be kept, in words; None if it may run twice.
 
-    A dropout may: its mask is kept, and its output is computed from the mask.
+    A dropout may: its mask is kept, and its output is computed from the mask. So may a BatchNorm
+    that takes the statistics of its batch: it gets copies of the running ones to write to.
     """
     kind = operator.type
     if has_body(operator):
         return "it is control flow"
-    if is_replayed_from_mask(operator) or kind in REPEATABLE:
+    if is_replayed_from_mask(operator) or running_statistics(operator) or kind in REPEATABLE:
         return None
     if kind in RANDOM:
         return None if _is_silent(operator) else "it draws random numbers"
@@ -84,6 +86,15 @@ def why_kept(operator: Operator) -> str | None:
 def is_replayed_from_mask(operator: Operator) -> bool:
     """Whether `operator` is a dropout with a mask; in evaluation it has none and draws nothing."""
     return operator.type == DROPOUT and not operator.attr("is_test")
+
+
+def running_statistics(operator: Operator) -> list[str]:
+    """What a BatchNorm that takes the statistics of its batch only writes to; else nothing."""
+    if operator.type != BATCH_NORM or operator.attr("use_global_stats"):
+        return []
+    if operator.attr("is_test") and not operator.attr("trainable_statistics"):
+        return []
+    return [*operator.input("Mean"), *operator.input("Variance")]
 
 
 def _is_silent(operator: Operator) -> bool:

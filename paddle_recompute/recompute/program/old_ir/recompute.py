@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from paddle_recompute._paddle.static import old_ir
 from paddle_recompute._paddle.static.marks import COPY_OF
 from paddle_recompute.recompute.program.old_ir.graph import Graph
+from paddle_recompute.recompute.program.old_ir.operators import running_statistics
 from paddle_recompute.recompute.program.plan import Plan
 from paddle_recompute.recompute.program.segments import Kept
 
@@ -48,6 +49,9 @@ def _carry_out(plan: Plan, graph: Graph, kept: Kept) -> None:
         old_ir.hold_back_before(block, at, name, gradients)
         at += 1
     for position in plan.copied:
+        for name in running_statistics(graph.operators[position]):
+            old_ir.assign_before(block, at, name, renamed[name])
+            at += 1
         is_replayed = graph.mask(position) is not None
         copy = old_ir.dropout_again_before if is_replayed else old_ir.copy_before
         copy(block, at, graph.operators[position], renamed, **{COPY_OF: plan.segment})

@@ -90,7 +90,8 @@ class Graph(graph.Graph):
         if is_part and any(one in kept for one in inputs):
             return "it is part of a list that is kept"
         # A copy of the operator would read the overwritten values.
-        if any(self.memory.is_overwritten(self.value(one)) for one in inputs):
+        unread = {pir.key(one) for one in operators.running_statistics(self.operators[position])}
+        if any(self.memory.is_overwritten(self.value(one)) for one in inputs if one not in unread):
             return "it was computed from a variable that is changed in place"
         return None
 

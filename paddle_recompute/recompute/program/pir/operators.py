@@ -7,10 +7,11 @@ it.
 
 from __future__ import annotations
 
-from paddle_recompute._paddle.static.pir import SOURCES, Operation, attribute
+from paddle_recompute._paddle.static.pir import SOURCES, Operation, Value, attribute
 
 DROPOUT = "pd_op.dropout"
 RNN = "pd_op.rnn"
+BATCH_NORM = "pd_op.batch_norm_"
 
 _REPEATABLE_OF_PADDLE = """
 abs acos acosh add add_n addmm affine_grid all allclose amax amin angle any arange argmax
@@ -72,10 +73,13 @@ RANDOM = frozenset(f"pd_op.{name}" for name in _RANDOM_OF_PADDLE.split())
 def why_kept(operation: Operation) -> str | None:
     """Why the results of `operation` must be kept, in words; None if it may run twice.
 
-    A dropout may: its mask is kept, and its output is computed from the mask.
+    A dropout may: its mask is kept, and its output is computed from the mask. So may a BatchNorm
+    that takes the statistics of its batch: it gets copies of the running ones to write to.
     """
     name = operation.name()
-    if name == DROPOUT or (name in REPEATABLE and not operation.num_regions()):
+    if name == DROPOUT or running_statistics(operation):
+        return None
+    if name in REPEATABLE and not operation.num_regions():
         return None
     if name == RNN and (
         attribute(operation, "is_test") or not attribute(operation, "dropout_prob")
@@ -108,6 +112,15 @@ def is_part_of_a_list(operation: Operation) -> bool:
 def may_share_memory(operation: Operation) -> bool:
     """Whether a result of `operation` may share an operand's memory without PIR stating it."""
     return why_kept(operation) == _UNKNOWN
+
+
+def running_statistics(operation: Operation) -> list[Value]:
+    """What a BatchNorm that takes the statistics of its batch only writes to; else none."""
+    if operation.name() != BATCH_NORM or attribute(operation, "use_global_stats"):
+        return []
+    if attribute(operation, "is_test") and not attribute(operation, "trainable_statistics"):
+        return []
+    return [operation.operand_source(index) for index in (1, 2)]
 
 
 def is_replayed_from_mask(operation: Operation) -> bool:

@@ -8,6 +8,7 @@ from paddle_recompute._paddle.static import pir
 from paddle_recompute._paddle.static.marks import COPY_OF
 from paddle_recompute._paddle.static.pir import Value
 from paddle_recompute.recompute.program.pir.graph import FIRST_BACKWARD, Graph
+from paddle_recompute.recompute.program.pir.operators import running_statistics
 from paddle_recompute.recompute.program.plan import Plan
 from paddle_recompute.recompute.program.segments import Kept
 
@@ -69,10 +70,13 @@ class _Copies:
         if self._waiting.isdisjoint(operands):
             for name in operands:  # for example the cast of a weight, under mixed precision
                 self._hold_back(name)
+        statistics = {
+            pir.key(one): pir.copy_after(one, self._zero) for one in running_statistics(operation)
+        }
         if self._graph.mask(position) is not None:
             again = [pir.dropout_again(operation, self._copy)]
         else:
-            again = pir.results_of(pir.clone(operation, self._copy))
+            again = pir.results_of(pir.clone(operation, {**self._copy, **statistics}))
         pir.write_text(again[0].get_defining_op(), COPY_OF, self._segment)
         waits = not self._waiting.isdisjoint(operands)
         for name, copy in zip(self._graph.outputs(position), again, strict=False):
