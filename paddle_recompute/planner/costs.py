@@ -186,9 +186,12 @@ def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:
     for place, call in enumerate(first.calls):
         same = [one.calls[place] for one in everywhere]
         options = {
-            name: largest(
-                [one.options[name] for one in same],
-                ("kept", "forward_peak", "backward_peak", "seconds", "forward_seconds"),
+            name: replace(
+                largest(
+                    [one.options[name] for one in same],
+                    ("kept", "forward_peak", "backward_peak", "seconds", "forward_seconds"),
+                ),
+                frees_input=min(one.options[name].frees_input for one in same),
             )
             for name in call.options
         }

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.policies import uniform
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, simulate
 from paddle_recompute.planner.solve import Solution, solve
 
 
 def smallest(costs: StepCosts, *, units: Sequence[str] = (JOINED, NESTED)) -> Solution:
     """The choices with the smallest peak, found by bisection of the budget."""
-    whole = tuple(Choice(n, n, WHOLE) for n in range(len(costs.calls)))
-    best = Solution(whole, simulate(costs, whole))
+    uniforms = (uniform(costs, WHOLE), uniform(costs, OFFLOADED))
+    best = min((Solution(one, simulate(costs, one)) for one in uniforms), key=lambda one: one.peak)
     low, high = costs.base, best.peak
     while high - low > max(1, (high - costs.base) // 4096):
         middle = (low + high) // 2

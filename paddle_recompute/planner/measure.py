@@ -136,12 +136,17 @@ class MeasuredCall:
         """By option: the bytes of the last round, the least time of all."""
         # While a block is recomputed, the input of the one before it comes back to the device.
         coming = sum(self.frees_inputs.get(OFFLOADED, {}).values()) * (self._offload == "host")
+        whole = min((run.seconds for run in self._runs.get(WHOLE, ())), default=0.0)
+        least = {
+            option: (self.plain_seconds, whole if option == OFFLOADED else 0.0)
+            for option in self._runs
+        }
         return {
             option: replace(
                 found[-1],
                 backward_peak=found[-1].backward_peak + coming * (option == OFFLOADED),
-                # Nothing is faster for being run twice.
-                seconds=max(self.plain_seconds, min(run.seconds for run in found)),
+                # Nothing is faster for being run twice, or for a copy.
+                seconds=max(*least[option], min(run.seconds for run in found)),
                 forward_seconds=min(run.forward_seconds for run in found),
                 takes_offers=option != PLAIN,
             )

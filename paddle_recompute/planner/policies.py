@@ -8,21 +8,23 @@ from collections.abc import Iterator, Sequence
 
 from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import PlanError
-from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, CallCost, StepCosts
 from paddle_recompute.planner.simulate import JOINED, Choice
 
 
 def uniform(costs: StepCosts, option: str) -> tuple[Choice, ...]:
-    """The same option for all calls.
+    """The same option for all calls; `PLAIN` for those that do not have it.
 
-    Those that do not have it are plain, and whole where it is `OFFLOADED`: they have no input to
-    offload.
+    Calls without an input that they could give up are whole where it is `OFFLOADED`.
     """
-    instead = WHOLE if option == OFFLOADED else PLAIN
-    return tuple(
-        Choice(number, number, option if option in call.options else instead)
-        for number, call in enumerate(costs.calls)
-    )
+
+    def own(call: CallCost) -> str:
+        if option not in call.options:
+            return PLAIN
+        is_idle = option == OFFLOADED and not call.options[option].frees_input
+        return WHOLE if is_idle else option
+
+    return tuple(Choice(number, number, own(call)) for number, call in enumerate(costs.calls))
 
 
 def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> tuple[Choice, ...]:

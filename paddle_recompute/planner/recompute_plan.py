@@ -348,8 +348,10 @@ def make_plan(
         PlanError: Nothing stays within the budget.
     """
     solution = solve(costs, memory_budget, units=segments)
-    if solution is None and or_smallest:
-        solution = smallest(costs, units=segments)
+    if solution is None:
+        # Where the graph is not a chain, the solver may miss what fits.
+        least = smallest(costs, units=segments)
+        solution = least if or_smallest or least.peak <= memory_budget else None
     if solution is None:
         raise PlanError(infeasible(costs, memory_budget, segments=segments))
     return RecomputePlan(

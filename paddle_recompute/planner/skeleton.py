@@ -17,7 +17,6 @@ import paddle
 
 from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
-from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import Event
 from paddle_recompute.planner.signatures import structure_of
@@ -38,7 +37,7 @@ class RecordedCall:
     input_pointers: dict[int, int]
     """Bytes by address."""
     input_paths: dict[str, int]
-    """Address of each tensor among the inputs, by where it is in them."""
+    """Address of each tensor among the inputs that is no view, by where it is in them."""
     output_pointers: dict[int, int]
     output_bytes: int
     made_by: frozenset[int]
@@ -70,17 +69,30 @@ class Skeleton:
         events: What happened.
         saved_outside: Addresses of tensors that operators outside of blocks saved, with the pass in
             which they did: an address is used again in the next one.
+        has_dropped_too_much: Whether a backward asked for a tensor that was dropped with the graph
+            of blocks, or a second time.
     """
 
     start: int = 0
     calls: list[RecordedCall] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     saved_outside: set[tuple[int, int]] = field(default_factory=set)
+    has_dropped_too_much: bool = False
 
 
-def run_skeleton(blocks: Mapping[str, paddle.nn.Layer], step: Callable[[], object]) -> Skeleton:
-    """Run `step`, a forward and a backward, without the insides of `blocks`."""
-    recorder = _Recorder({name: structure_of(block) for name, block in blocks.items()})
+def run_skeleton(
+    blocks: Mapping[str, paddle.nn.Layer], step: Callable[[], object], *, drops: bool = True
+) -> Skeleton:
+    """Run `step`, a forward and a backward, without the insides of `blocks`.
+
+    Args:
+        blocks: By name.
+        step: Its numbers are no gradients.
+        drops: Whether what operators beside the blocks saved goes with a graph of blocks that is
+            dropped without a backward. Paddle would forget it; but another graph may need it.
+    """
+    structures = {name: structure_of(block) for name, block in blocks.items()}
+    recorder = _Recorder(structures, drops)
     with contextlib.ExitStack() as stack:
         for name, block in blocks.items():
             stack.enter_context(_replaced_forward(block, name, recorder))
@@ -110,7 +122,7 @@ def _replaced_forward(block: paddle.nn.Layer, name: str, recorder: _Recorder) ->
 
 
 class _Recorder:
-    def __init__(self, structures: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(self, structures: Mapping[str, tuple[Any, ...]], drops: bool) -> None:
         self.skeleton = Skeleton()
         self.inside = False
         self._structures = structures
@@ -119,6 +131,7 @@ class _Recorder:
         self._waiting = 0
         """Calls whose backward is still to come."""
         self._seen: set[tuple[Any, ...]] = set()
+        self._drops = drops
         self._saved: list[_Saved] = []
         """Of operators outside of blocks, in this pass."""
         self._outputs: dict[int, int] = {}
@@ -159,14 +172,6 @@ class _Recorder:
     def call(self, name: str, forward: Callable[..., Any], inputs: Any) -> Any:
         place = len(self.skeleton.calls)
         self.event("forward", place)
-        signature = (self._structures[name], repr(_paddle.amp_state()), _likenesses(inputs))
-        on_host = None
-        if signature not in self._seen:
-            self._seen.add(signature)
-            on_host = _nested.map_tensors(
-                lambda one: one if _paddle.is_parameter(one) else HostTensor(one), inputs
-            )
-            memory.reset_peak()
         holder = _Holder(self, place, forward, inputs, [])
         tensors = [
             tensor
@@ -185,12 +190,24 @@ class _Recorder:
         number = self._numbers.get(name, 0)
         self._numbers[name] = number + 1
         self.inside = True
+        memory.reset_peak()
+        level = memory.current_bytes()
         try:
             gated: Any = _Gate.apply(_GateHolder(self, place), *tensors) if tensors else ()
             gated = gated if isinstance(gated, (tuple, list)) else [gated]
             passed = _Pass.apply(anchor, holder, *gated)
         finally:
             self.inside = False
+        # What its structure does not tell (a branch by the number of the block) the peak does.
+        peak = memory.peak_bytes() - level
+        likenesses = _likenesses(inputs)
+        signature = (self._structures[name], repr(_paddle.amp_state()), likenesses, peak)
+        on_host = None
+        if signature not in self._seen:
+            self._seen.add(signature)
+            on_host = _nested.map_tensors(
+                lambda one: one if _paddle.is_parameter(one) else HostTensor(one), inputs
+            )
         holder.forward = None
         weakref.finalize(holder, self._dropped, place)
         passed = passed if isinstance(passed, (tuple, list)) else (passed,)
@@ -216,7 +233,7 @@ class _Recorder:
                 {
                     path: leaf.data_ptr()
                     for path, leaf in _nested.named_leaves(inputs)
-                    if _nested.is_tensor(leaf) and _paddle.is_initialized(leaf)
+                    if _nested.is_tensor(leaf) and _owns_its_memory(leaf)
                 },
                 fresh,
                 sum(fresh.values()),
@@ -246,7 +263,7 @@ class _Recorder:
         if place not in done and -1 not in done:
             self.event("dropped", place)
             self._waiting -= 1
-            if self._waiting == 0:
+            if self._waiting == 0 and self._drops:
                 for saved in self._saved:
                     saved.drop()
 
@@ -255,7 +272,7 @@ class _Recorder:
             self._is_kept(tensor.data_ptr())
             is_before_the_next = self._waiting == 0
             self.skeleton.saved_outside.add((self._pass + is_before_the_next, tensor.data_ptr()))
-        self._saved.append(_Saved(tensor))
+        self._saved.append(_Saved(tensor, self.skeleton))
         return self._saved[-1]
 
 
@@ -265,8 +282,10 @@ class _Saved:
     Without the tensor's graph, which Paddle would forget to drop with it.
     """
 
-    def __init__(self, tensor: paddle.Tensor) -> None:
+    def __init__(self, tensor: paddle.Tensor, skeleton: Skeleton) -> None:
         self._tensor: paddle.Tensor | None = tensor.detach()
+        self._likeness = tensor.shape, tensor.dtype
+        self._skeleton = skeleton
 
     @property
     def is_waiting(self) -> bool:
@@ -274,11 +293,9 @@ class _Saved:
 
     def take(self) -> paddle.Tensor:
         tensor, self._tensor = self._tensor, None
-        if tensor is None:
-            raise PlanError(
-                "the step drops the outputs of its blocks and runs a backward through operators "
-                "beside them; such a step cannot be planned"
-            )
+        if tensor is None:  # an error would leave the engine as another one
+            self._skeleton.has_dropped_too_much = True
+            return paddle.zeros(*self._likeness)
         return tensor
 
     def drop(self) -> None:
@@ -376,6 +393,12 @@ def _pointers(value: Any) -> dict[int, int]:
         for tensor in _nested.tensors_in(value)
         if _paddle.is_initialized(tensor) and not _paddle.is_parameter(tensor)
     }
+
+
+def _owns_its_memory(tensor: paddle.Tensor) -> bool:
+    """Whether nothing says that `tensor` is a part of another one."""
+    layout = _paddle.layout_of(tensor)
+    return layout is not None and not layout[1] and bool(tensor.is_contiguous())
 
 
 def _likenesses(inputs: Any) -> tuple[Any, ...]:

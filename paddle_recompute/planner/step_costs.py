@@ -13,7 +13,7 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import OFFLOADED, CallCost, Event, StepCosts
+from paddle_recompute.planner.costs import CallCost, Event, StepCosts
 from paddle_recompute.planner.measure import OPTIONS, MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import Offload, is_treated
@@ -80,9 +80,18 @@ def measure_step(
     start = memory.current_bytes()
     try:
         skeleton = run_skeleton(blocks, step)
+        drops = not skeleton.has_dropped_too_much
+        if not drops:
+            clear_gradients(parameters)
+            skeleton = run_skeleton(blocks, step, drops=False)
         if accumulates:  # the parameters outside of blocks have gradients now
             start = memory.current_bytes()
-            skeleton = run_skeleton(blocks, step)
+            skeleton = run_skeleton(blocks, step, drops=drops)
+        if skeleton.has_dropped_too_much:
+            raise PlanError(
+                "the step runs a backward a second time through operators beside its blocks "
+                "(retain_graph=True); such a step cannot be planned"
+            )
         if not skeleton.calls:
             raise PlanError(
                 "the step calls none of the blocks: " + ", ".join(list(blocks)[:3]) + "; name "
@@ -224,7 +233,6 @@ def _composed(
                 {
                     option: replace(cost, frees_input=frees.get(option, 0))
                     for option, cost in costs[call.signature].items()
-                    if option != OFFLOADED or frees[OFFLOADED]
                 },
             )
         )

@@ -13,7 +13,7 @@ import pytest
 from paddle_recompute import RecomputePlan, plan
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import ConfigError, PlanError
-from paddle_recompute.planner import Choice, Job, StepCosts, smallest
+from paddle_recompute.planner import Choice, Job, StepCosts, make_plan, smallest, uniform
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.simulate import simulate
@@ -128,9 +128,53 @@ def test_calls_of_one_layer_keep_their_inputs_in_places_of_their_own() -> None:
 
 
 def test_an_input_that_others_keep_is_not_offloaded() -> None:
-    """The first block's input is the batch, which stays."""
-    costs = replace(job_of("encoder"), offload="disk").measure(only_bytes=True)
-    assert [OFFLOADED in call.options for call in costs.calls] == [False, True, True, True]
+    """The first block's input is the batch, which stays; so does a slice of it."""
+    job = replace(job_of("encoder"), offload="disk")
+    for loss_fn in (job.loss_fn, lambda m, x: m(x[1:]).square().mean()):
+        costs = replace(job, loss_fn=loss_fn).measure(only_bytes=True)
+        frees = [call.options[OFFLOADED].frees_input for call in costs.calls]
+        assert not frees[0] and all(frees[1:])
+        assert uniform(costs, OFFLOADED)[0].option == WHOLE
+
+
+def test_a_call_whose_input_stays_in_one_pass_alone() -> None:
+    """Every call has the option, so that a choice for one pass holds for the others."""
+    job = wide_job(offload="disk")
+
+    def two_passes(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+        model(x * 1.5).mean().backward()
+        h = x * 1.5
+        other = (h * model.blocks[0][0].weight.mean()).square().mean()  # keeps h
+        return model(h).square().mean() + other
+
+    two = replace(job, loss_fn=two_passes)
+    costs = two.measure(only_bytes=True)
+    frees = [call.options[OFFLOADED].frees_input for call in costs.calls if not call.number]
+    assert len(set(frees[:1] + frees[6:7])) == 2
+    with pytest.raises(PlanError, match="smallest feasible budget"):
+        plan(
+            job.model,
+            job.batch,
+            two_passes,
+            memory_budget=1,
+            checkpoints=job.checkpoints,
+            offload="disk",
+        )
+
+
+def test_the_smallest_budget_is_not_above_that_of_all_inputs_offloaded() -> None:
+    """Also where the graph is no chain: here the graph of a second forward is dropped."""
+    job = wide_job(offload="disk")
+
+    def one_is_dropped(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+        loss = model(x * 1.5).square().mean()
+        model(x * 1.5).mean()
+        return loss
+
+    costs = replace(job, loss_fn=one_is_dropped).measure(only_bytes=True)
+    least = smallest(costs).peak
+    assert least <= simulate(costs, uniform(costs, OFFLOADED)).peak.bytes
+    assert make_plan(costs, least, signature="").peak_bytes <= least
 
 
 def test_where_inputs_may_wait_is_checked(caplog: pytest.LogCaptureFixture) -> None:

@@ -517,3 +517,51 @@ def test_blocks_that_differ_in_their_number_alone_are_measured_once() -> None:
     costs = job_of("one mask").measure(only_bytes=True)
     # The input of the first one needs no gradient.
     assert [call.kind for call in costs.calls] == [0, 1, 1, 1]
+
+
+class ByItsNumber(paddle.nn.Layer):
+    """Its forward depends on its number, which its structure does not tell."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_idx = number
+        self.small = paddle.nn.Linear(32, 32)
+        self.large = paddle.nn.Sequential(
+            paddle.nn.Linear(32, 256), paddle.nn.GELU(), paddle.nn.Linear(256, 32)
+        )
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x + (self.small(x) if self.layer_idx % 2 else self.large(x))
+
+
+def test_blocks_whose_number_decides_what_they_do_are_measured_apart() -> None:
+    model = paddle.nn.Sequential(*[ByItsNumber(number) for number in range(4)])
+    job = Job(
+        model,
+        paddle.randn([64, 32]),
+        lambda m, x: m(x * 1.5).square().mean(),
+        checkpoints=("0", "1", "2", "3"),
+    )
+    costs = job.measure(only_bytes=True)
+    predicted = simulate(costs, uniform(costs, "plain")).peak.bytes
+    assert abs(measured_peak(job, make(costs, uniform(costs, "plain"), job)) - predicted) <= EXACT
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_graph_over_blocks_that_is_dropped_takes_nothing_of_another_one(is_used: bool) -> None:
+    """What the operators before both forwards saved is needed by the second one's backward."""
+    paddle.seed(0)
+    model, weight = encoder(), paddle.create_parameter([1], "float32")
+
+    def monitored(m: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+        h = paddle.tanh(x * weight)
+        m(h)
+        return m(h if is_used else x).square().mean()
+
+    job = Job(model, paddle.randn([8, 16, 32]), monitored)
+    costs = job.measure(only_bytes=True)
+    plain = uniform(costs, "plain")
+    predicted = simulate(costs, plain).peak.bytes
+    measured = measured_peak(job, make(costs, plain, job))
+    assert abs(predicted - measured) <= CLOSE * measured
+    assert paddle.is_grad_enabled()
