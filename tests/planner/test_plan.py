@@ -565,3 +565,33 @@ def test_a_graph_over_blocks_that_is_dropped_takes_nothing_of_another_one(is_use
     measured = measured_peak(job, make(costs, plain, job))
     assert abs(predicted - measured) <= CLOSE * measured
     assert paddle.is_grad_enabled()
+
+
+@pytest.mark.parametrize("name", ["encoder", "lstm", "u-net"])
+def test_two_independent_counts_of_what_a_block_keeps_agree(name: str) -> None:
+    """The allocator's, and that of the distinct tensors which its operators save."""
+    job = job_of(name)
+    call = job.measure(only_bytes=True).calls[1]
+    block = dict(job.model.named_sublayers())[call.layer]
+    inputs: list[paddle.Tensor] = []
+    hook = block.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    job.step()
+    job.clear_gradients()
+    hook.remove()
+    x = inputs[0].detach()
+    x.stop_gradient = False
+    x = x * 1.0
+    saved: dict[int, int] = {}
+
+    def pack(tensor: paddle.Tensor) -> paddle.Tensor:
+        if tensor._is_initialized():
+            size = int(tensor.size * tensor.element_size())
+            saved[tensor.data_ptr()] = max(size, saved.get(tensor.data_ptr(), 0))
+        return tensor
+
+    with paddle.autograd.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = block(x)
+    there = [x, y, *block.parameters(), *(b for b in block.buffers() if b._is_initialized())]
+    for tensor in there:
+        saved.pop(tensor.data_ptr(), None)
+    assert call.options["plain"].kept == sum(saved.values()) > 0
