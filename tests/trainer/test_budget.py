@@ -88,7 +88,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any
     def of(mode: str) -> tuple[Any, list[float]]:
         if mode not in runs:
             folder = tmp_path_factory.mktemp(mode)
-            runs[mode] = run(folder, mode=mode, train__max_steps=7), losses(folder)
+            runs[mode] = (
+                run(folder, mode=mode, train__max_steps=7, train__measure_plain=True),
+                losses(folder),
+            )
         return runs[mode]
 
     return of
