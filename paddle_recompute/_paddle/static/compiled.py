@@ -79,14 +79,17 @@ def compile_layer(
     layer.forward.__class__ = _InProgramOrder
     with _warned_of() as messages:
         program, runner = layer.forward.get_concrete_program(*input_spec, is_train=train)
-    # Each of them is made when it is looked at.
-    runner.program if train else runner.infer_program  # noqa: B018
     operators = list(_operators(program.main_program))
+    has_loops = any(_name(operator) in ("pd_op.while", "while") for operator in operators)
+    # Each of them is made when it is looked at. Of a loop it is of no use, as the caller refuses
+    # it, and the process crashes at times while it is made (3.3.1: SIGSEGV).
+    if not has_loops:
+        runner.program if train else runner.infer_program  # noqa: B018
     leaves = paddle.utils.flatten(program.outputs)
     outputs = [leaf for leaf in leaves if hasattr(leaf, "stop_gradient")]
     return Conversion(
         calls_fleet=any(operator.has_attr("fwd_recompute_id") for operator in operators),
-        has_loops=any(_name(operator) in ("pd_op.while", "while") for operator in operators),
+        has_loops=has_loops,
         in_place=next((one[1] for one in map(_NOT_IN_PLACE.search, messages) if one), ""),
         num_outputs=len(outputs),
     )
