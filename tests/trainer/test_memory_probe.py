@@ -148,7 +148,7 @@ def test_chunks_are_found_by_estimates_and_verified_by_a_step(policy: str) -> No
 @needs_peaks_of_steps
 @pytest.mark.parametrize("error", [0.0, 0.005, 0.02])
 def test_the_plain_step_is_run_only_where_the_estimate_of_the_other_is_wrong(error: float) -> None:
-    config, chunks = config_of(None), Chunks(tokens=4 * LONGEST)
+    config, chunks = config_of(None, train__measure_plain=True), Chunks(tokens=4 * LONGEST)
     true = MemoryProbe(config, 100, say=print).measure(chunks)
 
     def estimate(chunks: Chunks) -> Peaks:
