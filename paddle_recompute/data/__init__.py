@@ -1,6 +1,5 @@
 """Text pairs: reading, mining, splitting, tokens and batches."""
 
-from paddle_recompute.data._workers import dead_workers_named
 from paddle_recompute.data.cedict import mine_cedict
 from paddle_recompute.data.ceiling import Ceiling, ceiling
 from paddle_recompute.data.loader import PairLoader, build_loader
@@ -20,7 +19,6 @@ __all__ = [
     "Split",
     "build_loader",
     "ceiling",
-    "dead_workers_named",
     "load_tokenizer",
     "mine_cedict",
     "prepare_data",

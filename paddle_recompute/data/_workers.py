@@ -1,7 +1,9 @@
 """The processes that assemble batches: one that dies or hangs ends the run with an error.
 
 Paddle (2.6, 3.x) raises a SystemError where one has died: in the loop over the batches, or, from
-its handler of SIGCHLD, wherever the main thread is. For one that hangs it waits for ever.
+its handler of SIGCHLD, wherever the main thread is. In C++ code (an operator that reads its
+arguments, a backward) such an error is lost, or becomes another one. So a death is told where the
+next batch is asked for. For a worker that hangs Paddle waits for ever.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import time
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
-from paddle_recompute import _paddle
 from paddle_recompute.errors import DataError
 
 _WORDS = ("DataLoader", "data reader")
+_deaths: list[SystemError] = []
+"""What Paddle has said of workers that died, until a batch is asked for."""
 
 
 class WorkerWatch:
@@ -35,6 +38,7 @@ class WorkerWatch:
         self._hung = False
 
     def __enter__(self) -> WorkerWatch:
+        _deaths.clear()  # of workers of others
         threading.Thread(target=self._watch, name="data workers", daemon=True).start()
         return self
 
@@ -55,7 +59,7 @@ class WorkerWatch:
         """
         self._deadline = time.monotonic() + self._longest_wait
         try:
-            with dead_workers_named():
+            with _deaths_named():
                 yield
         except DataError as error:
             if self._hung:
@@ -78,36 +82,35 @@ class WorkerWatch:
                 return
 
 
-def hand_deaths_on() -> None:
-    """Let the error of a worker's death leave a backward as itself, once Paddle has its handler.
+def keep_deaths() -> None:
+    """Let the death of a worker wait for the next batch; to be called once Paddle has its handler.
 
-    That handler of SIGCHLD (2.6, 3.x) raises wherever the main thread is. Where that is Python code
-    which the engine has called, the engine would make an ``OSError`` of it without these words.
+    The loops of others over workers of their own end as before: Paddle's thread that reads from
+    the workers finds a dead one within 5 s.
     """
     handler = signal.getsignal(signal.SIGCHLD)
-    is_ours = getattr(handler, "hands_on", False)
+    is_ours = getattr(handler, "keeps_deaths", False)
     if is_ours or not callable(handler) or threading.current_thread() != threading.main_thread():
         return
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def keep(number: int, frame: FrameType | None) -> None:
         try:
             handler(number, frame)
         except SystemError as error:
-            _paddle.hand_on(error)
-            raise
+            _deaths.append(error)
 
-    hand_on.hands_on = True  # type: ignore[attr-defined]
-    _paddle.watch_backward()
-    signal.signal(signal.SIGCHLD, hand_on)
+    keep.keeps_deaths = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGCHLD, keep)
+
+
+def raise_death() -> None:
+    """Raise what was kept."""
+    if _deaths:
+        raise _deaths.pop()
 
 
 @contextlib.contextmanager
-def dead_workers_named() -> Iterator[None]:
-    """Inside, the death of a worker is a `DataError`.
-
-    Raises:
-        DataError: A worker has died.
-    """
+def _deaths_named() -> Iterator[None]:
     try:
         yield
     except SystemError as error:

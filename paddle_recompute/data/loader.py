@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import paddle
 
-from paddle_recompute.data._workers import WorkerWatch, hand_deaths_on
+from paddle_recompute.data._workers import WorkerWatch, keep_deaths, raise_death
 from paddle_recompute.data.pairs import Pair
 from paddle_recompute.data.tokenizer import PairTokenizer, TokenRows
 from paddle_recompute.errors import DataError
@@ -90,10 +90,11 @@ class PairLoader:
                 use_shared_memory=False,
             )
         )
-        hand_deaths_on()
+        keep_deaths()
         try:
-            for batch in batches:  # noqa: UP028 - the iterator has no close() to hand on
+            for batch in batches:
                 yield batch
+                raise_death()
         except GeneratorExit:
             # The loop was left before its end. Paddle stops its workers and drops prefetched
             # batches only at the end of an epoch: end the epoch.

@@ -31,7 +31,6 @@ from paddle_recompute.data import (
     PairLoader,
     PreparedData,
     build_loader,
-    dead_workers_named,
     prepare_data,
 )
 from paddle_recompute.distributed import (
@@ -273,7 +272,7 @@ class Trainer:
         barrier()
         stop = StopRequest(done + 1)
         shown = Progress(total, done=done, enabled=self._is_main)
-        with stop, dead_workers_named(), shown as progress:
+        with stop, shown as progress:
             window.start()
             for step, epoch, micro_batches in self._steps(loader, done, total, ids):
                 paddle.seed(step_seed(settings.seed, step, self._rank))
