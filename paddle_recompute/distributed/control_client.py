@@ -27,6 +27,7 @@ import logging
 import os
 import secrets
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -322,6 +323,7 @@ class ControlClient:
             os._exit(1)
 
     def _say_goodbye(self) -> None:
+        _end_quietly_if_told_to()
         if os.getpid() != self._process or self._last_words.get("said"):
             return
         self._last_words["said"] = True
@@ -422,6 +424,17 @@ class ControlClient:
         """In a forked child: a socket that it held open would hide the end of this process."""
         if self._socket is not None:
             self._socket.close()
+
+
+def _end_quietly_if_told_to() -> None:
+    """From now on a SIGTERM ends this process without a word.
+
+    Paddle's launcher ends all ranks when one has failed. Paddle's handler of SIGTERM (2.6, 3.x)
+    would write a C++ traceback, as of a crash, below the error that says what was wrong.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # for Python, it is
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _key(token: str) -> bytes:

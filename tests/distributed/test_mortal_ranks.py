@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import re
 import signal
 import time
@@ -114,6 +115,14 @@ def fail_and_linger() -> None:
     barrier()
 
 
+def fail_and_be_told_to_end() -> None:
+    """As Paddle's launcher tells rank 0 once another has failed."""
+    if dist.get_rank() == 0:
+        atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+    barrier()
+    raise ValueError("a file is missing")
+
+
 @dataclass
 class Death:
     """What happens to one rank, and what became of the other."""
@@ -193,3 +202,10 @@ def test_rank_0_that_fails_ends_after_the_others() -> None:
     assert "PeerError: rank 1 failed" in output
     ends = [float(re.findall(r"^at (.+)$", text, re.MULTILINE)[0]) for text in (output, other)]
     assert ends[0] > ends[1] + 1.5
+
+
+def test_a_failed_rank_that_is_told_to_end_shows_its_error_alone() -> None:
+    with MortalRanks(fail_and_be_told_to_end) as ranks:
+        code, output = ranks.end_of(0, within=90)
+    assert code == -signal.SIGTERM
+    assert output.rstrip().endswith("ValueError: a file is missing")
