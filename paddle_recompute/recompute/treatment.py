@@ -84,7 +84,11 @@ def parts_of_block(block: paddle.nn.Layer, option: PartOption) -> tuple[str, ...
     attention = [name for name, part in parts.items() if _is_attention(part)]
     if option == "attention":
         return _outermost(attention)
-    cheap = [name for name, part in parts.items() if is_cheap(part) and _is_single(part)]
+    cheap = [
+        name
+        for name, part in parts.items()
+        if is_cheap(part) and _is_single(part) and not _hands_on(part)
+    ]
     if option == "activation":
         cheap = [name for name in cheap if not _has_name(parts[name], "norm", "drop")]
         return tuple(cheap)
@@ -162,6 +166,13 @@ def _has_name(part: Any, *words: str) -> bool:
 def _is_single(part: Any) -> bool:
     """A function, or a Layer without sublayers."""
     return not (isinstance(part, paddle.nn.Layer) and part.sublayers())
+
+
+def _hands_on(part: Any) -> bool:
+    """Whether the part hands its input on, so that there is nothing to compute again."""
+    nn = paddle.nn
+    dropouts = (nn.Dropout, nn.Dropout2D, nn.Dropout3D, nn.AlphaDropout)
+    return isinstance(part, nn.Identity) or (isinstance(part, dropouts) and not part.p)
 
 
 def _outermost(names: Sequence[str]) -> tuple[str, ...]:
