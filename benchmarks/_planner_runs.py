@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from benchmarks._planner_models import Case
 from benchmarks._prompt_frees import peak_of, run_in_order
 from paddle_recompute import load_config
 from paddle_recompute._paddle import memory
+from paddle_recompute.config import Config
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
     JOINED,
@@ -32,7 +34,7 @@ from paddle_recompute.planner import (
     within_budget,
 )
 from paddle_recompute.planner.policies import every, segments
-from paddle_recompute.static_graph import StaticTrainStep
+from paddle_recompute.static_graph import ProgramCalls, StaticTrainStep
 from paddle_recompute.train_step import TrainStep
 
 CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
@@ -105,6 +107,10 @@ class Dygraph:
             return dict.fromkeys(plans)
         return {name: min(found[plan.hash]) / min(plain) for name, plan in plans.items()}
 
+    def predicted_ratio(self, plan: RecomputePlan) -> float | None:
+        """What `ratios` should find."""
+        return plan.seconds / plan.costs.seconds
+
     def _timed(self) -> float:
         self.plain()  # the first one after a change of the model is slower
         return _seconds(self.plain, self.clock)
@@ -122,6 +128,8 @@ class Static:
         self._case, self._rounds = case, rounds
         self._micro_batches = [job.batch] * case.accumulate_steps
         self._seen: dict[str, tuple[tuple[int, int], float | None]] = {}
+        self._plain_times: list[float] = []
+        """The least seconds of the plain step, beside each plan."""
         self._plain = self._built(None)
         for _ in range(3):
             self.plain()
@@ -132,19 +140,7 @@ class Static:
 
     def _built(self, plan: RecomputePlan | None) -> StaticTrainStep:
         recomputes = plan is not None and plan.recomputes
-        policy = ["recompute.policy=budget", "recompute.memory_budget=1TiB"]
-        merge = self._case.accumulate_steps
-        config = load_config(
-            CONFIG,
-            [
-                "mode=static",
-                "launch.num_ranks=1",
-                "train.clip_grad_norm=null",
-                f"strategy.gradient_merge={str(merge > 1).lower()}",
-                f"strategy.gradient_merge_configs.k_steps={merge}",
-                *(policy if recomputes else ["recompute.enable=false"]),
-            ],
-        )
+        config = program_config(self._case.accumulate_steps, recomputes)
         return StaticTrainStep(
             config,
             self._case.model,
@@ -174,7 +170,9 @@ class Static:
         ]
         ratio = None
         if times:
-            ratio = min(own for own, _ in times) / min(plain for _, plain in times)
+            plain = min(plain for _, plain in times)
+            self._plain_times.append(plain)
+            ratio = min(own for own, _ in times) / plain
         del step, take
         gc.collect()
         self._seen[plan.hash] = peaks, ratio
@@ -183,6 +181,29 @@ class Static:
     def ratios(self, plans: dict[str, RecomputePlan], rounds: int) -> dict[str, float | None]:
         """The least time of a step under each plan to that of the plain one, beside it."""
         return {name: self._measured(plan)[1] for name, plan in plans.items()}
+
+    def predicted_ratio(self, plan: RecomputePlan) -> float | None:
+        """What `ratios` should find; a plan predicts what each micro-batch takes more."""
+        if not self._plain_times:
+            return None
+        extra = plan.extra_seconds * self._case.accumulate_steps
+        return 1 + extra / statistics.median(self._plain_times)
+
+
+def program_config(accumulate_steps: int, recomputes: bool) -> Config:
+    """The configuration of a Program."""
+    policy = ["recompute.policy=budget", "recompute.memory_budget=1TiB"]
+    return load_config(
+        CONFIG,
+        [
+            "mode=static",
+            "launch.num_ranks=1",
+            "train.clip_grad_norm=null",
+            f"strategy.gradient_merge={str(accumulate_steps > 1).lower()}",
+            f"strategy.gradient_merge_configs.k_steps={accumulate_steps}",
+            *(policy if recomputes else ["recompute.enable=false"]),
+        ],
+    )
 
 
 def hand_policies(costs: StepCosts) -> dict[str, tuple[Choice, ...]]:
@@ -208,7 +229,8 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     gc.collect()
     collecting = _seconds(gc.collect, time.process_time)
     start = time.process_time()
-    costs = job.measure()
+    times = ProgramCalls(program_config(1, True), case.model).seconds if mode == "static" else None
+    costs = job.measure(call_times=times)
     probing = time.process_time() - start
     signature = job.signature()
     if mode == "static":  # the model in dygraph is not needed any more
@@ -273,11 +295,11 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
             "exact": made.exact,
             "next": better.peak if better is not None else None,
             "best": found is not None and found.seconds >= made.seconds * (1 - 1e-9),
-            "predicted ratio": made.seconds / costs.seconds,
         }
     ratios = runs.ratios(plans | hands, rounds)
     for key in plans:
         rows[key]["ratio"] = ratios[key]
+        rows[key]["predicted ratio"] = runs.predicted_ratio(plans[key])
         fitting = {h: ratios[h] for h in hands if peaks[h] <= rows[key]["measured"]}
         rows[key]["hand"] = min(fitting, key=lambda hand: fitting[hand] or 0.0, default=None)
         rows[key]["hand ratio"] = fitting.get(rows[key]["hand"])

@@ -70,7 +70,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
                 "OVER" if row["measured"] > row["budget"] else "no",
                 f"{row['measured'] / row['budget']:.1%}",
                 mib(row["next"]),
-                f"{row['predicted ratio']:.3f}",
+                f"{row['predicted ratio']:.3f}" if timed else "",
                 f"{row['ratio']:.3f}" if timed else "",
                 "" if not timed else "none" if hand is None else f"{hand}, {row['hand ratio']:.3f}",
                 f"{row['solving'] * 1e3:.0f}",

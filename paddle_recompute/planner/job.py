@@ -19,8 +19,8 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.blocks import find_blocks
-from paddle_recompute.planner.costs import StepCosts
-from paddle_recompute.planner.measure import OPTIONS
+from paddle_recompute.planner.costs import OFFLOADED, StepCosts
+from paddle_recompute.planner.measure import OPTIONS, CallTimes
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
 from paddle_recompute.recompute import Offload
@@ -112,6 +112,7 @@ class Job:
         *,
         options: tuple[str, ...] = OPTIONS,
         only_bytes: bool = False,
+        call_times: CallTimes | None = None,
         progress: Progress | None = None,
     ) -> StepCosts:
         """Measure the step; the model, its gradients and the random streams stay as they are.
@@ -119,6 +120,8 @@ class Job:
         Args:
             options: Those that are measured.
             only_bytes: Nothing is repeated for its time.
+            call_times: Says how long the calls take, where they are not run in dygraph; None: they
+                are.
             progress: Is told (done, total) of the calls that are measured.
         """
         gc.collect()
@@ -141,8 +144,9 @@ class Job:
             options=options,
             preserve_rng_state=self.preserve_rng_state,
             accumulates=self.accumulate_steps > 1,
-            offload=self._effective_offload() if options == OPTIONS else None,
+            offload=self._effective_offload() if OFFLOADED in options else None,
             only_bytes=only_bytes,
+            call_times=call_times,
             progress=progress,
         )
 

@@ -7,8 +7,9 @@ the gradients as it does there, and every byte is where it would be.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import paddle
@@ -36,7 +37,11 @@ PART_OPTIONS: tuple[PartOption, ...] = (
     "attention",
     "selective+attention",
 )
-OPTIONS = (PLAIN, *PART_OPTIONS, WHOLE)
+OPTIONS = (PLAIN, *PART_OPTIONS, WHOLE, OFFLOADED)
+Treatments = Mapping[str, Callable[[paddle.nn.Layer], object]]
+"""By option: wraps what it recomputes of the Layer that it is given."""
+CallTimes = Callable[[str, Any, Treatments], dict[str, float]]
+"""``times(layer, (args, kwargs), treatments)``: the seconds of forward and backward by option."""
 
 
 def parts_of_options(block: paddle.nn.Layer) -> dict[PartOption, tuple[str, ...]]:
@@ -55,10 +60,10 @@ class MeasuredCall:
     Args:
         model: The model of the call.
         call: As the skeleton has recorded it.
-        options: Those that are measured; partial ones that the block does not have are left out.
+        options: Those that are measured, without those that the block does not have.
         preserve_rng_state: As in `recompute`.
         accumulates: Whether the gradients of parameters are there before the backward.
-        offload: Where inputs may wait, which adds the option `OFFLOADED`; None: nowhere.
+        offload: Where the inputs of the option `OFFLOADED` wait; None: there is no such option.
 
     Attributes:
         gradients: Bytes of the gradients that a backward makes, by name in the block.
@@ -88,6 +93,8 @@ class MeasuredCall:
         self._preserve_rng_state = preserve_rng_state
         self._parts: dict[str, tuple[str, ...]] = {PLAIN: (), WHOLE: ()}
         self._parts |= {str(name): parts for name, parts in parts_of_options(self._block).items()}
+        if offload is not None:
+            self._parts[OFFLOADED] = ()
         if any(p.grad is not None for p in self._block.parameters()):
             raise PlanError(
                 f"'{call.layer}' has gradients; measure between two steps, after clear_gradient"
@@ -95,8 +102,8 @@ class MeasuredCall:
         self._runs: dict[str, list[OptionCost]] = {
             option: [] for option in options if option in self._parts
         }
-        if offload is not None:
-            self._runs[OFFLOADED] = []
+        self._times: dict[str, float] = {}
+        """Seconds by option where others than the rounds say how long the call takes."""
         self.gradients: dict[str, int] = {}
         self.frees_inputs: dict[str, dict[str, int]] = {}
         self.rounds, self.spent = 0, 0.0
@@ -115,8 +122,7 @@ class MeasuredCall:
             # The first forward of a block is slower than the next ones: this one is not timed.
             self.frees_inputs = {PLAIN: _freed_inputs(self._block, self._call)}
         for option in list(self._runs):
-            has_parts = option not in (PLAIN, WHOLE, OFFLOADED)
-            plain = self._runs[PLAIN][0] if has_parts else None
+            plain = self._runs[PLAIN][0] if self._parts[option] else None
             with self._under(option):
                 found = _run(self._block, self._call, useless_beside=plain)
             self._note_gradients()
@@ -132,26 +138,53 @@ class MeasuredCall:
         self.rounds += 1
         self.spent = now() - began
 
+    def take_times(self, times: CallTimes) -> None:
+        """From now on the seconds are those of `times`, under the options that were measured."""
+
+        def load(leaf: Any) -> Any:
+            if not isinstance(leaf, HostTensor):
+                return leaf
+            tensor = leaf.load()
+            tensor.stop_gradient = leaf.stop_gradient
+            return tensor
+
+        args_and_kwargs = _nested.map_leaves(load, self._call.inputs)
+        treatments = {option: partial(self._treat, option=option) for option in self._runs}
+        self._times = times(self._call.layer, args_and_kwargs, treatments)
+
     def costs(self) -> dict[str, OptionCost]:
         """By option: the bytes of the last round, the least time of all."""
-        # While a block is recomputed, the input of the one before it comes back to the device.
-        coming = sum(self.frees_inputs.get(OFFLOADED, {}).values()) * (self._offload == "host")
-        whole = min((run.seconds for run in self._runs.get(WHOLE, ())), default=0.0)
-        least = {
-            option: (self.plain_seconds, whole if option == OFFLOADED else 0.0)
-            for option in self._runs
-        }
-        return {
+        seconds = self._seconds()
+        costs = {
             option: replace(
-                found[-1],
-                backward_peak=found[-1].backward_peak + coming * (option == OFFLOADED),
-                # Nothing is faster for being run twice, or for a copy.
-                seconds=max(*least[option], min(run.seconds for run in found)),
-                forward_seconds=min(run.forward_seconds for run in found),
+                runs[-1],
+                seconds=seconds[option],
+                forward_seconds=self._forward_seconds(seconds, runs),
                 takes_offers=option != PLAIN,
             )
-            for option, found in self._runs.items()
+            for option, runs in self._runs.items()
         }
+        if self._offload == "host" and OFFLOADED in costs:
+            # While a block is recomputed, the input of the one before it comes back to the device.
+            coming = sum(self.frees_inputs[OFFLOADED].values())
+            peak = costs[OFFLOADED].backward_peak + coming
+            costs[OFFLOADED] = replace(costs[OFFLOADED], backward_peak=peak)
+        return costs
+
+    def _seconds(self) -> dict[str, float]:
+        found = self._times or {
+            option: min(run.seconds for run in runs) for option, runs in self._runs.items()
+        }
+        # Nothing is faster for being run twice, or for a copy.
+        found = {option: max(found[PLAIN], seconds) for option, seconds in found.items()}
+        if OFFLOADED in found:
+            found[OFFLOADED] = max(found[OFFLOADED], found.get(WHOLE, 0.0))
+        return found
+
+    def _forward_seconds(self, seconds: Mapping[str, float], runs: Sequence[OptionCost]) -> float:
+        if self._times:  # the whole call recomputed is one more forward
+            return seconds[WHOLE] - seconds[PLAIN]
+        return min(run.forward_seconds for run in runs)
 
     def _note_gradients(self) -> None:
         for name, parameter in self._block.named_parameters():
@@ -162,17 +195,19 @@ class MeasuredCall:
     @contextlib.contextmanager
     def _under(self, option: str) -> Iterator[None]:
         """Inside, the block is treated as `option` says."""
-        block, preserve_rng_state = self._block, self._preserve_rng_state
         try:
-            if option in (WHOLE, OFFLOADED):
-                # The name of a model within itself is "".
-                unit = Unit(("",), (0,), offload=self._offload if option == OFFLOADED else None)
-                treat_calls(block, [unit], {"": 1}, preserve_rng_state=preserve_rng_state)
-            elif option != PLAIN:
-                treat_parts(block, self._parts[option], preserve_rng_state=preserve_rng_state)
+            self._treat(self._block, option)
             yield
         finally:
-            undo_recompute(block)
+            undo_recompute(self._block)
+
+    def _treat(self, block: paddle.nn.Layer, option: str) -> None:
+        if option in (WHOLE, OFFLOADED):
+            # The name of a model within itself is "".
+            unit = Unit(("",), (0,), offload=self._offload if option == OFFLOADED else None)
+            treat_calls(block, [unit], {"": 1}, preserve_rng_state=self._preserve_rng_state)
+        elif option != PLAIN:
+            treat_parts(block, self._parts[option], preserve_rng_state=self._preserve_rng_state)
 
 
 def _freed_inputs(block: paddle.nn.Layer, call: RecordedCall) -> dict[str, int]:

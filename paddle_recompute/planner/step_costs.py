@@ -14,7 +14,7 @@ from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
-from paddle_recompute.planner.measure import OPTIONS, MeasuredCall
+from paddle_recompute.planner.measure import OPTIONS, CallTimes, MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import Offload, is_treated
 from paddle_recompute.replay import RngState
@@ -42,6 +42,7 @@ def measure_step(
     accumulates: bool = False,
     offload: Offload | None = None,
     only_bytes: bool = False,
+    call_times: CallTimes | None = None,
     progress: Progress | None = None,
 ) -> StepCosts:
     """Measure a step of `model`; parameters, buffers, gradients and random streams stay the same.
@@ -63,6 +64,7 @@ def measure_step(
         accumulates: Whether `base` has the gradients already, to which `step` adds its own.
         offload: Where the inputs of calls may wait; None: nowhere.
         only_bytes: Nothing is repeated for its time.
+        call_times: As in `Job.measure`.
         progress: Is told how far the measurement is.
 
     Raises:
@@ -112,9 +114,12 @@ def measure_step(
                 if call.inputs is not None
             },
             skeleton,
-            0.0 if only_bytes else AFFORDABLE,
+            0.0 if only_bytes or call_times is not None else AFFORDABLE,
             progress,
         )
+        if call_times is not None:
+            for kind in kinds.values():
+                kind.take_times(call_times)
     finally:
         clear_gradients(parameters)
         streams.restore()

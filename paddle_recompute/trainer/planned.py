@@ -1,7 +1,8 @@
 """The plan of a run with ``recompute.policy: budget``, the same on all ranks.
 
-The calls are measured in dygraph, in either mode. Then whole steps of the mode in question are
-measured under the plan; what they take more counts as held, and the plan is made anew.
+The bytes of the calls are measured in dygraph, in either mode; their times in the mode of the run.
+Then whole steps of that mode are measured under the plan; what they take more counts as held, and
+the plan is made anew.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from paddle_recompute.planner import (
     uniform,
     within_budget,
 )
+from paddle_recompute.static_graph import ProgramCalls
 from paddle_recompute.train_step import build_optimizer
 from paddle_recompute.trainer.memory_probe import (
     BATCHES_AHEAD,
@@ -114,8 +116,12 @@ class BudgetPlanner:
         return plan, _plain_peak(plan.costs), plan.measured_bytes
 
     def _costs(self, chunks: Chunks) -> tuple[StepCosts, str]:
-        job = job_of(self._config, self._vocab_size, chunks)
-        return job.measure(), job.signature()
+        config, vocab_size = self._config, self._vocab_size
+        job = job_of(config, vocab_size, chunks)
+        times = None
+        if config.mode == "static":
+            times = ProgramCalls(config, lambda: _bare_model(config, vocab_size)).seconds
+        return job.measure(call_times=times), job.signature()
 
     def _largest_costs(self, own: StepCosts) -> StepCosts:
         """The largest bytes of all ranks, call by call; the same on every rank."""
@@ -148,9 +154,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     """
     gc.collect()
     paddle.seed(config.train.seed)
-    bare = config.model.model_copy(update={"init_from": None})  # bytes do not depend on it
-    model = build_model(bare, vocab_size)
-    model.train()
+    model = _bare_model(config, vocab_size)
     objective = Objective(config, chunks)
     batch = largest_batch(config, vocab_size, chunks)
     cache = GradCache(model, objective.loss, chunk_size=chunks.size, chunk_tokens=chunks.tokens)
@@ -201,6 +205,13 @@ def estimated_peaks(config: Config, vocab_size: int, chunks: Chunks) -> Peaks | 
         own = Peaks(0, 0)
     plain, configured = map(largest_peak_of_ranks, own)
     return None if plain is None or configured is None else Peaks(plain, configured)
+
+
+def _bare_model(config: Config, vocab_size: int) -> paddle.nn.Layer:
+    bare = config.model.model_copy(update={"init_from": None})  # bytes and times ignore it
+    model = build_model(bare, vocab_size)
+    model.train()
+    return model
 
 
 def _plain_peak(costs: StepCosts) -> int:

@@ -27,6 +27,7 @@ from paddle_recompute.planner import JOINED, NESTED, Choice, Job, simulate
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.policies import uniform
 from paddle_recompute.planner.recompute_plan import RecomputePlan as Plan
+from paddle_recompute.recompute import is_treated, parts_of_block
 
 pytestmark = pytest.mark.skipif(
     not memory.can_reset_peak(), reason="2.6 cannot start the peak anew; see test_paddle_2_6"
@@ -595,3 +596,40 @@ def test_two_independent_counts_of_what_a_block_keeps_agree(name: str) -> None:
     for tensor in there:
         saved.pop(tensor.data_ptr(), None)
     assert call.options["plain"].kept == sum(saved.values()) > 0
+
+
+def test_the_times_of_calls_may_come_from_elsewhere() -> None:
+    asked = []
+
+    def times(layer: str, inputs: Any, treatments: Any) -> dict[str, float]:
+        (x,), kwargs = inputs
+        asked.append((layer, x.shape, x.stop_gradient, kwargs["src_mask"]))
+        block = paddle.nn.TransformerEncoderLayer(32, 4, 64)
+        treatments["plain"](block)
+        assert is_treated(paddle.nn.Sequential(block)) is None
+        treatments["whole"](block)
+        assert is_treated(paddle.nn.Sequential(block)) is not None
+        return {"plain": 1.0, "whole": 1.4} | dict.fromkeys(
+            treatments.keys() - {"plain", "whole"}, 0.9
+        )
+
+    job = job_of("encoder")
+    costs = job.measure(call_times=times)
+    assert asked == [
+        ("layers.0", [8, 16, 32], True, None),
+        ("layers.1", [8, 16, 32], False, None),
+    ]
+    for call in costs.calls:
+        assert len(call.options) > 2
+        for name, cost in call.options.items():
+            assert cost.seconds == (1.4 if name == "whole" else 1.0)  # nothing is faster than plain
+            assert cost.forward_seconds == pytest.approx(0.4)
+    assert costs.seconds == pytest.approx(len(costs.calls), rel=0.5)
+
+
+def test_a_part_that_hands_its_input_on_is_not_recomputed() -> None:
+    """A Program would have no operator of it."""
+    block = paddle.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, act_dropout=0.0)
+    found = parts_of_block(block, "selective")
+    assert {"dropout1", "dropout2"} <= set(found)
+    assert "dropout" not in found
