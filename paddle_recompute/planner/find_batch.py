@@ -13,6 +13,7 @@ from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.batch_size import extrapolated, probe, with_rows
+from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.job import Job, LossFn, check_count
 from paddle_recompute.planner.planning import bytes_of_budget
 from paddle_recompute.planner.planning import verified as verified_plan
@@ -111,9 +112,9 @@ def find_batch_size(
             fastest = min(fitting, key=lambda n: fitting[n].seconds / n)
             return BatchSize(rows, verified, local_batch // rows, fastest, fitting[fastest])
         fitting = {n: plan for n, plan in fitting.items() if n < rows}
-    raise PlanError(
-        infeasible(extrapolated(probes, 1), budget) + ". This is for a batch of one row"
-    )
+    one_row = extrapolated(probes, 1)
+    why = infeasible(one_row, budget, smallest(one_row))
+    raise PlanError(f"{why}. This is for a batch of one row")
 
 
 def _verified(job: Job, plan: RecomputePlan) -> RecomputePlan | None:

@@ -272,25 +272,24 @@ def within_budget(
     best: RecomputePlan | None = None
     measured: dict[str, int] = {}
 
-    def fits(one: RecomputePlan) -> RecomputePlan | None:
-        """The plan with what was measured, if that is within the budget."""
+    def fits(one: RecomputePlan) -> bool:
+        """Measure a plan, and whether it is within the budget; the fastest such one is the best."""
+        nonlocal best
         taken = measured[one.hash] = peak(one)
         if taken > budget:
-            return None
-        if not refine:
-            return replace(one, measured_bytes=taken)
-        costs = replace(one.costs, excess=one.costs.excess + taken - one.peak_bytes)
-        return replace(one, measured_bytes=taken, costs=costs)
+            return False
+        if best is None or one.seconds < best.seconds:
+            excess = one.costs.excess + (taken - one.peak_bytes if refine else 0)
+            best = replace(one, measured_bytes=taken, costs=replace(one.costs, excess=excess))
+        return True
 
     for _ in range(1 + MOST_CORRECTIONS):
-        kept = fits(found)
-        if kept is not None and (best is None or kept.seconds < best.seconds):
-            best = kept
-        taken = measured[found.hash]
-        if kept is not None and (not refine or not found.recomputes or taken >= USED * budget):
+        is_within = fits(found)
+        uses_all = not found.recomputes or measured[found.hash] >= USED * budget
+        if is_within and (uses_all or not refine):
             break
         try:
-            found = found.recalibrated(taken - found.peak_bytes)
+            found = found.recalibrated(measured[found.hash] - found.peak_bytes)
         except PlanError:
             if not refine:
                 raise
@@ -302,9 +301,8 @@ def within_budget(
         least = smallest(found.costs, units=found.segments).choices
         for choices in (least, *by_hand(found.costs, found.segments)):
             low = replace(found, choices=choices)
-            kept = None if low.hash in measured else fits(low)
-            if kept is not None and (best is None or kept.seconds < best.seconds):
-                best = kept
+            if low.hash not in measured:
+                fits(low)
     if best is not None:
         return best
     raise PlanError(

@@ -350,10 +350,9 @@ def make_plan(
     solution = solve(costs, memory_budget, units=segments)
     if solution is None:
         # Where the graph is not a chain, the solver may miss what fits.
-        least = smallest(costs, units=segments)
-        solution = least if or_smallest or least.peak <= memory_budget else None
-    if solution is None:
-        raise PlanError(infeasible(costs, memory_budget, segments=segments))
+        solution = smallest(costs, units=segments)
+        if solution.peak > memory_budget and not or_smallest:
+            raise PlanError(infeasible(costs, memory_budget, solution))
     return RecomputePlan(
         memory_budget,
         costs,
@@ -366,11 +365,8 @@ def make_plan(
     )
 
 
-def infeasible(
-    costs: StepCosts, memory_budget: int, *, segments: tuple[str, ...] = (JOINED, NESTED)
-) -> str:
-    """Why nothing stays within the budget, and what would lower the smallest one."""
-    least = smallest(costs, units=segments)
+def infeasible(costs: StepCosts, memory_budget: int, least: Solution) -> str:
+    """Why not even `least` stays within the budget, and what would lower its peak."""
     peak = least.timeline.peak
     held = costs.base
     lower = []

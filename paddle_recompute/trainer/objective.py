@@ -102,6 +102,11 @@ class Objective:
             trained = paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
         return GradientSync.from_config(trained, self._config)
 
+    def cache(self, model: paddle.nn.Layer) -> GradCache:
+        """What computes the gradient of a batch in `chunks`; without them, of all pairs at once."""
+        size, tokens = self.chunks.size, self.chunks.tokens
+        return GradCache(model, self.loss, chunk_size=size, chunk_tokens=tokens)
+
     def train_step(
         self, model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer, **options: Any
     ) -> TrainStep:
@@ -113,6 +118,4 @@ class Objective:
             **options: Options of `TrainStep`.
         """
         options["sync"] = self.synchronization(model)
-        size, tokens = self.chunks.size, self.chunks.tokens
-        cache = GradCache(model, self.loss, chunk_size=size, chunk_tokens=tokens)
-        return TrainStep(model, optimizer, grad_cache=cache, **options)
+        return TrainStep(model, optimizer, grad_cache=self.cache(model), **options)

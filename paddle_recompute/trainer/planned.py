@@ -17,7 +17,6 @@ import paddle
 from paddle_recompute._nested import tensors_in
 from paddle_recompute._paddle.memory import can_reset_peak
 from paddle_recompute.config import Config
-from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.models import build_model
@@ -157,7 +156,6 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     model = _bare_model(config, vocab_size)
     objective = Objective(config, chunks)
     batch = largest_batch(config, vocab_size, chunks)
-    cache = GradCache(model, objective.loss, chunk_size=chunks.size, chunk_tokens=chunks.tokens)
     of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
     k_steps = config.strategy.gradient_merge_configs.k_steps
     besides = {"batches that wait": of_batch * (k_steps * (1 + BATCHES_AHEAD) - 1)}
@@ -172,7 +170,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
         batch,
         None,
         build_optimizer(config, model, config.learning_rate, objective.loss.parameters()),
-        cache,
+        objective.cache(model),
         besides=besides,
         accumulate_steps=k_steps,
         checkpoints=config.recompute.checkpoints,

@@ -22,7 +22,6 @@ from paddle_recompute.trainer.memory_probe import PROGRAM_STEPS, largest_of_rank
 from paddle_recompute.trainer.objective import Batch, Objective
 from paddle_recompute.trainer.out_of_memory import (
     apply_again,
-    check_can_replan,
     check_is_of_memory,
     planned_again,
     tell_others,
@@ -60,7 +59,6 @@ class PlannedSteps:
         replaced: Callable[[RecomputePlan, str], None],
         seed: Callable[[int], Any],
     ) -> None:
-        check_can_replan(config)
         self.step, self.plan = build(plan), plan
         self._config, self._model, self._objective = config, model, objective
         self._build, self._replaced, self._seed = build, replaced, seed

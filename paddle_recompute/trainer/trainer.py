@@ -52,6 +52,7 @@ from paddle_recompute.trainer.joining import join_ranks
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
+from paddle_recompute.trainer.out_of_memory import check_can_replan
 from paddle_recompute.trainer.planned import BudgetPlanner, estimated_peaks
 from paddle_recompute.trainer.planned_steps import PlannedSteps
 from paddle_recompute.trainer.report import retrieval_table, write_report
@@ -112,6 +113,7 @@ class Trainer:
         """
         self._rank, self._world_size = join_ranks(self.config)
         check_mode(self.config)
+        check_can_replan(self.config)
         self._make_folder()
         self._checkpoints = RunCheckpoints(
             self.config, rank=self._rank, world_size=self._world_size, say=self._say

@@ -43,7 +43,6 @@ def train(folder: str, fault: str) -> None:
         "launch__num_ranks": 2,
         "data__num_workers": workers,
         "train__eval_before": False,
-        "train__measure_plain": False,
     }
     Trainer(tiny(Path(folder), **settings)).run()
 
