@@ -24,9 +24,9 @@ from paddle_recompute.static_graph.minimize import append_gradients
 from paddle_recompute.static_graph.strategy import distributed_strategy
 
 Treatment = Callable[[paddle.nn.Layer], object]
-WARM_UP = 2
-"""Runs before the first one that is timed: the executor prepares a Program in its first."""
-ROUNDS = 9
+LEAST_ROUNDS, MOST_ROUNDS = 2, 9
+AFFORDABLE = 1.0
+"""Seconds for the rounds of a call beyond the least; a round runs it once under each treatment."""
 
 
 class ProgramCalls:
@@ -71,16 +71,22 @@ class ProgramCalls:
                 name: self._built(layer, inputs, treatment)
                 for name, treatment in treatments.items()
             }
-            found: dict[str, list[float]] = {name: [] for name in programs}
-            for number in range(WARM_UP + ROUNDS):
-                for name, program in programs.items():
-                    began = time.perf_counter()
-                    self._run(program)
-                    if number >= WARM_UP:
-                        found[name].append(time.perf_counter() - began)
+            self._round(programs)  # the executor prepares a Program in its first run
+            began = time.perf_counter()
+            rounds = [self._round(programs) for _ in range(LEAST_ROUNDS)]
+            while len(rounds) < MOST_ROUNDS and time.perf_counter() - began < AFFORDABLE:
+                rounds.append(self._round(programs))
         finally:
             streams.restore()
-        return {name: min(times) for name, times in found.items()}
+        return {name: min(one[name] for one in rounds) for name in treatments}
+
+    def _round(self, programs: Mapping[str, _CallProgram]) -> dict[str, float]:
+        found = {}
+        for name, program in programs.items():
+            began = time.perf_counter()
+            self._run(program)
+            found[name] = time.perf_counter() - began
+        return found
 
     def _built(self, layer: str, inputs: Any, treatment: Treatment) -> _CallProgram:
         feeds = Feeds(inputs)
