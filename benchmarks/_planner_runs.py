@@ -222,7 +222,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     began = time.perf_counter()
     run_in_order()
     if case.is_large:
-        rounds, budgets = min(rounds, 2), min(budgets, 4) if mode == "static" else budgets
+        rounds, budgets = min(rounds, 3), min(budgets, 4) if mode == "static" else budgets
     job = case.job(mode)
     warm = Dygraph(case, job)
     plain_seconds = min(_seconds(warm.plain, time.process_time) for _ in range(3))

@@ -188,7 +188,7 @@ def main() -> None:
     """Measure what is asked for and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--budgets", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", default=",".join([SOLVER, *ALL]))
     parser.add_argument("--go-on", action="store_true")
     parser.add_argument("--bytes-only", action="store_true")
