@@ -19,12 +19,10 @@ from types import FrameType, TracebackType
 from paddle_recompute.errors import DataError
 
 _WORDS = ("DataLoader", "data reader")
-_deaths: list[SystemError] = []
-"""What Paddle has said of workers that died, until a batch is asked for."""
 
 
 class WorkerWatch:
-    """Ends the workers that were started inside of the ``with`` block if they give no batch.
+    """Ends the workers of a loader if they give no batch, and tells which have died.
 
     Args:
         longest_wait: Seconds that the next batch may take.
@@ -32,13 +30,12 @@ class WorkerWatch:
 
     def __init__(self, longest_wait: float) -> None:
         self._longest_wait = longest_wait
-        self._before = set(multiprocessing.active_children())
+        self._workers: set[multiprocessing.process.BaseProcess] = set()
         self._deadline: float | None = None
         self._closed = threading.Event()
         self._hung = False
 
     def __enter__(self) -> WorkerWatch:
-        _deaths.clear()  # of workers of others
         threading.Thread(target=self._watch, name="data workers", daemon=True).start()
         return self
 
@@ -49,6 +46,23 @@ class WorkerWatch:
         trace: TracebackType | None,
     ) -> None:
         self._closed.set()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Inside, Paddle starts the workers."""
+        before = set(multiprocessing.active_children())
+        yield
+        self._workers = set(multiprocessing.active_children()) - before
+        _let_deaths_wait()
+
+    def check(self) -> None:
+        """Check the workers.
+
+        Raises:
+            DataError: One has died.
+        """
+        if any(worker.exitcode not in (None, 0) for worker in self._workers):
+            raise _death()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -77,36 +91,27 @@ class WorkerWatch:
             deadline = self._deadline
             if deadline is not None and time.monotonic() > deadline:
                 self._hung = True
-                for worker in set(multiprocessing.active_children()) - self._before:
+                for worker in self._workers:
                     worker.kill()
                 return
 
 
-def keep_deaths() -> None:
-    """Let the death of a worker wait for the next batch; to be called once Paddle has its handler.
+def _let_deaths_wait() -> None:
+    """Let no death of a worker raise in the midst of something, once Paddle has its handler.
 
-    The loops of others over workers of their own end as before: Paddle's thread that reads from
-    the workers finds a dead one within 5 s.
+    `WorkerWatch` and Paddle's thread that reads from the workers, within 5 s, find a dead one.
     """
     handler = signal.getsignal(signal.SIGCHLD)
-    is_ours = getattr(handler, "keeps_deaths", False)
+    is_ours = getattr(handler, "lets_deaths_wait", False)
     if is_ours or not callable(handler) or threading.current_thread() != threading.main_thread():
         return
 
-    def keep(number: int, frame: FrameType | None) -> None:
-        try:
+    def wait(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(SystemError):
             handler(number, frame)
-        except SystemError as error:
-            _deaths.append(error)
 
-    keep.keeps_deaths = True  # type: ignore[attr-defined]
-    signal.signal(signal.SIGCHLD, keep)
-
-
-def raise_death() -> None:
-    """Raise what was kept."""
-    if _deaths:
-        raise _deaths.pop()
+    wait.lets_deaths_wait = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGCHLD, wait)
 
 
 @contextlib.contextmanager
@@ -116,8 +121,12 @@ def _deaths_named() -> Iterator[None]:
     except SystemError as error:
         if not any(word in str(error) for word in _WORDS):
             raise
-        raise DataError(
-            "data.num_workers: a process that makes batches has died: killed, crashed or out of "
-            "memory. Start again with train.resume=auto, or with data.num_workers=0, which does "
-            "without them"
-        ) from error
+        raise _death() from error
+
+
+def _death() -> DataError:
+    return DataError(
+        "data.num_workers: a process that makes batches has died: killed, crashed or out of "
+        "memory. Start again with train.resume=auto, or with data.num_workers=0, which does "
+        "without them"
+    )

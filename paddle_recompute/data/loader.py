@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import paddle
 
-from paddle_recompute.data._workers import WorkerWatch, keep_deaths, raise_death
+from paddle_recompute.data._workers import WorkerWatch
 from paddle_recompute.data.pairs import Pair
 from paddle_recompute.data.tokenizer import PairTokenizer, TokenRows
 from paddle_recompute.errors import DataError
@@ -64,7 +65,7 @@ class PairLoader:
             yield from self._batches(sampler)
             return
         with WorkerWatch(LONGEST_WAIT) as watch:
-            batches = self._batches(sampler)
+            batches = self._batches(sampler, watch)
             while True:
                 with watch.waiting():
                     batch = next(batches, None)
@@ -76,31 +77,34 @@ class PairLoader:
                     batches.close()
                     raise
 
-    def _batches(self, sampler: RankSampler) -> Generator[dict[str, paddle.Tensor], None, None]:
-        batches = iter(
-            paddle.io.DataLoader(
-                _Places(sampler.num_pairs),
-                batch_sampler=sampler,
-                collate_fn=self._collate,
-                num_workers=self._num_workers,
-                return_list=True,
-                # Through pipes. A worker with shared memory would use Paddle's allocator. If
-                # another thread held the allocator's lock at the fork (Paddle's own reading threads
-                # do; seen with 3.3.1), the worker would wait for the lock forever.
-                use_shared_memory=False,
-            )
+    def _batches(
+        self, sampler: RankSampler, watch: WorkerWatch | None = None
+    ) -> Generator[dict[str, paddle.Tensor], None, None]:
+        loader = paddle.io.DataLoader(
+            _Places(sampler.num_pairs),
+            batch_sampler=sampler,
+            collate_fn=self._collate,
+            num_workers=self._num_workers,
+            return_list=True,
+            # Through pipes. A worker with shared memory would use Paddle's allocator. If another
+            # thread held the allocator's lock at the fork (Paddle's own reading threads do; seen
+            # with 3.3.1), the worker would wait for the lock forever.
+            use_shared_memory=False,
         )
-        keep_deaths()
+        with contextlib.nullcontext() if watch is None else watch.starting():
+            batches = iter(loader)
         try:
             for batch in batches:
                 yield batch
-                raise_death()
+                if watch is not None:
+                    watch.check()
         except GeneratorExit:
             # The loop was left before its end. Paddle stops its workers and drops prefetched
             # batches only at the end of an epoch: end the epoch.
             sampler.end()
-            for _ in batches:
-                pass
+            with contextlib.suppress(SystemError):  # a worker has died: there is no more to drop
+                for _ in batches:
+                    pass
             raise
 
     def notes(self) -> list[str]:

@@ -333,3 +333,27 @@ def test_the_death_of_a_worker_is_told_where_the_next_batch_is_asked_for(
     with pytest.raises(DataError, match="a process that makes batches has died"):
         next(batches)
     assert len(batches_of(loader_of(tokenizer, num_workers=1))) == len(loader_of(tokenizer))
+
+
+def test_the_death_of_a_worker_of_another_loader_ends_no_loop(tokenizer: PairTokenizer) -> None:
+    mine = iter(loader_of(tokenizer, num_workers=1))
+    first = [next(mine)]
+    before = set(multiprocessing.active_children())
+    other = iter(loader_of(tokenizer, num_workers=1))
+    next(other)
+    (worker,) = set(multiprocessing.active_children()) - before
+    worker.kill()
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    assert len([*first, *mine]) == len(loader_of(tokenizer))
+    with pytest.raises(DataError, match="a process that makes batches has died"):
+        next(other)
+    assert not multiprocessing.active_children()
+
+
+def test_a_loop_can_be_left_after_the_death_of_a_worker(tokenizer: PairTokenizer) -> None:
+    batches = iter(loader_of(tokenizer, num_workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    worker.kill()
+    batches.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()
