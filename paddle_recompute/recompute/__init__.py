@@ -32,6 +32,7 @@ from paddle_recompute.recompute.selection import (
 from paddle_recompute.recompute.treatment import (
     PartOption,
     Unit,
+    hands_on,
     is_treated,
     offers_its_output,
     parts_of_block,
@@ -59,6 +60,7 @@ __all__ = [
     "check_patterns",
     "find_blocks",
     "forward_count",
+    "hands_on",
     "innermost",
     "is_recomputing",
     "is_treated",

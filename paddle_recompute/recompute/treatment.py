@@ -87,7 +87,7 @@ def parts_of_block(block: paddle.nn.Layer, option: PartOption) -> tuple[str, ...
     cheap = [
         name
         for name, part in parts.items()
-        if is_cheap(part) and _is_single(part) and not _hands_on(part)
+        if is_cheap(part) and _is_single(part) and not hands_on(part)
     ]
     if option == "activation":
         cheap = [name for name in cheap if not _has_name(parts[name], "norm", "drop")]
@@ -168,7 +168,7 @@ def _is_single(part: Any) -> bool:
     return not (isinstance(part, paddle.nn.Layer) and part.sublayers())
 
 
-def _hands_on(part: Any) -> bool:
+def hands_on(part: Any) -> bool:
     """Whether the part hands its input on, so that there is nothing to compute again."""
     nn = paddle.nn
     dropouts = (nn.Dropout, nn.Dropout2D, nn.Dropout3D, nn.AlphaDropout)

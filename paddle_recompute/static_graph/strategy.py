@@ -8,7 +8,7 @@ import paddle
 
 from paddle_recompute.config import Config, RecomputeConfig, SyncConfig
 from paddle_recompute.errors import ConfigError, StaticGraphError
-from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer
+from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer, hands_on
 from paddle_recompute.recompute.program import backend
 
 if TYPE_CHECKING:
@@ -153,7 +153,10 @@ def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:
     for layer in model.sublayers(include_self=True):
         if isinstance(layer, RecomputeLayer):
             for chain in layer.segments_of_calls():
-                names[layer._recompute_name if chain is None else chain.names[-1]] = None
+                if chain is not None:
+                    names[chain.names[-1]] = None
+                elif not hands_on(layer):  # else the Program has no operator of it
+                    names[layer._recompute_name] = None
         for value in vars(layer).values():
             if isinstance(value, RecomputedFunction):
                 names[value._name] = None

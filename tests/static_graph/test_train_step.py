@@ -580,3 +580,19 @@ def test_a_batch_norm_in_eval_stays_there() -> None:
     after = step.state_dict()["model"]
     np.testing.assert_array_equal(after["norm._mean"], np.zeros(FEATURES, "float32"))
     np.testing.assert_array_equal(after["norm._variance"], np.ones(FEATURES, "float32"))
+
+
+@pytest.mark.parametrize("nothing", [paddle.nn.Dropout(0.0), paddle.nn.Identity()])
+def test_a_wrapped_layer_that_hands_its_input_on_is_no_fault(nothing: paddle.nn.Layer) -> None:
+    """A pattern that selects dropouts works with a probability of 0, too."""
+    config = paddle_recompute.load_config(
+        "fleet_configs/contrastive_ernie-tiny_2cpu.yaml",
+        ["mode=static", "launch.num_ranks=1", 'recompute.checkpoints=["*"]'],
+    )
+    step = StaticTrainStep(
+        config,
+        lambda: paddle.nn.Sequential(paddle.nn.Linear(4, 4), type(nothing)(0.0)),
+        lambda model, x: model(x).square().mean(),
+    )
+    step([paddle.ones([2, 4])])
+    assert [one.name for one in step.explain().segments] == ["0"]
