@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, CallCost, OptionCost, StepCosts
 from paddle_recompute.planner.simulate import (
     JOINED,
     NESTED,
@@ -84,6 +84,15 @@ def solve(
         budget: In bytes, parameters and moments included.
         units: Which segments are allowed beside the options of one call.
     """
+    found = _solved(costs, budget, units)
+    if found is None or not _repeated_layers(costs):
+        return found
+    # The parts of a Layer that is called again are recomputed in all its calls, or in none.
+    without = _solved(_without_parts(costs, _repeated_layers(costs)), budget, units)
+    return found if without is None or found.seconds <= without.seconds else without
+
+
+def _solved(costs: StepCosts, budget: int, units: Sequence[str]) -> Solution | None:
     plain = tuple(Choice(number, number, PLAIN) for number in range(len(costs.calls)))
     timeline = simulate(costs, plain)
     if timeline.peak.bytes <= budget:  # nothing is faster, and something may seem to be as fast
@@ -98,8 +107,9 @@ def solve(
             if of_group is None:
                 return None
             found.update(of_group)
-        choices = tuple(found[first] for first in sorted(found))
-        return Solution(choices, simulate(costs, choices), exact)
+        chosen = tuple(found[first] for first in sorted(found))
+        choices = _alike(costs, chosen)
+        return Solution(choices, simulate(costs, choices), exact and choices == chosen)
 
     best = within(budget)
     if best is None or best.peak <= budget:
@@ -123,6 +133,56 @@ def solve(
         else:
             high = middle
     return Solution(found.choices, found.timeline, exact=False)
+
+
+def _repeated_layers(costs: StepCosts) -> set[str]:
+    """The Layers with parts to recompute that are called more than once in a pass."""
+    return {
+        call.layer
+        for call in costs.calls
+        if call.number and any(_is_of_parts(option) for option in call.options)
+    }
+
+
+def _is_of_parts(option: str) -> bool:
+    return option not in (PLAIN, WHOLE, OFFLOADED, JOINED, NESTED)
+
+
+def _without_parts(costs: StepCosts, layers: set[str]) -> StepCosts:
+    def options_of(call: CallCost) -> dict[str, OptionCost]:
+        if call.layer not in layers:
+            return call.options
+        return {name: cost for name, cost in call.options.items() if not _is_of_parts(name)}
+
+    return replace(
+        costs, calls=tuple(replace(call, options=options_of(call)) for call in costs.calls)
+    )
+
+
+def _alike(costs: StepCosts, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """The choices, with one partial option for all calls of a Layer that are not recomputed whole.
+
+    The parts of a Layer are wrapped once. Where its calls have different partial options, all get
+    the one that keeps least.
+    """
+    wanted: dict[str, set[str]] = {}
+    for choice in choices:
+        if _is_of_parts(choice.option):
+            wanted.setdefault(costs.calls[choice.first].layer, set()).add(choice.option)
+
+    def alike(choice: Choice) -> Choice:
+        call = costs.calls[choice.first]
+        own = wanted.get(call.layer)
+        if own is None or not (choice.option == PLAIN or _is_of_parts(choice.option)):
+            return choice
+        parts = [name for name in call.options if _is_of_parts(name)]
+        allowed = own if len(own) == 1 else parts
+        usable = [name for name in parts if name in allowed]
+        if not usable:
+            return choice
+        return replace(choice, option=min(usable, key=lambda name: call.options[name].kept))
+
+    return tuple(map(alike, choices))
 
 
 def _first_feasible(
