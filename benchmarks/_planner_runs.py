@@ -190,6 +190,13 @@ class Static:
         return 1 + extra / statistics.median(self._plain_times)
 
 
+class PromptCalls(ProgramCalls):
+    """Calls as Programs, whose bytes are exact too."""
+
+    def _peak(self, program: Any, ballast: int) -> int:
+        return peak_of(lambda: self._run(program, ballast))
+
+
 def program_config(accumulate_steps: int, recomputes: bool) -> Config:
     """The configuration of a Program."""
     policy = ["recompute.policy=budget", "recompute.memory_budget=1TiB"]
@@ -229,8 +236,8 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     gc.collect()
     collecting = _seconds(gc.collect, time.process_time)
     start = time.process_time()
-    times = ProgramCalls(program_config(1, True), case.model).seconds if mode == "static" else None
-    costs = job.measure(call_times=times)
+    calls = PromptCalls(program_config(1, True), case.model)
+    costs = job.measure(measure_call=calls.measure if mode == "static" else None)
     probing = time.process_time() - start
     signature = job.signature()
     if mode == "static":  # the model in dygraph is not needed any more

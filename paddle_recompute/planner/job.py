@@ -20,7 +20,8 @@ from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.blocks import find_blocks
 from paddle_recompute.planner.costs import OFFLOADED, StepCosts
-from paddle_recompute.planner.measure import OPTIONS, CallTimes
+from paddle_recompute.planner.in_program import MeasureCall
+from paddle_recompute.planner.measure import OPTIONS
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
 from paddle_recompute.recompute import Offload
@@ -112,7 +113,7 @@ class Job:
         *,
         options: tuple[str, ...] = OPTIONS,
         only_bytes: bool = False,
-        call_times: CallTimes | None = None,
+        measure_call: MeasureCall | None = None,
         progress: Progress | None = None,
     ) -> StepCosts:
         """Measure the step; the model, its gradients and the random streams stay as they are.
@@ -120,8 +121,7 @@ class Job:
         Args:
             options: Those that are measured.
             only_bytes: Nothing is repeated for its time.
-            call_times: Says how long the calls take, where they are not run in dygraph; None: they
-                are.
+            measure_call: Measures a call as a Program, if the step is one; None: it is in dygraph.
             progress: Is told (done, total) of the calls that are measured.
         """
         gc.collect()
@@ -146,7 +146,7 @@ class Job:
             accumulates=self.accumulate_steps > 1,
             offload=self._effective_offload() if OFFLOADED in options else None,
             only_bytes=only_bytes,
-            call_times=call_times,
+            measure_call=measure_call,
             progress=progress,
         )
 

@@ -7,7 +7,7 @@ the gradients as it does there, and every byte is where it would be.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from paddle_recompute._paddle import memory
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, OptionCost
+from paddle_recompute.planner.in_program import MeasureCall, costs_in_program
 from paddle_recompute.planner.skeleton import HostTensor, RecordedCall
 from paddle_recompute.recompute import (
     Offload,
@@ -38,10 +39,8 @@ PART_OPTIONS: tuple[PartOption, ...] = (
     "selective+attention",
 )
 OPTIONS = (PLAIN, *PART_OPTIONS, WHOLE, OFFLOADED)
-Treatments = Mapping[str, Callable[[paddle.nn.Layer], object]]
-"""By option: wraps what it recomputes of the Layer that it is given."""
-CallTimes = Callable[[str, Any, Treatments], dict[str, float]]
-"""``times(layer, (args, kwargs), treatments)``: the seconds of forward and backward by option."""
+MORE_BALLAST = 2**20
+"""Bytes: scalars and views, of which a Program may have more than dygraph."""
 
 
 def parts_of_options(block: paddle.nn.Layer) -> dict[PartOption, tuple[str, ...]]:
@@ -102,8 +101,7 @@ class MeasuredCall:
         self._runs: dict[str, list[OptionCost]] = {
             option: [] for option in options if option in self._parts
         }
-        self._times: dict[str, float] = {}
-        """Seconds by option where others than the rounds say how long the call takes."""
+        self._in_program: Mapping[str, tuple[float, int, int]] = {}
         self.gradients: dict[str, int] = {}
         self.frees_inputs: dict[str, dict[str, int]] = {}
         self.rounds, self.spent = 0, 0.0
@@ -138,8 +136,8 @@ class MeasuredCall:
         self.rounds += 1
         self.spent = now() - began
 
-    def take_times(self, times: CallTimes) -> None:
-        """From now on the seconds are those of `times`, under the options that were measured."""
+    def measure_in_program(self, measure_call: MeasureCall) -> None:
+        """From now on the costs are those in a Program."""
 
         def load(leaf: Any) -> Any:
             if not isinstance(leaf, HostTensor):
@@ -150,7 +148,12 @@ class MeasuredCall:
 
         args_and_kwargs = _nested.map_leaves(load, self._call.inputs)
         treatments = {option: partial(self._treat, option=option) for option in self._runs}
-        self._times = times(self._call.layer, args_and_kwargs, treatments)
+        highest = max(
+            max(run.forward_peak, run.backward_peak) for runs in self._runs.values() for run in runs
+        )
+        self._in_program = measure_call(
+            self._call.layer, args_and_kwargs, treatments, 2 * highest + MORE_BALLAST
+        )
 
     def costs(self) -> dict[str, OptionCost]:
         """By option: the bytes of the last round, the least time of all."""
@@ -159,11 +162,13 @@ class MeasuredCall:
             option: replace(
                 runs[-1],
                 seconds=seconds[option],
-                forward_seconds=self._forward_seconds(seconds, runs),
+                forward_seconds=min(run.forward_seconds for run in runs),
                 takes_offers=option != PLAIN,
             )
             for option, runs in self._runs.items()
         }
+        if self._in_program:
+            return costs_in_program(costs, self._in_program)
         if self._offload == "host" and OFFLOADED in costs:
             # While a block is recomputed, the input of the one before it comes back to the device.
             coming = sum(self.frees_inputs[OFFLOADED].values())
@@ -172,19 +177,12 @@ class MeasuredCall:
         return costs
 
     def _seconds(self) -> dict[str, float]:
-        found = self._times or {
-            option: min(run.seconds for run in runs) for option, runs in self._runs.items()
-        }
+        found = {option: min(run.seconds for run in runs) for option, runs in self._runs.items()}
         # Nothing is faster for being run twice, or for a copy.
         found = {option: max(found[PLAIN], seconds) for option, seconds in found.items()}
         if OFFLOADED in found:
             found[OFFLOADED] = max(found[OFFLOADED], found.get(WHOLE, 0.0))
         return found
-
-    def _forward_seconds(self, seconds: Mapping[str, float], runs: Sequence[OptionCost]) -> float:
-        if self._times:  # the whole call recomputed is one more forward
-            return seconds[WHOLE] - seconds[PLAIN]
-        return min(run.forward_seconds for run in runs)
 
     def _note_gradients(self) -> None:
         for name, parameter in self._block.named_parameters():

@@ -149,11 +149,12 @@ def given_up_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> 
 
 def repeated_bytes(calls: Sequence[CallCost], number: int, option: str, first: int) -> int:
     """What a call of a segment from `first` on keeps when the segment has run again."""
-    whole = calls[number].options[WHOLE].kept
+    whole = calls[number].options[WHOLE]
     if option == NESTED:
-        return whole
+        return whole.kept
     plain = calls[number].options[PLAIN]
-    return whole + plain.kept - freed_again(calls, number, option, first)
+    again = whole.kept - whole.kept_again + plain.kept
+    return again - freed_again(calls, number, option, first)
 
 
 def freed_again(calls: Sequence[CallCost], number: int, option: str, first: int) -> int:

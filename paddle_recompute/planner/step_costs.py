@@ -14,7 +14,8 @@ from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
-from paddle_recompute.planner.measure import OPTIONS, CallTimes, MeasuredCall
+from paddle_recompute.planner.in_program import MeasureCall
+from paddle_recompute.planner.measure import OPTIONS, MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import Offload, is_treated
 from paddle_recompute.replay import RngState
@@ -44,7 +45,7 @@ def measure_step(
     accumulates: bool = False,
     offload: Offload | None = None,
     only_bytes: bool = False,
-    call_times: CallTimes | None = None,
+    measure_call: MeasureCall | None = None,
     progress: Progress | None = None,
 ) -> StepCosts:
     """Measure a step of `model`; parameters, buffers, gradients and random streams stay the same.
@@ -66,7 +67,7 @@ def measure_step(
         accumulates: Whether `base` has the gradients already, to which `step` adds its own.
         offload: Where the inputs of calls may wait; None: nowhere.
         only_bytes: Nothing is repeated for its time.
-        call_times: As in `Job.measure`.
+        measure_call: As in `Job.measure`.
         progress: Is told how far the measurement is.
 
     Raises:
@@ -116,12 +117,12 @@ def measure_step(
                 if call.inputs is not None
             },
             skeleton,
-            0.0 if only_bytes or call_times is not None else AFFORDABLE,
+            0.0 if only_bytes or measure_call is not None else AFFORDABLE,
             progress,
         )
-        if call_times is not None:
+        if measure_call is not None:
             for kind in kinds.values():
-                kind.take_times(call_times)
+                kind.measure_in_program(measure_call)
     finally:
         clear_gradients(parameters)
         streams.restore()

@@ -2,7 +2,7 @@
 
 from paddle_recompute.recompute.program import SegmentInfo, SegmentReport, explain, mark_checkpoint
 from paddle_recompute.static_graph._cached_program import ProgramCache
-from paddle_recompute.static_graph.call_times import ProgramCalls
+from paddle_recompute.static_graph.call_costs import ProgramCalls
 from paddle_recompute.static_graph.minimize import RecomputeOptimizer, minimize
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
 from paddle_recompute.static_graph.train_step import StaticTrainStep

@@ -37,14 +37,28 @@ class ScopeState:
 
     @classmethod
     def started(
-        cls, startup: paddle.static.Program, variables: dict[str, dict[str, str]]
+        cls,
+        startup: paddle.static.Program,
+        variables: dict[str, dict[str, str]],
+        *,
+        exchanges: bool = True,
     ) -> ScopeState:
-        """The state that `startup` makes; it is freed with the object that is returned."""
+        """The state that `startup` makes; it is freed with the object that is returned.
+
+        Args:
+            startup: What makes it.
+            variables: As in the attribute.
+            exchanges: Whether the ranks exchange something in `startup`.
+        """
         executor, scope = paddle.static.Executor(), paddle.static.Scope()
         state = cls(variables, executor, scope)
         training.free_with(state, executor, scope)
         with training.static_mode():
-            run_on_ranks(lambda: executor.run(startup, scope=scope), "the start of a Program")
+
+            def run() -> Any:
+                return executor.run(startup, scope=scope)
+
+            run_on_ranks(run, "the start of a Program") if exchanges else run()
         return state
 
     def run(

@@ -1,4 +1,4 @@
-"""How long single calls of a model's Layers take as Programs, plain and recomputed."""
+"""What single calls of a model's Layers take as Programs, plain and recomputed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import paddle
 
 from paddle_recompute import _nested
+from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.static import native, training
 from paddle_recompute._paddle.static.marks import has_marks
 from paddle_recompute.config import Config
@@ -23,14 +25,32 @@ from paddle_recompute.static_graph._trained_program import ScopeState
 from paddle_recompute.static_graph.minimize import append_gradients
 from paddle_recompute.static_graph.strategy import distributed_strategy
 
+_BALLAST = "ballast"
+"""How many float32 are allocated between forward and backward."""
+LEAST_OF = 4
+"""Runs of which the least peak counts: the executor frees late on a CPU, in a thread of its own."""
 Treatment = Callable[[paddle.nn.Layer], object]
 LEAST_ROUNDS, MOST_ROUNDS = 2, 20
 AFFORDABLE = 0.5
 """Seconds for the rounds of a call beyond the least; a round runs it once under each treatment."""
 
 
+class ProgramCost(NamedTuple):
+    """What one call takes as a Program.
+
+    Attributes:
+        seconds: The least time of a run.
+        held: All bytes that are allocated between forward and backward, with the ballast.
+        peak: The most bytes of a run, without a ballast.
+    """
+
+    seconds: float
+    held: int
+    peak: int
+
+
 class ProgramCalls:
-    """Times calls of the Layers of a model, each as a Program of its own.
+    """Measures calls of the Layers of a model, each as a Program of its own.
 
     A Program has the forward and the backward of one call. The ranks exchange nothing. The weights
     are drawn: the model is in memory once more. The random streams stay as they are.
@@ -44,49 +64,80 @@ class ProgramCalls:
         self._recipe = Recipe(config, model_fn, 0.0, None)
         self._strategy = distributed_strategy(config)
         self._strategy.recompute_configs = {"checkpoints": []}
+        self._strategy.amp = False  # in PIR what can be cast is, while it is built; maybe nothing
         self._state: ScopeState | None = None
 
-    def seconds(
-        self, layer: str, inputs: Any, treatments: Mapping[str, Treatment]
-    ) -> dict[str, float]:
-        """The least time of forward and backward under each treatment; one run of each in turn.
+    def measure(
+        self, layer: str, inputs: Any, treatments: Mapping[str, Treatment], ballast: int
+    ) -> dict[str, ProgramCost]:
+        """What forward and backward take under each treatment.
 
-        The start of a run, equal under all treatments, is part of it.
+        Only differences mean something: what all treatments have alike is part of both, the start
+        of a run, the weights and the output of the call.
 
         Args:
             layer: The name of the Layer in the model.
             inputs: ``(args, kwargs)`` of the call, nested, with Tensors; those that need gradients
                 get them.
-            treatments: By name; each wraps parts of the Layer, or nothing.
+            treatments: By name; each wraps parts of the Layer, or nothing. The first must be
+                possible in a Program; others that are not are left out.
+            ballast: More bytes than the forward or the backward take. So many are allocated between
+                the two, so that the peak of a run is there.
 
         Returns:
-            Seconds, by the names of `treatments`.
+            By the names of `treatments`.
 
         Raises:
             StaticGraphError: The call cannot be built, or no output of it needs a gradient.
         """
         streams = RngState.capture()
         try:
-            programs = {
-                name: self._built(layer, inputs, treatment)
-                for name, treatment in treatments.items()
-            }
+            programs = self._all_built(layer, inputs, treatments)
             self._round(programs)  # the executor prepares a Program in its first run
+            held, peaks = self._least_peaks(programs, ballast), self._least_peaks(programs, 0)
             began = time.perf_counter()
             rounds = [self._round(programs) for _ in range(LEAST_ROUNDS)]
             while len(rounds) < MOST_ROUNDS and time.perf_counter() - began < AFFORDABLE:
                 rounds.append(self._round(programs))
         finally:
             streams.restore()
-        return {name: min(one[name] for one in rounds) for name in treatments}
+        return {
+            name: ProgramCost(min(one[name] for one in rounds), held[name], peaks[name])
+            for name in programs
+        }
+
+    def _all_built(
+        self, layer: str, inputs: Any, treatments: Mapping[str, Treatment]
+    ) -> dict[str, _CallProgram]:
+        programs: dict[str, _CallProgram] = {}
+        for name, treatment in treatments.items():
+            try:
+                programs[name] = self._built(layer, inputs, treatment)
+            except StaticGraphError:
+                if not programs:
+                    raise
+        return programs
 
     def _round(self, programs: Mapping[str, _CallProgram]) -> dict[str, float]:
         found = {}
         for name, program in programs.items():
             began = time.perf_counter()
-            self._run(program)
+            self._run(program, 0)
             found[name] = time.perf_counter() - began
         return found
+
+    def _least_peaks(self, programs: Mapping[str, _CallProgram], ballast: int) -> dict[str, int]:
+        # In turn, and of all that is allocated: what was there before a run may be freed in it.
+        rounds = [
+            {name: self._peak(program, ballast) for name, program in programs.items()}
+            for _ in range(LEAST_OF)
+        ]
+        return {name: min(one[name] for one in rounds) for name in programs}
+
+    def _peak(self, program: _CallProgram, ballast: int) -> int:
+        memory.reset_peak()
+        self._run(program, ballast)
+        return memory.peak_bytes()
 
     def _built(self, layer: str, inputs: Any, treatment: Treatment) -> _CallProgram:
         feeds = Feeds(inputs)
@@ -100,18 +151,19 @@ class ProgramCalls:
                 args, kwargs = _with_gradients(feeds.variables(), inputs, anchor)
                 with recipe.mixed_precision():
                     outputs = block(*args, **kwargs)
-                loss = _sum_of(outputs, layer)
+                loss = _sum_of(outputs, layer) + _ballast()
                 self._strategy.recompute = has_marks(native(), main)
                 trained = [p for p in block.parameters() if not p.stop_gradient]
                 with _silent():
                     append_gradients(loss, self._strategy, [anchor, *trained])
             if self._state is None:  # all Programs have the same parameters
-                self._state = ScopeState.started(startup, {})
+                self._state = ScopeState.started(startup, {}, exchanges=False)
         return _CallProgram(loss, feeds.arrays(inputs), main)
 
-    def _run(self, program: _CallProgram) -> None:
+    def _run(self, program: _CallProgram, ballast: int) -> None:
         assert self._state is not None
-        self._state.run(program.main, program.feed, [program.loss], exchanges=False)
+        feed = {**program.feed, _BALLAST: np.array([max(1, ballast // 4)], "int32")}
+        self._state.run(program.main, feed, [program.loss], exchanges=False)
 
 
 @dataclass
@@ -140,17 +192,22 @@ def _silent() -> Iterator[None]:
 
 def _with_gradients(variables: Any, inputs: Any, anchor: Any) -> Any:
     """`variables`, out of an operator of `anchor` where the Tensors of `inputs` need gradients."""
-    needed = iter([one for _, one in _nested.named_leaves(inputs) if _nested.is_tensor(one)])
+    given = iter([one for _, one in _nested.named_leaves(inputs)])
 
     def give(leaf: Any) -> Any:
-        if not training.is_variable(leaf):
-            return leaf
-        tensor = next(needed)
-        if tensor.stop_gradient or not tensor.is_floating_point():
+        tensor = next(given)
+        needs = _nested.is_tensor(tensor) and not tensor.stop_gradient
+        if not needs or not tensor.is_floating_point():
             return leaf
         return leaf + anchor.astype(leaf.dtype)
 
     return _nested.map_leaves(give, variables)
+
+
+def _ballast() -> Any:
+    """Zero, float32; of as many zeros as are fed, which are gone when it is there."""
+    size = paddle.static.data(_BALLAST, [1], "int32")
+    return paddle.full(size, 0, "float32").max()
 
 
 def _sum_of(outputs: Any, layer: str) -> Any:

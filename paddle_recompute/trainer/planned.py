@@ -1,6 +1,6 @@
 """The plan of a run with ``recompute.policy: budget``, the same on all ranks.
 
-The bytes of the calls are measured in dygraph, in either mode; their times in the mode of the run.
+The calls are measured in dygraph, in either mode, and for a Program as Programs too.
 Then whole steps of that mode are measured under the plan; what they take more counts as held, and
 the plan is made anew.
 """
@@ -117,10 +117,10 @@ class BudgetPlanner:
     def _costs(self, chunks: Chunks) -> tuple[StepCosts, str]:
         config, vocab_size = self._config, self._vocab_size
         job = job_of(config, vocab_size, chunks)
-        times = None
+        measure_call = None
         if config.mode == "static":
-            times = ProgramCalls(config, lambda: _bare_model(config, vocab_size)).seconds
-        return job.measure(call_times=times), job.signature()
+            measure_call = ProgramCalls(config, lambda: _bare_model(config, vocab_size)).measure
+        return job.measure(measure_call=measure_call), job.signature()
 
     def _largest_costs(self, own: StepCosts) -> StepCosts:
         """The largest bytes of all ranks, call by call; the same on every rank."""

@@ -23,7 +23,7 @@ from paddle_recompute import (
 )
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import ConfigError, PlanError
-from paddle_recompute.planner import JOINED, NESTED, Choice, Job, simulate
+from paddle_recompute.planner import JOINED, NESTED, Choice, Job, simulate, solve
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.policies import uniform
 from paddle_recompute.planner.recompute_plan import RecomputePlan as Plan
@@ -89,6 +89,13 @@ def job_of(name: str) -> Job:
         model = TwoTowers()
         batch = paddle.randn([8, 16, 32]), paddle.randn([8, 12, 32])
         return Job(model, batch, lambda m, pair: m(*pair))
+    if name == "one encoder twice":
+        model = encoder()
+        return Job(
+            model,
+            paddle.randn([8, 16, 32]),
+            lambda m, x: m(x).square().mean() + m(x * 2).square().mean(),
+        )
     if name == "u-net":
         model = UNet()
         return Job(model, paddle.randn([4, 3, 16, 16]), lambda m, x: m(x).square().mean())
@@ -598,10 +605,10 @@ def test_two_independent_counts_of_what_a_block_keeps_agree(name: str) -> None:
     assert call.options["plain"].kept == sum(saved.values()) > 0
 
 
-def test_the_times_of_calls_may_come_from_elsewhere() -> None:
+def test_the_costs_in_a_program_are_those_in_dygraph_with_its_differences() -> None:
     asked = []
 
-    def times(layer: str, inputs: Any, treatments: Any) -> dict[str, float]:
+    def measure(layer: str, inputs: Any, treatments: Any, ballast: int) -> Any:
         (x,), kwargs = inputs
         asked.append((layer, x.shape, x.stop_gradient, kwargs["src_mask"]))
         block = paddle.nn.TransformerEncoderLayer(32, 4, 64)
@@ -609,22 +616,31 @@ def test_the_times_of_calls_may_come_from_elsewhere() -> None:
         assert is_treated(paddle.nn.Sequential(block)) is None
         treatments["whole"](block)
         assert is_treated(paddle.nn.Sequential(block)) is not None
-        return {"plain": 1.0, "whole": 1.4} | dict.fromkeys(
-            treatments.keys() - {"plain", "whole"}, 0.9
-        )
+        found = {name: (0.9, 10_000, 5_000) for name in treatments if name != "activation"}
+        return found | {"plain": (1.0, 40_000, 6_000), "whole": (1.4, 9_000, 6_500)}
 
     job = job_of("encoder")
-    costs = job.measure(call_times=times)
+    dygraph = job.measure(only_bytes=True)
+    costs = job.measure(measure_call=measure)
     assert asked == [
         ("layers.0", [8, 16, 32], True, None),
         ("layers.1", [8, 16, 32], False, None),
     ]
-    for call in costs.calls:
-        assert len(call.options) > 2
-        for name, cost in call.options.items():
-            assert cost.seconds == (1.4 if name == "whole" else 1.0)  # nothing is faster than plain
-            assert cost.forward_seconds == pytest.approx(0.4)
-    assert costs.seconds == pytest.approx(len(costs.calls), rel=0.5)
+    for call, other in zip(costs.calls, dygraph.calls, strict=True):
+        plain, selective = call.options["plain"], call.options["selective"]
+        assert call.options.keys() == other.options.keys() - {"activation"}
+        assert (plain.kept, plain.backward_peak) == (
+            other.options["plain"].kept,
+            other.options["plain"].backward_peak,
+        )
+        assert selective.kept == plain.kept - 30_000
+        assert selective.backward_peak == plain.backward_peak - 1_000
+        assert selective.seconds == plain.seconds == 1.0  # nothing is faster than the plain call
+        assert call.options["whole"].seconds == 1.4
+        assert plain.forward_seconds == pytest.approx(0.4)
+        # An output that is given up is none that a later call might not keep.
+        assert other.options["selective"].offers_output and not selective.offers_output
+        assert selective.keeps_output
 
 
 def test_a_part_that_hands_its_input_on_is_not_recomputed() -> None:
@@ -633,3 +649,23 @@ def test_a_part_that_hands_its_input_on_is_not_recomputed() -> None:
     found = parts_of_block(block, "selective")
     assert {"dropout1", "dropout2"} <= set(found)
     assert "dropout" not in found
+
+
+def test_the_parts_of_a_layer_are_recomputed_in_all_its_calls() -> None:
+    """They are wrapped once; a plan that says less would predict other bytes."""
+    job = job_of("one encoder twice")
+    costs = job.measure(only_bytes=True)
+    plain, least = (simulate(costs, uniform(costs, one)).peak.bytes for one in ("plain", "whole"))
+    seen = 0
+    for part in range(1, 12):
+        found = solve(costs, least + (plain - least) * part // 12)
+        assert found is not None
+        options: dict[str, set[str]] = {}
+        for choice in found.choices:
+            if choice.option not in ("whole", JOINED, NESTED):
+                options.setdefault(costs.calls[choice.first].layer, set()).add(choice.option)
+        assert all(len(own) == 1 for own in options.values())
+        seen += sum(own != {"plain"} for own in options.values())
+        made = make(costs, found.choices, job)
+        assert measured_peak(job, made) == pytest.approx(found.peak, rel=CLOSE)
+    assert seen
