@@ -57,7 +57,7 @@ class ProgramCalls:
 
     Args:
         config: Of the `StaticTrainStep` whose calls they are.
-        model_fn: As that of `StaticTrainStep`; called once for each Program, and once more.
+        model_fn: As that of `StaticTrainStep`; called once for each Program.
     """
 
     def __init__(self, config: Config, model_fn: Callable[[], paddle.nn.Layer]) -> None:
