@@ -667,5 +667,5 @@ def test_the_parts_of_a_layer_are_recomputed_in_all_its_calls() -> None:
         assert all(len(own) == 1 for own in options.values())
         seen += sum(own != {"plain"} for own in options.values())
         made = make(costs, found.choices, job)
-        assert measured_peak(job, made) == pytest.approx(found.peak, rel=CLOSE)
+        assert measured_peak(job, made) == pytest.approx(found.peak, rel=IN_TURNS)
     assert seen
