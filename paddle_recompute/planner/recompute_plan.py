@@ -20,6 +20,7 @@ from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.measure import parts_of_options
 from paddle_recompute.planner.offloaded import offloaded
+from paddle_recompute.planner.partial_options import is_partial
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
 from paddle_recompute.planner.solve import Solution, solve
 from paddle_recompute.recompute import Unit, is_treated, treat_calls, treat_parts, undo_recompute
@@ -134,7 +135,7 @@ class RecomputePlan:
     def _parts(self, blocks: dict[str, paddle.nn.Layer]) -> list[str]:
         names: dict[str, None] = {}
         for choice in self.choices:
-            if choice.option in (PLAIN, WHOLE, OFFLOADED, JOINED, NESTED):
+            if not is_partial(choice.option):
                 continue
             for call in self.costs.calls[choice.first : choice.last + 1]:
                 parts = parts_of_options(blocks[call.layer])

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, CallCost, OptionCost, StepCosts
+from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.partial_options import alike, layers_called_again, without_parts
 from paddle_recompute.planner.simulate import (
     JOINED,
     NESTED,
@@ -85,10 +86,10 @@ def solve(
         units: Which segments are allowed beside the options of one call.
     """
     found = _solved(costs, budget, units)
-    if found is None or not _repeated_layers(costs):
+    repeated = layers_called_again(costs)
+    if found is None or not repeated:
         return found
-    # The parts of a Layer that is called again are recomputed in all its calls, or in none.
-    without = _solved(_without_parts(costs, _repeated_layers(costs)), budget, units)
+    without = _solved(without_parts(costs, repeated), budget, units)
     return found if without is None or found.seconds <= without.seconds else without
 
 
@@ -108,7 +109,7 @@ def _solved(costs: StepCosts, budget: int, units: Sequence[str]) -> Solution | N
                 return None
             found.update(of_group)
         chosen = tuple(found[first] for first in sorted(found))
-        choices = _alike(costs, chosen)
+        choices = alike(costs, chosen)
         return Solution(choices, simulate(costs, choices), exact and choices == chosen)
 
     best = within(budget)
@@ -133,56 +134,6 @@ def _solved(costs: StepCosts, budget: int, units: Sequence[str]) -> Solution | N
         else:
             high = middle
     return Solution(found.choices, found.timeline, exact=False)
-
-
-def _repeated_layers(costs: StepCosts) -> set[str]:
-    """The Layers with parts to recompute that are called more than once in a pass."""
-    return {
-        call.layer
-        for call in costs.calls
-        if call.number and any(_is_of_parts(option) for option in call.options)
-    }
-
-
-def _is_of_parts(option: str) -> bool:
-    return option not in (PLAIN, WHOLE, OFFLOADED, JOINED, NESTED)
-
-
-def _without_parts(costs: StepCosts, layers: set[str]) -> StepCosts:
-    def options_of(call: CallCost) -> dict[str, OptionCost]:
-        if call.layer not in layers:
-            return call.options
-        return {name: cost for name, cost in call.options.items() if not _is_of_parts(name)}
-
-    return replace(
-        costs, calls=tuple(replace(call, options=options_of(call)) for call in costs.calls)
-    )
-
-
-def _alike(costs: StepCosts, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """The choices, with one partial option for all calls of a Layer that are not recomputed whole.
-
-    The parts of a Layer are wrapped once. Where its calls have different partial options, all get
-    the one that keeps least.
-    """
-    wanted: dict[str, set[str]] = {}
-    for choice in choices:
-        if _is_of_parts(choice.option):
-            wanted.setdefault(costs.calls[choice.first].layer, set()).add(choice.option)
-
-    def alike(choice: Choice) -> Choice:
-        call = costs.calls[choice.first]
-        own = wanted.get(call.layer)
-        if own is None or not (choice.option == PLAIN or _is_of_parts(choice.option)):
-            return choice
-        parts = [name for name in call.options if _is_of_parts(name)]
-        allowed = own if len(own) == 1 else parts
-        usable = [name for name in parts if name in allowed]
-        if not usable:
-            return choice
-        return replace(choice, option=min(usable, key=lambda name: call.options[name].kept))
-
-    return tuple(map(alike, choices))
 
 
 def _first_feasible(
