@@ -241,9 +241,11 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     plain_seconds = min(_seconds(warm.plain, time.process_time) for _ in range(3))
     gc.collect()
     collecting = _seconds(gc.collect, time.process_time)
+    measure_call = None
+    if mode == "static":
+        measure_call = PromptCalls(program_config(1, True), case.model).measure
     start = time.process_time()
-    calls = PromptCalls(program_config(1, True), case.model)
-    costs = job.measure(measure_call=calls.measure if mode == "static" else None)
+    costs = job.measure(measure_call=measure_call)
     probing = time.process_time() - start
     signature = job.signature()
     if mode == "static":  # the model in dygraph is not needed any more

@@ -3,8 +3,8 @@
 Ten budgets are laid between the smallest feasible one and the plain peak. Each plan is made and
 verified (at most three corrections), and then the peak of a later optimizer step under it is
 measured once more. "Predicted" is what was expected of the plan before it was measured. The calls
-are measured in dygraph; a Program differs, and is predicted by what the verification of earlier
-plans showed. Bytes are those of Paddle's allocator, and exact: the collector thread of a Program's
+are measured in dygraph, and those of a Program as Programs too; what its plain step takes is known.
+Bytes are those of Paddle's allocator, and exact: the collector thread of a Program's
 executor comes before the thread that computes (`_prompt_frees`). "Next" is the peak of the next
 faster plan: where it is above the budget, no plan of the menu uses the bytes between. Time is that
 of forward and backward (of a whole step for a Program), the least of some rounds in turn, to the

@@ -37,7 +37,7 @@ class OptionCost:
         offers_output: Whether later calls need not keep the output: it is computed again for them.
         takes_offers: Whether the call asks for such outputs instead of keeping its input.
         frees_input: Bytes of its inputs that it does not keep, because it keeps a copy of them.
-        kept_again: Those of the kept bytes that the plain call keeps too: masks, in a Program.
+        kept_by_plain: Whether the plain call keeps the same bytes, and more: masks, in a Program.
     """
 
     kept: int
@@ -48,7 +48,7 @@ class OptionCost:
     keeps_output: bool = False
     offers_output: bool = False
     takes_offers: bool = False
-    kept_again: int = 0
+    kept_by_plain: bool = False
     frees_input: int = 0
 
 

@@ -55,6 +55,6 @@ def costs_in_program(
             # was not there to be given up.
             keeps_output=cost.keeps_output or (cost.offers_output and held != plain_held),
             offers_output=False,
-            kept_again=kept if option == WHOLE else 0,
+            kept_by_plain=option == WHOLE,
         )
     return costs

@@ -152,9 +152,8 @@ def repeated_bytes(calls: Sequence[CallCost], number: int, option: str, first: i
     whole = calls[number].options[WHOLE]
     if option == NESTED:
         return whole.kept
-    plain = calls[number].options[PLAIN]
-    again = whole.kept - whole.kept_again + plain.kept
-    return again - freed_again(calls, number, option, first)
+    kept = calls[number].options[PLAIN].kept + (0 if whole.kept_by_plain else whole.kept)
+    return kept - freed_again(calls, number, option, first)
 
 
 def freed_again(calls: Sequence[CallCost], number: int, option: str, first: int) -> int:

@@ -117,8 +117,8 @@ def measure_step(
                 if call.inputs is not None
             },
             skeleton,
-            0.0 if only_bytes or measure_call is not None else AFFORDABLE,
             progress,
+            for_times=not only_bytes and measure_call is None,
         )
         if measure_call is not None:
             for kind in kinds.values():
@@ -162,8 +162,9 @@ def check_measurable(model: paddle.nn.Layer) -> None:
 def _measured_kinds(
     kinds: dict[Any, MeasuredCall],
     skeleton: Skeleton,
-    affordable: float,
     progress: Progress | None,
+    *,
+    for_times: bool,
 ) -> dict[Any, MeasuredCall]:
     """The calls by signature, measured.
 
@@ -180,12 +181,11 @@ def _measured_kinds(
     if progress is not None:
         progress(len(kinds), len(kinds))
     outside = sum(event.seconds for event in skeleton.events)
-    while True:
+    while for_times:
         one = max(kinds, key=lambda one: counts[one] / kinds[one].rounds ** 2)
         plain = outside + sum(counts[one] * kind.plain_seconds for one, kind in kinds.items())
         spent = now() - began + kinds[one].spent
-        most = max(affordable * plain, ALWAYS_AFFORDABLE * bool(affordable))
-        if kinds[one].rounds >= MOST_ROUNDS or spent > most:
+        if kinds[one].rounds >= MOST_ROUNDS or spent > max(AFFORDABLE * plain, ALWAYS_AFFORDABLE):
             break
         kinds[one].round()
     return kinds

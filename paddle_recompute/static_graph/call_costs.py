@@ -19,7 +19,7 @@ from paddle_recompute._paddle.static.marks import has_marks
 from paddle_recompute.config import Config
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.replay import RngState
-from paddle_recompute.static_graph._building import Recipe
+from paddle_recompute.static_graph._building import Recipe, trained_parameters
 from paddle_recompute.static_graph._feeds import Feeds
 from paddle_recompute.static_graph._trained_program import ScopeState
 from paddle_recompute.static_graph.minimize import append_gradients
@@ -153,9 +153,8 @@ class ProgramCalls:
                     outputs = block(*args, **kwargs)
                 loss = _sum_of(outputs, layer) + _ballast()
                 self._strategy.recompute = has_marks(native(), main)
-                trained = [p for p in block.parameters() if not p.stop_gradient]
                 with _silent():
-                    append_gradients(loss, self._strategy, [anchor, *trained])
+                    append_gradients(loss, self._strategy, [anchor, *trained_parameters(block)])
             if self._state is None:  # all Programs have the same parameters
                 self._state = ScopeState.started(startup, {}, exchanges=False)
         return _CallProgram(loss, feeds.arrays(inputs), main)

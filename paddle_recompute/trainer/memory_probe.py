@@ -226,9 +226,7 @@ def measure_step(
     """
     gc.collect()  # Layers and their hooks are reference cycles; free the models of earlier steps
     paddle.seed(config.train.seed)
-    bare = config.model.model_copy(update={"init_from": None})  # bytes do not depend on it
-    model = build_model(bare, vocab_size)
-    model.train()
+    model = bare_model(config, vocab_size)
     if recompute and config.recompute.offload_parameters != "none":
         offload_layers(model, config.recompute)
     elif recompute:
@@ -378,6 +376,13 @@ def _with_all_blocks(config: Config) -> Config:
 def _unscaled(amp: AmpConfigs) -> AmpConfigs:
     """AMP without overflow: an overflow would skip the step, and AdamW would create no moments."""
     return amp.model_copy(update={"init_loss_scaling": 1.0, "use_dynamic_loss_scaling": False})
+
+
+def bare_model(config: Config, vocab_size: int) -> paddle.nn.Layer:
+    """The model of a run without the weights of ``init_from``: bytes and times ignore them."""
+    model = build_model(config.model.model_copy(update={"init_from": None}), vocab_size)
+    model.train()
+    return model
 
 
 def largest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:

@@ -1,8 +1,8 @@
 """The plan of a run with ``recompute.policy: budget``, the same on all ranks.
 
-The calls are measured in dygraph, in either mode, and for a Program as Programs too.
-Then whole steps of that mode are measured under the plan; what they take more counts as held, and
-the plan is made anew.
+The calls are measured in dygraph, and in ``mode: static`` as Programs too. Then whole steps of the
+run's mode are measured under the plan; what they take more counts as held, and the plan is made
+anew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from paddle_recompute._paddle.memory import can_reset_peak
 from paddle_recompute.config import Config
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import PlanError, SelectionError
-from paddle_recompute.models import build_model
 from paddle_recompute.planner import (
     JOINED,
     NESTED,
@@ -40,6 +39,7 @@ from paddle_recompute.train_step import build_optimizer
 from paddle_recompute.trainer.memory_probe import (
     BATCHES_AHEAD,
     Peaks,
+    bare_model,
     largest_batch,
     largest_of_ranks,
     largest_peak_of_ranks,
@@ -119,7 +119,7 @@ class BudgetPlanner:
         job = job_of(config, vocab_size, chunks)
         measure_call = None
         if config.mode == "static":
-            measure_call = ProgramCalls(config, lambda: _bare_model(config, vocab_size)).measure
+            measure_call = ProgramCalls(config, lambda: bare_model(config, vocab_size)).measure
         return job.measure(measure_call=measure_call), job.signature()
 
     def _largest_costs(self, own: StepCosts) -> StepCosts:
@@ -153,7 +153,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     """
     gc.collect()
     paddle.seed(config.train.seed)
-    model = _bare_model(config, vocab_size)
+    model = bare_model(config, vocab_size)
     objective = Objective(config, chunks)
     batch = largest_batch(config, vocab_size, chunks)
     of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
@@ -203,13 +203,6 @@ def estimated_peaks(config: Config, vocab_size: int, chunks: Chunks) -> Peaks | 
         own = Peaks(0, 0)
     plain, configured = map(largest_peak_of_ranks, own)
     return None if plain is None or configured is None else Peaks(plain, configured)
-
-
-def _bare_model(config: Config, vocab_size: int) -> paddle.nn.Layer:
-    bare = config.model.model_copy(update={"init_from": None})  # bytes and times ignore it
-    model = build_model(bare, vocab_size)
-    model.train()
-    return model
 
 
 def _plain_peak(costs: StepCosts) -> int:

@@ -108,7 +108,7 @@ def test_a_call_without_a_backward_is_refused(multiplications: list[int]) -> Non
 
 
 class Wide(paddle.nn.Layer):
-    """One Layer that keeps 4 MiB of its own, and a dropout's mask of 1 MiB."""
+    """Of 4 MiB it keeps 8 MiB, and a dropout's mask of 1 MiB."""
 
     def forward(self, x: Any) -> Any:
         return paddle.nn.functional.dropout(paddle.nn.functional.gelu(x * 2), 0.5) * x
