@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import paddle
 
-from paddle_recompute.data._workers import WorkerWatch
+from paddle_recompute.data._workers import Workers
 from paddle_recompute.data.pairs import Pair
 from paddle_recompute.data.tokenizer import PairTokenizer, TokenRows
 from paddle_recompute.errors import DataError
 
 LONGEST_WAIT = 300.0
 """Seconds without a batch after which workers are ended; one batch takes them milliseconds."""
+
+_Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
 
 
 class PairLoader:
@@ -62,50 +65,11 @@ class PairLoader:
         """
         sampler = self._sampler.for_epoch(self._sampler.epoch)
         if not self._num_workers:
-            yield from self._batches(sampler)
+            yield from _to_tensors(map(self._collate, sampler))
             return
-        with WorkerWatch(LONGEST_WAIT) as watch:
-            batches = self._batches(sampler, watch)
-            while True:
-                with watch.waiting():
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                try:
-                    yield batch
-                except GeneratorExit:
-                    batches.close()
-                    raise
-
-    def _batches(
-        self, sampler: RankSampler, watch: WorkerWatch | None = None
-    ) -> Generator[dict[str, paddle.Tensor], None, None]:
-        loader = paddle.io.DataLoader(
-            _Places(sampler.num_pairs),
-            batch_sampler=sampler,
-            collate_fn=self._collate,
-            num_workers=self._num_workers,
-            return_list=True,
-            # Through pipes. A worker with shared memory would use Paddle's allocator. If another
-            # thread held the allocator's lock at the fork (Paddle's own reading threads do; seen
-            # with 3.3.1), the worker would wait for the lock forever.
-            use_shared_memory=False,
-        )
-        with contextlib.nullcontext() if watch is None else watch.starting():
-            batches = iter(loader)
-        try:
-            for batch in batches:
-                yield batch
-                if watch is not None:
-                    watch.check()
-        except GeneratorExit:
-            # The loop was left before its end. Paddle stops its workers and drops prefetched
-            # batches only at the end of an epoch: end the epoch.
-            sampler.end()
-            with contextlib.suppress(SystemError):  # a worker has died: there is no more to drop
-                for _ in batches:
-                    pass
-            raise
+        workers = Workers(self._collate, sampler, self._num_workers, LONGEST_WAIT)
+        with contextlib.closing(workers):
+            yield from _to_tensors(workers, on_leaving=workers.close)
 
     def notes(self) -> list[str]:
         """What the batches leave out, one sentence each; empty if nothing is left out."""
@@ -124,7 +88,7 @@ class PairLoader:
             if count
         ]
 
-    def _collate(self, rows: list[int]) -> dict[str, npt.NDArray[np.int64]]:
+    def _collate(self, rows: list[int]) -> _Arrays:
         return {
             "query": self._queries.pad(rows),
             "positive": self._positives.pad(rows),
@@ -186,7 +150,7 @@ def refuse_negatives(pairs: Iterable[Pair]) -> None:
         )
 
 
-class RankSampler(paddle.io.BatchSampler):
+class RankSampler:
     """Divides every global batch among the ranks, without repetition and in equal parts.
 
     `paddle.io.DistributedBatchSampler` repeats pairs to fill the last batch, and shuffles by the
@@ -214,7 +178,6 @@ class RankSampler(paddle.io.BatchSampler):
         self.batch_size = local_batch
         self.num_dropped = num_pairs % (local_batch * num_ranks)
         self._rank, self._num_ranks, self._seed = rank, num_ranks, seed
-        self._ended = False
 
     def for_epoch(self, epoch: int) -> RankSampler:
         """A sampler of the same pairs in the order of another epoch."""
@@ -227,10 +190,6 @@ class RankSampler(paddle.io.BatchSampler):
             epoch=epoch,
         )
 
-    def end(self) -> None:
-        """Yield no further batch."""
-        self._ended = True
-
     def __len__(self) -> int:
         """Batches in an epoch."""
         return self.num_pairs // (self.batch_size * self._num_ranks)
@@ -240,19 +199,53 @@ class RankSampler(paddle.io.BatchSampler):
         order = np.random.default_rng([self._seed, self.epoch]).permutation(self.num_pairs)
         whole = order[: self.num_pairs - self.num_dropped]
         for batch in whole.reshape(-1, self._num_ranks, self.batch_size)[:, self._rank]:
-            if self._ended:
-                return
             yield batch.tolist()
 
 
-class _Places(paddle.io.Dataset):
-    """Item i is i: the tokens are looked up per batch, not per pair."""
+def _to_tensors(
+    batches: Iterable[_Arrays], on_leaving: Callable[[], None] = lambda: None
+) -> Generator[dict[str, paddle.Tensor], None, None]:
+    """The same batches on the device: a thread of Paddle's copies them there ahead.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    Args:
+        batches: What that thread reads.
+        on_leaving: Is called if the loop over the Tensors is left before its end.
+    """
+    stream = _Stream(batches)
+    tensors = iter(paddle.io.DataLoader(stream, batch_size=None, return_list=True))
+    try:
+        yield from tensors
+    except GeneratorExit:
+        stream.end()
+        on_leaving()
+        for _ in tensors:  # Paddle drops what it has read ahead only at the end of an epoch
+            pass
+        raise
+    if stream.error is not None:
+        raise stream.error
 
-    def __len__(self) -> int:
-        return self._count
 
-    def __getitem__(self, place: int) -> int:
-        return place
+class _Stream(paddle.io.IterableDataset):
+    """Batches that Paddle's thread reads. An error there would leave the main thread waiting.
+
+    Attributes:
+        error: What ended it before its end.
+    """
+
+    def __init__(self, batches: Iterable[_Arrays]) -> None:
+        self._batches = batches
+        self._ended = False
+        self.error: Exception | None = None
+
+    def end(self) -> None:
+        """Yield no further batch."""
+        self._ended = True
+
+    def __iter__(self) -> Iterator[_Arrays]:
+        try:
+            for batch in self._batches:
+                if self._ended:
+                    return
+                yield batch
+        except Exception as error:
+            self.error = error

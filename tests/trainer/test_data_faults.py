@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle.distributed as dist
 import pytest
 
@@ -26,7 +27,11 @@ def train(folder: str, fault: str) -> None:
     workers = 0 if fault == "bad pair" else 1
     if dist.get_rank() == 1:
         loader.LONGEST_WAIT = 3.0
-        made = PairLoader.__iter__
+        made, collate = PairLoader.__iter__, PairLoader._collate
+
+        def large(self: PairLoader, rows: list[int]) -> dict[str, Any]:
+            """A batch that no socket takes: the worker is still sending when it is to fail."""
+            return {**collate(self, rows), "more": np.zeros(1 << 20, np.int8)}
 
         def faulty(self: PairLoader) -> Any:
             for number, batch in enumerate(made(self)):
@@ -38,6 +43,7 @@ def train(folder: str, fault: str) -> None:
                 yield batch
 
         PairLoader.__iter__ = faulty  # type: ignore[method-assign]
+        PairLoader._collate = large  # type: ignore[method-assign]
     settings = {
         "train__max_steps": 40,
         "launch__num_ranks": 2,
@@ -58,7 +64,7 @@ FAULTS = {
 def test_a_fault_of_one_rank_ends_all_of_them(fault: str, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.tsv")
     with MortalRanks(train, folder=str(tmp_path), fault=fault) as ranks:
-        ends = [ranks.end_of(1, within=120), ranks.end_of(0, within=60)]
+        ends = [ranks.end_of(1, within=60), ranks.end_of(0, within=30)]
     for code, output in ends:
         assert code == 1, output
     assert FAULTS[fault] in ends[0][1]
