@@ -34,7 +34,7 @@ endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py')
 
-.PHONY: venv venv26 venv-torch venv-nlp venv-formers test-nlp test-formers train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
+.PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-nlp test-formers train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
 .PHONY: lint bench wheel-test clean
 
 venv: .venv/.installed
@@ -65,6 +65,11 @@ venv-formers: .venv-formers/.installed
 
 .venv-formers/.installed: setup.py requirements/formers.txt requirements/common.txt
 	@$(call install,.venv-formers,requirements/formers.txt)
+
+# An etcd server and its client, with which Paddle's launcher restarts ranks.
+venv-etcd: .venv-etcd/.installed
+.venv-etcd/.installed: setup.py requirements/etcd.txt requirements/paddle33.txt requirements/common.txt
+	@$(call install,.venv-etcd,requirements/etcd.txt)
 
 THIRD_PARTY_TESTS := tests/integrations tests/models/test_init_from.py tests/doctor/test_other_libraries.py \
     tests/examples/test_trainer.py
@@ -154,7 +159,7 @@ bench: venv
 	    module=benchmarks.$$(basename $$script .py); \
 	    case $$module in \
 	        *.sync_cost_model|*.batch_size_study) continue;; \
-	        *.contrastive_vs_sentence_transformers|*.third_party|*.peers) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
+	        *.contrastive_vs_sentence_transformers|*.third_party|*.peers|*.paddle_restart) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
 	        *.sync|*.sync_scaling) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
 	    esac; \
 	    echo "=== python -m $$module"; \
@@ -164,11 +169,14 @@ bench: venv
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
 # bench-control_plane, bench-control_port, bench-gloo_starts,
 # bench-batch_size_study, bench-compile, bench-stride_kernel, bench-peers_that_die, bench-static_graph, bench26-static_graph,
-# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-offload, bench-real_models,
-# bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
+# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-offload, bench-paddle_restart,
+# bench-real_models, bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
 bench-%: venv
 	.venv/bin/python -m benchmarks.$*
+
+bench-paddle_restart: venv-etcd
+	.venv-etcd/bin/python -m benchmarks.paddle_restart $(ARGS)
 
 # Some seconds for each of 19 models.
 bench-third_party: venv-nlp venv-formers

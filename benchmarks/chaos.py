@@ -119,6 +119,17 @@ def orphans(folder: Path) -> list[int]:
     return found
 
 
+def same_parameters(folder: Path) -> bool:
+    """Whether the runs `whole` and `killed` in `folder` have ended with the same bits."""
+    left, right = (
+        load_file(find_checkpoint(folder / run / "checkpoint").weights_file)
+        for run in ("whole", "killed")
+    )
+    return left.keys() == right.keys() and all(
+        np.array_equal(left[key], right[key]) for key in left
+    )
+
+
 def try_way(name: str, changes: dict[str, Any], kills: int, seed: int, base: Path) -> list[Any]:
     """One row of the table."""
     folder = base / name.replace(" ", "-")
@@ -163,19 +174,12 @@ def try_way(name: str, changes: dict[str, Any], kills: int, seed: int, base: Pat
             break
         if starts > kills + 5:
             raise Failed(name, f"{starts} starts for {kills} kills", folder)
-    left, right = (
-        load_file(find_checkpoint(folder / run / "checkpoint").weights_file)
-        for run in ("whole", "killed")
-    )
-    equal = (
-        all(np.array_equal(left[key], right[key]) for key in left) and left.keys() == right.keys()
-    )
     in_save = sum("in a save" in victim for victim in done)
     who = ", ".join(
         f"{sum(victim.startswith(one) for victim in done)} {one}"
         for one in ("rank 0", "rank 1", "launcher")
     )
-    verdict = "equal, bit by bit" if equal else "DIFFERENT"
+    verdict = "equal, bit by bit" if same_parameters(folder) else "DIFFERENT"
     seconds = f"{time.monotonic() - began:.0f}"
     return [name, steps, len(done), who, in_save, starts, left_behind, verdict,
             f"{longest:.0f}", seconds]  # fmt: skip
