@@ -124,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="restart-") as base:
         folder = Path(base)
         write_pairs(folder / "pairs.tsv")
-        steps = 4 * options.kills + 8
+        steps = 30 * options.kills  # so many may pass from a checkpoint to the kill
         files = {}
         for run in ("whole", "killed"):
             settings = {**COMMON, "train__max_steps": steps,
@@ -138,6 +138,8 @@ def main() -> None:
             launcher = launch(files["killed"], folder, port, options.kills)
             chance = random.Random(options.seed)
             killed = kill_at_random(launcher, folder / "killed", options.kills, chance)
+            if len(killed) < options.kills:
+                raise Failed("restarted", f"it ended after {len(killed)} kills", folder)
             if launcher.wait(PATIENCE):
                 raise Failed("restarted", f"exit code {launcher.returncode}", folder)
         seconds = time.monotonic() - began
