@@ -64,8 +64,8 @@ class CallCost:
         kind: Number of its signature; calls of the same signature cost the same.
         input_bytes: Inputs that nothing but this call would keep.
         output_bytes: Its outputs.
-        output_is_kept: Whether something other than the call keeps its output: a later call whose
-            input it is, or an operator between the blocks.
+        output_is_kept: Whether something other than the call keeps its output, under all options:
+            a later call whose input it is, or an operator between the blocks.
         follows: The call before it whose output is its input; None if there is none.
         gradients: Bytes of the gradient of each of its parameters, by name.
         options: The costs of each option.

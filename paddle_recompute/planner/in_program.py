@@ -25,13 +25,16 @@ count.
 
 
 def costs_in_program(
-    in_dygraph: Mapping[str, OptionCost], found: Mapping[str, tuple[float, int, int]]
+    in_dygraph: Mapping[str, OptionCost],
+    found: Mapping[str, tuple[float, int, int]],
+    freed: Mapping[str, int],
 ) -> dict[str, OptionCost]:
     """The costs of a call by option.
 
     Args:
         in_dygraph: The costs in dygraph.
         found: What a `MeasureCall` returned, maybe without options that a Program cannot have.
+        freed: By option, bytes of inputs that go after the forward. Costs count as if they stayed.
 
     Raises:
         PlanError: The call cannot be recomputed whole in a Program.
@@ -44,7 +47,8 @@ def costs_in_program(
     costs = {}
     for option, (seconds, held, peak) in found.items():
         cost = in_dygraph[option]
-        kept = plain.kept + held - plain_held
+        stay = freed.get(option, 0) - freed.get(PLAIN, 0)
+        kept = plain.kept + held - plain_held + stay
         costs[option] = replace(
             cost,
             kept=kept,

@@ -168,13 +168,21 @@ class MeasuredCall:
             for option, runs in self._runs.items()
         }
         if self._in_program:
-            return costs_in_program(costs, self._in_program)
+            return costs_in_program(costs, self._in_program, self._freed_in_program())
         if self._offload == "host" and OFFLOADED in costs:
             # While a block is recomputed, the input of the one before it comes back to the device.
             coming = sum(self.frees_inputs[OFFLOADED].values())
             peak = costs[OFFLOADED].backward_peak + coming
             costs[OFFLOADED] = replace(costs[OFFLOADED], backward_peak=peak)
         return costs
+
+    def _freed_in_program(self) -> dict[str, int]:
+        """By option, bytes of inputs that go; a `MeasureCall` holds those that need no gradient."""
+        leaves = dict(_nested.named_leaves(self._call.inputs))
+        return {
+            option: sum(size for path, size in sizes.items() if not leaves[path].stop_gradient)
+            for option, sizes in self.frees_inputs.items()
+        }
 
     def _seconds(self) -> dict[str, float]:
         found = {option: min(run.seconds for run in runs) for option, runs in self._runs.items()}

@@ -1,6 +1,7 @@
 """Options that recompute parts of a Layer: these are wrapped once, for all calls of the Layer.
 
-So the calls of a Layer that are not recomputed whole have one partial option, or none.
+So all calls of a Layer have one partial option, or none has one. A call that is recomputed whole
+would recompute its wrapped parts once more, and would hold what is recomputed twice.
 """
 
 from __future__ import annotations
@@ -38,20 +39,27 @@ def without_parts(costs: StepCosts, layers: set[str]) -> StepCosts:
 
 
 def alike(costs: StepCosts, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """The choices, with one partial option for all calls of a Layer that are not recomputed whole.
+    """The choices, with one partial option for all calls of a Layer, or none.
 
-    Where the calls have different ones, all get the one that keeps least.
+    Where its calls have different ones, all get the one that keeps least; where one of its calls is
+    recomputed whole, so are those with a partial option.
     """
     wanted: dict[str, set[str]] = {}
+    whole: set[str] = set()
     for choice in choices:
+        layers = {call.layer for call in costs.calls[choice.first : choice.last + 1]}
         if is_partial(choice.option):
-            wanted.setdefault(costs.calls[choice.first].layer, set()).add(choice.option)
+            wanted.setdefault(layers.pop(), set()).add(choice.option)
+        elif choice.option != PLAIN:
+            whole |= layers
 
     def of_layer(choice: Choice) -> Choice:
         call = costs.calls[choice.first]
         own = wanted.get(call.layer)
         if own is None or not (choice.option == PLAIN or is_partial(choice.option)):
             return choice
+        if call.layer in whole:
+            return choice if choice.option == PLAIN else replace(choice, option=WHOLE)
         parts = [name for name in call.options if is_partial(name)]
         usable = [name for name in parts if len(own) > 1 or name in own]
         if not usable:

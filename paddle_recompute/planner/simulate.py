@@ -166,12 +166,8 @@ def freed_again(calls: Sequence[CallCost], number: int, option: str, first: int)
 
 
 def freed_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
-    """The input of a call that keeps a copy of it (an LSTM), unless the call before keeps it."""
-    call = calls[number]
-    before = call.follows
-    if before is not None and any(one.keeps_output for one in calls[before].options.values()):
-        return 0
-    return min(cost.frees_input, call.input_bytes)
+    """The input of a call that keeps a copy of it (an LSTM)."""
+    return min(cost.frees_input, calls[number].input_bytes)
 
 
 def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
@@ -180,7 +176,7 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
     above = 0  # bytes of the calls, above the skeleton
     live: dict[int, int] = {}  # what each call of a segment that runs again keeps
     present: dict[str, int] = {}  # the gradients that exist
-    running: dict[int, int] = {}  # what has been computed again for backwards that have begun
+    running: dict[int, int] = {}  # what calls whose backwards have begun hold until they end
     seen_to_end = {event.call for event in costs.events if event.kind == "done"}
     for event in costs.events:
         gradients = sum(present.values())
@@ -225,12 +221,19 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
         # The operators of calls that do not depend on each other take turns.
         inside = sum(running.values()) + cost.backward_peak
         inside -= freed_again(calls, number, choice.option, choice.first)
-        is_repeated = any(cost is call.options.get(name) for name in (WHOLE, OFFLOADED))
-        if number in seen_to_end and is_repeated:
-            running[number] = call.options[PLAIN].kept + call.output_bytes
+        if number in seen_to_end:
+            running[number] = _held_meanwhile(call, cost)
         where = f"backward of {call.name}"
         yield Point(where, level + change + inside, gradients, above, inside)
         present.update(call.gradients)
+
+
+def _held_meanwhile(call: CallCost, cost: OptionCost) -> int:
+    """What a call holds from the begin of its backward on, while that of another call runs."""
+    if not any(cost is call.options.get(name) for name in (WHOLE, OFFLOADED)):
+        return cost.kept
+    plain = call.options[PLAIN]
+    return plain.kept + (call.output_bytes if plain.keeps_output else 0)
 
 
 def _before(event: Event, calls: Sequence[CallCost]) -> str:

@@ -246,6 +246,12 @@ def _composed(
                 },
             )
         )
+    # What a later call may free is kept by nobody for sure.
+    may_go = {call.follows for call in calls if any(o.frees_input for o in call.options.values())}
+    calls = [
+        replace(call, output_is_kept=call.output_is_kept and number not in may_go)
+        for number, call in enumerate(calls)
+    ]
     end = skeleton.events[-1]
     update = Event("update", -1, end.leave + update_bytes, end.leave, end.leave)
     events = (*skeleton.events, update)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from paddle_recompute import (
 )
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import ConfigError, PlanError
-from paddle_recompute.planner import JOINED, NESTED, Choice, Job, simulate, solve
+from paddle_recompute.planner import JOINED, NESTED, Choice, Job, StepCosts, simulate, solve
+from paddle_recompute.planner.costs import CallCost
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.policies import uniform
 from paddle_recompute.planner.recompute_plan import RecomputePlan as Plan
@@ -36,7 +38,7 @@ CLOSE = 0.01
 """A selective block whose output the next one computes again is predicted one boundary too high."""
 EXACT = 64
 """Bytes: scalars of a loss."""
-IN_TURNS = 0.05
+IN_TURNS = 0.03
 """Two calls whose operators take turns are predicted as an upper bound."""
 
 
@@ -281,10 +283,17 @@ def test_two_calls_of_one_layer_have_options_of_their_own() -> None:
     job = job_of("two towers")
     costs = job.measure()
     assert [call.name for call in costs.calls[3:5]] == ["encoder.layers.3", "encoder.layers.0#2"]
-    choices = [Choice(n, n, "whole" if n < 4 else "plain") for n in range(8)]
+
+
+@pytest.mark.parametrize("whole", [range(3), range(4), range(6), range(5, 8), [3], [7], [0, 2, 3]])
+def test_a_call_that_has_begun_holds_its_bytes_while_another_one_runs(whole: Sequence[int]) -> None:
+    """The towers' backwards take turns: 7 and 3, 6 and 2, and so on."""
+    job = job_of("two towers")
+    costs = job.measure(only_bytes=True)
+    choices = [Choice(n, n, "whole" if n in whole else "plain") for n in range(8)]
     predicted = simulate(costs, choices).peak.bytes
     measured = measured_peak(job, make(costs, choices, job))
-    assert 0 <= predicted - measured <= IN_TURNS * measured
+    assert -EXACT <= predicted - measured <= IN_TURNS * measured
 
 
 def test_planning_leaves_no_trace() -> None:
@@ -651,10 +660,24 @@ def test_a_part_that_hands_its_input_on_is_not_recomputed() -> None:
     assert "dropout" not in found
 
 
+def with_cheap_parts(costs: StepCosts) -> StepCosts:
+    """Seconds with which parts are worth it; those of blocks as small as these say nothing."""
+    seconds = {"plain": 1.0, "attention": 1.1, "selective": 1.1, "selective+attention": 1.2}
+
+    def timed(call: CallCost) -> CallCost:
+        options = {
+            name: replace(cost, seconds=seconds.get(name, 2.0))
+            for name, cost in call.options.items()
+        }
+        return replace(call, options=options)
+
+    return replace(costs, calls=tuple(map(timed, costs.calls)))
+
+
 def test_the_parts_of_a_layer_are_recomputed_in_all_its_calls() -> None:
     """They are wrapped once; a plan that says less would predict other bytes."""
     job = job_of("one encoder twice")
-    costs = job.measure(only_bytes=True)
+    costs = with_cheap_parts(job.measure(only_bytes=True))
     plain, least = (simulate(costs, uniform(costs, one)).peak.bytes for one in ("plain", "whole"))
     seen = 0
     for part in range(1, 12):
