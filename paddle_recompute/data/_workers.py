@@ -9,14 +9,17 @@ it dies, its stream ends. If it hangs, the parent's read has a time limit.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
-import multiprocessing
+import os
 import pickle
 import signal
 import socket
+import threading
+import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 from paddle_recompute.errors import DataError
@@ -24,8 +27,12 @@ from paddle_recompute.errors import DataError
 Task = TypeVar("Task")
 Batch = TypeVar("Batch")
 
-_SECONDS_TO_DIE = 5.0
+SECONDS_TO_DIE = 5.0
 """How long a process that was killed is waited for."""
+_ENDS_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
+"""A terminal or a scheduler sends them to all processes; the parent decides when a worker ends."""
+_starting = threading.Lock()
+"""No fork of another thread inherits the end of the socket that is a worker's."""
 
 
 class Workers(Generic[Task, Batch]):
@@ -41,6 +48,12 @@ class Workers(Generic[Task, Batch]):
         tasks: The same sequence at each iteration.
         num_workers: How many processes.
         longest_wait: Seconds that a process may send nothing while a batch is waited for.
+
+    Attributes:
+        pids: Of the processes.
+
+    Raises:
+        DataError: The system starts no such number of processes.
     """
 
     def __init__(
@@ -52,18 +65,30 @@ class Workers(Generic[Task, Batch]):
     ) -> None:
         self._longest_wait = longest_wait
         self._sockets: list[socket.socket] = []
-        self._processes: list[BaseProcess] = []
+        self._processes: list[_Process] = []
         self._end = weakref.finalize(self, _end, self._processes, self._sockets)
-        fork = multiprocessing.get_context("fork")
         for worker in range(num_workers):
-            ours, theirs = socket.socketpair()
-            ours.settimeout(longest_wait)
-            self._sockets.append(ours)
             part = itertools.islice(tasks, worker, None, num_workers)
-            process = fork.Process(target=_work, args=(make, part, ours, theirs), daemon=True)
-            process.start()
+            try:
+                self._start(make, part)
+            except OSError as error:
+                self.close()
+                raise DataError(
+                    f"data.num_workers: only {worker} of {num_workers} processes could be started "
+                    f"({error}); lower it"
+                ) from error
+        self.pids = [process.pid for process in self._processes]
+
+    def _start(self, make: Callable[[Task], Batch], part: Iterable[Task]) -> None:
+        with _starting, _signals_wait():
+            ours, theirs = socket.socketpair()
+            self._sockets.append(ours)
+            pid = os.fork()
+            if not pid:
+                _work(make, part, ours, theirs)
             theirs.close()
-            self._processes.append(process)
+        ours.settimeout(self._longest_wait)
+        self._processes.append(_Process(pid))
 
     def close(self) -> None:
         """End the processes; a thread that waits for a batch of theirs gets an error."""
@@ -86,7 +111,11 @@ class Workers(Generic[Task, Batch]):
                     "one of them? data.num_workers: 0 does without them"
                 ) from error
             except (EOFError, pickle.UnpicklingError) as error:
-                raise _death(self._processes[worker]) from error
+                raise DataError(
+                    "data.num_workers: a process that makes batches has died, "
+                    f"{self._processes[worker].how_it_ended()}. Start again with "
+                    "train.resume=auto, or with data.num_workers=0, which does without them"
+                ) from error
             if batch is _END:
                 return
             yield batch
@@ -102,37 +131,82 @@ class _End:
 _END = _End()
 
 
-def _work(
-    make: Callable[[Any], Any], tasks: Iterable[Any], ours: socket.socket, theirs: socket.socket
-) -> None:
-    ours.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    the_parent_is_gone = contextlib.suppress(ConnectionError)
-    with the_parent_is_gone, theirs.makefile("wb") as stream:
-        for task in tasks:
-            pickle.dump(make(task), stream, protocol=pickle.HIGHEST_PROTOCOL)
-            stream.flush()
-        pickle.dump(_END, stream)
+class _Process:
+    """A fork of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+        self._lock = threading.Lock()
+
+    def kill(self) -> None:
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self._status is None:
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int | None:
+        """Its exit code, or minus the number of the signal that ended it; None: not known."""
+        deadline = time.monotonic() + SECONDS_TO_DIE
+        while self._status is None and time.monotonic() < deadline:
+            try:
+                with self._lock:
+                    if self._status is None:
+                        pid, status = os.waitpid(self.pid, os.WNOHANG)
+                        self._status = os.waitstatus_to_exitcode(status) if pid else None
+            except ChildProcessError:  # somebody else has waited for all children
+                return None
+            if self._status is None:
+                time.sleep(0.001)
+        return self._status
+
+    def how_it_ended(self) -> str:
+        code = self.wait()
+        if code is None:
+            return "of an unknown cause"
+        if code < 0:
+            return f"of signal {-code} ({signal.strsignal(-code)}; is the machine out of memory?)"
+        return f"with code {code} (its error is above)"
 
 
-def _end(processes: list[BaseProcess], sockets: list[socket.socket]) -> None:
+def _end(processes: list[_Process], sockets: list[socket.socket]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
-        process.join(_SECONDS_TO_DIE)
+        process.wait()
     for one in sockets:
         one.close()
 
 
-def _death(process: BaseProcess) -> DataError:
-    process.join(_SECONDS_TO_DIE)
-    code = process.exitcode
-    if code is not None and code < 0:
-        how = f"by {signal.Signals(-code).name} (is the machine out of memory?)"
-    else:
-        how = f"with code {code} (its error is above)"
-    return DataError(
-        f"data.num_workers: a process that makes batches has died, {how}. Start again with "
-        "train.resume=auto, or with data.num_workers=0, which does without them"
-    )
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Inside, this thread handles none of the signals that a worker ignores."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS_THE_PARENT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _work(
+    make: Callable[[Any], Any], tasks: Iterable[Any], ours: socket.socket, theirs: socket.socket
+) -> None:
+    """Make the batches and end this process, without what else an end of the interpreter does."""
+    # Nothing of the parent's is collected here: its Paddle objects wait for threads that a fork
+    # does not have.
+    gc.freeze()
+    code = 1
+    try:
+        for one in _ENDS_THE_PARENT:
+            signal.signal(one, signal.SIG_IGN)
+        ours.close()
+        the_parent_is_gone = contextlib.suppress(ConnectionError)
+        with the_parent_is_gone, theirs.makefile("wb") as stream:
+            for task in tasks:
+                pickle.dump(make(task), stream, protocol=pickle.HIGHEST_PROTOCOL)
+                stream.flush()
+            pickle.dump(_END, stream)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

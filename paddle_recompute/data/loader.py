@@ -215,37 +215,42 @@ def _to_tensors(
     tensors = iter(paddle.io.DataLoader(stream, batch_size=None, return_list=True))
     try:
         yield from tensors
-    except GeneratorExit:
+    except BaseException:
         stream.end()
         on_leaving()
         for _ in tensors:  # Paddle drops what it has read ahead only at the end of an epoch
             pass
         raise
-    if stream.error is not None:
-        raise stream.error
+    stream.check()
 
 
 class _Stream(paddle.io.IterableDataset):
-    """Batches that Paddle's thread reads. An error there would leave the main thread waiting.
-
-    Attributes:
-        error: What ended it before its end.
-    """
+    """Batches that Paddle's thread reads. An error there would leave the main thread waiting."""
 
     def __init__(self, batches: Iterable[_Arrays]) -> None:
         self._batches = batches
-        self._ended = False
-        self.error: Exception | None = None
+        self._is_ended = False
+        self._error: Exception | None = None
 
     def end(self) -> None:
         """Yield no further batch."""
-        self._ended = True
+        self._is_ended = True
+
+    def check(self) -> None:
+        """Raise the error that ended it before its end, if there was one."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it holds this frame, and with it the workers' sockets
 
     def __iter__(self) -> Iterator[_Arrays]:
         try:
             for batch in self._batches:
-                if self._ended:
+                if self._is_ended:
                     return
                 yield batch
         except Exception as error:
-            self.error = error
+            if not self._is_ended:
+                self._error = error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import gc
 import os
 import signal
 import subprocess
@@ -28,6 +28,7 @@ from paddle_recompute.data import (
 )
 from paddle_recompute.data.loader import RankSampler
 from paddle_recompute.errors import DataError
+from tests.data.processes import children
 from tests.ranks import ROOT
 
 # The lengths differ from text to text.
@@ -177,7 +178,7 @@ def test_workers_do_not_wait_for_a_lock_that_a_thread_held_at_the_fork(
 def test_iteration_can_be_left_and_begun_again(tokenizer: PairTokenizer, num_workers: int) -> None:
     loader = loader_of(tokenizer, num_workers=num_workers)
     whole = batches_of(loader)
-    before = set(threading.enumerate())
+    before, others = set(threading.enumerate()), children()
     for count in (1, 5, 12):
         batches = iter(loader)
         left = [next(batches)["index"].tolist() for _ in range(count)]
@@ -185,7 +186,7 @@ def test_iteration_can_be_left_and_begun_again(tokenizer: PairTokenizer, num_wor
         del batches
         # Gone are the workers and Paddle's thread, and what they have read ahead.
         assert set(threading.enumerate()) <= before
-        assert multiprocessing.active_children() == []
+        assert children() == others
     assert batches_of(loader) == whole
 
 
@@ -318,11 +319,12 @@ def large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("large_batches")
 def test_the_death_of_a_worker_ends_the_loop_with_an_error(tokenizer: PairTokenizer) -> None:
+    others = children()
     batches = iter(loader_of(tokenizer, num_workers=1))
     next(batches)
-    (worker,) = multiprocessing.active_children()
-    worker.kill()
-    with pytest.raises(DataError, match="a process that makes batches has died, by SIGKILL"):
+    (worker,) = children() - others
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(DataError, match="a process that makes batches has died, of signal 9"):
         for _ in batches:
             pass
     assert len(batches_of(loader_of(tokenizer, num_workers=1))) == len(loader_of(tokenizer))
@@ -333,12 +335,34 @@ def test_the_death_of_a_worker_ends_the_loop_with_an_error(tokenizer: PairTokeni
 def test_a_loop_can_be_left_whatever_became_of_a_worker(
     tokenizer: PairTokenizer, fate: signal.Signals
 ) -> None:
+    others = children()
     batches = iter(loader_of(tokenizer, num_workers=1))
     next(batches)
-    (worker,) = multiprocessing.active_children()
-    os.kill(worker.pid, fate)
+    (worker,) = children() - others
+    os.kill(worker, fate)
     batches.close()  # type: ignore[attr-defined]
-    assert not multiprocessing.active_children()
+    assert children() == others
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_in_the_loop_leaves_no_thread_and_no_file(
+    tokenizer: PairTokenizer, num_workers: int
+) -> None:
+    loader = loader_of(tokenizer, num_workers=num_workers)
+    batches_of(loader)
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        for _ in range(5):
+            batches = iter(loader)
+            next(batches)
+            with pytest.raises(KeyError):
+                batches.throw(KeyError)  # type: ignore[attr-defined]
+            del batches
+        assert set(threading.enumerate()) <= threads
+        assert len(os.listdir("/proc/self/fd")) == files
+    finally:
+        gc.enable()
 
 
 def test_an_error_where_no_worker_makes_the_batches(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import re
 import signal
@@ -11,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import paddle.distributed as dist
 import pytest
 
@@ -23,27 +21,25 @@ from tests.trainer.test_trainer import tiny, write_pairs
 
 
 def train(folder: str, fault: str) -> None:
-    """Rank 1 has the fault, after its first batch."""
+    """Rank 1 has the fault, after some batches."""
     workers = 0 if fault == "bad pair" else 1
     if dist.get_rank() == 1:
         loader.LONGEST_WAIT = 3.0
-        made, collate = PairLoader.__iter__, PairLoader._collate
+        made, collate, calls = PairLoader.__iter__, PairLoader._collate, itertools.count()
 
-        def large(self: PairLoader, rows: list[int]) -> dict[str, Any]:
-            """A batch that no socket takes: the worker is still sending when it is to fail."""
-            return {**collate(self, rows), "more": np.zeros(1 << 20, np.int8)}
-
-        def faulty(self: PairLoader) -> Any:
+        def faulty_iter(self: PairLoader) -> Any:
             for number, batch in enumerate(made(self)):
                 if number == 1 and fault == "bad pair":
                     raise ValueError("pair 17 has no words")
-                if number == 1:
-                    (worker,) = multiprocessing.active_children()
-                    os.kill(worker.pid, signal.SIGKILL if fault == "dies" else signal.SIGSTOP)
                 yield batch
 
-        PairLoader.__iter__ = faulty  # type: ignore[method-assign]
-        PairLoader._collate = large  # type: ignore[method-assign]
+        def faulty_collate(self: PairLoader, rows: list[int]) -> Any:
+            if next(calls) == 2 and workers:  # in the worker
+                os.kill(os.getpid(), signal.SIGKILL if fault == "dies" else signal.SIGSTOP)
+            return collate(self, rows)
+
+        PairLoader.__iter__ = faulty_iter  # type: ignore[method-assign]
+        PairLoader._collate = faulty_collate  # type: ignore[method-assign]
     settings = {
         "train__max_steps": 40,
         "launch__num_ranks": 2,
