@@ -365,6 +365,22 @@ def test_an_error_in_the_loop_leaves_no_thread_and_no_file(
         gc.enable()
 
 
+@pytest.mark.usefixtures("large_batches")
+def test_the_error_of_a_loop_holds_no_file_once_it_is_gone(tokenizer: PairTokenizer) -> None:
+    batches_of(loader_of(tokenizer))
+    files, others = len(os.listdir("/proc/self/fd")), children()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(DataError):
+                for _ in loader_of(tokenizer, num_workers=1):
+                    for worker in children() - others:
+                        os.kill(worker, signal.SIGKILL)
+        assert len(os.listdir("/proc/self/fd")) == files
+    finally:
+        gc.enable()
+
+
 def test_an_error_where_no_worker_makes_the_batches(
     tokenizer: PairTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
