@@ -10,7 +10,8 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_recompute import _nested
-from paddle_recompute.distributed import first_that_differs, run_collective, scope_of
+from paddle_recompute.contrastive import agree_on_rows, gather_rows
+from paddle_recompute.distributed import first_that_differs, scope_of
 from paddle_recompute.distributed import values_of_ranks as gather
 from paddle_recompute.doctor.observation import Array
 from paddle_recompute.doctor.report import DoctorReport
@@ -102,15 +103,8 @@ def mean_of_ranks(gradients: dict[str, Array | None]) -> dict[str, Array | None]
         shape = gather(None if gradient is None else list(gradient.shape), "a shape")
         known = next(one for one in shape if one is not None)
         own = np.zeros(known, "float32") if gradient is None else gradient
-        gathered: list[paddle.Tensor] = []
-        tensor = paddle.to_tensor(own)
-
-        def gather_all(
-            gathered: list[paddle.Tensor] = gathered, tensor: paddle.Tensor = tensor
-        ) -> None:
-            dist.all_gather(gathered, tensor)
-
-        run_collective(gather_all, "the doctor's gather")
-        total = np.sum([one.numpy().astype("float64") for one in gathered], axis=0)
+        row = paddle.to_tensor(own.reshape([1, -1]))
+        (rows,) = gather_rows([row], agree_on_rows([row], None), None)
+        total = rows.numpy().astype("float64").sum(axis=0).reshape(known)
         means[name] = (total / ranks).astype("float32")
     return means

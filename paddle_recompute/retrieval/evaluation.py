@@ -19,7 +19,7 @@ import paddle.distributed as dist
 from numpy.typing import NDArray
 
 from paddle_recompute.contrastive import agree_on_rows, gather_rows
-from paddle_recompute.distributed import barrier, is_distributed
+from paddle_recompute.distributed import barrier, is_distributed, values_of_ranks
 from paddle_recompute.errors import DataError, SyncError
 
 Vectors = NDArray[np.floating[Any]]
@@ -236,10 +236,7 @@ class _Share:
         for part in parts:
             about = f"{part.shape} {part.dtype}".encode()
             checksum = zlib.crc32(np.ascontiguousarray(part).data, zlib.crc32(about, checksum))
-        barrier()  # ranks may be minutes apart here, and gloo waits at most 30 s
-        checksums: list[paddle.Tensor] = []
-        dist.all_gather(checksums, paddle.to_tensor([checksum], dtype="int64"))
-        if len({int(one.item()) for one in checksums}) > 1:
+        if len(set(values_of_ranks(checksum, f"the checksum of {name}"))) > 1:
             raise SyncError(
                 f"the ranks' {name} differ; with over_ranks=True all ranks need the same"
             )
@@ -248,7 +245,7 @@ class _Share:
         """The rows of all ranks, in the order of the ranks."""
         if self.num_ranks == 1:
             return rows
-        barrier()
+        barrier()  # ranks may be minutes apart here, and gloo waits at most 30 s
         tensor = paddle.to_tensor(rows)
         (joined,) = gather_rows([tensor], agree_on_rows([tensor], None), None)
         array: NDArray[Any] = joined.numpy()
