@@ -66,7 +66,7 @@ class Workers(Generic[Task, Batch]):
         self._longest_wait = longest_wait
         self._sockets: list[socket.socket] = []
         self._processes: list[_Process] = []
-        self._end = weakref.finalize(self, _end, self._processes, self._sockets)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._processes, self._sockets)
         for worker in range(num_workers):
             part = itertools.islice(tasks, worker, None, num_workers)
             try:
@@ -168,7 +168,9 @@ class _Process:
         return f"with code {code} (its error is above)"
 
 
-def _end(processes: list[_Process], sockets: list[socket.socket]) -> None:
+def _end(parent: int, processes: list[_Process], sockets: list[socket.socket]) -> None:
+    if os.getpid() != parent:  # a fork has a copy of all that is to be done at an end
+        return
     for process in processes:
         process.kill()
     for process in processes:

@@ -106,6 +106,17 @@ def test_nothing_is_left_of_workers_that_are_forgotten() -> None:
     Workers(large, range(5), 2, longest_wait=30)
 
 
+def test_a_fork_that_ends_does_not_end_its_parents_workers() -> None:
+    workers = Workers(large, range(4), 1, longest_wait=30)
+    fork = os.fork()
+    if not fork:
+        workers.close()
+        os._exit(0)
+    os.waitpid(fork, 0)
+    assert len(list(workers)) == 4
+    workers.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_is_sent_to_all_processes_ends_no_worker(number: signal.Signals) -> None:
     """The parent finishes its step and saves it; for that it may need a batch."""
