@@ -150,7 +150,7 @@ def refuse_negatives(pairs: Iterable[Pair]) -> None:
         )
 
 
-class RankSampler:
+class RankSampler(paddle.io.BatchSampler):
     """Divides every global batch among the ranks, without repetition and in equal parts.
 
     `paddle.io.DistributedBatchSampler` repeats pairs to fill the last batch, and shuffles by the
