@@ -37,6 +37,7 @@ class OptionCost:
         offers_output: Whether later calls need not keep the output: it is computed again for them.
         takes_offers: Whether the call asks for such outputs instead of keeping its input.
         frees_input: Bytes of its inputs that it does not keep, because it keeps a copy of them.
+        again: Bytes that are computed again and held on to in its backward, between its operators.
         kept_by_plain: Whether the plain call keeps the same bytes, and more: masks, in a Program.
     """
 
@@ -50,6 +51,12 @@ class OptionCost:
     takes_offers: bool = False
     kept_by_plain: bool = False
     frees_input: int = 0
+    again: int = 0
+
+
+def held_again(cost: OptionCost, plain: OptionCost) -> int:
+    """What the backward holds beyond what the call has kept and what the plain one takes there."""
+    return max(0, cost.backward_peak - cost.kept - (plain.backward_peak - plain.kept))
 
 
 @dataclass(frozen=True)
@@ -191,7 +198,14 @@ def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:
             name: replace(
                 largest(
                     [one.options[name] for one in same],
-                    ("kept", "forward_peak", "backward_peak", "seconds", "forward_seconds"),
+                    (
+                        "kept",
+                        "forward_peak",
+                        "backward_peak",
+                        "seconds",
+                        "forward_seconds",
+                        "again",
+                    ),
                 ),
                 frees_input=min(one.options[name].frees_input for one in same),
             )

@@ -13,7 +13,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute.errors import PlanError
-from paddle_recompute.planner.costs import PLAIN, WHOLE, OptionCost
+from paddle_recompute.planner.costs import PLAIN, WHOLE, OptionCost, held_again
 
 Treatments = Mapping[str, Callable[[paddle.nn.Layer], object]]
 """By option: wraps what it recomputes of the Layer that it is given."""
@@ -49,7 +49,7 @@ def costs_in_program(
         cost = in_dygraph[option]
         stay = freed.get(option, 0) - freed.get(PLAIN, 0)
         kept = plain.kept + held - plain_held + stay
-        costs[option] = replace(
+        in_program = replace(
             cost,
             kept=kept,
             backward_peak=plain.backward_peak + peak - plain_peak,
@@ -61,4 +61,5 @@ def costs_in_program(
             offers_output=False,
             kept_by_plain=option == WHOLE,
         )
+        costs[option] = replace(in_program, again=held_again(in_program, plain))
     return costs

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paddle_recompute.planner.costs import (
-    OFFLOADED,
     PLAIN,
     WHOLE,
     CallCost,
@@ -222,18 +221,10 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
         inside = sum(running.values()) + cost.backward_peak
         inside -= freed_again(calls, number, choice.option, choice.first)
         if number in seen_to_end:
-            running[number] = _held_meanwhile(call, cost)
+            running[number] = cost.kept + cost.again
         where = f"backward of {call.name}"
         yield Point(where, level + change + inside, gradients, above, inside)
         present.update(call.gradients)
-
-
-def _held_meanwhile(call: CallCost, cost: OptionCost) -> int:
-    """What a call holds from the begin of its backward on, while that of another call runs."""
-    if not any(cost is call.options.get(name) for name in (WHOLE, OFFLOADED)):
-        return cost.kept
-    plain = call.options[PLAIN]
-    return plain.kept + (call.output_bytes if plain.keeps_output else 0)
 
 
 def _before(event: Event, calls: Sequence[CallCost]) -> str:
