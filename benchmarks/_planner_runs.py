@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -290,7 +291,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
                 signature=signature,
                 checkpoints=case.checkpoints,
                 segments=runs.units,
-                or_smallest=runs.refine,
+                least_factor=math.inf if runs.refine else 1.0,
             )
             row["solving"] = time.process_time() - start
             row["first"] = made.peak_bytes

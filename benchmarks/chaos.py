@@ -62,15 +62,34 @@ class Failed(SystemExit):
         super().__init__("\n".join([f"{way}: {what}", *words]))
 
 
-def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
-    """The command, once."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def start_python(log: Path, *arguments: object, **variables: str) -> subprocess.Popen[bytes]:
+    """A Python with one thread per operator, whose words go to the end of `log`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     with log.open("ab") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "paddle_recompute.cli", "train", "--config", str(config)],
+            [sys.executable, *map(str, arguments)],
             cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file,
             stderr=subprocess.STDOUT,
         )  # fmt: skip
+
+
+def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
+    """The command, once."""
+    return start_python(log, "-m", "paddle_recompute.cli", "train", "--config", config)
+
+
+def begin(name: str, changes: dict[str, Any], steps: int, folder: Path) -> Path:
+    """Run `whole`, which nobody disturbs, to its end; the configuration of the run `killed`."""
+    write_pairs(folder / "pairs.tsv")
+    files = {}
+    for run in ("whole", "killed"):
+        settings = {**COMMON, **changes, "train__max_steps": steps,
+                    "train__output_dir": str(folder / run)}  # fmt: skip
+        files[run] = folder / f"{run}.yaml"
+        files[run].write_text(yaml.safe_dump(tiny(folder, **settings).to_dict()))
+    if start(files["whole"], folder / "log").wait(600):
+        raise Failed(name, "the run that nobody disturbs fails", folder)
+    return files["killed"]
 
 
 def newest(folder: Path) -> int:
@@ -119,33 +138,24 @@ def orphans(folder: Path) -> list[int]:
     return found
 
 
-def same_parameters(folder: Path) -> bool:
+def verdict_of(folder: Path) -> str:
     """Whether the runs `whole` and `killed` in `folder` have ended with the same bits."""
     left, right = (
         load_file(find_checkpoint(folder / run / "checkpoint").weights_file)
         for run in ("whole", "killed")
     )
-    return left.keys() == right.keys() and all(
+    equal = left.keys() == right.keys() and all(
         np.array_equal(left[key], right[key]) for key in left
     )
+    return "equal, bit by bit" if equal else "DIFFERENT"
 
 
 def try_way(name: str, changes: dict[str, Any], kills: int, seed: int, base: Path) -> list[Any]:
     """One row of the table."""
     folder = base / name.replace(" ", "-")
     folder.mkdir()
-    write_pairs(folder / "pairs.tsv")
     steps = 4 * kills + 8
-    files = {}
-    for run in ("whole", "killed"):
-        settings = {**COMMON, **changes, "train__max_steps": steps,
-                    "train__output_dir": str(folder / run)}  # fmt: skip
-        files[run] = folder / f"{run}.yaml"
-        files[run].write_text(yaml.safe_dump(tiny(folder, **settings).to_dict()))
-    log = folder / "log"
-    whole = start(files["whole"], log)
-    if whole.wait(600):
-        raise Failed(name, "the run that nobody disturbs fails", folder)
+    killed = begin(name, changes, steps, folder)
     chance = random.Random(seed)
     done: list[str] = []
     starts = 0
@@ -154,7 +164,7 @@ def try_way(name: str, changes: dict[str, Any], kills: int, seed: int, base: Pat
     began = time.monotonic()
     while True:
         starts += 1
-        run = start(files["killed"], log)
+        run = start(killed, folder / "log")
         started = time.monotonic()
         try:
             if len(done) < kills:
@@ -167,7 +177,7 @@ def try_way(name: str, changes: dict[str, Any], kills: int, seed: int, base: Pat
             raise Failed(name, f"start {starts} neither ends nor goes on", folder) from None
         time.sleep(0.5)
         deadline = time.monotonic() + 15
-        while (alive := orphans(files["killed"])) and time.monotonic() < deadline:
+        while (alive := orphans(killed)) and time.monotonic() < deadline:
             time.sleep(0.2)
         left_behind += len(alive)
         if code == 0:
@@ -179,9 +189,8 @@ def try_way(name: str, changes: dict[str, Any], kills: int, seed: int, base: Pat
         f"{sum(victim.startswith(one) for victim in done)} {one}"
         for one in ("rank 0", "rank 1", "launcher")
     )
-    verdict = "equal, bit by bit" if same_parameters(folder) else "DIFFERENT"
     seconds = f"{time.monotonic() - began:.0f}"
-    return [name, steps, len(done), who, in_save, starts, left_behind, verdict,
+    return [name, steps, len(done), who, in_save, starts, left_behind, verdict_of(folder),
             f"{longest:.0f}", seconds]  # fmt: skip
 
 

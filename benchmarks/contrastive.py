@@ -168,7 +168,6 @@ def cedict_batches(config: Config, count: int) -> tuple[list[Any], int]:
         seed=0,
         max_query_tokens=LENGTH,
         max_positive_tokens=LENGTH,
-        num_workers=0,
     )
     return [
         batch for batch, _ in zip(loader, range(count), strict=False)

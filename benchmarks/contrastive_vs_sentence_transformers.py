@@ -158,7 +158,6 @@ def prepare(folder: Path, batches: dict[int, int]) -> dict[str, Any]:
             seed=0,
             max_query_tokens=config.data.max_query_tokens,
             max_positive_tokens=config.data.max_positive_tokens,
-            num_workers=0,
         )
         for number, batch in zip(range(count), loader, strict=False):
             for side in ("query", "positive"):

@@ -96,10 +96,9 @@ class _Crowd:
 
     def meet(self, label: str) -> None:
         """All ranks meet; returns when all have the answer."""
-        told = {"kind": "meet", "channel": "0-1023/main", "scope": "0-1023/gradients1"}
-        told |= {"label": label, "digest": "d" * 64}
+        told = {"kind": "meet", "channel": "0-1023/main", "label": label, "digest": "d" * 64}
         for line in self._lines:
-            message = wire.encode(told | {"size": len(self._lines), "clean": True})
+            message = wire.encode(told | {"size": len(self._lines)})
             line.sendall(message)
             self.num_bytes += len(message)
         waiting = len(self._lines)

@@ -17,19 +17,15 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import yaml
-
 from benchmarks._record import table, write_record
-from benchmarks.chaos import COMMON, PATIENCE, ROOT, Failed, newest, same_parameters, start
+from benchmarks.chaos import PATIENCE, ROOT, Failed, begin, newest, start_python, verdict_of
 from tests.ranks import free_ports
-from tests.trainer.test_trainer import tiny, write_pairs
 
 HEADER = ["kills", "killed", "starts of the launcher", "steps", "parameters at the end", "seconds"]
 
@@ -66,28 +62,21 @@ def etcd(folder: Path) -> Iterator[int]:
 
 def launch(config: Path, folder: Path, port: int, restarts: int) -> subprocess.Popen[bytes]:
     """Paddle's launcher with two ranks of `config`."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
+    return start_python(
+        folder / "log", "-m", "paddle.distributed.launch",
+        "--master", f"etcd://127.0.0.1:{port}", "--nnodes", 1, "--nproc_per_node", 2,
+        "--elastic_level", 1, "--max_restart", restarts, "--job_id", "restarted",
+        "--log_dir", folder / "killed" / "logs",
+        ROOT / "paddle_recompute" / "cli" / "__main__.py", "train", "--config", config,
         # etcd3 0.12 was generated for protobuf 3; only the implementation in Python reads it.
-        "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python",
-    }
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "paddle.distributed.launch",
-             "--master", f"etcd://127.0.0.1:{port}", "--nnodes", "1", "--nproc_per_node", "2",
-             "--elastic_level", "1", "--max_restart", str(restarts), "--job_id", "restarted",
-             "--log_dir", folder / "logs",
-             ROOT / "paddle_recompute" / "cli" / "__main__.py", "train", "--config", config],
-            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="python",
+    )  # fmt: skip
 
 
-def ranks_of(launcher: subprocess.Popen[bytes]) -> list[int]:
-    """The launcher's processes, in the order of their starts."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
-    return sorted(int(pid) for pid in children.read_text().split())
+def children(parent: int) -> set[int]:
+    """The numbers of its processes; an ended one is among them until `parent` waits for it."""
+    lists = Path(f"/proc/{parent}/task").glob("*/children")
+    return {int(pid) for one in lists for pid in one.read_text().split()}
 
 
 def kill_at_random(
@@ -100,7 +89,7 @@ def kill_at_random(
     while launcher.poll() is None and len(killed) < kills:
         if time.monotonic() > deadline:
             raise subprocess.TimeoutExpired(launcher.args, PATIENCE)
-        pids = ranks_of(launcher)
+        pids = sorted(children(launcher.pid))  # in the order of their starts
         if newest(run) > last and len(pids) == 2:
             last = newest(run)
             time.sleep(chance.random() * 0.3)
@@ -109,7 +98,7 @@ def kill_at_random(
                 os.kill(pids[rank], signal.SIGKILL)
                 killed.append(rank)
                 deadline = time.monotonic() + PATIENCE
-                while set(ranks_of(launcher)) & set(pids) and time.monotonic() < deadline:
+                while children(launcher.pid) & set(pids) and time.monotonic() < deadline:
                     time.sleep(0.05)
         time.sleep(0.005)
     return killed
@@ -123,19 +112,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="restart-") as base:
         folder = Path(base)
-        write_pairs(folder / "pairs.tsv")
         steps = 30 * options.kills  # so many may pass from a checkpoint to the kill
-        files = {}
-        for run in ("whole", "killed"):
-            settings = {**COMMON, "train__max_steps": steps,
-                        "train__output_dir": str(folder / run)}  # fmt: skip
-            files[run] = folder / f"{run}.yaml"
-            files[run].write_text(yaml.safe_dump(tiny(folder, **settings).to_dict()))
-        if start(files["whole"], folder / "log").wait(600):
-            raise Failed("alone", "the run that nobody disturbs fails", folder)
+        config = begin("alone", {}, steps, folder)
         began = time.monotonic()
         with etcd(folder) as port:
-            launcher = launch(files["killed"], folder, port, options.kills)
+            launcher = launch(config, folder, port, options.kills)
             chance = random.Random(options.seed)
             killed = kill_at_random(launcher, folder / "killed", options.kills, chance)
             if len(killed) < options.kills:
@@ -144,7 +125,7 @@ def main() -> None:
                 raise Failed("restarted", f"exit code {launcher.returncode}", folder)
         seconds = time.monotonic() - began
         who = ", ".join(f"{killed.count(rank)} rank {rank}" for rank in (0, 1))
-        verdict = "equal, bit by bit" if same_parameters(folder) else "DIFFERENT"
+        verdict = verdict_of(folder)
     rows = [[len(killed), who, 1, steps, verdict, f"{seconds:.0f}"]]
     path = write_record(
         "paddle_restart",

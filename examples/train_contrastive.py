@@ -31,7 +31,7 @@ train, batch, part = config.train, config.local_batch, config.micro_batch
 longest = {"query": config.data.max_query_tokens, "positive": config.data.max_positive_tokens}
 data = prepare_data(config.data, seed=train.seed, is_main_rank=rank == 0, barrier=barrier)
 limits = {f"max_{side}_tokens": length for side, length in longest.items()}
-share = {"local_batch": batch, "rank": rank, "num_ranks": num_ranks, "num_workers": 0}
+share = {"local_batch": batch, "rank": rank, "num_ranks": num_ranks}
 loader = build_loader(data.train, data.tokenizer, seed=train.seed, **share, **limits)
 
 paddle.seed(train.seed)

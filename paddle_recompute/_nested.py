@@ -1,16 +1,22 @@
-"""Walk nested Python values (tuples, lists, dicts, dataclasses) and the tensors inside.
+"""Walk nested Python values (tuples, lists, `DICTS`, dataclasses) and the tensors inside.
 
 ``paddle.utils.flatten`` does not serve: it sorts dict keys, loses dataclasses and subclasses.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import paddle
+
+DICTS = (dict, collections.UserDict)
+"""What counts as a dict: a tokenizer's ``BatchEncoding`` is a ``UserDict``. Any other mapping is a
+leaf, because only these two can be copied with other values whatever their class.
+"""
 
 
 def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
@@ -32,7 +38,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         items_of = copy.copy(value)
         items_of[:] = [map_leaves(function, item) for item in value]
         return items_of
-    if isinstance(value, dict):
+    if isinstance(value, DICTS):
         fresh = copy.copy(value)
         for key in list(value):
             fresh[key] = map_leaves(function, value[key])
@@ -58,7 +64,7 @@ def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from named_leaves(item, f"{name}[{index}]")
-    elif isinstance(value, dict):
+    elif isinstance(value, DICTS):
         for key, item in value.items():
             yield from named_leaves(item, f"{name}[{key!r}]")
     elif _is_dataclass_instance(value):

@@ -79,6 +79,7 @@ def test_a_lone_tensor() -> None:
         lambda a: Items([a]),
         lambda a: collections.OrderedDict(z=a, a=1),
         lambda a: collections.defaultdict(list, k=a),
+        lambda a: collections.UserDict(z=a, a=[a]),
         lambda a: Batch(a),
         lambda a: Frozen(1, (a, {"deep": [a]})),
         lambda a: Slots(a, 5),
@@ -117,9 +118,9 @@ def test_the_result_does_not_change_with_the_original() -> None:
 
 
 def test_the_original_does_not_change() -> None:
-    value = ([t(1)], {"a": t(1)}, Batch(t(1)))
+    value = ([t(1)], {"a": t(1)}, Batch(t(1)), collections.UserDict(a=t(1)))
     doubled(value)
-    assert [tensor.tolist() for tensor in _nested.tensors_in(value)] == [[1, 1]] * 3
+    assert [tensor.tolist() for tensor in _nested.tensors_in(value)] == [[1, 1]] * 4
 
 
 def test_subclasses_keep_their_attributes() -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import random
 import re
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -24,8 +25,9 @@ from paddle.base import core, framework
 from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
 from paddle_recompute import _paddle
-from paddle_recompute._paddle import gradients, travelling
+from paddle_recompute._paddle import gradients, guarded, travelling
 from paddle_recompute._paddle import memory as _memory
+from paddle_recompute._paddle.layers import saved_buffers
 from paddle_recompute.errors import DependencyError
 from tests.ranks import run_ranks
 
@@ -39,6 +41,20 @@ def needs_grad(*shape: int) -> paddle.Tensor:
 
 
 # -------------------------------------------------------------------------------------- tensors
+
+
+def test_tensor_grad_ivar_is_the_gradient() -> None:
+    """What ``Tensor.grad`` reads; it does not copy."""
+    x = needs_grad(2)
+    assert x._grad_ivar() is None
+    (x * 3).sum().backward()
+    assert x._grad_ivar().tolist() == [3, 3]
+    assert x._grad_ivar().data_ptr() == x.grad.data_ptr()
+
+
+def test_supports_bfloat16_asks_the_cpu_for_avx_512() -> None:
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    assert core.supports_bfloat16() == bool(re.search(r"\bavx512bw\b", flags))
 
 
 @pytest.mark.skipif(IS_26, reason="exists from Paddle 3.0 on")
@@ -661,6 +677,60 @@ def test_memory_of_a_parameter_is_released_and_taken() -> None:
     assert weight.inplace_version == 0 and x.grad.tolist() == [values.numpy().sum(1).tolist()]
 
 
+def test_the_memory_of_a_parameter_is_left_to_its_graph() -> None:
+    """``_share_underline_tensor_to`` gives a parameter another C++ tensor; the graph keeps the old
+    one, and its backward still reaches the parameter (`travelling.leave_memory`)."""
+    weight = paddle.nn.Linear(2, 2, bias_attr=False).weight
+    expected = 2 * weight.numpy()
+    loss = (weight * weight).sum()
+    travelling.leave_memory(weight)
+    assert not travelling.has_memory(weight) and list(weight.shape) == [2, 2]
+    loss.backward()
+    assert np.array_equal(guarded.gradient_of(weight).numpy(), expected)
+    travelling.take_memory(weight, paddle.ones([2, 2]))
+    assert weight.tolist() == [[1.0, 1.0]] * 2
+
+
+def test_every_operator_of_paddle_asks_for_a_guarded_parameter() -> None:
+    """``parameter.__class__`` can be set; ``_C_ops``, ``_legacy_C_ops`` and the methods of
+    ``EagerParamBase`` are all there is to wrap (`_paddle.guarded`). In a process of its own."""
+    code = """
+import types
+import paddle
+from paddle_recompute._paddle import guarded
+
+def refuse(name, function, args, kwargs):
+    raise LookupError(name)
+
+guarded.guard_methods_and_operators(refuse, (property(lambda p: None), lambda p, zero=True: None))
+weight = paddle.nn.Linear(2, 2).weight
+guarded.guard(weight)
+assert isinstance(weight, paddle.base.framework.EagerParamBase) and weight.shape == [2, 2]
+x = paddle.ones([2, 2])
+calls = [
+    lambda: paddle.sum(weight), lambda: weight.sum(), lambda: x + weight, lambda: x @ weight,
+    lambda: paddle.concat([x, weight]), lambda: x.copy_(weight, True), lambda: weight.detach(),
+    lambda: x.__setitem__(0, weight), lambda: paddle.abs(weight), lambda: weight.T,
+    lambda: paddle.add_n([x, weight]), lambda: paddle.to_tensor(weight), lambda: weight[0],
+    lambda: x.set_value(weight), lambda: paddle.add(x, y=weight), lambda: weight.zero_(),
+]
+for number, call in enumerate(calls):
+    try:
+        call()
+    except LookupError:
+        continue
+    raise AssertionError(number)
+for operators in (paddle._C_ops, paddle._legacy_C_ops):
+    left = [n for n, f in vars(operators).items() if isinstance(f, types.BuiltinFunctionType)]
+    assert not left, left
+guarded.unguard(weight)
+assert type(weight) is paddle.base.framework.EagerParamBase
+assert weight.sum().shape in ([], [1])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:].decode()
+
+
 def test_a_gradient_is_taken_with_its_memory() -> None:
     """``get_tensor()._share_data_with`` keeps what ``clear_gradient`` frees (`_paddle.travelling`),
     and a gradient of another dtype can be put where none is."""
@@ -932,3 +1002,35 @@ def test_a_static_function_makes_its_program_when_asked() -> None:
     layer(paddle.ones([3, 2]))
     assert layer.forward.get_traced_count() == 1
     assert issubclass(Dygraph2StaticException, Exception)
+
+
+def test_layer_non_persistable_buffer_names_set() -> None:
+    """The buffers that a Layer does not save."""
+    layer = paddle.nn.BatchNorm1D(2)
+    layer.register_buffer("kept", paddle.ones([1]))
+    layer.register_buffer("left", paddle.ones([1]), persistable=False)
+    assert layer._non_persistable_buffer_names_set == {"left"}
+    saved = saved_buffers(layer)
+    assert {*saved} == {*layer.state_dict()} - {"weight", "bias"} == {"kept", "_mean", "_variance"}
+
+
+def test_what_a_compared_program_is_made_of() -> None:
+    """``compiled.CompiledForward``, ``compiled.Program``."""
+    from paddle.jit.dy2static.program_translator import ProgramCache
+
+    layer = paddle.nn.Linear(2, 2)
+    spec = [paddle.static.InputSpec([-1, 2], "float32", stop_gradient=True)]
+    paddle.jit.to_static(layer, input_spec=spec, full_graph=True)
+    forward = layer.forward
+    assert type(forward._program_cache) is ProgramCache and callable(ProgramCache._build_once)
+    assert forward._program_trans.enable_to_static is True
+    assert callable(forward._call_dygraph_function) and callable(forward._is_train_mode)
+    args, kwargs = forward._function_spec.unified_args_and_kwargs([paddle.ones([3, 2])], {})
+    assert len(args) == 1 and not kwargs
+    _, runner = forward.get_concrete_program(*spec, is_train=True)
+    assert {id(one) for one in runner._params} == {id(one) for one in layer.parameters()}
+    gradient = paddle.ones([2, 2])
+    layer.weight.grad = gradient
+    runner._set_grad_type(runner._params, runner.program)
+    # What a conversion keeps: Paddle empties the gradient here.
+    assert layer.weight.grad is None or not layer.weight.grad._is_initialized()

@@ -49,6 +49,7 @@ from paddle_recompute._paddle.gradients import (
     on_gradient_added,
     watch_leaf_hooks,
 )
+from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute._paddle.host_counters import (
     can_reset_host_memory_peak,
     host_memory,
@@ -139,6 +140,7 @@ __all__ = [
     "forward_pre_hooks",
     "generator_states",
     "give_back_pack_references",
+    "gradient_of",
     "hand_on",
     "has_unwatched_hooks",
     "holders_of",

@@ -15,6 +15,8 @@ import paddle
 from numpy.typing import NDArray
 from paddle.base import core
 
+from paddle_recompute.errors import StaticGraphError
+
 
 def is_on_host(tensor: paddle.Tensor) -> bool:
     """Whether the memory of `tensor` is the host's, pinned or not."""
@@ -25,6 +27,31 @@ def is_on_host(tensor: paddle.Tensor) -> bool:
 def to_host(tensor: paddle.Tensor) -> paddle.Tensor:
     """A copy in host memory, complete when this returns; pinned where Paddle can pin, on GPUs."""
     return tensor.pin_memory() if tensor.place.is_gpu_place() else tensor.cpu()
+
+
+def programs_compute_bfloat16() -> bool:
+    """Whether a Program on the current device can compute in bfloat16.
+
+    On a CPU it does so through oneDNN, which needs AVX-512; ``core.supports_bfloat16`` (2.6, 3.3)
+    asks the CPU for it.
+    """
+    return str(paddle.get_device()) != "cpu" or bool(core.supports_bfloat16())
+
+
+def check_bfloat16() -> None:
+    """Check that a Program can compute in bfloat16 here.
+
+    Without this the executor fails with "std::exception" (3.3) or "could not create a primitive
+    descriptor" (2.6).
+
+    Raises:
+        StaticGraphError: The CPU cannot.
+    """
+    if not programs_compute_bfloat16():
+        raise StaticGraphError(
+            "amp: a Program on a CPU computes in bfloat16 through oneDNN, which needs AVX-512, and "
+            "this CPU has none; set amp to false, or train on a GPU or another CPU"
+        )
 
 
 def put(values: Any, dtype: str | None = None) -> paddle.Tensor:

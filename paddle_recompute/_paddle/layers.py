@@ -92,6 +92,21 @@ def statistics_among_parameters(layer: paddle.nn.Layer) -> list[str]:
     return ["_mean", "_variance"] if isinstance(layer, BATCH_NORMS) else []
 
 
+def saved_buffers(layer: paddle.nn.Layer) -> dict[str, paddle.Tensor]:
+    """What `layer` itself (not its sublayers) keeps besides its parameters and saves, by name.
+
+    ``Layer._non_persistable_buffer_names_set`` (2.6, 3.x) lists the buffers that a Layer does not
+    save. Can go when a Layer says publicly which of its buffers are saved.
+    """
+    left_out = layer._non_persistable_buffer_names_set
+    return {
+        name: values[name]
+        for values, names in non_trained_state(layer)
+        for name in names
+        if name not in left_out and is_initialized(values[name])
+    }
+
+
 def children_of(layer: paddle.nn.Layer) -> list[tuple[str, paddle.nn.Layer]]:
     """The direct sublayers of `layer` under every name that it has for them.
 

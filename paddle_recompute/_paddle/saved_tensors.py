@@ -33,7 +33,7 @@ def shares_memory(tensor: paddle.Tensor) -> paddle.Tensor:
             tensor.dtype, tensor.shape, "", core.VarDesc.VarType.LOD_TENSOR, False
         )
         shared.get_tensor()._share_data_with(tensor.get_tensor())
-    shared.stop_gradient = tensor.stop_gradient  # a PyLayer may ask what it saved
+    shared.stop_gradient = tensor.stop_gradient
     return shared
 
 
@@ -44,9 +44,11 @@ Layout = tuple[tuple[int, ...], int]
 def layout_of(tensor: paddle.Tensor) -> Layout | None:
     """How `tensor` lies in its memory (``strides``, ``offset``; 2.6, 3.x); None if it has none.
 
-    ``nn.LSTM`` in eval mode saves a tensor without memory; 3.3 aborts where its strides are asked.
+    ``nn.LSTM`` in eval mode saves a tensor without memory, ``paddle.einsum`` an empty one: 3.3 and
+    2.6 end the process where the strides of such a tensor are asked.
     """
-    return (tuple(tensor.strides), tensor.offset) if is_initialized(tensor) else None
+    has_elements = is_initialized(tensor) and tensor.size > 0
+    return (tuple(tensor.strides), tensor.offset) if has_elements else None
 
 
 def with_layout(tensor: paddle.Tensor, layout: Layout | None) -> paddle.Tensor:

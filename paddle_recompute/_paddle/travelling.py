@@ -7,6 +7,8 @@ from typing import Any
 import paddle
 from paddle.base import framework
 
+from paddle_recompute._paddle.guarded import gradient_of
+
 
 def release_memory(tensor: paddle.Tensor) -> None:
     """Free the memory of `tensor`, which keeps its name, shape, dtype and flags.
@@ -27,11 +29,20 @@ def take_memory(tensor: paddle.Tensor, source: paddle.Tensor) -> None:
     source._share_buffer_to(tensor)
 
 
-def has_memory(tensor: paddle.Tensor) -> bool:
-    """Whether `tensor` has memory now: ``Tensor._is_initialized`` (2.6, 3.x) of the class, where
-    the object has another one.
+def leave_memory(tensor: paddle.Tensor) -> None:
+    """Leave the memory of the parameter `tensor` to who else has it: graphs, views, ``detach``.
+
+    ``Tensor._share_underline_tensor_to`` (2.6, 3.x) gives it another C++ tensor. It shares only
+    what has memory, so that has some for the moment. Can go with `release_memory`.
     """
-    return bool(type(tensor)._is_initialized(tensor))
+    other = twin_of(tensor, paddle.empty([1], tensor.dtype))
+    other._share_underline_tensor_to(tensor)
+    release_memory(tensor)
+
+
+def has_memory(tensor: paddle.Tensor) -> bool:
+    """Whether `tensor` has memory now: ``Tensor._is_initialized`` (2.6, 3.x), guarded or not."""
+    return bool(paddle.Tensor._is_initialized(tensor))
 
 
 def over_same_memory(tensor: paddle.Tensor) -> paddle.Tensor:
@@ -40,7 +51,7 @@ def over_same_memory(tensor: paddle.Tensor) -> paddle.Tensor:
     ``_new_shared_tensor`` and ``detach`` do not serve: they share the C++ tensor (3.3).
     """
     shared = paddle.empty([0], tensor.dtype)
-    shared.get_tensor()._share_data_with(tensor.get_tensor())
+    shared.get_tensor()._share_data_with(paddle.Tensor.get_tensor(tensor))
     return shared
 
 
@@ -63,26 +74,21 @@ def take_gradient(parameter: paddle.Tensor) -> paddle.Tensor | None:
     ``clear_gradient`` frees the memory of every tensor that is a ``detach`` of the gradient (2.6,
     3.x), so the memory is handed to a new tensor first.
     """
-    gradient = parameter.grad
+    gradient = gradient_of(parameter)
     if gradient is None:
         return None
     if not gradient.is_contiguous():
         gradient = gradient.contiguous()
     taken = over_same_memory(gradient)
-    parameter.clear_gradient(False)
+    set_gradient(parameter, None)
     return taken
 
 
 def set_gradient(parameter: paddle.Tensor, gradient: paddle.Tensor | None) -> None:
     """Make `gradient` that of `parameter`, of whichever dtype; None: no gradient."""
-    parameter.clear_gradient(False)
+    framework.EagerParamBase.clear_gradient(parameter, False)
     if gradient is not None:
         parameter.grad = gradient
-
-
-def values_of(tensor: paddle.Tensor, *args: Any) -> Any:
-    """``Tensor.numpy`` of the class, where the object has another one."""
-    return type(tensor).numpy(tensor, *args)
 
 
 def set_values_of(tensor: paddle.Tensor, *args: Any) -> Any:

@@ -18,7 +18,7 @@ def address_of(tensor: paddle.Tensor) -> int | None:
     placeholder buffers of ``nn.LSTM`` on 3.x, a RuntimeError.
     """
     try:
-        return tensor.data_ptr() or None
+        return paddle.Tensor.data_ptr(tensor) or None
     except RuntimeError:
         return None
 

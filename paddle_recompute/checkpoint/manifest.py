@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 
 from paddle_recompute._json_files import read_json
+from paddle_recompute._run_folder import MANIFEST
 from paddle_recompute.errors import CheckpointError
 
-MANIFEST = "manifest.json"
 _VERSION = 1
 _AT_ONCE = 1 << 20  # bytes
 

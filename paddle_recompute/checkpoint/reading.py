@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from paddle_recompute._json_files import read_json
-from paddle_recompute.checkpoint.manifest import MANIFEST, check_manifest
+from paddle_recompute._run_folder import checkpoints_in
+from paddle_recompute.checkpoint.manifest import check_manifest
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.models import load_weights, read_pdparams
 
-FOLDER = re.compile(r"step-(\d{1,18})")
-LEFT_OVER = re.compile(r"\.(?:unfinished|replaced)-step-(\d{1,18})")
-"""Folders that a run leaves if it is killed during a save. With a manifest they are complete."""
 TREE = "tree"
 """A key of a sync file's metadata. Its value is JSON with everything that is not an array."""
 
@@ -141,7 +138,9 @@ def find_checkpoint(
         CheckpointError: All checkpoints are damaged. The message is about the newest.
     """
     faults: list[str] = []
-    for candidate in _candidates(folder, at_most):
+    for step, candidate in checkpoints_in(folder):
+        if at_most is not None and step > at_most:
+            continue
         try:
             found = _open(candidate)
         except CheckpointError as error:
@@ -162,34 +161,12 @@ def find_checkpoint(
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether `folder` has a checkpoint, damaged or not."""
-    return any(True for _ in _candidates(folder, None))
-
-
-def step_of(name: str, pattern: re.Pattern[str] = FOLDER) -> int | None:
-    """The step in the name of a checkpoint's folder; None for another name."""
-    match = pattern.fullmatch(name)
-    return int(match[1]) if match else None
+    return bool(checkpoints_in(folder))
 
 
 def sync_name(rank: int) -> str:
     """The name of a rank's sync file, without its suffix."""
     return f"sync_rank{rank}"
-
-
-def _candidates(folder: Path, at_most: int | None) -> Iterator[Path]:
-    """Folders of checkpoints, the newest first."""
-    found = []
-    for path in folder.glob("*") if folder.is_dir() else ():
-        step = step_of(path.name)
-        left_over = step_of(path.name, LEFT_OVER)
-        if step is not None:
-            found.append((step, 2, path))
-        elif left_over is not None and (path / MANIFEST).exists():
-            # .unfinished is newer than the .replaced of the same step.
-            found.append((left_over, int(path.name.startswith(".unfinished")), path))
-    for step, _, path in sorted(found, reverse=True):
-        if at_most is None or step <= at_most:
-            yield path
 
 
 def _open(folder: Path) -> Checkpoint:

@@ -20,14 +20,9 @@ import paddle
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from paddle_recompute.checkpoint.manifest import MANIFEST, write_manifest
-from paddle_recompute.checkpoint.reading import (
-    LEFT_OVER,
-    TREE,
-    Checkpoint,
-    step_of,
-    sync_name,
-)
+from paddle_recompute._run_folder import LEFT_OVER, MANIFEST, step_of
+from paddle_recompute.checkpoint.manifest import write_manifest
+from paddle_recompute.checkpoint.reading import TREE, Checkpoint, sync_name
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.models import save_weights
 
@@ -62,8 +57,8 @@ def save_checkpoint(
         sync_state: The state of this rank only: a dict of JSON values and of dicts of arrays; None:
             there is none.
         barrier: Waits for all ranks; None: there is one rank only.
-        keep: How many checkpoints are kept, with this one. Checkpoints of later steps come from an
-            earlier run in the same folder; they are removed.
+        keep: How many checkpoints are kept, with this one. Those of later steps are removed: the
+            run has gone on from one before them, as not all ranks could read them.
 
     Raises:
         CheckpointError: A file cannot be written, for example because the disk is full.

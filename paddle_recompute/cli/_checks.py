@@ -12,6 +12,7 @@ import click
 
 from paddle_recompute._installed import require_paddle
 from paddle_recompute._json_files import read_json
+from paddle_recompute._run_folder import hold
 from paddle_recompute.cli._process import prepare_one_process
 from paddle_recompute.config import Config, load_config
 from paddle_recompute.errors import ConfigError, LaunchError
@@ -86,8 +87,9 @@ def doctor(
 
     For example: paddle-recompute doctor --config run.yaml
 
-    Names the first sublayer that differs. Exits with code 1 if a fault is found. --self-test runs
-    the library's contract on this device and writes paddle_recompute_self_test.json.
+    Names the first sublayer that differs. Exits with code 1 if a fault is found. A warning, such as
+    a parameter that the loss does not use, leaves the code 0. --self-test runs the library's
+    contract on this device and writes paddle_recompute_self_test.json.
     """
     if is_launched():
         from paddle_recompute.doctor import examine
@@ -147,7 +149,9 @@ def _examined(config: Config, config_file: str, overrides: tuple[str, ...]) -> d
         from paddle_recompute.doctor import examine
 
         return examine(config, say=click.echo)
-    launch(config, ["-m", "paddle_recompute.cli", "doctor", "--config", config_file, *overrides])
+    again = ["-m", "paddle_recompute.cli", "doctor", "--config", config_file, *overrides]
+    with hold(config.train.output_dir, click.echo):  # a run that trains there has its logs there
+        launch(config, again)
     file = config.train.output_dir / "doctor.json"
     try:
         found = read_json(file)

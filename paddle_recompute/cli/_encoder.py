@@ -153,20 +153,29 @@ def export(folder: str, file_format: str, output: str, debug: bool) -> None:
     type=click.Choice(["paddle_recompute", "paddlenlp", "huggingface"]),
     help="Whose names the new file has.",
 )
+@click.option(
+    "--leave-out",
+    multiple=True,
+    metavar="PATTERN",
+    help="Tensors that TARGET need not have, such as 'cls.*'.",
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.argument("source")
 @click.argument("target")
-def convert(naming: Any, debug: bool, source: str, target: str) -> None:
+def convert(naming: Any, leave_out: tuple[str, ...], debug: bool, source: str, target: str) -> None:
     """Write the weights in SOURCE to TARGET under other names (.pdparams or .safetensors).
 
     For example: paddle-recompute convert --to huggingface model.pdparams model.safetensors
 
     SOURCE holds an encoder of this library, PaddleNLP's Ernie or Bert, or Hugging Face's BERT.
-    model.init_from reads all of these as they are.
+    It is a file, or a folder with model.safetensors.index.json. A tensor that has no name in TARGET
+    (a head, a projection) is an error unless --leave-out names it. model.init_from reads all of
+    these as they are.
     """
     with errors_in_one_paragraph(debug, "interrupted"):
         prepare_one_process()
         from paddle_recompute.models import convert_weights
 
-        count = convert_weights(source, target, to=naming)
-        click.echo(f"{count} arrays with the names of {naming}: {target}")
+        count, unused = convert_weights(source, target, to=naming, leave_out=leave_out)
+        without = f", without {', '.join(unused)}" if unused else ""
+        click.echo(f"{count} arrays with the names of {naming}{without}: {target}")

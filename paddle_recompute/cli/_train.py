@@ -58,7 +58,8 @@ def train(
     record, one JSON object.
 
     SIGTERM and Ctrl-C finish the step and save it; the exit code is 143 or 130 then. With
-    train.resume=auto the same command goes on.
+    train.resume=auto the same command goes on. A run in the folder is gone on with, or the folder
+    is refused; train.overwrite=true removes that run.
     """
     if is_launched():
         prepare_rank()

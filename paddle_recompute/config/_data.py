@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from paddle_recompute.config._section import Broken, Section, Values
-from paddle_recompute.config._types import ByteCount, Count, Processes, UserPath
+from paddle_recompute.config._types import ByteCount, Count, UserPath
 
 
 def default_cache_dir() -> Path:
@@ -42,6 +42,10 @@ class DataConfig(Section):
             )
 
     rules = (_source_names_its_files, _valid_file_or_held_out)
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "num_workers": "was removed: a thread makes the batches ahead, from tokens that are in "
+        "memory; delete the line"
+    }
 
     source: Literal["cedict", "files"] = Field(
         "cedict",
@@ -80,7 +84,4 @@ class DataConfig(Section):
     )
     vocab_size: Annotated[int, Field(ge=100, le=2**31 - 1)] = Field(
         20_000, description="largest vocabulary of the tokenizer, which is trained on the pairs"
-    )
-    num_workers: Processes = Field(
-        0, description="processes that load batches, per rank; 0: the training process loads them"
     )

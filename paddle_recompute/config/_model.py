@@ -134,8 +134,9 @@ class ModelConfig(Section):
     )
     init_from: UserPath | None = Field(
         None,
-        description="file with initial weights, .pdparams or .safetensors, of this library, of "
-        "PaddleNLP (Ernie, Bert) or Hugging Face (BERT); none: random weights",
+        description="file with initial weights, .pdparams or .safetensors, or folder with "
+        "model.safetensors.index.json, of this library, of PaddleNLP (Ernie, Bert) or Hugging Face "
+        "(BERT); none: random weights",
     )
 
     @property

@@ -58,7 +58,8 @@ class SyncConfig(Section):
     )
     check_every: Count | None = Field(
         None,
-        description="optimizer steps between comparisons of all ranks' parameters; none: never",
+        description="optimizer steps between comparisons of all ranks' parameters, and of their "
+        "buffers, with a warning; none: never",
     )
     peer_timeout: float = Field(
         30.0, gt=0, description="seconds without a sign of life after which a rank counts as dead"

@@ -20,7 +20,16 @@ class TrainConfig(Section):
         if v["max_steps"] is None and v["num_epochs"] is None:
             yield Broken("max_steps", None, "required if num_epochs is not given")
 
-    rules = (_has_an_end,)
+    @staticmethod
+    def _removes_or_goes_on(v: Values) -> Iterator[Broken]:
+        if v["overwrite"] and v["resume"] is True:
+            yield Broken(
+                "overwrite",
+                True,
+                "removes the run that train.resume: true goes on with; remove one of them",
+            )
+
+    rules = (_has_an_end, _removes_or_goes_on)
 
     max_steps: Count | None = Field(None, description="optimizer steps; none: num_epochs decides")
     num_epochs: Count | None = Field(
@@ -59,7 +68,8 @@ class TrainConfig(Section):
     on_oom: Literal["stop", "replan"] = Field(
         "stop",
         description="when a step runs out of memory; replan, with recompute.policy: budget in "
-        "dygraph: reserve 5 % more, plan again on all ranks and repeat the step; stop: end the run",
+        "dygraph: reserve 5 % more and plan again; one process repeats the step, several ranks end "
+        "and go on with that plan when they are started again; stop: end the run",
     )
     save_every: Count | None = Field(
         None, description="optimizer steps between checkpoints; none: one checkpoint, at the end"
@@ -68,7 +78,13 @@ class TrainConfig(Section):
     resume: bool | Literal["auto"] = Field(
         False,
         description="true: continue from the newest checkpoint in output_dir/checkpoint; every "
-        "rank must be able to read it; auto: the same, and start anew where there is none",
+        "rank must be able to read it; auto: the same, and start anew where there is none; false: "
+        "start anew, and refuse a folder with a run in it",
+    )
+    overwrite: bool = Field(
+        False,
+        description="true: remove the run in output_dir, when the new one begins to train, instead "
+        "of going on with it or refusing the folder",
     )
     measure_plain: bool = Field(
         True,
@@ -81,6 +97,12 @@ class TrainConfig(Section):
         description="to_static: the model runs as a Program of paddle.jit.to_static, with "
         "recompute in it; auto: the same, or eager execution with a line that says why; none: "
         "eager execution",
+    )
+    verify: bool = Field(
+        True,
+        description="true: each Program (train.compile, mode: static) is compared with eager "
+        "execution in steps 1, 10, 100 and 1,000, and with each new shape, which costs one step of "
+        "each; false: Paddle's conversion is trusted, and may be wrong without a word",
     )
     eval_batch: Count = Field(256, description="texts encoded at once in evaluation, per rank")
     eval_before: bool = Field(True, description="true: the untrained model is evaluated too")

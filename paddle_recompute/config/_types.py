@@ -18,7 +18,6 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 """Features of a layer; the widest published models have some 10,000."""
-Processes = Annotated[int, Field(ge=0, le=1024)]
 _LONGEST_PATH = 4096
 
 

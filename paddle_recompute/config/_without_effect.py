@@ -25,6 +25,7 @@ def without_effect(config: Config) -> list[str]:
             *_with_fleet(config),
             *_without_recompute(config),
             *_in_a_program(config),
+            *_without_program(config),
             *_in_one_chunk(config),
             *_of_the_data(config),
         )
@@ -67,6 +68,12 @@ def _in_a_program(config: Config) -> Found:
     if config.mode == "static" and config.world_size > 1:
         reason = "a Program has a gradient of every parameter, which its operators average"
         yield from _changed("strategy", config.strategy, ["find_unused_parameters"], reason)
+
+
+def _without_program(config: Config) -> Found:
+    if config.mode == "dygraph" and config.train.compile == "none":
+        reason = "mode is dygraph and train.compile is none, so there is no Program to compare"
+        yield from _changed("train", config.train, ["verify"], reason)
 
 
 def _in_one_chunk(config: Config) -> Found:

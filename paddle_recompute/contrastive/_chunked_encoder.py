@@ -19,7 +19,7 @@ import numpy as np
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute._nested import is_tensor, map_leaves, named_leaves, tensors_in
+from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves, tensors_in
 from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, joined, padded, rows_of
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.replay import ReplayState, StateWatch, layers_of
@@ -372,9 +372,10 @@ def arguments_for(
     A dict becomes keyword arguments if the encoder has arguments of these names; a tuple or list
     becomes positional arguments if the encoder has that many. Anything else is one argument.
     """
-    if isinstance(batch, dict) and all(isinstance(key, str) for key in batch):
-        if _takes(encoder, (), batch):
-            return (), batch
+    if isinstance(batch, DICTS) and all(isinstance(key, str) for key in batch):
+        named = dict(batch)
+        if _takes(encoder, (), named):
+            return (), named
     elif type(batch) in (tuple, list) and _takes(encoder, tuple(batch), {}):
         return tuple(batch), {}
     return (batch,), {}

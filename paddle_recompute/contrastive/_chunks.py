@@ -137,7 +137,10 @@ def num_rows_of(batch: Any, name: str) -> int:
             )
         found = path, leaf.shape[0]
     if found is None:
-        raise DataError(f"{name} contains no Tensor and no array; give at least one of them")
+        raise DataError(
+            f"{name} ({type(batch).__name__}) contains no Tensor and no array; give a Tensor, an "
+            "array, or a tuple, list, dict, UserDict or dataclass of them"
+        )
     if found[1] == 0:
         raise DataError(f"{found[0]} has 0 rows; a batch needs at least one")
     return int(found[1])

@@ -95,17 +95,18 @@ class Texts:
     cut: Mapping[str, tuple[int, ...]]
 
 
+def has_texts(batch: Any) -> bool:
+    """Whether `batch` has a tensor of tokens; an image has none."""
+    return any(leaf.is_text for leaf in _leaves_of(batch))
+
+
 def texts_of(batch: Any, name: str) -> Texts:
     """The tensors of `batch` to read and to cut; errors call the batch `name`.
 
     Raises:
         ConfigError: There is none, or it is not clear which.
     """
-    leaves = [
-        _Leaf(path, leaf)
-        for path, leaf in named_leaves(batch)
-        if is_tensor(leaf) or isinstance(leaf, np.ndarray)
-    ]
+    leaves = _leaves_of(batch)
     texts = [leaf for leaf in leaves if leaf.is_text]
     if not texts:
         raise ConfigError(
@@ -132,6 +133,14 @@ def texts_of(batch: Any, name: str) -> Texts:
         if axes:
             cut[leaf.path] = axes
     return Texts(width, tuple(read), cut)
+
+
+def _leaves_of(batch: Any) -> list[_Leaf]:
+    return [
+        _Leaf(path, leaf)
+        for path, leaf in named_leaves(batch)
+        if is_tensor(leaf) or isinstance(leaf, np.ndarray)
+    ]
 
 
 def _axes_of_mask(leaf: _Leaf, width: int, name: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder, check_
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._own_backward import ChunksWithOwnBackward, OwnBackward
 from paddle_recompute.contrastive._step import Step
-from paddle_recompute.contrastive._texts import LengthOf
+from paddle_recompute.contrastive._texts import LengthOf, has_texts
 from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.grad_sync import GradientSync
@@ -83,7 +83,8 @@ class GradCache:
             a structure of them) for all rows in the caller's order. Its own parameters, such as a
             learnable temperature, get their gradients too. Normalise the embeddings here or in
             the encoder.
-        chunk_size: Rows of a chunk. Without `chunk_size` and `chunk_tokens` each input is one
+        chunk_size: Rows of a chunk; together with `chunk_tokens`, rows of a chunk of an input that
+            has no tokens. Without `chunk_size` and `chunk_tokens` each input is one
             chunk, which is encoded once, with its graph: there is no extra forward, and the
             encoders' backwards run one after the other. In a plain ``loss.backward()`` Paddle's
             engine alternates between the encoders' operators, so it holds a recomputed block of
@@ -96,7 +97,9 @@ class GradCache:
             not depend on trailing padding. It should return nothing but a vector per row: hidden
             states ``[batch, length, dim]`` are put together too, with zeros behind the short rows,
             but all of them, and their gradient if the loss uses them, stay in memory. Costs one
-            copy of the inputs' lengths to the host per step.
+            copy of the inputs' lengths to the host per step. An input without such tensors, as the
+            images of CLIP, is cut into as many chunks as the texts; `chunk_size` gives it another
+            number of rows per chunk.
         sync: Synchronizes the gradients of all ranks, once per step, while the backward of the last
             chunk runs. It must cover all trained parameters of the encoders and the loss. None:
             gradients are not synchronized.
@@ -110,7 +113,7 @@ class GradCache:
             width. The order of keys does not matter.
 
     Raises:
-        ConfigError: Both `chunk_size` and `chunk_tokens` were given; one of them is less than 1;
+        ConfigError: `chunk_size` or `chunk_tokens` is less than 1;
             `encoders` is not one or a pair of callables; an encoder is in
             ``paddle.DataParallel`` without a `sync`; or a parameter had a hook before this module
             was imported.
@@ -173,11 +176,11 @@ class GradCache:
     ) -> paddle.Tensor:
         """Add the gradient of ``loss(encoders(query), encoders(positive))`` to ``.grad``.
 
-        An input is a Tensor, or a structure (tuple, list, dict, dataclass, nested) whose tensors
-        all have the batch as their first axis. It is passed to the encoder as in a plain call: a
-        dict as keyword arguments if the encoder has arguments of these names, a tuple or list as
-        positional arguments if it has that many, anything else as one argument. ``(value,)`` is
-        always the one argument `value`.
+        An input is a Tensor, or a structure (tuple, list, dict, dataclass, nested; a tokenizer's
+        ``BatchEncoding`` is a dict here) whose tensors all have the batch as their first axis. It
+        is passed to the encoder as in a plain call: a dict as keyword arguments if the encoder has
+        arguments of these names, a tuple or list as positional arguments if it has that many,
+        anything else as one argument. ``(value,)`` is always the one argument `value`.
 
         A NumPy array is passed to the encoder as a Tensor, chunk by chunk. It need not fit on the
         device, nor in memory if it is a ``numpy.memmap``.
@@ -209,7 +212,8 @@ class GradCache:
             DataError: The inputs have no rows, different numbers of rows, or need a gradient; or an
                 encoder's output does not have one row per row.
             ConfigError: The loss is not a scalar, or does not depend on a trained parameter; it is
-                not clear which input `chunk_tokens` must cut; or the call is under
+                not clear which tensor `chunk_tokens` must cut, no input has tokens, or all have and
+                `chunk_size` was given, too; or the call is under
                 ``paddle.no_grad`` or while a static graph is built.
             RecomputeError: The second forward of a chunk returned other values than the first, in
                 this call, or in one of those since the last check; see `check_repetition`.
@@ -281,21 +285,37 @@ class GradCache:
                 "row i of positive, so their numbers must be equal"
             )
         found = []
-        for place, (batch, name) in enumerate(zip(inputs, names, strict=True)):
+        cut = self._cut(inputs, rows, names)
+        for place, (batch, name, chunks) in enumerate(zip(inputs, names, cut, strict=True)):
             encoder = self._encoders[min(place, 1)]
             own = isinstance(encoder, OwnBackward)
             keeps = not own and self._chunk_size is None and self._chunk_tokens is None
-            chunks = self._cut(batch, rows[place], name)
             kind = ChunksWithOwnBackward if own else ChunkedEncoder
             found.append(kind(encoder, batch, chunks, name, keeps_graph=keeps))
         return found
 
-    def _cut(self, batch: Any, num_rows: int, name: str) -> list[Chunk]:
-        if self._chunk_size is not None:
-            return by_rows(num_rows, self._chunk_size)
+    def _cut(self, inputs: tuple[Any, ...], rows: list[int], names: list[str]) -> list[list[Chunk]]:
+        """The chunks of each input."""
         if self._chunk_tokens is None:
-            return by_rows(num_rows, num_rows)
-        return by_length(batch, self._chunk_tokens, self._length_of, name)
+            return [by_rows(one, self._chunk_size or one) for one in rows]
+        are_texts = [has_texts(batch) for batch in inputs]
+        if self._chunk_size is not None and all(are_texts):
+            raise ConfigError(
+                f"received chunk_size={self._chunk_size} and chunk_tokens={self._chunk_tokens}, "
+                "and all inputs have tokens; give one of them: beside chunk_tokens, chunk_size is "
+                "for inputs without tokens, such as images"
+            )
+        cut = [
+            by_length(batch, self._chunk_tokens, self._length_of, name)
+            if is_text or not any(are_texts)  # which says that there are no tokens
+            else []
+            for batch, name, is_text in zip(inputs, names, are_texts, strict=True)
+        ]
+        most = max(map(len, cut))
+        return [
+            chunks or by_rows(one, self._chunk_size or -(-one // most))
+            for chunks, one in zip(cut, rows, strict=True)
+        ]
 
     def _backward_of_loss(
         self,
@@ -420,20 +440,13 @@ def _pair(encoders: Any) -> tuple[Encoder, Encoder]:
 def _check_sizes(
     chunk_size: int | None, chunk_tokens: int | None, length_of: LengthOf | None
 ) -> None:
-    if chunk_size is not None and chunk_tokens is not None:
-        raise ConfigError(
-            f"received chunk_size={chunk_size} and chunk_tokens={chunk_tokens}; give one of them: "
-            "a number of rows, or a number of tokens for texts of different lengths"
-        )
     if length_of is not None and chunk_tokens is None:
         raise ConfigError("length_of has an effect with chunk_tokens only; give that, too")
-    if chunk_size is None and chunk_tokens is None:
-        return
-    name, value = (
-        ("chunk_size", chunk_size) if chunk_tokens is None else ("chunk_tokens", chunk_tokens)
-    )
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}: received {value!r}; allowed is a whole number of at least 1")
+    for name, value in (("chunk_size", chunk_size), ("chunk_tokens", chunk_tokens)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(
+                f"{name}: received {value!r}; allowed is a whole number of at least 1"
+            )
 
 
 def _check_mode() -> None:

@@ -4,7 +4,7 @@ from paddle_recompute.data.cedict import mine_cedict
 from paddle_recompute.data.ceiling import Ceiling, ceiling
 from paddle_recompute.data.loader import PairLoader, build_loader
 from paddle_recompute.data.pairs import LONGEST_LINE, Pair, PairFile, read_pairs
-from paddle_recompute.data.prepare import PreparedData, prepare_data
+from paddle_recompute.data.prepare import PreparedData, Source, prepare_data
 from paddle_recompute.data.split import Split, split_pairs
 from paddle_recompute.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
@@ -16,6 +16,7 @@ __all__ = [
     "PairLoader",
     "PairTokenizer",
     "PreparedData",
+    "Source",
     "Split",
     "build_loader",
     "ceiling",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import paddle
 
-from paddle_recompute.data._workers import Workers
 from paddle_recompute.data.pairs import Pair
 from paddle_recompute.data.tokenizer import PairTokenizer, TokenRows
 from paddle_recompute.errors import DataError
-
-LONGEST_WAIT = 300.0
-"""Seconds without a batch after which workers are ended; one batch takes them milliseconds."""
 
 _Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
 
@@ -37,12 +32,9 @@ class PairLoader:
         num_unknown_positives: Positives with a ``[UNK]`` token.
     """
 
-    def __init__(
-        self, queries: TokenRows, positives: TokenRows, sampler: RankSampler, num_workers: int
-    ) -> None:
+    def __init__(self, queries: TokenRows, positives: TokenRows, sampler: RankSampler) -> None:
         self._queries, self._positives = queries, positives
         self._sampler = sampler
-        self._num_workers = num_workers
         self.num_dropped = sampler.num_dropped
         self.num_cut_queries = queries.num_cut
         self.num_cut_positives = positives.num_cut
@@ -58,18 +50,17 @@ class PairLoader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, paddle.Tensor]]:
-        """The batches of the epoch that was set.
-
-        Raises:
-            DataError: A worker has died, or gives no batch for `LONGEST_WAIT` seconds.
-        """
-        sampler = self._sampler.for_epoch(self._sampler.epoch)
-        if not self._num_workers:
-            yield from _to_tensors(map(self._collate, sampler))
-            return
-        workers = Workers(self._collate, sampler, self._num_workers, LONGEST_WAIT)
-        with contextlib.closing(workers):
-            yield from _to_tensors(workers, on_leaving=workers.close)
+        """The batches of the epoch that was set; a thread of Paddle's makes them ahead."""
+        stream = _Stream(map(self._collate, self._sampler.for_epoch(self._sampler.epoch)))
+        tensors = iter(paddle.io.DataLoader(stream, batch_size=None, return_list=True))
+        try:
+            yield from tensors
+        except BaseException:
+            stream.end()
+            for _ in tensors:  # Paddle drops what it has read ahead only at the end of an epoch
+                pass
+            raise
+        stream.check()
 
     def notes(self) -> list[str]:
         """What the batches leave out, one sentence each; empty if nothing is left out."""
@@ -106,11 +97,10 @@ def build_loader(
     seed: int,
     max_query_tokens: int,
     max_positive_tokens: int,
-    num_workers: int,
 ) -> PairLoader:
     """Tokenize all pairs once, and make the loader of one rank.
 
-    The tokens stay in memory, 4 bytes each, and worker processes share them.
+    The tokens stay in memory, 4 bytes each.
 
     Args:
         pairs: The same on every rank, in the same order.
@@ -121,7 +111,6 @@ def build_loader(
         seed: Seed of the order of the pairs.
         max_query_tokens: The most tokens of a query, special tokens included.
         max_positive_tokens: The most tokens of a positive, special tokens included.
-        num_workers: Processes that assemble batches; 0: this process does.
 
     Raises:
         DataError: A pair has negatives, which nothing uses yet.
@@ -131,7 +120,6 @@ def build_loader(
         tokenizer.tokenize([pair.query for pair in pairs], max_query_tokens),
         tokenizer.tokenize([pair.positive for pair in pairs], max_positive_tokens),
         RankSampler(len(pairs), local_batch=local_batch, rank=rank, num_ranks=num_ranks, seed=seed),
-        num_workers,
     )
 
 
@@ -202,28 +190,6 @@ class RankSampler(paddle.io.BatchSampler):
             yield batch.tolist()
 
 
-def _to_tensors(
-    batches: Iterable[_Arrays], on_leaving: Callable[[], None] = lambda: None
-) -> Generator[dict[str, paddle.Tensor], None, None]:
-    """The same batches on the device: a thread of Paddle's copies them there ahead.
-
-    Args:
-        batches: What that thread reads.
-        on_leaving: Is called if the loop over the Tensors is left before its end.
-    """
-    stream = _Stream(batches)
-    tensors = iter(paddle.io.DataLoader(stream, batch_size=None, return_list=True))
-    try:
-        yield from tensors
-    except BaseException:
-        stream.end()
-        on_leaving()
-        for _ in tensors:  # Paddle drops what it has read ahead only at the end of an epoch
-            pass
-        raise
-    stream.check()
-
-
 class _Stream(paddle.io.IterableDataset):
     """Batches that Paddle's thread reads. An error there would leave the main thread waiting."""
 
@@ -238,12 +204,8 @@ class _Stream(paddle.io.IterableDataset):
 
     def check(self) -> None:
         """Raise the error that ended it before its end, if there was one."""
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # it holds this frame, and with it the workers' sockets
+        if self._error is not None:
+            raise self._error
 
     def __iter__(self) -> Iterator[_Arrays]:
         try:

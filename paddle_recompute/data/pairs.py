@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import gzip
+import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -49,10 +50,12 @@ class PairFile:
     Attributes:
         pairs: In file order, duplicates included.
         skipped: ``"file:line: what is wrong"`` for each line that was skipped.
+        sha256: Of the whole content, unpacked.
     """
 
     pairs: list[Pair]
     skipped: list[str]
+    sha256: str
 
 
 class _BadLine(Exception):
@@ -103,7 +106,8 @@ def read_pairs(
     parse = _parser_for(path)
     pairs: list[Pair] = []
     skipped: list[str] = []
-    for number, line in _lines(path, max_line, max_file):
+    digest = hashlib.sha256()
+    for number, line in _lines(path, max_line, max_file, digest.update):
         try:
             if len(line) > max_line:
                 raise _BadLine(f"longer than {max_line} bytes (data.max_line)")
@@ -122,7 +126,7 @@ def read_pairs(
     if not pairs:
         first = f" ({len(skipped)} bad lines, the first: {skipped[0]})" if skipped else ""
         raise DataError(f"{path}: contains no pair{first}")
-    return PairFile(pairs, skipped)
+    return PairFile(pairs, skipped, digest.hexdigest())
 
 
 def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
@@ -137,21 +141,25 @@ def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
     return parsers[suffix]
 
 
-def _lines(path: Path, max_line: int, max_file: int) -> Iterator[tuple[int, bytes]]:
+def _lines(
+    path: Path, max_line: int, max_file: int, read: Callable[[bytes], None]
+) -> Iterator[tuple[int, bytes]]:
     """The lines of a file with their numbers from 1, without the byte order mark.
 
-    Of a line that is too long there are `max_line` + 1 bytes.
+    Of a line that is too long there are `max_line` + 1 bytes. `read` is given all bytes.
     """
     number, size = 0, 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             while line := file.readline(max_line + 1):
                 number += 1
+                read(line)
                 size += len(line)
                 _check_size(path, number, size, max_file)
                 yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
                 while len(line) > max_line and not line.endswith(b"\n"):  # the rest of it
                     line = file.readline(max_line + 1)
+                    read(line)
                     size += len(line)
                     _check_size(path, number, size, max_file)
     except FileNotFoundError:

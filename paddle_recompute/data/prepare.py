@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from paddle_recompute.config import DataConfig
 from paddle_recompute.data._cache import require_file
@@ -15,6 +16,7 @@ from paddle_recompute.data.loader import refuse_negatives
 from paddle_recompute.data.pairs import Pair, read_pairs
 from paddle_recompute.data.split import (
     Split,
+    digest_of,
     num_pairs_sharing_a_text,
     rank_of,
     split_pairs,
@@ -31,6 +33,15 @@ from paddle_recompute.errors import DataError
 _SHOWN_REASONS = 5
 
 
+class Source(NamedTuple):
+    """What a run must have again to go on, and on all ranks."""
+
+    file: str
+    """Where it is from."""
+    sha256: str
+    """Of its whole content."""
+
+
 @dataclass(frozen=True)
 class PreparedData:
     """The data of a run; equal on all ranks.
@@ -45,6 +56,8 @@ class PreparedData:
         ceiling: The best recall that the tokens of `valid` and `pool` allow.
         skipped: ``"file:line: what is wrong"`` for every line that was skipped.
         notes: Sentences for the user about what was left out, with numbers.
+        sources: Of the files (``data.train_file``, ``data.valid_file``), ``split`` and
+            ``tokenizer``.
     """
 
     train: list[Pair]
@@ -55,6 +68,7 @@ class PreparedData:
     ceiling: Ceiling
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sources: dict[str, Source] = field(default_factory=dict)
 
 
 def prepare_data(
@@ -64,6 +78,7 @@ def prepare_data(
     is_main_rank: bool,
     barrier: Callable[[], None],
     tokenizer_file: Path | None = None,
+    compare: Callable[[Mapping[str, Source]], None] | None = None,
 ) -> PreparedData:
     """Read, split and tokenize; slow results are computed once and kept in ``config.cache_dir``.
 
@@ -77,6 +92,8 @@ def prepare_data(
         is_main_rank: True on exactly one rank.
         barrier: Returns when all ranks have called it.
         tokenizer_file: The vocabulary of a resumed run; None: a vocabulary is trained.
+        compare: Called on every rank with what `PreparedData.sources` will be, before a vocabulary
+            is trained and again with the tokenizer; may raise.
 
     Raises:
         DataError: The pairs cannot be used or are too few, or the ranks have different cache
@@ -92,6 +109,9 @@ def prepare_data(
         raise DataError("data.source is files, but data.train_file is not given")
     split = _split(config, train_file, seed, account)
     refuse_negatives(itertools.chain(split.train, split.valid))
+    account.sources["split"] = Source(str(train_file), digest_of(split))
+    if compare is not None:
+        compare(account.sources)
     pool = build_pool(split, config.pool_size, seed)
     texts = [text for pair in split.train for text in (pair.query, pair.positive)]
     if tokenizer_file is None:
@@ -103,6 +123,9 @@ def prepare_data(
         # A rank with other texts than the main rank looks for another file.
         require_file(tokenizer_file)
     tokenizer = load_tokenizer(tokenizer_file)
+    account.sources["tokenizer"] = Source(str(tokenizer_file), tokenizer.sha256)
+    if compare is not None:
+        compare(account.sources)
     queries = tokenizer.tokenize([pair.query for pair in split.valid], config.max_query_tokens)
     candidates = tokenizer.tokenize(pool, config.max_positive_tokens)
     account.note(queries.num_cut, "held-out queries are cut at data.max_query_tokens")
@@ -114,7 +137,15 @@ def prepare_data(
     best = ceiling(queries, candidates, target, unknown=tokenizer.unknown)
     account.notes += best.notes()
     return PreparedData(
-        split.train, split.valid, pool, target, tokenizer, best, account.skipped, account.notes
+        split.train,
+        split.valid,
+        pool,
+        target,
+        tokenizer,
+        best,
+        account.skipped,
+        account.notes,
+        account.sources,
     )
 
 
@@ -143,10 +174,11 @@ def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
 
 @dataclass
 class _Account:
-    """Sentences about what is left out."""
+    """What was read, and sentences about what is left out."""
 
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sources: dict[str, Source] = field(default_factory=dict)
 
     def note(self, count: int, what: str) -> None:
         if count:
@@ -165,7 +197,7 @@ def _mine(
 
 
 def _split(config: DataConfig, train_file: Path, seed: int, account: _Account) -> Split:
-    pairs = _read(config, train_file, account)
+    pairs = _read(config, "train_file", train_file, account)
     if config.valid_file is None:
         split = split_pairs(pairs, valid_pairs=config.valid_pairs, seed=seed)
         account.note(split.num_duplicates, "duplicates removed")
@@ -176,7 +208,9 @@ def _split(config: DataConfig, train_file: Path, seed: int, account: _Account) -
         return split
     train, num_duplicates = without_duplicates(pairs)
     account.note(num_duplicates, "duplicates removed from data.train_file")
-    valid, num_valid_duplicates = without_duplicates(_read(config, config.valid_file, account))
+    valid, num_valid_duplicates = without_duplicates(
+        _read(config, "valid_file", config.valid_file, account)
+    )
     account.note(num_valid_duplicates, "duplicates removed from data.valid_file")
     account.note(
         num_pairs_sharing_a_text(valid, train),
@@ -185,13 +219,14 @@ def _split(config: DataConfig, train_file: Path, seed: int, account: _Account) -
     return Split(train, valid, num_duplicates=num_duplicates + num_valid_duplicates)
 
 
-def _read(config: DataConfig, path: Path, account: _Account) -> list[Pair]:
+def _read(config: DataConfig, name: str, path: Path, account: _Account) -> list[Pair]:
     found = read_pairs(
         path,
         on_bad_line=config.on_bad_line,
         max_line=config.max_line,
         max_file=config.max_file,
     )
+    account.sources[f"data.{name}"] = Source(str(path), found.sha256)
     account.skipped += found.skipped
     shown = "; ".join(found.skipped[:_SHOWN_REASONS])
     more = len(found.skipped) - _SHOWN_REASONS

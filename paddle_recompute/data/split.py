@@ -91,6 +91,16 @@ def without_duplicates(pairs: Iterable[Pair]) -> tuple[list[Pair], int]:
     return unique, len(every) - len(unique)
 
 
+def digest_of(split: Split) -> str:
+    """The SHA-256 of all texts of both sides, in their order."""
+    digest = hashlib.sha256()
+    for side in (split.train, split.valid):
+        digest.update(len(side).to_bytes(8, "big"))
+        for pair in side:
+            digest.update(f"{pair.query}\0{pair.positive}\n".encode())
+    return digest.hexdigest()
+
+
 def num_pairs_sharing_a_text(pairs: Iterable[Pair], others: Iterable[Pair]) -> int:
     """How many of `pairs` share a text, in normal form, with `others`."""
     theirs = {key for pair in others for key in _keys(pair)}

@@ -79,15 +79,18 @@ class PairTokenizer:
     Attributes:
         vocab_size: Rows that a word embedding needs.
         unknown: The id of ``[UNK]``; None if there is none.
+        sha256: Of its file.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self._text = text
         self._tokenizer = tokenizer
         self._tokenizer.encode_special_tokens = True  # in texts they are ordinary text
         self._first = tokenizer.token_to_id("[CLS]")
         self._last = tokenizer.token_to_id("[SEP]")
         self.unknown: int | None = tokenizer.token_to_id("[UNK]")
         self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
+        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> npt.NDArray[np.int64]:
         """Token ids, padded to the longest text.
@@ -129,8 +132,8 @@ class PairTokenizer:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write ``tokenizer.json`` to `path`, atomically; `load_tokenizer` reads it."""
-        write_whole(Path(path), self._tokenizer.to_str(pretty=True))
+        """Write ``tokenizer.json`` to `path`, atomically: the file that `load_tokenizer` read."""
+        write_whole(Path(path), self._text)
 
 
 def load_tokenizer(path: str | Path) -> PairTokenizer:
@@ -164,7 +167,7 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
         raise DataError(
             f"{path}: numbers an entry {highest}; a vocabulary has at most {_MOST_ENTRIES} entries"
         )
-    return PairTokenizer(tokenizer)
+    return PairTokenizer(tokenizer, text)
 
 
 def _from_text(tokenizers: types.ModuleType, path: str | Path, text: str) -> Any:
@@ -220,7 +223,7 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
     pieces = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     kept = [piece for piece, _ in pieces if piece not in only_inner]
     vocab = {piece: number for number, piece in enumerate(kept[:vocab_size])}
-    PairTokenizer(_untrained(tokenizers, vocab)).save(path)
+    write_whole(Path(path), _untrained(tokenizers, vocab).to_str(pretty=True))
 
 
 def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:

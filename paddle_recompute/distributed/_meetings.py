@@ -7,7 +7,7 @@ short message and one short answer, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paddle_recompute.distributed.control_wire import Message, ranges
@@ -24,7 +24,6 @@ Tell = Callable[[int, Message], None]
 class _Said:
     label: str
     digest: str
-    clean: bool
 
 
 @dataclass
@@ -32,7 +31,6 @@ class _Meeting:
     """One that not all have come to yet, or whose contents are being fetched."""
 
     arrived: dict[int, _Said] = field(default_factory=dict)
-    scope_of: dict[int, str] = field(default_factory=dict)
     asked: dict[int, tuple[str, list[int]]] = field(default_factory=dict)
     contents: dict[int, object] = field(default_factory=dict)
 
@@ -47,25 +45,19 @@ class Meetings:
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
         self._open: dict[str, _Meeting] = {}
-        self._given_up: set[str] = set()
 
     def come(
         self,
         rank: int,
         channel: str,
         size: int,
-        scope: str,
         label: str,
         digest: str,
-        clean: bool,
         everything: bool = False,
     ) -> None:
         """`rank` is at a meeting of `size` ranks; the last one to come brings the answer."""
-        if scope in self._given_up:
-            return
         meeting = self._open.setdefault(channel, _Meeting())
-        meeting.arrived[rank] = _Said(label, digest, clean)
-        meeting.scope_of[rank] = scope
+        meeting.arrived[rank] = _Said(label, digest)
         if len(meeting.arrived) < size:
             return
         arrived = meeting.arrived
@@ -74,9 +66,8 @@ class Meetings:
             by_content.setdefault((arrived[one].label, arrived[one].digest), []).append(one)
         if len(by_content) == 1:
             del self._open[channel]
-            clean = all(said.clean for said in arrived.values())
             for one in arrived:
-                self._tell(one, {"kind": "met", "channel": channel, "clean": clean})
+                self._tell(one, {"kind": "met", "channel": channel})
             return
         most = None if everything else MOST_CONTENTS
         for (said, _), ranks in [*by_content.items()][:most]:
@@ -97,28 +88,9 @@ class Meetings:
             {"label": label, "ranks": ranges(ranks), "content": meeting.contents[one]}
             for one, (label, ranks) in meeting.asked.items()
         ]
-        clean = all(said.clean for said in meeting.arrived.values())
-        answer: Message = {"kind": "met", "channel": channel, "clean": clean, "groups": groups}
+        answer: Message = {"kind": "met", "channel": channel, "groups": groups}
         for one in meeting.arrived:
             self._tell(one, answer)
-
-    def give_up(self, scope: str) -> None:
-        """Forget who is there on behalf of `scope`, which has failed: they are told, and what they
-        said, or will say before they hear of it, must not answer the meeting of a new start.
-        """
-        self._given_up.add(scope)
-        for meeting in self._open.values():
-            for rank in [rank for rank, of in meeting.scope_of.items() if of == scope]:
-                del meeting.arrived[rank], meeting.scope_of[rank]
-
-    def forget(self, ranks: Sequence[int]) -> None:
-        """Forget that `ranks` are at a meeting: all of them have been told that they wait for each
-        other at different places, and leave. A new start must not meet who has not left yet.
-        """
-        for meeting in self._open.values():
-            for rank in ranks:
-                meeting.arrived.pop(rank, None)
-                meeting.scope_of.pop(rank, None)
 
 
 @dataclass
@@ -153,13 +125,8 @@ class Waits:
             if not waits:
                 del self._waits[among], self._unchanged[among]
 
-    def tick(self) -> list[int]:
-        """Tell, where things have not changed for some ticks: once, and all who wait.
-
-        Returns:
-            The ranks that were told now that they wait for each other at different places.
-        """
-        told: list[int] = []
+    def tick(self) -> None:
+        """Tell, where things have not changed for some ticks: once, and all who wait."""
         for among, waits in self._waits.items():
             self._unchanged[among] += 1
             if self._unchanged[among] != SETTLED:
@@ -177,6 +144,4 @@ class Waits:
                 news: Message = {"kind": "waiting", "among": among, "ranks": here}
                 if len(waits) == size and len(by_place) > 1:
                     news |= {"serial": wait.serial, "apart": apart}
-                    told.append(rank)
                 self._tell(rank, news)
-        return told

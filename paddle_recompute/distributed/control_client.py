@@ -10,8 +10,11 @@ A rank that goes on says nothing but that it lives. One that has waited for long
 where, so that the others learn whom they wait for, and that ranks which wait at different places
 are told.
 
-A rank that fails tells the others why before it ends: through `ControlClient.tell_failure` where
-the library sees the error, else from `sys.excepthook` and `atexit`.
+The first failure ends the run, on all ranks: from then on every wait of every rank raises an error
+with that cause, and nothing begins again. A rank that fails tells the others why before it ends:
+through `ControlClient.fail` where the library sees the error, else from `sys.excepthook` and
+`atexit`. A rank that does not come to any wait within ``peer_timeout`` after that, because it hangs
+in code of somebody else, is ended by the thread.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import paddle.distributed as dist
 
@@ -59,17 +62,7 @@ _LAST = 5.0
 is in rank 0 (``LibUVMasterDaemon``, 3.x), aborts if a rank hangs up while the process is torn down.
 """
 _ADDRESS = "paddle_recompute/control_server"
-
-
-class Lane(Protocol):
-    """Collectives in progress between some ranks, which a failure can leave half done."""
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing is half done."""
-
-    def drop(self) -> None:
-        """Use it no more."""
+Error = TypeVar("Error", bound=BaseException)
 
 
 @dataclass(frozen=True)
@@ -98,22 +91,24 @@ class ControlClient:
         """For waits that belong to no `GradientSync`: those of the newest one."""
         self.place = "before the first step"
         """Where this rank is, for messages."""
-        self.lanes: dict[tuple[int, ...], list[Lane]] = {}
-        """Collectives that begin anew, on all ranks, when some rank's have been left half done."""
         self._process = os.getpid()
         self._sending = threading.Lock()
         self._answers: dict[str, _Answer] = {}
         self._waits = itertools.count(1)
         self._peer_state = PeerState(rank)
         self._heard = threading.Event()  # the control server has passed on our last words
+        self._has_said_goodbye = False
+        self._is_failed = False
+        """Whether code of this rank was told that the run has failed, so that it ends by itself."""
+        self._complaint_of_thread: str | None = None
+        self._exit_code_is_1 = False
+        self._ticks_stuck = 0
         self._connected = threading.Event()
         self._socket: socket.socket | None = None
         self._server: ControlServer | None = None  # in rank 0
         _paddle.watch_backward()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
         self._await_connection()
-        self._last_words: Message = {"kind": "left", "message": None}
-        self._is_failed = False
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         atexit.register(self._at_exit)
@@ -154,30 +149,25 @@ class ControlClient:
             SyncError: The ranks are in different places of the program: their labels differ.
             PeerError: A rank will not come.
         """
+        self.check(scope, label)
         channel = f"{scope.among}/{lane}"
         answer = self._answers[channel] = _Answer(content)
-        lanes = self.lanes.get(scope.ranks, []) if lane == "main" else []
         self._send(
             {
                 "kind": "meet",
                 "channel": channel,
                 "size": len(scope.ranks),
-                "scope": scope.key,
                 "label": label,
                 "digest": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
-                "clean": all(one.is_clean for one in lanes),
                 "everything": everything,
             }
         )
         self.wait(answer.here, label, scope, tells=tells or lane == "main")
-        if not answer.message["clean"] and lane == "main":
-            for one in self.lanes.pop(scope.ranks, []):
-                one.drop()
         groups: list[Message] | None = answer.message.get("groups")
         if groups is None:
             return None
         if len({group["label"] for group in groups}) > 1:
-            raise _apart(where(groups))
+            raise self.fail(_apart(where(groups)))
         return [Said(tuple(wire.ranks_in(one["ranks"])), one["content"]) for one in groups]
 
     def wait(
@@ -225,15 +215,10 @@ class ControlClient:
                 waited = time.monotonic() - began
                 if tells and not serial and waited > TICK:
                     serial = self._tell_wait(what, scope, place or what)
-                try:
-                    self.check(scope, what, waited=waited)
-                    apart = self._peer_state.apart(serial) if serial else None
-                    if apart is not None:
-                        raise _apart(apart)
-                except SyncError as error:
-                    if not has_come(0.0):
-                        _paddle.hand_on(error)
-                        raise
+                error = self._trouble(scope, what, waited, serial)
+                if error is not None and not has_come(0.0):
+                    _paddle.hand_on(self.fail(error))
+                    raise error
         finally:
             if serial:
                 self._send({"kind": "goes on"})
@@ -254,17 +239,23 @@ class ControlClient:
 
     def check(self, scope: Scope, what: str, *, waited: float = 0.0) -> None:
         """Raise if waiting for `what` from the ranks of `scope`, `waited` seconds so far, is in
-        vain as far as is known.
+        vain as far as is known. That ends the run: it is raised at all later checks too.
+
+        Raises:
+            PeerError: A rank has died, failed, fallen silent, or not come in time.
         """
+        error = self._trouble(scope, what, waited)
+        if error is not None:
+            raise self.fail(error)
+
+    def _trouble(
+        self, scope: Scope, what: str, waited: float, serial: int | None = None
+    ) -> SyncError | None:
         trouble = self._peer_state.trouble(scope, waited)
         if trouble is not None:
-            raise PeerError(self._complaint(trouble, what))
-
-    def check_failure(self, scope: Scope, what: str) -> None:
-        """Raise if a rank has given `scope` up, even if its part of `what` was done."""
-        failure = self._peer_state.failure(scope)
-        if failure is not None:
-            raise PeerError(self._complaint(failure, what))
+            return PeerError(self._complaint(trouble, what))
+        apart = self._peer_state.apart(serial) if serial else None
+        return _apart(apart) if apart is not None else None
 
     def explain(self, error: BaseException, what: str, scope: Scope) -> PeerError:
         """The `PeerError` that says why a collective of `scope` failed with `error`.
@@ -276,33 +267,45 @@ class ControlClient:
         while time.monotonic() < deadline:
             trouble = self._peer_state.trouble(scope, waited=0.0, patience=patience)
             if trouble is not None:
-                return PeerError(self._complaint(trouble, what))
+                return self.fail(PeerError(self._complaint(trouble, what)))
             time.sleep(_POLL)
-        return PeerError(
-            f"{what} failed on rank {self.rank} {self.place}, although all ranks show signs of "
-            f"life: {error}"
+        return self.fail(
+            PeerError(
+                f"{what} failed on rank {self.rank} {self.place}, although all ranks show signs of "
+                f"life: {error}"
+            )
         )
 
     def _complaint(self, trouble: str, what: str) -> str:
+        if trouble.startswith(f"rank {self.rank} "):
+            return (
+                f"{trouble}. That ended the run on all ranks, so rank {self.rank} cannot begin "
+                f"{what}; start the ranks again, from the last checkpoint"
+            )
         return f"{trouble}. Rank {self.rank} waited {self.place} for {what}."
 
     # ------------------------------------------------------------------------------ speaking
 
-    def tell_failure(self, error: BaseException, scope: Scope) -> None:
-        """Let the other ranks of `scope` end too, with the message of `error`."""
-        message = str(error) if isinstance(error, PeerError) else _one_line(error)
-        told = {"kind": "failed", "scope": scope.key, "place": self.place, "message": message}
-        self._send(told | {"is_peer_error": isinstance(error, PeerError)})
+    def fail(self, error: Error) -> Error:
+        """End the run on all ranks, with `error` as the cause if it is the first; returns it."""
+        if threading.current_thread().daemon:  # it does not end the process
+            self._complaint_of_thread = self._complaint_of_thread or str(error)
+        else:
+            self._is_failed = True
+        if self._peer_state.cause() is None:
+            message = str(error) if isinstance(error, PeerError) else _one_line(error)
+            told: Message = {"kind": "failed", "place": self.place, "message": message}
+            self._peer_state.take({**told, "rank": self.rank})
+            self._send(told)
+        return error
 
     def _on_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        message = str(error) if isinstance(error, PeerError) else _one_line(error)
-        self._last_words["message"] = message
-        self._last_words["is_peer_error"] = isinstance(error, PeerError)
+        self.fail(error)
         self._say_goodbye()
         self._previous_hook(kind, error, trace)
-        self._is_failed = not issubclass(kind, KeyboardInterrupt)
+        self._exit_code_is_1 = not issubclass(kind, KeyboardInterrupt)
 
     def _at_exit(self) -> None:
         """Tell the others, whose end lets collectives with them return, and wait for these."""
@@ -312,22 +315,18 @@ class ControlClient:
         is_safe = _paddle.end_native_calls(_RETURN)
         if self._server is not None:
             is_safe &= self._server.wait_until_alone(_LAST)
-        if self._is_failed and not is_safe:
+        if self._exit_code_is_1 and not is_safe:
             # A rank is stopped. Were a collective with it to come back from now on, or that rank
             # to hang up, the process would end with SIGABRT. Python's exit code for an uncaught
             # error is 1.
-            logging.shutdown()
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(1)
+            _exit_now()
 
     def _say_goodbye(self) -> None:
         _end_quietly_if_told_to()
-        if os.getpid() != self._process or self._last_words.get("said"):
+        if os.getpid() != self._process or self._has_said_goodbye:
             return
-        self._last_words["said"] = True
-        self._send(self._last_words | {"place": self.place})
+        self._has_said_goodbye = self._is_failed = True
+        self._send({"kind": "left", "place": self.place})
         if self.rank == 0:  # the server lives here: let it pass this on before the process ends
             self._heard.wait(_PARTING)
 
@@ -376,9 +375,27 @@ class ControlClient:
                     last_sign = time.monotonic()
                     with contextlib.suppress(OSError), self._sending:
                         line.sendall(wire.SIGN_OF_LIFE)
+                    self._end_if_stuck()
         # RuntimeError: the store's
         except (OSError, RuntimeError, wire.ProtocolError) as error:
             self._peer_state.lost = self._peer_state.lost or str(error)
+        while True:
+            time.sleep(TICK)
+            self._end_if_stuck()
+
+    def _end_if_stuck(self) -> None:
+        """End the process some time after the run has failed, if its own code has not noticed."""
+        cause = self._peer_state.cause()
+        if cause is None or self._is_failed:
+            return
+        self._ticks_stuck += 1
+        if self._ticks_stuck * TICK > self.limits.peer_timeout:
+            complaint = (self._complaint_of_thread or cause).rstrip(".")
+            sys.stderr.write(
+                f"PeerError: {complaint}. Rank {self.rank} has not noticed {self.place} for "
+                f"{self._ticks_stuck * TICK:.0f} s (peer_timeout), so its process is ended.\n"
+            )
+            _exit_now()
 
     def _connect(self) -> socket.socket:
         host = _paddle.master_host()
@@ -424,6 +441,15 @@ class ControlClient:
         """In a forked child: a socket that it held open would hide the end of this process."""
         if self._socket is not None:
             self._socket.close()
+
+
+def _exit_now() -> None:
+    """End the process as after an uncaught error, without the rest of Python's shutdown."""
+    logging.shutdown()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def _end_quietly_if_told_to() -> None:

@@ -56,7 +56,7 @@ _HELLO_SECONDS_IN_A_CROWD = 1.0
 _LONGEST_BACKLOG = 2**26
 """Bytes that a rank has not read. Beyond it, the rank counts as dead."""
 _LOUD = 8
-"""Failures and deaths that are told at once; more of them are told together, each tick."""
+"""Ends that are told at once; more of them are told together, each tick."""
 _MOST_SILENT = 16
 _PAUSE_PER_RANK = 20e-6
 
@@ -97,10 +97,9 @@ class ControlServer:
         self._num_ranks = num_ranks
         self._lines: dict[int, _Line] = {}
         self._strangers: dict[socket.socket, _Stranger] = {}
-        self._failed: list[Message] = []
-        self._gone: list[int] = []
+        self._cause: list[Message] = []  # the first failure or death: it ends the run
         self._left: list[int] = []  # in good order
-        self._untold: dict[str, list[int]] = {"gone": [], "left": []}
+        self._untold: list[int] = []
         self._stops: list[Message] = []  # the last one
         self._meetings = Meetings(self._tell)
         self._waits = Waits(self._tell)
@@ -189,8 +188,7 @@ class ControlServer:
         line = self._lines[rank] = _Line(rank, stranger.socket)
         self._news.modify(line.socket, selectors.EVENT_READ, line)
         self._send(line, welcome(bytes(stranger.said), stranger.challenge, self._key))
-        ends = self._ends({"gone": self._gone, "left": self._left})
-        for message in [*self._failed, *ends, *self._stops]:
+        for message in [*self._cause, *_ends(self._left), *self._stops]:
             self._send(line, encode(message))
 
     def _show_out(self, stranger: _Stranger) -> None:
@@ -237,10 +235,8 @@ class ControlServer:
                 rank,
                 text_of(message, "channel"),
                 number_of(message, "size"),
-                text_of(message, "scope"),
                 text_of(message, "label"),
                 text_of(message, "digest"),
-                message.get("clean") is True,
                 message.get("everything") is True,
             )
         elif kind == "content":
@@ -259,27 +255,26 @@ class ControlServer:
         elif kind == "stop":
             self._pass_stop_on(number_of(message, "number"))
         elif kind == "failed":
-            self._fail(rank, message)
+            self._end_run(
+                {
+                    "kind": "failed",
+                    "rank": rank,
+                    "place": text_of(message, "place"),
+                    "message": text_of(message, "message"),
+                }
+            )
         elif kind == "left":
-            self._leave(line, message)
+            self._note_left(rank, text_of(message, "place"))
+            line.left = True
+            self._send(line, encode({"kind": "heard"}))
         else:
             raise ProtocolError(f"no such message: {kind}")
 
-    def _fail(self, rank: int, message: Message) -> None:
-        told: Message = {
-            "kind": "failed",
-            "rank": rank,
-            "scope": text_of(message, "scope"),
-            "place": text_of(message, "place"),
-            "message": text_of(message, "message"),
-            "is_peer_error": message.get("is_peer_error") is True,
-        }
-        self._meetings.give_up(told["scope"])
-        # A failure takes all ranks of its scope along, and each of them tells of it.
-        before = [one for one in self._failed if one.get("scope") == told["scope"]]
-        if len(before) < _LOUD and (not told["is_peer_error"] or not before):
-            self._failed.append(told)
-            self._tell_all(told)
+    def _end_run(self, cause: Message) -> None:
+        """Tell all ranks, once, what ends the run; whatever fails later is a consequence."""
+        if not self._cause:
+            self._cause = [cause]
+            self._tell_all(cause)
 
     def _pass_stop_on(self, number: int) -> None:
         """Once: a scheduler that ends a run asks all ranks."""
@@ -288,21 +283,6 @@ class ControlServer:
             self._stops = [told]
             self._tell_all(told)
 
-    def _leave(self, line: _Line, message: Message) -> None:
-        reason = message.get("message")
-        if reason is None:
-            self._note_end("left", line.rank, text_of(message, "place"))
-        else:
-            ended = {**message, "kind": "ended", "rank": line.rank, "message": str(reason)}
-            before = [one for one in self._failed if one["kind"] == "ended"]
-            if len(before) < _LOUD:
-                self._failed.append(ended)
-                self._tell_all(ended)
-            else:
-                self._note_end("left", line.rank, text_of(message, "place"))
-        line.left = True
-        self._send(line, encode({"kind": "heard"}))
-
     def _hang_up(self, line: _Line) -> None:
         if self._lines.pop(line.rank, None) is None:
             return
@@ -310,23 +290,17 @@ class ControlServer:
         self._news.unregister(line.socket)
         line.socket.close()
         if not line.left:
-            self._note_end("gone", line.rank)
+            self._end_run({"kind": "gone", "rank": line.rank, "place": ""})
 
-    def _note_end(self, kind: str, rank: int, place: str = "") -> None:
-        """Tell of the first ends at once, of more of them together."""
-        ends = self._gone if kind == "gone" else self._left
-        ends.append(rank)
-        if len(ends) <= _LOUD:
-            self._tell_all({"kind": kind, "ranks": str(rank), "place": place})
+    def _note_left(self, rank: int, place: str) -> None:
+        """Tell of the first ends at once, of more of them together; of none after the cause."""
+        if self._cause:
+            return
+        self._left.append(rank)
+        if len(self._left) <= _LOUD:
+            self._tell_all({"kind": "left", "ranks": str(rank), "place": place})
         else:
-            self._untold[kind].append(rank)
-
-    def _ends(self, ends: dict[str, list[int]]) -> list[Message]:
-        return [
-            {"kind": kind, "ranks": ranges(ranks), "place": ""}
-            for kind, ranks in ends.items()
-            if ranks
-        ]
+            self._untold.append(rank)
 
     # ------------------------------------------------------------------------------- telling
 
@@ -337,10 +311,10 @@ class ControlServer:
                 self._show_out(stranger)
         self._is_full = False
         self._mind_the_door()
-        self._meetings.forget(self._waits.tick())
-        for message in self._ends(self._untold):
+        self._waits.tick()
+        for message in _ends(self._untold):
             self._tell_all(message)
-        self._untold = {"gone": [], "left": []}
+        self._untold = []
         silent = {}
         for line in self._lines.values():
             line.quiet += 1
@@ -387,6 +361,10 @@ class ControlServer:
             both = selectors.EVENT_READ | selectors.EVENT_WRITE
             with contextlib.suppress(KeyError):
                 self._news.modify(line.socket, both if line.unsent else selectors.EVENT_READ, line)
+
+
+def _ends(ranks: list[int]) -> list[Message]:
+    return [{"kind": "left", "ranks": ranges(ranks), "place": ""}] if ranks else []
 
 
 def _listen(host: str) -> socket.socket:

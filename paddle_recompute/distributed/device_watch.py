@@ -1,16 +1,15 @@
-"""A thread that ends the process where a device collective waits for a rank that is gone.
+"""A thread that notices where a device collective waits for a rank that is gone.
 
 A collective of a device is put on a stream and the host goes on, until it reads a tensor that the
 collective has to make: then it waits inside the driver, where nothing can reach it. So it is not
-the main thread that watches. It keeps its speed: it waits for nothing, and is asked nothing.
+the main thread that watches. It keeps its speed: it waits for nothing, and is asked nothing. Where
+the trouble is, the run has failed, which ends a process that does not notice (`control_client`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,10 +22,6 @@ from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import PeerError
 
 _POLL = 0.1
-GRACE = 5.0
-"""Seconds that the main thread has to notice the trouble itself and end with an error that can be
-caught; it does where it waits in Python, for an agreement or for the gradients.
-"""
 
 
 class _Watched:
@@ -77,28 +72,8 @@ class _Watchdog:
                 begun = list(self._begun)
             time.sleep(_POLL)
             for watched in begun:
-                try:
+                with contextlib.suppress(PeerError):  # noted: the run has failed
                     watched.check()
-                except PeerError:
-                    self._end_unless_over(watched)
-
-    def _end_unless_over(self, watched: _Watched) -> None:
-        """Give the main thread its time, then end the process if the collective still waits."""
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline:
-            time.sleep(_POLL)
-            if watched not in self._begun or watched.is_over():
-                return
-        try:
-            watched.check()
-        except PeerError as error:
-            peers().tell_failure(error, watched.scope)
-            sys.stderr.write(
-                f"PeerError: {error} The device cannot give up {watched.what}, so this process "
-                "ends.\n"
-            )
-            sys.stderr.flush()
-            os._exit(1)
 
 
 @functools.cache
@@ -108,7 +83,7 @@ def _watchdog() -> _Watchdog:
 
 @contextlib.contextmanager
 def watched_on_device(what: str, scope: Scope) -> Iterator[None]:
-    """Inside, collectives of a device are begun; the process ends if one of them waits in vain.
+    """Inside, collectives of a device are begun; the run fails if one of them waits in vain.
 
     Args:
         what: Names them, for messages.

@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute.distributed.control_client import ControlClient, peers
+from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.gloo_group import make_gloo_group
 from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import PeerError, SyncError
@@ -66,6 +66,7 @@ class Job(Generic[Result]):
     def run(self, lane: GlooLane) -> None:
         """To be called by the lane's thread."""
         try:
+            peers().check(self.scope, self.label)
             lane.await_all(self)
             self.started = time.perf_counter()
             with _paddle.native_call():
@@ -87,8 +88,6 @@ class Job(Generic[Result]):
         """
         peers().wait(self._done, self.label, self.scope, place=self._place)
         if self.error is None:
-            # A rank that has given up has left its thread behind, which does its part of this.
-            peers().check_failure(self.scope, self.label)
             return self._result
         if isinstance(self.error, SyncError):
             _paddle.hand_on(self.error)
@@ -112,19 +111,9 @@ class GlooLane:
     def __init__(self, scope: Scope, name: str) -> None:
         self.name = name
         self.group: Group = make_gloo_group(scope, name)
-        self._jobs: queue.SimpleQueue[Job[object] | None] = queue.SimpleQueue()
-        self._num_unfinished = 0
-        self._has_failed = False
+        self._jobs: queue.SimpleQueue[Job[object]] = queue.SimpleQueue()
         self._broken: list[Group] = []  # to end one could wait for what still hangs in it
         threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    @property
-    def is_clean(self) -> bool:
-        return not self._num_unfinished and not self._has_failed
-
-    def drop(self) -> None:
-        """End the thread, when it has done what it is at."""
-        self._jobs.put(None)
 
     def begin(
         self,
@@ -145,7 +134,6 @@ class GlooLane:
             code: What else must be the same on every rank, such as sizes.
         """
         job = Job(function, label, scope, place or label, code)
-        self._num_unfinished += 1
         self._jobs.put(job)  # type: ignore[arg-type]
         return job
 
@@ -187,15 +175,14 @@ class GlooLane:
             raise peers().explain(error, job.label, job.scope) from error
 
     def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            job = self._jobs.get()
             job.run(self)
-            self._num_unfinished -= 1
-            # Any other error is one of all ranks, or that of a function which calls no collective.
-            is_half_done = isinstance(job.error, PeerError) or (
-                job.error is not None and _paddle.is_from_gloo(job.error)
-            )
-            self._has_failed = self._has_failed or is_half_done
             job.finish()
+            del job  # its tensors
+
+
+_lanes: dict[tuple[tuple[int, ...], str], GlooLane] = {}
 
 
 def lane_of(scope: Scope, name: str) -> GlooLane:
@@ -204,11 +191,6 @@ def lane_of(scope: Scope, name: str) -> GlooLane:
     All scopes of the same ranks have it in common: a gloo group costs a connection between each
     two of them.
     """
-    client: ControlClient = peers()
-    lanes = client.lanes.setdefault(scope.ranks, [])
-    for lane in lanes:
-        if isinstance(lane, GlooLane) and lane.name == name:
-            return lane
-    made = GlooLane(scope, name)
-    lanes.append(made)
-    return made
+    if (scope.ranks, name) not in _lanes:
+        _lanes[scope.ranks, name] = GlooLane(scope, name)
+    return _lanes[scope.ranks, name]

@@ -23,28 +23,20 @@ class Limits:
 
 @dataclass(frozen=True)
 class Scope:
-    """For whom one waits, and what for.
+    """For whom one waits.
 
     Attributes:
         ranks: The global ranks concerned, this one among them.
-        name: Separates the messages and failures of one `GradientSync` from those of another; the
-            same on all ranks.
         limits: How long to wait.
     """
 
     ranks: tuple[int, ...]
-    name: str
     limits: Limits
 
     @property
     def among(self) -> str:
         """The ranks on the wire."""
         return ranges(self.ranks)
-
-    @property
-    def key(self) -> str:
-        """The scope on the wire."""
-        return f"{self.among}/{self.name}"
 
 
 @dataclass
@@ -62,14 +54,14 @@ class PeerState:
     lost: str | None = None
     server_quiet: int = 0
     stop_requests: set[int] = field(default_factory=set)
+    _cause: Message | None = None
     _silent: dict[int, float] = field(default_factory=dict)
     _waiting: dict[str, frozenset[int]] = field(default_factory=dict)
     _apart: tuple[int, str] | None = None
-    _ended: dict[int, Message] = field(default_factory=dict)
-    _failures: list[Message] = field(default_factory=list)
+    _left: dict[int, Message] = field(default_factory=dict)
 
     def take(self, message: Message) -> None:
-        """Note what the control server says."""
+        """Note what the control server says, or that this rank has failed."""
         kind = message["kind"]
         if kind == "silent":
             self._silent = {int(rank): float(s) for rank, s in message["seconds"].items()}
@@ -79,13 +71,22 @@ class PeerState:
                 self._apart = (message["serial"], where(message["apart"]))
         elif kind == "stop":
             self.stop_requests.add(message["number"])
-        elif kind == "failed":
-            self._failures.append(message)
-        elif kind == "ended":
-            self._ended[message["rank"]] = message
-        else:  # gone, or left in good order
+        elif kind == "left":
             for rank in ranks_in(message["ranks"]):
-                self._ended.setdefault(rank, {**message, "rank": rank})
+                self._left.setdefault(rank, {**message, "rank": rank})
+        else:  # failed, or gone
+            self._cause = self._cause or message
+
+    def cause(self) -> str | None:
+        """What has ended the run on all ranks: the first that failed or died; None: nothing has."""
+        if self._cause is not None:
+            return _described(self._cause)
+        if self.lost is not None and 0 not in self._left:
+            return (
+                "rank 0, through which the ranks know of each other, has died (its connection was "
+                f"closed: {self.lost}): killed, crashed or out of memory; its log may say more"
+            )
+        return None
 
     def apart(self, serial: int) -> str | None:
         """Where the ranks are, if they wait for each other at different places; None if not.
@@ -95,11 +96,6 @@ class PeerState:
         """
         told = self._apart
         return told[1] if told is not None and told[0] == serial else None
-
-    def failure(self, scope: Scope) -> str | None:
-        """How a rank has failed in `scope`; None as far as is known."""
-        told = [failure for failure in self._failures if failure["scope"] == scope.key]
-        return _described(told[0]) if told else None
 
     def trouble(self, scope: Scope, waited: float, *, patience: float | None = None) -> str | None:
         """Why waiting for the ranks of `scope` is in vain; None if it is not, as far as known.
@@ -111,20 +107,12 @@ class PeerState:
                 once then, it may have done its part before. After a collective has failed: the
                 seconds of silence that explain it.
         """
-        # Failures of this rank too: its courier must not wait on for a scope that the main thread
-        # has given up.
-        told = [failure for failure in self._failures if failure["scope"] == scope.key]
-        told += [self._ended[rank] for rank in sorted({0, *scope.ranks}) if rank in self._ended]
-        if waited <= 2 * TICK and patience is None:
-            told = [end for end in told if end["kind"] != "left"]
-        if told:
-            # Who ended because of another comes after that other.
-            return _described(min(told, key=lambda end: bool(end.get("is_peer_error"))))
-        if self.lost is not None and 0 not in self._ended:
-            return (
-                "rank 0, through which the ranks know of each other, has died (its connection was "
-                f"closed: {self.lost}): killed, crashed or out of memory; its log may say more"
-            )
+        cause = self.cause()
+        if cause is not None:
+            return cause
+        if waited > 2 * TICK or patience is not None:
+            for rank in sorted({0, *scope.ranks} & self._left.keys()):
+                return _described(self._left[rank])
         return self._silence(scope, patience) or self._lateness(scope, waited)
 
     def _silence(self, scope: Scope, patience: float | None) -> str | None:

@@ -6,6 +6,7 @@ names it. The limits are those of the newest `GradientSync` of the process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -15,12 +16,13 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import saved_buffers
 from paddle_recompute.distributed.agreement import first_that_differs
 from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.device_watch import watched_on_device
-from paddle_recompute.distributed.gloo_lane import GlooLane, lane_of
-from paddle_recompute.distributed.peer_state import Limits, Scope
-from paddle_recompute.errors import SyncError
+from paddle_recompute.distributed.gloo_lane import lane_of
+from paddle_recompute.distributed.peer_state import Scope
+from paddle_recompute.errors import DivergenceError, SyncError
 
 Result = TypeVar("Result")
 
@@ -33,20 +35,21 @@ def is_distributed(group: Group | None = None) -> bool:
     return bool(dist.is_initialized()) and int(dist.get_world_size(group)) > 1
 
 
-def scope_of(group: Group | None, name: str = "main", limits: Limits | None = None) -> Scope:
+def scope_of(group: Group | None) -> Scope:
     """The ranks of `group` (None: all), as those who wait for each other."""
     ranks = range(dist.get_world_size()) if group is None else group.ranks
-    return Scope(tuple(ranks), name, limits or peers().limits)
+    return Scope(tuple(ranks), peers().limits)
 
 
-def barrier(timeout: float = 3600.0) -> None:
+def barrier(timeout: float | None = None) -> None:
     """Wait until every rank is here; returns at once in a single process.
 
     The ranks wait in no collective: gloo gives up a collective after 30 s, which is less than a
     rank-0-only evaluation or checkpoint may take.
 
     Args:
-        timeout: Seconds to wait for the slowest rank, as long as it shows signs of life.
+        timeout: Seconds to wait for the slowest rank, as long as it shows signs of life; None:
+            ``stall_timeout``.
 
     Raises:
         PeerError: Some rank did not come in time, or has died, stopped or failed.
@@ -54,8 +57,26 @@ def barrier(timeout: float = 3600.0) -> None:
     """
     if is_distributed():
         scope = scope_of(None)
-        limits = dataclasses.replace(scope.limits, stall_timeout=timeout)
-        peers().meet("barrier()", dataclasses.replace(scope, limits=limits))
+        if timeout is not None:
+            limits = dataclasses.replace(scope.limits, stall_timeout=timeout)
+            scope = dataclasses.replace(scope, limits=limits)
+        peers().meet("barrier()", scope)
+
+
+@contextlib.contextmanager
+def ends_all_ranks() -> Iterator[None]:
+    """Inside, an error ends the run on all ranks, with that error as the cause.
+
+    Not a `DivergenceError`, which all ranks raise alike, with equal parameters.
+    """
+    try:
+        yield
+    except DivergenceError:
+        raise
+    except BaseException as error:
+        if is_distributed():
+            peers().fail(error)
+        raise
 
 
 def run_collective(function: Callable[[], Result], what: str, group: Group | None = None) -> Result:
@@ -81,19 +102,9 @@ def run_collective(function: Callable[[], Result], what: str, group: Group | Non
         return function()
     if dist.get_backend(group).lower() == "gloo":
         scope = scope_of(group)
-        return _main_lane(scope).begin(lambda _: function(), what, scope).wait()
+        return lane_of(scope, MAIN_LANE).begin(lambda _: function(), what, scope).wait()
     with watched_on_device(what, scope_of(group)):
         return function()
-
-
-def _main_lane(scope: Scope) -> GlooLane:
-    lane = lane_of(scope, MAIN_LANE)
-    if not lane.is_clean:
-        raise SyncError(
-            "an earlier collective has failed on this rank, so the ranks are out of step; make a "
-            "new GradientSync on all ranks, or start again"
-        )
-    return lane
 
 
 def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> None:
@@ -111,14 +122,7 @@ def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> 
         return
     scope = scope_of(group)
     tensors = dict(_tensors_of(model))
-
-    def broadcast_all() -> None:
-        with paddle.no_grad():
-            for tensor in tensors.values():
-                dist.broadcast(tensor, src=scope.ranks[0], group=group)
-
-    what = f"the broadcast of {len(tensors)} tensors from rank 0"
-    run_collective(broadcast_all, what, group)
+    _broadcast(tensors, scope, group)
     difference = first_that_differs(list(tensors.values()), scope)
     if difference is not None:
         index, ranks = difference
@@ -127,6 +131,46 @@ def broadcast_from_rank0(model: paddle.nn.Layer, group: Group | None = None) -> 
             f"{', '.join(map(str, ranks))} is not what the others have; is the model built in the "
             "same way everywhere?"
         )
+
+
+def equal_buffers(model: paddle.nn.Layer, group: Group | None = None) -> list[str]:
+    """Make the buffers of `model` on all ranks those of rank 0, and return their names.
+
+    Each rank's BatchNorms count the statistics of its own rows, so models of equal parameters
+    evaluate differently. Rank 0's, and not the mean of all: they do not depend on when this is
+    called, so a run that is saved once more has the same bits as one that is not.
+
+    Args:
+        model: The same Layer on every rank. Buffers that are not saved stay as they are.
+        group: The ranks; None is all of them.
+
+    Raises:
+        PeerError: A rank has died, stopped or failed.
+    """
+    buffers = buffers_of(model)
+    if buffers and is_distributed(group):
+        scope = scope_of(group)
+        if first_that_differs(list(buffers.values()), scope) is not None:
+            _broadcast(buffers, scope, group)
+    return list(buffers)
+
+
+def buffers_of(model: paddle.nn.Layer) -> dict[str, paddle.Tensor]:
+    """What the forward of `model` may write and a checkpoint saves, by structured name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: tensor
+        for prefix, layer in model.named_sublayers(include_self=True)
+        for name, tensor in saved_buffers(layer).items()
+    }
+
+
+def _broadcast(tensors: dict[str, paddle.Tensor], scope: Scope, group: Group | None) -> None:
+    def broadcast_all() -> None:
+        with paddle.no_grad():
+            for tensor in tensors.values():
+                dist.broadcast(tensor, src=scope.ranks[0], group=group)
+
+    run_collective(broadcast_all, f"the broadcast of {len(tensors)} tensors from rank 0", group)
 
 
 def mean_over_ranks(value: float, group: Group | None = None) -> float:
@@ -160,7 +204,7 @@ def sum_over_ranks(values: Sequence[float], what: str, group: Group | None = Non
         return list(values)
     scope = scope_of(group)
     if dist.get_backend(group).lower() == "gloo":
-        job = _main_lane(scope).begin(
+        job = lane_of(scope, MAIN_LANE).begin(
             lambda own: _paddle.all_reduce_numbers(own, list(values), "sum"),
             what,
             scope,

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute.doctor.idle_parts import Idle
 from paddle_recompute.doctor.observation import Array, Observation, Output
 from paddle_recompute.doctor.report import DoctorReport
 
 CLOSE = 1e-5
 """Largest difference of two gradients that counts as rounding, relative to the largest entry."""
-_BATCH_NORMS = (paddle.nn.BatchNorm, paddle.nn.BatchNorm1D, paddle.nn.BatchNorm2D,
-                paddle.nn.BatchNorm3D, paddle.nn.SyncBatchNorm)  # fmt: skip
 
 
 def check_plain(report: DoctorReport, plain: Observation, again: Observation) -> bool:
@@ -171,15 +170,24 @@ def check_backward(
 def check_calls(
     report: DoctorReport, plain: Observation, seen: Observation, wrapped: Iterable[str]
 ) -> None:
-    """Check that wrapped layers are called, and that none is computed three times."""
+    """Check that wrapped layers are called, and that none is computed three times.
+
+    One that is left out altogether, such as a dropped layer, is a warning.
+    """
     before, now = plain.calls(), seen.calls()
     for name in wrapped:
         if not now.get(name):
-            report.add(
+            is_used = any(
+                gradient is not None and parameter.startswith(f"{name}.")
+                for parameter, gradient in plain.gradients.items()
+            )
+            say = report.add if is_used else report.warn
+            say(
                 "never_called",
                 name,
-                "it is selected for recompute, but is never called or only by layer.forward(...), "
-                "so no memory is saved; call layer(...), or select another layer",
+                "it is selected for recompute, but is "
+                + ("called by layer.forward(...) only" if is_used else "not called in this step")
+                + ", so no memory is saved; call layer(...), or select another layer",
             )
     for name in now:
         if before.get(name) and now[name] > 2 * before[name]:
@@ -200,7 +208,7 @@ def check_parameters(
     optimized: Iterable[paddle.Tensor] | None,
     idle: Idle,
 ) -> None:
-    """Note shared, frozen and idle parameters; find unused ones, and faults of the optimizer."""
+    """Note shared, frozen and idle parameters; warn of unused ones; check the optimizer."""
     names: dict[int, list[str]] = {}
     for prefix, layer in model.named_sublayers(include_self=True):
         for name, parameter in layer.named_parameters(include_sublayers=False):
@@ -221,11 +229,12 @@ def check_parameters(
             "no_grad or from detached Tensors?",
         )
     elif unused:
-        report.add(
+        report.warn(
             "unused_parameter",
             unused[0],
-            f"{len(unused)} parameters get no gradient: the loss does not depend on them. With "
-            "several ranks set find_unused_parameters; or freeze them (stop_gradient = True)",
+            f"{len(unused)} parameters get no gradient: the loss does not depend on them. If that "
+            "is meant, freeze them (stop_gradient = True); with several ranks, "
+            "find_unused_parameters says so too",
         )
     if plain.sparse:
         report.add(
@@ -240,7 +249,7 @@ def check_parameters(
     left_out = [
         name
         for name, parameter in model.named_parameters()
-        if not parameter.stop_gradient and id(parameter) not in listed
+        if plain.gradients.get(name) is not None and id(parameter) not in listed
     ]
     if left_out:
         report.add(
@@ -265,18 +274,18 @@ def check_mode(report: DoctorReport, model: paddle.nn.Layer) -> None:
         report.add("eval_mode", "", "it is in evaluation mode, without dropout; call model.train()")
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False) is True:
-        report.add(
+        report.warn(
             "use_cache",
             "config.use_cache",
-            "the model keeps keys and values for generation. With recompute they make gradients "
-            "wrong or waste memory; set config.use_cache = False",
+            "the model may keep keys and values for generation, which takes memory in training; "
+            "set config.use_cache = False",
         )
 
 
 def check_chunks(report: DoctorReport, model: paddle.nn.Layer) -> None:
     """Check that there is no BatchNorm, which would see one chunk at a time."""
     for name, layer in model.named_sublayers(include_self=True):
-        if isinstance(layer, _BATCH_NORMS) and layer.training:
+        if isinstance(layer, _paddle.BATCH_NORMS) and layer.training:
             report.add(
                 "batch_norm_in_chunks",
                 name,

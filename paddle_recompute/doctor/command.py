@@ -18,7 +18,7 @@ from paddle_recompute.errors import OutputError
 
 
 def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
-    """Examine what `config` would train; rank 0 prints the findings of all ranks.
+    """Examine what `config` would train; rank 0 prints the findings and warnings of all ranks.
 
     Returns:
         The report as JSON; rank 0 writes it to ``doctor.json`` in ``train.output_dir``.
@@ -27,11 +27,12 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
         OutputError: It cannot be written.
     """
     report = doctor_config(config)
-    own = report.to_dict()["findings"]
-    for rank, findings in enumerate(values_of_ranks(own, "the findings")):
-        for finding in findings:
-            if finding not in own:
-                report.add(finding["kind"], finding["where"], f"(rank {rank}) {finding['message']}")
+    own = report.to_dict()
+    for section, add in (("findings", report.add), ("warnings", report.warn)):
+        for rank, found in enumerate(values_of_ranks(own[section], f"the {section}")):
+            for one in found:
+                if one not in own[section]:
+                    add(one["kind"], one["where"], f"(rank {rank}) {one['message']}")
     if os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
         say(str(report))
         write_report(config.train.output_dir / "doctor.json", report.to_dict())

@@ -50,7 +50,6 @@ def doctor_config(config: Config, *, pairs: int = _MOST_PAIRS) -> DoctorReport:
         seed=config.train.seed,
         max_query_tokens=config.data.max_query_tokens,
         max_positive_tokens=config.data.max_positive_tokens,
-        num_workers=0,
     )
     read = next(iter(loader))
     batch = {side: read[side] for side in ("query", "positive")}

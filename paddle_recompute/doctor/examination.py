@@ -56,7 +56,7 @@ def doctor(
 
     Returns:
         The report. ``report.ok`` says whether the model is sound; each finding names the first
-        sublayer that differs.
+        sublayer that differs. Warnings (`DoctorReport.warnings`) leave it sound.
 
     Raises:
         ConfigError: A parameter has a sparse gradient from an earlier step.

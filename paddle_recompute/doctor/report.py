@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong, or may be.
 
     Attributes:
-        kind: A short name of the fault, such as ``"gradient_differs"``.
+        kind: A short name of it, such as ``"gradient_differs"``.
         where: The first sublayer, parameter or rank that shows it; empty for the whole model.
         message: What is wrong, and what to do.
     """
@@ -29,22 +29,27 @@ class DoctorReport:
     """The result of `doctor`.
 
     Attributes:
-        findings: What is wrong; empty if the model is sound.
+        findings: The faults: wrong numbers, or a step that fails; empty if the model is sound.
+        warnings: What trains rightly, and may not be meant: a parameter that the loss does not use.
         notes: What was examined, and remarks.
     """
 
     findings: list[Finding] = field(default_factory=list)
+    warnings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether no fault was found; warnings do not count."""
         return not self.findings
 
     def add(self, kind: str, where: str, message: str) -> None:
-        """Add a finding, unless one of this kind and place exists."""
-        if not any((one.kind, one.where) == (kind, where) for one in self.findings):
-            self.findings.append(Finding(kind, where, message))
+        """Add a fault, unless one of this kind and place exists."""
+        _add(self.findings, Finding(kind, where, message))
+
+    def warn(self, kind: str, where: str, message: str) -> None:
+        """Add a warning, unless one of this kind and place exists."""
+        _add(self.warnings, Finding(kind, where, message))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -52,8 +57,22 @@ class DoctorReport:
 
     def __str__(self) -> str:
         lines = [f"  {note}" for note in self.notes]
+        if self.warnings:
+            lines += [f"{_counted(self.warnings, 'warning')}:", *map(_line, self.warnings)]
         if self.ok:
             return "\n".join([*lines, "ok: no fault found"])
-        count = len(self.findings)
-        head = f"{count} {'fault' if count == 1 else 'faults'} found:"
-        return "\n".join([*lines, head, *(f"- {finding}" for finding in self.findings)])
+        head = f"{_counted(self.findings, 'fault')} found:"
+        return "\n".join([*lines, head, *map(_line, self.findings)])
+
+
+def _add(found: list[Finding], new: Finding) -> None:
+    if not any((one.kind, one.where) == (new.kind, new.where) for one in found):
+        found.append(new)
+
+
+def _counted(found: list[Finding], what: str) -> str:
+    return f"{len(found)} {what}{'s' if len(found) > 1 else ''}"
+
+
+def _line(finding: Finding) -> str:
+    return f"- {finding}"

@@ -1,8 +1,8 @@
 """What the ranks tell each other at the end of each step, in one small collective.
 
-Fifteen numbers of the hosts are summed: what has happened to the gradients, how many examples
-there were, and a hash of what must be the same everywhere. With them travels the loss; on a device
-in a collective of its own, which no host waits for.
+Sixteen numbers of the hosts are summed: what has happened to the gradients, how many examples
+there were, a hash of what must be the same everywhere, and whether a rank has given up a Program.
+With them travels the loss; on a device in a collective of its own, which no host waits for.
 
 That a hash is the same is seen from the sums of its two halves and of their squares: n times the
 sum of squares is the square of the sum only where all n are equal. So where all goes well, nothing
@@ -14,16 +14,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import paddle
 
-from paddle_recompute.distributed import Scope, agree_on_options
+from paddle_recompute.distributed import (
+    Scope,
+    agree_on_options,
+    buffers_of,
+    first_that_differs,
+    withdrawals,
+)
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._all_reduce import AllReducer
 from paddle_recompute.grad_sync._roll import Roll, agree_on_trained
+
+_logger = logging.getLogger("paddle_recompute")
 
 _HALF_OF_HASH = 20
 """Bits; sums of squares of 8,192 ranks are exact in float64."""
@@ -108,6 +117,7 @@ class Agreement:
         self._roll = roll
         self._scope = scope
         self._all_reducer = all_reducer
+        withdrawals.tell_with(self)
 
     def reach(
         self, own: Told, report: StepReport, label: Callable[[str], str]
@@ -124,6 +134,7 @@ class Agreement:
             *_halves(_hash(self._terms(report))),
             *_halves(_hash(float(count).hex())),
             count,
+            withdrawals.has_withdrawn(),
         ]
         what = label("end of the backward")
         sums, losses = self._all_reducer.sums(numbers, report.loss(), what, self._scope)
@@ -133,6 +144,8 @@ class Agreement:
         told = Told(*(flag > 0 for flag in sums[:6]))
         differ = not _is_one_number(sums[10:14], size)
         total = sums[14]
+        if sums[15] > 0:
+            withdrawals.follow()
         with paddle.no_grad():
             loss = losses[1:] / total if differ else losses[:1] / size
         return told, Agreed(total / size, differ, loss)
@@ -166,6 +179,23 @@ class Agreement:
             "the ranks do not do the same in this step: some call GradientSync through TrainStep, "
             "others not, or in another way"
         )
+
+
+def warn_of_buffers(model: paddle.nn.Layer, scope: Scope, step: int) -> bool:
+    """Whether the ranks have different buffers, as BatchNorms give them; then the log says so."""
+    buffers = buffers_of(model)
+    difference = first_that_differs(list(buffers.values()), scope) if buffers else None
+    if difference is not None:
+        index, ranks = difference
+        _logger.warning(
+            "gradient sync: the buffer '%s' differs between the ranks: in step %d on rank %s. "
+            "Before you evaluate or save, call equal_buffers(model) (paddle_recompute.distributed) "
+            "on all ranks, as Trainer does.",
+            list(buffers)[index],
+            step,
+            ", ".join(map(str, ranks)),
+        )
+    return difference is not None
 
 
 def _hash(text: str) -> int:

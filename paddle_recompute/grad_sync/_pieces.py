@@ -73,10 +73,13 @@ class PieceSender:
         agree_on_parameters([p.name for p in parameters], parameters, structured=False, scope=scope)
         self._scope = scope
         self._is_gloo = dist.get_backend(group).lower() == "gloo"
+        # No other sender has it, so that two chains need not send in the same order.
+        _num_senders[scope.ranks] += 1
+        name = f"offloaded parameters {_num_senders[scope.ranks]}"
         self._reducer: AllReducer = (
-            ThreadAllReducer(scope.name)
+            ThreadAllReducer(name)
             if self._is_gloo
-            else StreamAllReducer(_next_device_group(scope))
+            else StreamAllReducer(device_group(scope.ranks, name))
         )
 
     @paddle.no_grad()
@@ -116,13 +119,7 @@ class PieceSender:
         return self._reducer.largest(numbers, label, self._scope)
 
 
-_num_groups: Counter[tuple[int, ...]] = Counter()
-
-
-def _next_device_group(scope: Scope) -> Group:
-    """A group that no other sender has, so that two chains need not send in the same order."""
-    _num_groups[scope.ranks] += 1
-    return device_group(scope.ranks, f"offloaded parameters {_num_groups[scope.ranks]}")
+_num_senders: Counter[tuple[int, ...]] = Counter()
 
 
 class SentPiece:

@@ -78,7 +78,7 @@ class BucketedReduction:
         if early:
             _paddle.watch_backward()
             _paddle.make_unscaling_visible()
-        self._num_called = 0
+        self._hooked: set[int] = set()
         self._call_on_additions()
         self._armed = False
         self._warned = False
@@ -193,12 +193,16 @@ class BucketedReduction:
     # ------------------------------------------------------------------------------ sending
 
     def _call_on_additions(self) -> None:
-        for index in range(self._num_called, len(self._parameters)):
-            refuse_main_grad(self._parameters[index], self._roll.names[index])
+        for index in self._roll.trained:
+            parameter = self._parameters[index]
+            # Paddle refuses a hook on what is frozen, though it may still have a gradient.
+            if index in self._hooked or parameter.stop_gradient:
+                continue
+            refuse_main_grad(parameter, self._roll.names[index])
             method: weakref.WeakMethod[Callable[[int], None]]
             method = weakref.WeakMethod(self._gradient_added)
-            _call_on_addition(self._parameters[index], method, index)
-        self._num_called = len(self._parameters)
+            _call_on_addition(parameter, method, index)
+            self._hooked.add(index)
 
     def _gradient_added(self, index: int) -> None:
         """A backward has added to the gradient of parameter `index`; called by its hook."""

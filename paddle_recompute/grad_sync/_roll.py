@@ -17,10 +17,10 @@ Source = Callable[[], Iterable[tuple[str, paddle.Tensor]]]
 
 
 class Roll:
-    """The parameters that took part so far. Each keeps its index for good, so plans stay valid.
+    """All parameters, frozen ones too. Each keeps its index for good, so plans stay valid.
 
-    All ranks have the same indices as long as the same parameters joined in the same steps, which
-    they check in the step in which one's list has changed.
+    All ranks have the same indices as long as the same parameters joined in the same steps; which
+    of them take part they check in the step in which one's list has changed.
 
     Args:
         source: Lists all parameters, frozen ones too.
@@ -56,12 +56,12 @@ class Roll:
             if keeper is not None:
                 self.keepers[id(keeper)] = keeper
                 continue
-            gradient = parameter.grad
-            if gradient is None and parameter.stop_gradient:
-                continue
             index = self._index_of.get(id(parameter))
             if index is None:
                 index = self._join(name, parameter)
+            gradient = parameter.grad
+            if gradient is None and parameter.stop_gradient:
+                continue
             if gradient is not None and gradient.is_selected_rows():
                 raise SyncError(
                     f"the gradient of '{name}' is sparse (SelectedRows), which cannot be "

@@ -14,7 +14,6 @@ from paddle_recompute import _paddle
 from paddle_recompute.config import Config
 from paddle_recompute.distributed import (
     Limits,
-    Scope,
     agree_on_options,
     first_that_differs,
     is_distributed,
@@ -22,7 +21,7 @@ from paddle_recompute.distributed import (
     scope_of,
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
-from paddle_recompute.grad_sync._agreement import Agreed, StepReport
+from paddle_recompute.grad_sync._agreement import Agreed, StepReport, warn_of_buffers
 from paddle_recompute.grad_sync._codec import BFloat16Codec, Compression, ExactCodec
 from paddle_recompute.grad_sync._fleet import FleetReduction
 from paddle_recompute.grad_sync._pieces import GradientKeeper, PieceSender
@@ -100,7 +99,8 @@ class GradientSync:
             stall_timeout: Seconds to wait for a rank that is alive but late, for example while rank
                 0 evaluates or writes a checkpoint.
             check_every: Compare the parameters of all ranks, bit by bit, after each so many steps;
-                None: never.
+                None: never. Buffers of a Layer are compared too; as each rank's BatchNorm has
+                statistics of its own, a warning tells once where they differ.
 
         Raises:
             ConfigError: An option has a value that is not allowed or contradicts another option.
@@ -118,10 +118,10 @@ class GradientSync:
         """What the caller adds to the agreement at the end of the next last backward."""
         self.agreed: Agreed | None = None
         """What came of it; None in a single process."""
-        self._broken: BaseException | None = None
         self._is_inside = False
         self._reduction: BucketedReduction | FleetReduction | None = None
         self._check_every = check_every
+        self._has_told_buffers = False
         self._compression = compression
         self._senders: dict[int, PieceSender] = {}
         self.mode, self.reason = _choose(mode, group)
@@ -132,7 +132,7 @@ class GradientSync:
                 peers()  # the others may wait for this rank to connect
             return
         peers().limits = Limits(peer_timeout, stall_timeout)
-        self._scope = _new_scope(group)
+        self._scope = scope_of(group)
         agree_on_options(
             {
                 "mode": self.mode,
@@ -195,15 +195,10 @@ class GradientSync:
         ``parameter.grad = x``, and on Paddle 2.6 ``clip_grad_norm_``.
 
         Raises:
-            SyncError: An earlier backward failed half-way, a gradient is sparse, or other
-                parameters are trained here than on other ranks. With ``fleet`` also: a gradient
-                that Paddle would leave out or sum up wrong.
+            SyncError: A gradient is sparse, or other parameters are trained here than on other
+                ranks. With ``fleet`` also: a gradient that Paddle would leave out or sum up wrong.
+            PeerError: A rank has failed, here or elsewhere, which ends the run on all ranks.
         """
-        if self._broken is not None:
-            raise SyncError(
-                "an earlier backward failed while gradients were being sent, so the ranks are out "
-                "of step; make a new GradientSync on all ranks, or start again"
-            ) from self._broken
         if self._is_inside:
             raise SyncError(
                 "last_backward() was entered inside of itself; there is one per optimizer step, "
@@ -223,8 +218,8 @@ class GradientSync:
         step = self.num_synchronized + 1
         peers().place = f"in step {step}"
         try:
-            self._reduction.arm(step, self.report)
             peers().check(self._scope, "the gradients")
+            self._reduction.arm(step, self.report)
             keepers = self._begin_keepers()
             with self.no_sync():
                 yield
@@ -234,15 +229,13 @@ class GradientSync:
             if self._check_every is not None and step % self._check_every == 0:
                 self._check_parameters(step)
         except BaseException as error:
-            self._broken = error
             self._reduction.disarm()
             for keeper in self._roll.keepers.values():
                 keeper.abandon()
-            failure = self._why(error)
-            peers().tell_failure(failure, self._scope)
-            if failure is error:
-                raise
-            raise failure from error
+            if _paddle.is_from_gloo(error):  # of a collective of the user's own: whose fault is it?
+                raise peers().explain(error, "a collective", self._scope) from error
+            peers().fail(error)
+            raise
         self.num_synchronized = step
         peers().place = f"after step {step}"
 
@@ -287,19 +280,7 @@ class GradientSync:
                 f"compression {self._compression!r} is not supported for the gradients of "
                 "offloaded parameters; use 'none'"
             )
-        name = f"{self._scope.name}-pieces{len(self._senders)}"
-        scope = scope_of(self.group, name, self._scope.limits)
-        return PieceSender(keeper.parameters, self.group, scope)
-
-    def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks that this one will not send the gradients of this step, and why.
-
-        They end with a `PeerError` that names `error`. Afterwards all ranks make a new
-        `GradientSync`.
-        """
-        if self.mode != "none" and self._broken is None:
-            self._broken = error
-            peers().tell_failure(error, self._scope)
+        return PieceSender(keeper.parameters, self.group, self._scope)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For the earlier backwards of a step; a ``paddle.DataParallel`` does not synchronize
@@ -350,7 +331,7 @@ class GradientSync:
                 raise CheckpointError(
                     f"the gradient residual of '{key}' in the checkpoint has the shape "
                     f"{list(residual.shape)}; the parameter here "
-                    + ("does not exist or is frozen" if shape is None else f"has {shape}")
+                    + ("does not exist" if shape is None else f"has {shape}")
                     + ". Resume with the model that was saved."
                 )
             residuals[index] = paddle.to_tensor(residual).flatten()
@@ -384,12 +365,6 @@ class GradientSync:
         names = self._roll.names
         return names if self._roll.structured else [str(index) for index in range(len(names))]
 
-    def _why(self, error: BaseException) -> BaseException:
-        """`error`; where it is that of a collective of the user's own: whose fault it is."""
-        if _paddle.is_from_gloo(error):
-            return peers().explain(error, "a collective", self._scope)
-        return error
-
     def _check_parameters(self, step: int) -> None:
         trained = self._roll.trained
         parameters = [self._roll.parameters[index] for index in trained]
@@ -408,18 +383,8 @@ class GradientSync:
                 "an update outside of the optimizer, an optimizer's state or a learning rate that "
                 "differs, or a weight loaded on one rank."
             )
-
-
-def _new_scope(group: Group | None) -> Scope:
-    """Told apart from earlier ones of the same ranks, as all ranks make them in the same order."""
-    ranks = scope_of(group).ranks
-    number = _num_made[ranks] = _num_made.get(ranks, 0) + 1
-    scope = scope_of(group, f"gradients{number}")
-    peers().meet(f"the making of GradientSync number {number}", scope_of(group))
-    return scope
-
-
-_num_made: dict[tuple[int, ...], int] = {}
+        if self._model is not None and not self._has_told_buffers:
+            self._has_told_buffers = warn_of_buffers(self._model, self._scope, step)
 
 
 def _source_of(

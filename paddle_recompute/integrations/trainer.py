@@ -9,7 +9,9 @@ finds nothing to synchronize. The last micro-batch of an optimizer step runs ins
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -178,15 +180,31 @@ def _bare_model_for_data_parallel() -> Iterator[None]:
         paddle.DataParallel = original
 
 
+def _option_of_the_command(name: str) -> str:
+    """What ``--name`` was given on the command line of this process; "" if it was not."""
+    found: list[str] = []
+    for place, word in enumerate(sys.argv):
+        option, _, value = word.partition("=")
+        if option == f"--{name}":
+            following = itertools.takewhile(lambda w: not w.startswith("-"), sys.argv[place + 1 :])
+            found += [value] if value else following
+    return " ".join(found).strip()
+
+
 def _refuse(*given: Any) -> None:
     faults = []
     for settings in given:
         split = {name: getattr(settings, name, None) for name in _SPLIT_MODEL}
         faults += [f"{k}={size}" for k, size in split.items() if isinstance(size, int) and size > 1]
         faults += [f"{name}=True" for name in _REFUSED_FLAGS if getattr(settings, name, False)]
-        if sharding := getattr(settings, "sharding", None):
-            stages = [sharding] if isinstance(sharding, str) else sharding
-            faults.append(f"sharding={' '.join(getattr(one, 'value', one) for one in stages)}")
+        sharding = getattr(settings, "sharding", None)
+        stages = sharding if isinstance(sharding, list | tuple) else [sharding]
+        # On one rank their arguments forget that it was asked for.
+        asked = " ".join(str(getattr(one, "value", one)) for one in stages if one) or (
+            _option_of_the_command("sharding") if sharding is not None else ""
+        )
+        if asked:
+            faults.append(f"sharding={asked}")
         if is_distributed() and getattr(settings, "amp_master_grad", False):
             faults.append("amp_master_grad=True")
     if faults:

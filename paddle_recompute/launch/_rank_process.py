@@ -68,12 +68,14 @@ def prepare_rank() -> None:
 
 
 def read_errors(log_dir: Path) -> list[RankError]:
-    """The errors that ranks left in `log_dir`, in the order in which they happened."""
+    """The errors that ranks left in `log_dir`, in the order in which they happened; those that only
+    tell of another rank's come last.
+    """
     errors = [
         RankError(**json.loads(path.read_text(encoding="utf-8")))
         for path in log_dir.glob("error.*.json")
     ]
-    return sorted(errors, key=lambda error: error.time)
+    return sorted(errors, key=lambda error: (error.kind == "PeerError", error.time))
 
 
 def die_with_parent(signal_number: int) -> None:

@@ -9,9 +9,13 @@ from contextlib import contextmanager, suppress
 
 import click
 
+from paddle_recompute._run_folder import check_may_start, hold
 from paddle_recompute.config import Config
 from paddle_recompute.errors import PaddleRecomputeError, StoppedError
 from paddle_recompute.launch.launcher import RankFailedError, RankRefusedError, launch
+
+_AGAIN = ("PeerError", "OutOfMemoryError")
+"""Own errors of a rank after which another start may go well."""
 
 
 def launch_with_restarts(
@@ -25,21 +29,37 @@ def launch_with_restarts(
     """As `launch`, and `max_restart` times again, from the last checkpoint, when a rank dies.
 
     A rank that refuses the configuration, the data or the checkpoint ends the run.
+
+    Raises:
+        ConfigError: Another run writes into ``train.output_dir``, or has left there what this one
+            would write over. No rank was started.
     """
+    settings = config.train
+    with hold(settings.output_dir, click.echo, machine=node_rank, for_ranks=True):
+        if node_rank == 0:
+            check_may_start(
+                settings.output_dir, resume=settings.resume, overwrite=settings.overwrite
+            )
+        _launch_with_restarts(config, command, master, node_rank, max_restart)
+
+
+def _launch_with_restarts(
+    config: Config, command: Sequence[str], master: str | None, node_rank: int, max_restart: int
+) -> None:
     before = _checkpoints(config)
     for attempt in range(max_restart + 1):
         try:
             launch(config, command, master=master, node_rank=node_rank)
             return
         except (RankFailedError, RankRefusedError) as error:
-            died = isinstance(error, RankFailedError) or error.kind == "PeerError"
+            died = isinstance(error, RankFailedError) or error.kind in _AGAIN
             if not died or attempt == max_restart:
                 raise
             click.echo(f"paddle-recompute: {error}", err=True)
             click.echo(f"Starting again ({attempt + 1} of {max_restart})", err=True)
-            # A checkpoint of an earlier run in the folder is none that this one goes on from.
-            if _checkpoints(config) != before:
-                command = [*command, "train.resume=auto"]
+            # What is in the folder is this run's, unless it was to be removed and still is there.
+            if not config.train.overwrite or _checkpoints(config) != before:
+                command = [*command, "train.resume=auto", "train.overwrite=false"]
 
 
 def _checkpoints(config: Config) -> set[tuple[str, int]]:

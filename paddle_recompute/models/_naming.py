@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -30,6 +31,8 @@ _EMBEDDINGS = [
     for name in ("word", "position", "token_type")
 ]
 _TASK = "embeddings.task_type_embeddings.weight"
+_SUMMED = (_TASK, *(theirs for _, theirs in _EMBEDDINGS))
+_NORM = "embeddings.layer_norm"
 _BLOCK = {  # of one block: ours and PaddleNLP's, Hugging Face's
     "self_attn.q_proj": "attention.self.query",
     "self_attn.k_proj": "attention.self.key",
@@ -44,8 +47,25 @@ _BLOCK_OF_HF = {theirs: ours for ours, theirs in _BLOCK.items()}
 _OF_OURS = re.compile(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _OF_HF = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
 _PREFIXES = ("ernie.", "bert.")
-# A table of 512 positions with 2 rows before it.
-_ROBERTA_ROWS = 514
+_PARTS = ("embeddings.", "encoder.", "pooler.")
+# A table of 2, 4, 8 ... positions with 2 rows before it. Smaller ones are nobody's.
+_ROBERTA_ROWS = tuple(2**power + 2 for power in range(6, 17))
+_COUNT_FROM_2 = ("roberta", "camembert", "mpnet", "longformer")
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """An encoder under our names.
+
+    Attributes:
+        arrays: What has a name here.
+        unknown: The names of tensors of an encoder that ours does not have.
+        of_heads: The names of tensors beside the encoder.
+    """
+
+    arrays: Arrays
+    unknown: list[str] = field(default_factory=list)
+    of_heads: list[str] = field(default_factory=list)
 
 
 def naming_of(arrays: Iterable[str]) -> Naming | None:
@@ -60,22 +80,25 @@ def naming_of(arrays: Iterable[str]) -> Naming | None:
     return None
 
 
-def to_ours(arrays: Arrays, source: str) -> Arrays:
-    """The encoder in `arrays` under our names; what belongs to a head is left out.
+def to_ours(arrays: Arrays, source: str, kind: str) -> Renamed:
+    """The encoder in `arrays` under our names; every tensor is in it or named.
 
     Args:
         arrays: By the names of one of `NAMINGS`; of any other names they are returned as they are.
         source: The file, for errors.
+        kind: What the configuration beside the file calls the model; "" if there is none.
 
     Raises:
         CheckpointError: They are of a RoBERTa, which counts its positions from 2.
     """
     naming = naming_of(arrays)
     if naming in (None, "paddle_recompute"):
-        return arrays
-    _refuse_roberta(arrays, source)
+        return Renamed(arrays)
+    _refuse_roberta(arrays, source, kind)
     prefix = next((p for p in _PREFIXES if f"{p}{_WORDS['paddlenlp']}" in arrays), "")
     inner = {name[len(prefix) :]: a for name, a in arrays.items() if name.startswith(prefix)}
+    outside = [name for name in arrays if not name.startswith(prefix)]
+    unknown: list[str] = []
     found: Arrays = {ours: inner[theirs] for ours, theirs in _EMBEDDINGS if theirs in inner}
     if _TASK in inner:
         types = inner[_EMBEDDINGS[2][1]]
@@ -85,59 +108,105 @@ def to_ours(arrays: Arrays, source: str) -> Arrays:
         if ours is not None:
             is_matrix = name.endswith(".weight") and array.ndim == 2
             found[ours] = array.T if naming == "huggingface" and is_matrix else array
-    return found
+        elif name not in _SUMMED and not _is_implied(name, array):
+            of_encoder = prefix or name.startswith(_PARTS)
+            (unknown if of_encoder else outside).append(prefix + name)
+    return Renamed(found, sorted(unknown), sorted(outside))  # a .safetensors file has no order
 
 
-def from_ours(arrays: Arrays, naming: Naming) -> Arrays:
-    """Our encoder under the names of another library; a projection has no name there."""
+def from_ours(arrays: Arrays, naming: Naming) -> tuple[Arrays, list[str]]:
+    """Our encoder under the names of another library, and what has no name there: a projection."""
     if naming == "paddle_recompute":
-        return arrays
+        return arrays, []
     found: Arrays = {theirs: arrays[ours] for ours, theirs in _EMBEDDINGS if ours in arrays}
     known = {ours for ours, _ in _EMBEDDINGS}
+    without_name = []
     for name, array in arrays.items():
-        if name in known or name.startswith("projection."):
+        if name in known:
+            continue
+        theirs = _their_name(name, naming)
+        if theirs is None:
+            without_name.append(name)
             continue
         is_matrix = name.endswith(".weight") and array.ndim == 2
-        transposed = naming == "huggingface" and is_matrix
-        found[_their_name(name, naming)] = array.T if transposed else array
-    return found
+        found[theirs] = array.T if naming == "huggingface" and is_matrix else array
+    return found, sorted(without_name)
+
+
+def missing_from(arrays: Arrays) -> list[str]:
+    """What an encoder of ours lacks in `arrays`; poolings differ."""
+    found = [_OF_OURS.fullmatch(name) for name in arrays]
+    blocks = 1 + max((int(one[1]) for one in found if one), default=0)
+    parts = [f"encoder.layers.{number}.{part}" for number in range(blocks) for part in _BLOCK]
+    names = [f"{part}.{kind}" for part in [_NORM, *parts] for kind in ("weight", "bias")]
+    return [name for name in [*(ours for ours, _ in _EMBEDDINGS), *names] if name not in arrays]
 
 
 def _our_name(name: str, naming: Naming | None) -> str | None:
-    """None: an embedding, which is renamed elsewhere, or part of a head."""
-    if name.startswith("pooler.dense."):
-        return name
+    """None: an embedding, which is renamed elsewhere, or no part of our encoder."""
     if naming == "paddlenlp":
-        inside = name.startswith(("encoder.layers.", "embeddings.layer_norm."))
-        return name if inside else None
+        return name if _is_ours(name) else None
     name = name.replace(".gamma", ".weight").replace(".beta", ".bias")  # the first releases
-    if name.startswith("embeddings.LayerNorm."):
-        return name.replace("LayerNorm", "layer_norm")
     found = _OF_HF.fullmatch(name)
-    if found is None or found[2] not in _BLOCK_OF_HF:
+    if found is None:
+        ours = name.replace("embeddings.LayerNorm.", f"{_NORM}.")
+    else:
+        part = _BLOCK_OF_HF.get(found[2], "")
+        ours = f"encoder.layers.{found[1]}.{part}.{found[3]}"
+    return ours if _is_ours(ours) else None
+
+
+def _their_name(name: str, naming: Naming) -> str | None:
+    """None: it has no name there."""
+    if not _is_ours(name):
         return None
-    return f"encoder.layers.{found[1]}.{_BLOCK_OF_HF[found[2]]}.{found[3]}"
-
-
-def _their_name(name: str, naming: Naming) -> str:
+    found = _OF_OURS.fullmatch(name)
     if naming == "paddlenlp":
         return name
-    found = _OF_OURS.fullmatch(name)
-    if found is not None and found[2] in _BLOCK:
+    if found is not None:
         return f"encoder.layer.{found[1]}.{_BLOCK[found[2]]}.{found[3]}"
-    return name.replace("embeddings.layer_norm.", "embeddings.LayerNorm.")
+    return name.replace(f"{_NORM}.", "embeddings.LayerNorm.")
 
 
-def _refuse_roberta(arrays: Arrays, source: str) -> None:
-    positions = next(
-        (a for name, a in arrays.items() if name.endswith("embeddings.position_embeddings.weight")),
-        None,
-    )
-    has_its_rows = positions is not None and positions.shape[0] == _ROBERTA_ROWS
-    if has_its_rows or any(name.startswith("roberta.") for name in arrays):
+def _is_ours(name: str) -> bool:
+    """Whether it is one of our encoder's that others have as well, embeddings aside."""
+    found = _OF_OURS.fullmatch(name)
+    outside_blocks = (_NORM, "pooler.dense")
+    return name.rpartition(".")[0] in outside_blocks if found is None else found[2] in _BLOCK
+
+
+def _is_implied(name: str, array: NDArray[np.generic]) -> bool:
+    """Whether it is a buffer of Hugging Face's that every BERT computes anew."""
+    if name == "embeddings.position_ids":
+        return np.array_equal(array.ravel(), np.arange(array.size))
+    return name == "embeddings.token_type_ids" and not array.any()
+
+
+def _refuse_roberta(arrays: Arrays, source: str, kind: str) -> None:
+    """Raise CheckpointError if anything tells that positions are counted from 2.
+
+    The tensors of a RoBERTa have the names of BERT's. A zero row 1 of the positions is that of the
+    padding.
+    """
+    table = {
+        which: next((a for name, a in arrays.items() if name.endswith(theirs)), None)
+        for which, theirs in _EMBEDDINGS
+    }
+    positions = table["embeddings.position.weight"]
+    types = table["embeddings.token_type.weight"]
+    signs = {
+        f"the configuration beside it says {kind}": any(one in kind for one in _COUNT_FROM_2),
+        "its names say so": any(name.startswith(("roberta.", "lm_head.")) for name in arrays),
+        "it has one token type": types is not None and len(types) == 1,
+    }
+    if positions is not None:
+        rows = len(positions)
+        signs[f"its table of positions has {rows} rows"] = rows in _ROBERTA_ROWS
+        signs["row 1 of its positions is zero"] = rows > 1 and not positions[1].any()
+    if told := [sign for sign, is_there in signs.items() if is_there]:
         raise CheckpointError(
-            f"{source}: holds a RoBERTa, which counts positions from 2 (its pad id plus 1) and has "
-            "one token type; the encoder here counts from 0, so every position would get the "
+            f"{source}: holds a RoBERTa, which counts positions from 2 (its pad id plus 1): "
+            f"{'; '.join(told)}. The encoder here counts from 0, so every position would get the "
             "embedding of another one. Use weights of BERT or ERNIE"
         )
 

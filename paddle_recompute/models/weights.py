@@ -9,40 +9,34 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
-import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.models._naming import NAMINGS, Naming, from_ours, naming_of, to_ours
-from paddle_recompute.models._pdparams import weights_in
+from paddle_recompute.models._naming import (
+    NAMINGS,
+    Naming,
+    from_ours,
+    missing_from,
+    naming_of,
+    to_ours,
+)
+from paddle_recompute.models._reading import (
+    Arrays,
+    check_suffix,
+    kind_beside,
+    listed,
+    read_arrays,
+)
 
-# By structured name. Paddle's bfloat16 tensors become uint16 arrays, and back.
-Arrays = dict[str, NDArray[Any]]
-
-_SUFFIXES = (".pdparams", ".safetensors")
-_SAFETENSORS_TYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": np.uint16,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
-_NAMES_SHOWN = 5
 _logger = logging.getLogger("paddle_recompute")
-# safetensors has no type hints.
-_deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
 
 
 def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
@@ -59,7 +53,7 @@ def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
         CheckpointError: The suffix is not allowed, or the file cannot be written.
     """
     path = Path(path)
-    _check_suffix(path)
+    check_suffix(path)
     _write(model.state_dict(), path)
 
 
@@ -91,7 +85,8 @@ def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
 
     Args:
         model: Must have the names and shapes of the file, no more and no fewer.
-        path: Ends in ``.pdparams`` or ``.safetensors``.
+        path: Ends in ``.pdparams`` or ``.safetensors``; or a folder of several files, see
+            `read_arrays`.
 
     Raises:
         CheckpointError: The file is missing, damaged or has another suffix, or does not fit the
@@ -104,15 +99,16 @@ def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
 def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     """`load_weights`, also from a file of PaddleNLP (Ernie, Bert) or Hugging Face (BERT).
 
-    Such a file has no ``projection``: that of `model` stays as it is. If `model` has no ``pooler``
-    with weights, that of the file is left out. Both are said in the log.
+    Such a file has no ``projection``: that of `model` stays as it is. A head is left out, and if
+    `model` has no ``pooler`` with weights, that of the file, too. All this is said in the log.
 
     Args:
         model: An `ErnieEncoder`, or any Layer with the names of the file.
-        path: Ends in ``.pdparams`` or ``.safetensors``.
+        path: As for `load_weights`.
 
     Raises:
-        CheckpointError: As `load_weights`; or the file holds a RoBERTa.
+        CheckpointError: As `load_weights`; or the file holds a RoBERTa, or an encoder with tensors
+            that `model` does not have.
     """
     path = Path(path)
     arrays = read_arrays(path)
@@ -121,7 +117,15 @@ def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     if naming in (None, "paddle_recompute") or naming_of(targets) != "paddle_recompute":
         _put(model, path, arrays)
         return
-    arrays = to_ours(arrays, str(path))
+    found = to_ours(arrays, str(path), kind_beside(path))
+    if found.unknown:
+        raise CheckpointError(
+            f"{path}: holds tensors of an encoder that the encoder here does not have: "
+            f"{listed(found.unknown)}. Use weights of BERT or ERNIE"
+        )
+    if found.of_heads:
+        _logger.info("%s: %s are left out; they are of a head", path, listed(found.of_heads))
+    arrays = found.arrays
     for name in [name for name in arrays if name.startswith("pooler.") and name not in targets]:
         del arrays[name]
         _logger.info("%s: %s is left out; the model has another pooling", path, name)
@@ -131,42 +135,58 @@ def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     _put(model, path, arrays)
 
 
-def convert_weights(source: str | Path, target: str | Path, *, to: Naming) -> int:
-    """Rewrite a file of weights under the names of another library; returns the number of arrays.
+def convert_weights(
+    source: str | Path, target: str | Path, *, to: Naming, leave_out: Sequence[str] = ()
+) -> tuple[int, list[str]]:
+    """Rewrite a file of weights under the names of another library.
 
     Args:
-        source: Weights of this library, of PaddleNLP's Ernie or Bert, or of Hugging Face's BERT.
+        source: Weights of this library, of PaddleNLP's Ernie or Bert, or of Hugging Face's BERT;
+            a file or a folder, as for `load_weights`.
         target: The file to write; its suffix says in which format.
         to: Whose names it gets. bfloat16 becomes float32, which loses nothing.
+        leave_out: Patterns such as ``cls.*``, of tensors that need not be in `target`: a head, or
+            a projection, which the others do not have.
+
+    Returns:
+        The number of arrays in `target`, and the names of those that were left out.
 
     Raises:
-        CheckpointError: `source` cannot be read or is none of these, or `target` cannot be written.
+        CheckpointError: `source` cannot be read, is none of these, lacks a part of the encoder, or
+            holds a tensor without a name in `target` that `leave_out` does not match; or `target`
+            cannot be written. Nothing was written.
     """
     source, target = Path(source), Path(target)
     if to not in NAMINGS:
         raise CheckpointError(f"--to: received {to!r}; allowed are {', '.join(NAMINGS)}")
-    _check_suffix(target)
+    check_suffix(target)
     arrays = read_arrays(source)
     if naming_of(arrays) is None:
         raise CheckpointError(
             f"{source}: has the names of neither this library's encoder, nor PaddleNLP's Ernie and "
-            f"Bert, nor Hugging Face's BERT; its first names are {_listed(arrays)}"
+            f"Bert, nor Hugging Face's BERT; its first names are {listed(arrays)}"
         )
-    renamed = from_ours(to_ours(arrays, str(source)), to)
+    ours = to_ours(arrays, str(source), kind_beside(source))
+    renamed, without_name = from_ours(ours.arrays, to)
+    unused = [*ours.unknown, *ours.of_heads, *without_name]
+    if kept := [n for n in unused if not any(fnmatchcase(n, one) for one in leave_out)]:
+        raise CheckpointError(
+            f"{source}: {len(kept)} tensors have no name in an encoder of {to}: {listed(kept)}. If "
+            "the new file need not have them, say so with --leave-out PATTERN, such as 'cls.*' for "
+            "a head; an encoder with other tensors than BERT's and ERNIE's cannot be converted"
+        )
+    if idle := [one for one in leave_out if not any(fnmatchcase(name, one) for name in unused)]:
+        raise CheckpointError(
+            f"--leave-out: {idle[0]!r} matches none of the tensors without a name in an encoder of "
+            f"{to}: {listed(unused) or 'there are none'}"
+        )
+    if missing := missing_from(ours.arrays):
+        raise CheckpointError(
+            f"{source}: is not a whole encoder; it lacks {listed(missing)} (names of this library)."
+            " If it is one of several files, give their folder"
+        )
     _write({name: paddle.to_tensor(np.ascontiguousarray(a)) for name, a in renamed.items()}, target)
-    return len(renamed)
-
-
-def read_arrays(path: Path) -> Arrays:
-    """What a file of weights holds, by name.
-
-    Raises:
-        CheckpointError: It is missing or damaged, or has another suffix.
-    """
-    _check_suffix(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file")
-    return weights_in(path) if path.suffix == ".pdparams" else _read_safetensors(path)
+    return len(renamed), unused
 
 
 def _put(model: paddle.nn.Layer, path: Path, arrays: Arrays) -> None:
@@ -178,13 +198,6 @@ def _put(model: paddle.nn.Layer, path: Path, arrays: Arrays) -> None:
             target.set_value(paddle.to_tensor(value).astype(target.dtype))
 
 
-def _check_suffix(path: Path) -> None:
-    if path.suffix not in _SUFFIXES:
-        raise CheckpointError(
-            f"{path}: received the suffix {path.suffix!r}; allowed are {' and '.join(_SUFFIXES)}"
-        )
-
-
 def _for_safetensors(state: Mapping[str, paddle.Tensor]) -> Arrays:
     return {
         name: np.ascontiguousarray(
@@ -194,41 +207,13 @@ def _for_safetensors(state: Mapping[str, paddle.Tensor]) -> Arrays:
     }
 
 
-def _read_safetensors(path: Path) -> Arrays:
-    # safetensors.numpy.load_file refuses BF16.
-    try:
-        found = _deserialize(path.read_bytes())
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _damaged(path, error) from error
-    unknown = [
-        f"{name} ({entry['dtype']})"
-        for name, entry in found
-        if entry["dtype"] not in _SAFETENSORS_TYPES
-    ]
-    if unknown:
-        raise CheckpointError(
-            f"{path}: contains dtypes that Paddle's layers do not have: {_listed(unknown)}"
-        )
-    return {
-        name: np.frombuffer(entry["data"], _SAFETENSORS_TYPES[entry["dtype"]]).reshape(
-            entry["shape"]
-        )
-        for name, entry in found
-    }
-
-
-def _damaged(path: Path, error: BaseException) -> CheckpointError:
-    reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return CheckpointError(f"{path}: is damaged, or is not a {path.suffix} file ({reason})")
-
-
 def _check_fit(path: Path, arrays: Arrays, targets: Mapping[str, paddle.Tensor]) -> None:
     faults = []
     advice = "The file was saved by another version of the model"
     if missing := [name for name in targets if name not in arrays]:
-        faults.append(f"missing: {_listed(missing)}")
+        faults.append(f"missing: {listed(missing)}")
     if unexpected := [name for name in arrays if name not in targets]:
-        faults.append(f"unexpected: {_listed(unexpected)}")
+        faults.append(f"unexpected: {listed(unexpected)}")
     if faults:
         advice = "The names differ: the file is of a model with other Layers, or of another library"
     shared = [name for name in targets if name in arrays]
@@ -237,21 +222,15 @@ def _check_fit(path: Path, arrays: Arrays, targets: Mapping[str, paddle.Tensor])
         for name in shared
         if list(arrays[name].shape) != list(targets[name].shape)
     ]:
-        faults.append(f"of another shape: {_listed(misshaped)}")
+        faults.append(f"of another shape: {listed(misshaped)}")
         advice = "Build the model with the dimensions that the file was saved with"
     if fractions := [
         name for name in shared if _is_float(arrays[name]) and not targets[name].is_floating_point()
     ]:
-        faults.append(f"floating point where the model has integers: {_listed(fractions)}")
+        faults.append(f"floating point where the model has integers: {listed(fractions)}")
     if faults:
         raise CheckpointError(f"{path}: does not fit the model; {'; '.join(faults)}. {advice}")
 
 
 def _is_float(array: NDArray[Any]) -> bool:
     return array.dtype == np.uint16 or bool(np.issubdtype(array.dtype, np.floating))
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

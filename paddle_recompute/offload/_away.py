@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 
-from paddle_recompute._paddle import travelling
+from paddle_recompute._paddle import guarded, travelling
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.offload._storage import Slot
 from paddle_recompute.replay import Stamp, is_written_since, stamp_in_place, travels, watch_writes
+
+if TYPE_CHECKING:
+    from paddle_recompute.offload._gradients import ShardGradients
 
 
 class Away:
     """A tensor and the slot that has its bytes while its memory is released.
 
-    Whatever writes to the tensor while it is on the device is noticed, and whatever gives it memory
-    while it is away (``set_value``) counts as a write: the slot is then written when it leaves.
+    Whatever writes to the tensor while it is on the device is noticed: the slot is then written
+    when it leaves.
+
+    Attributes:
+        owner: The chain that has taken it; None once that is gone.
+        gradients: Of a parameter: what has its gradient, under the number `index`.
     """
 
     def __init__(self, tensor: paddle.Tensor, slot: Slot) -> None:
@@ -31,6 +39,9 @@ class Away:
         """As the tensor was when it came from the slot; None: the slot does not have its value."""
         self._num_written = 0
         self._stays = False
+        self.owner: Callable[[], object] = lambda: None
+        self.gradients: Callable[[], ShardGradients | None] = lambda: None
+        self.index = 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused."""
@@ -66,6 +77,21 @@ class Away:
         self._arrived = None
         travelling.release_memory(self.tensor)
 
+    def leave_for_others(self) -> None:
+        """`leave`; graphs and views that the user has made keep the memory."""
+        self.write()
+        self._arrived = None
+        travelling.leave_memory(self.tensor)
+
+    def open(self) -> None:
+        """Let a parameter, which is here, be used like any other."""
+        guarded.unguard(self.tensor)
+
+    def close(self) -> None:
+        """End of `open`: the rule of `_rule` holds for it."""
+        if not self._stays:
+            guarded.guard(self.tensor)
+
     def begin(self) -> None:
         """Begin to bring it back."""
         if not self.is_here:
@@ -95,12 +121,27 @@ class Away:
     def stay(self) -> None:
         """Bring it to the device for good."""
         self.come()
+        self.open()
         self._stays = True
+
+    def copy(self) -> paddle.Tensor:
+        """A parameter of its name, flags and value, for one call."""
+        memory = travelling.over_same_memory(self.tensor) if self.is_here else self._slot.read()
+        return travelling.twin_of(self.tensor, memory)
+
+    def replace(self, copy: paddle.Tensor) -> None:
+        """Let it have the value of `copy`, which was written to."""
+        self._num_written += 1
+        if self.is_here:
+            travelling.take_memory(self.tensor, copy)
+            self._arrived = None
+        else:
+            self._slot.write(copy)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Its values, wherever it is; a copy."""
         if self.is_here:
-            return np.array(travelling.values_of(self.tensor))
+            return np.array(self.copy().numpy())
         return self._slot.numpy()
 
 
@@ -113,26 +154,10 @@ def away_of(value: object) -> Away | None:
 
 
 def let_travel(parameter: paddle.Tensor, slot: Slot) -> Away:
-    """An `Away` for a parameter, which can be read and set as before (``numpy``, ``set_value``)."""
+    """An `Away` for a parameter, which leaves."""
     away = Away(parameter, slot)
     travels(parameter, away.content)
-
-    def numpy(*args: Any) -> Any:
-        return travelling.values_of(away.tensor, *args) if away.is_here else away.numpy()
-
-    def set_value(value: Any) -> None:
-        was_here = away.is_here
-        if not was_here:  # it needs memory to write to
-            empty = paddle.empty(away.tensor.shape, away.tensor.dtype)
-            travelling.take_memory(away.tensor, empty)
-        if isinstance(value, paddle.Tensor) and not travelling.has_memory(value):
-            value = value.numpy()
-        travelling.set_values_of(away.tensor, value)
-        if not was_here:
-            away.leave()
-
     setattr(parameter, _AWAY, away)
-    parameter.numpy = numpy
-    parameter._is_initialized = lambda: True  # or set_state_dict of 2.6 would leave it out
-    parameter.set_value = set_value
+    away.leave()
+    away.close()
     return away

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 
 from paddle_recompute.grad_sync import keep_elsewhere
 from paddle_recompute.offload._away import Away
@@ -27,6 +29,9 @@ class Shard:
         self.has_stepped = False
         self.make_slot = make_slot
         self.gradients = ShardGradients(name, [p.tensor for p in parameters], make_slot)
+        for index, away in enumerate(parameters):
+            away.gradients, away.index = weakref.ref(self.gradients), index
+        self._num_residents = 0
 
     @property
     def num_bytes(self) -> int:
@@ -38,6 +43,34 @@ class Shard:
             away.begin()
         for away in self.parameters:
             away.come()
+            away.open()
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the user has it on the device, as ordinary parameters."""
+        return self._num_residents > 0
+
+    def reside(self) -> None:
+        """Come to the device for the user, with the gradients."""
+        if not self.is_resident:
+            self.come()
+            self.gradients.lend()
+        self._num_residents += 1
+
+    def end_reside(self) -> None:
+        """End of a `reside`."""
+        self._num_residents -= 1
+        if not self.is_resident:
+            self.gradients.take_back()
+            for away in self.parameters:
+                away.leave_for_others()
+                away.close()
+
+    def close(self) -> None:
+        """What it was used for has ended; it is still here."""
+        if not self.is_resident:
+            for away in self.parameters:
+                away.close()
 
     def begin(self) -> None:
         for away in self.parameters:
@@ -48,9 +81,13 @@ class Shard:
             away.write()
 
     def leave(self) -> None:
+        if self.is_resident:
+            return
         for away in self.parameters:
             away.drop()
+            away.open()
             away.leave()
+            away.close()
 
 
 class Chain:
@@ -58,6 +95,7 @@ class Chain:
 
     Args:
         groups: The parameters of each shard.
+        taken: All that the chain has taken off the device, also what has come back for good.
         make_slot: Where they are when they are not on the device.
         prefetch: How many shards are on their way while one computes.
     """
@@ -65,6 +103,7 @@ class Chain:
     def __init__(
         self,
         groups: Sequence[tuple[str, Sequence[Away]]],
+        taken: Iterable[Away],
         make_slot: MakeSlot,
         *,
         prefetch: int,
@@ -73,13 +112,18 @@ class Chain:
         self.shards = [Shard(name, parameters, make_slot) for name, parameters in groups]
         self.gradients = ChainGradients([shard.gradients for shard in self.shards])
         self._here: int | None = None
+        for away in taken:
+            away.owner = weakref.ref(self)
         for shard in self.shards:
             for away in shard.parameters:
                 keep_elsewhere(away.tensor, self.gradients)
             shard.leave()
 
-    def use(self, index: int, then: Sequence[int] = ()) -> None:
+    @contextlib.contextmanager
+    def use(self, index: int, then: Sequence[int] = ()) -> Iterator[None]:
         """Have shard `index` on the device, and begin to bring those of `then`.
+
+        When the body has ended, it may stay on the device, but not in anybody's hands.
 
         Args:
             index: The shard; all others leave.
@@ -99,6 +143,24 @@ class Chain:
                     away.drop()
         for other in then:
             self.shards[other].begin()
+        try:
+            yield
+        finally:
+            self.shards[index].close()
+
+    @contextlib.contextmanager
+    def resident(self, indices: Iterable[int]) -> Iterator[None]:
+        """Have the shards of `indices` on the device as if they were not offloaded."""
+        come: list[Shard] = []
+        try:
+            for index in indices:
+                self._here = None if self._here == index else self._here
+                self.shards[index].reside()
+                come.append(self.shards[index])
+            yield
+        finally:
+            for shard in come:
+                shard.end_reside()
 
     def leave(self) -> None:
         """Have no shard on the device, and none on its way."""

@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.offload._away import Away, let_travel
+from paddle_recompute.errors import OffloadError
+from paddle_recompute.offload._away import Away, away_of, let_travel
+from paddle_recompute.offload._rule import enforce
 from paddle_recompute.offload._storage import MakeSlot
 
 
@@ -29,11 +31,30 @@ def send_away(
         away: Those that have left before, which are left alone.
         make_slot: Where they go.
         but: The ids of parameters that stay.
+
+    Raises:
+        OffloadError: Another chain has one of the parameters.
     """
+    enforce()
     for parameter in _travelling(layer):
-        if id(parameter) not in away and id(parameter) not in but:
-            away[id(parameter)] = let_travel(parameter, make_slot())
-            away[id(parameter)].leave()
+        if id(parameter) in away or id(parameter) in but:
+            continue
+        before = away_of(parameter)
+        if before is not None:
+            if before.owner() is not None:
+                raise OffloadError(
+                    f"{parameter.name} of {type(layer).__name__} is offloaded already, with "
+                    "another chain of Layers; a Layer can be in one. Put the Layers of both into "
+                    "one chain, or leave what they share out of both"
+                )
+            before.stay()  # that chain is gone
+        away[id(parameter)] = let_travel(parameter, make_slot())
+
+
+def bring_back(away: dict[int, Away]) -> None:
+    """Bring to the device what `send_away` has taken."""
+    for one in away.values():
+        one.stay()
 
 
 def owned(

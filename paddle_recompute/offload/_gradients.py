@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import paddle
 
 from paddle_recompute._paddle import travelling
+from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import PieceSender, SentPiece
 from paddle_recompute.offload._storage import MakeSlot, Slot
@@ -31,25 +32,53 @@ class Finishing:
 
 
 class _Kept:
-    """Sums of gradients by the index of their parameter, off the device."""
+    """Sums of gradients by the index of their parameter, off the device.
 
-    def __init__(self, make_slot: MakeSlot) -> None:
+    Attributes:
+        present: The indices that have a gradient.
+        shown: Gradients that somebody has asked for; they are on the device until they are cleared.
+    """
+
+    def __init__(self, parameters: Sequence[paddle.Tensor], make_slot: MakeSlot) -> None:
+        self._parameters = parameters
         self._make_slot = make_slot
         self._slots: dict[int, Slot] = {}
+        self._zero: set[int] = set()
         self.present: set[int] = set()
+        self.shown: dict[int, paddle.Tensor] = {}
 
     def put(self, index: int, gradient: paddle.Tensor) -> None:
+        self.present.add(index)
+        self._zero.discard(index)
+        if index in self.shown:
+            self.shown[index] = gradient
+            return
         slot = self._slots.get(index)
         if slot is None:
             slot = self._slots[index] = self._make_slot()
         slot.write(gradient)
+
+    def put_zero(self, index: int) -> None:
         self.present.add(index)
+        self._zero.add(index)
+
+    def show(self, index: int) -> paddle.Tensor | None:
+        """The sum itself: who changes it changes the gradient."""
+        if index in self.present and index not in self.shown:
+            shown = self.with_added(index, None)
+            assert shown is not None
+            self.shown[index] = shown
+            self._zero.discard(index)
+        return self.shown.get(index)
 
     def with_added(self, index: int, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
         """The sum so far, and `gradient`."""
         if index not in self.present:
             return gradient
-        kept = self._slots[index].read()
+        if index in self._zero:
+            parameter = self._parameters[index]
+            return paddle.zeros(parameter.shape, parameter.dtype) if gradient is None else gradient
+        kept = self.shown[index] if index in self.shown else self._slots[index].read()
         return kept if gradient is None else kept.add_(gradient)
 
     def add(self, index: int, gradient: paddle.Tensor) -> None:
@@ -58,13 +87,15 @@ class _Kept:
         self.put(index, total)
 
     def begin(self) -> None:
-        for index in self.present:
+        for index in self.present - self._zero - self.shown.keys():
             self._slots[index].begin()
 
-    def forget(self) -> None:
-        for index in self.present:
+    def forget(self, index: int) -> None:
+        self.present.discard(index)
+        self._zero.discard(index)
+        self.shown.pop(index, None)
+        if index in self._slots:
             self._slots[index].drop()
-        self.present = set()
 
 
 class ShardGradients:
@@ -74,6 +105,7 @@ class ShardGradients:
         parameters: Of the shard.
         squares: Sum of the squares of each complete gradient, by the index of its parameter; a
             scalar on the device.
+        is_lent: Whether the gradients are in ``.grad``, where the user has them for a while.
     """
 
     def __init__(self, name: str, parameters: Sequence[paddle.Tensor], make_slot: MakeSlot) -> None:
@@ -85,8 +117,9 @@ class ShardGradients:
         self.is_complete = False
         self.present_here: set[int] = set()
         """The indices of the parameters that have a gradient on this rank."""
-        self._kept = _Kept(make_slot)
-        self._late = _Kept(make_slot)
+        self.is_lent = False
+        self._kept = _Kept(self.parameters, make_slot)
+        self._late = _Kept(self.parameters, make_slot)
 
     @property
     def present(self) -> set[int]:
@@ -106,7 +139,8 @@ class ShardGradients:
         """
         taken = {}
         for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and parameter.grad.is_selected_rows():
+            gradient = gradient_of(parameter)
+            if gradient is not None and gradient.is_selected_rows():
                 raise OffloadError(
                     f"the gradient of {parameter.name} is sparse (SelectedRows), which cannot be "
                     "kept off the device; make its Embedding with sparse=False"
@@ -115,6 +149,11 @@ class ShardGradients:
             if gradient is not None:
                 taken[index] = gradient
         return taken
+
+    def begin_backward(self) -> None:
+        """A forward begins whose backward will add to ``.grad``: what is there is added before."""
+        if self._kept.present and not self.is_sent:
+            self.keep(self.take())
 
     @paddle.no_grad()
     def keep(self, taken: dict[int, paddle.Tensor]) -> None:
@@ -172,17 +211,73 @@ class ShardGradients:
         for index in self._kept.present:
             gradient = self._kept.with_added(index, None)
             assert gradient is not None
+            if index in self._kept.shown:
+                gradient = travelling.over_same_memory(gradient)
             if factor is not None:
                 gradient.scale_(factor)
             travelling.set_gradient(self.parameters[index], gradient)
 
-    def forget(self) -> None:
-        """There are no gradients any more."""
-        self._kept.forget()
-        self._late.forget()
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.clear_gradient(False)
+    def end_step(self) -> None:
+        """The optimizer has used the gradients, which stay until they are cleared."""
+        if not self.is_lent:
+            for parameter in self.parameters:
+                travelling.set_gradient(parameter, None)
+        self._begin_anew()
+
+    def show(self, index: int) -> paddle.Tensor | None:
+        """The gradient of the parameter `index`, for somebody who may change it in place."""
+        self.keep(self.take())
+        return self._kept.show(index)
+
+    def replace(self, index: int, gradient: paddle.Tensor) -> None:
+        """Make `gradient` that of the parameter `index`."""
+        self.clear([index], set_to_zero=False)
+        self._kept.shown[index] = gradient
+        self._kept.put(index, gradient)
+
+    def clear(self, indices: Iterable[int], *, set_to_zero: bool) -> None:
+        """Forget gradients, or make those zero that there are, as ``clear_gradient`` does."""
+        for index in indices:
+            parameter = self.parameters[index]
+            if self.is_lent:
+                parameter.clear_gradient(set_to_zero)
+                continue
+            had_one = (
+                gradient_of(parameter) is not None
+                or index in self._kept.present
+                or index in self._late.present
+            )
+            if set_to_zero and index in self._kept.shown:
+                self._kept.shown[index].zero_()
+            self._kept.forget(index)
+            self._late.forget(index)
+            self.squares.pop(index, None)
+            travelling.set_gradient(parameter, None)
+            if had_one and set_to_zero:
+                self._kept.put_zero(index)
+
+    def clear_all(self, *, set_to_zero: bool) -> None:
+        """`clear` for every parameter that is trained, as in Paddle; the next step begins."""
+        trained = (i for i, p in enumerate(self.parameters) if not p.stop_gradient)
+        self.clear(trained, set_to_zero=set_to_zero)
+        self._begin_anew()
+
+    @paddle.no_grad()
+    def lend(self) -> None:
+        """Put the gradients into ``.grad``, until `take_back`; the parameters are on the device."""
+        self.keep(self.take())
+        for index in list(self._kept.present):
+            travelling.set_gradient(self.parameters[index], self._kept.with_added(index, None))
+            self._kept.forget(index)
+        self.is_lent = True
+
+    def take_back(self) -> None:
+        """End of `lend`."""
+        self.is_lent = False
+        for index, gradient in self.take().items():
+            self._kept.put(index, gradient)
+
+    def _begin_anew(self) -> None:
         self.squares = {}
         self.present_here = set()
         self.num_backwards = 0
@@ -214,9 +309,19 @@ class ChainGradients:
     @property
     def is_complete(self) -> bool:
         """Whether every shard's gradient is."""
-        return all(shard.is_complete for shard in self._order)
+        return all(shard.is_complete or shard.is_lent for shard in self._order)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a shard's gradients are in ``.grad``."""
+        return any(shard.is_lent for shard in self._order)
 
     def begin(self, sender: PieceSender | None) -> None:
+        if self.is_lent and sender is not None:
+            raise OffloadError(
+                "gradients are synchronized inside of resident(), where they are in .grad and not "
+                "with their shards; leave resident() before last_backward()"
+            )
         self._sender = sender
         self._armed, self._next = True, 0
         for shard in self._order:
@@ -227,6 +332,8 @@ class ChainGradients:
 
     def collect(self, shard: ShardGradients) -> None:
         """`shard` will leave the device, or the backward has ended."""
+        if shard.is_lent:
+            return
         taken = shard.take()
         if self._armed and not shard.is_sent and self._is_next(shard):
             self._complete(shard, taken)
@@ -238,9 +345,10 @@ class ChainGradients:
             shard.keep(taken)
 
     def finish(self) -> None:
-        for shard in self._order:
+        kept = [shard for shard in self._order if not shard.is_lent]
+        for shard in kept:
             shard.keep(shard.take())
-        for shard in self._order:
+        for shard in kept:
             if not shard.is_sent:
                 self._complete(shard, {})
         self._settle()
@@ -262,7 +370,7 @@ class ChainGradients:
                 anywhere = {index for index, there in enumerate(told[first:end]) if there}
                 shard.without(shard.present - anywhere)
                 first = end
-        self._expected = None if any(late) else counts
+        self._expected = None if any(late) or self.is_lent else counts
         for shard, is_late in zip(self._order, late, strict=True):
             if is_late:
                 self._complete(shard, {})

@@ -44,11 +44,15 @@ def run(
     kwargs = kwargs or {}
     is_last = index == len(chain.shards) - 1
     has_backward = paddle.is_grad_enabled()
-    chain.use(index, [index + 1] if not is_last else [index - 1] if has_backward else [0])
-    name = chain.shards[index].name
+    shard = chain.shards[index]
+    if shard.is_resident:
+        return function(*args, **kwargs)
+    name = shard.name
+    following = [index + 1] if not is_last else [index - 1] if has_backward else [0]
     if not has_backward:
-        parts = _Parts.of((args, kwargs), num_microbatches)
-        return parts.joined([function(*a, **k) for a, k in parts.inputs], name)
+        with chain.use(index, following):
+            parts = _Parts.of((args, kwargs), num_microbatches)
+            return parts.joined([function(*a, **k) for a, k in parts.inputs], name)
     if innermost() is not None:
         raise OffloadError(
             f"{name} is offloaded and is called inside of a recomputed function; it is recomputed "
@@ -59,7 +63,9 @@ def run(
     inputs = (args, kwargs)
     parts = _Parts.of(inputs, num_microbatches)
     passage = _Passage(chain, index, name, checkpoint)
-    outputs = passage.first(function, parts, storage)
+    with chain.use(index, following):
+        shard.gradients.begin_backward()
+        outputs = passage.first(function, parts, storage)
     return passage.attach(inputs, outputs)
 
 
@@ -118,7 +124,7 @@ class _Passage:
         self._passed: dict[int, int] = {}  # output -> the input that it is
         self._own: list[int] = []  # places of the outputs that are not inputs
         self._made: tuple[paddle.Tensor, ...] = ()
-        self._is_over = False
+        self._has_run = False
         self._parts: _Parts | None = None
 
     def first(self, function: Callable[..., Any], parts: _Parts, storage: InputStorage) -> Any:
@@ -162,16 +168,26 @@ class _Passage:
         for result in results:
             if not result.is_floating_point() and not result.is_complex():
                 result.stop_gradient = True
+            else:
+                result.register_hook(self._refuse_a_second_backward)
         by_place = dict(zip(own, results, strict=True))
         by_place.update({place: tensors[i] for place, i in self._passed.items()})
         return _nested.map_tensors(_next_of([by_place[p] for p in range(len(made))]), outputs)
 
     def backward(self, gradients: list[paddle.Tensor | None]) -> list[paddle.Tensor | None]:
         """The gradients of the inputs; those of the parameters are added to ``.grad``."""
-        engine = _paddle.current_backward()
-        self._check(engine)
+        self._check(_paddle.current_backward())
+        self._has_run = True
         chain, index = self._chain, self._index
-        chain.use(index, [index - 1])
+        with chain.use(index, [index - 1]):
+            of_inputs = self._backward_of_parts(gradients)
+        chain.note_backward(index)
+        self._calls, self._stamps = [], []
+        return self._joined(of_inputs)
+
+    def _backward_of_parts(
+        self, gradients: list[paddle.Tensor | None]
+    ) -> list[list[paddle.Tensor | None]]:
         assert self._parts is not None
         of_inputs: list[list[paddle.Tensor | None]] = []
         offset = 0
@@ -182,10 +198,7 @@ class _Passage:
             ]
             offset += size
             of_inputs.append(self._backward_of(call, inputs, outputs, part))
-        chain.note_backward(index)
-        if engine is None or not engine.retain_graph:
-            self._is_over, self._calls, self._stamps = True, [], []
-        return self._joined(of_inputs)
+        return of_inputs
 
     def _backward_of(
         self, call: Call, inputs: Any, outputs: Any, gradients: list[paddle.Tensor | None]
@@ -225,16 +238,24 @@ class _Passage:
                 joined.append(paddle.add_n(there))
         return joined
 
+    def _refuse_a_second_backward(self, gradient: paddle.Tensor) -> None:
+        """A hook of the outputs: Paddle (2.6, 3.x) ends the process where a PyLayer's backward runs
+        again after retain_graph=True, before it calls us.
+        """
+        if self._has_run:
+            error = RecomputeError(
+                f"the backward of {self._name}, which is offloaded, has run already, and its "
+                "inputs are released, also with retain_graph=True. Call backward() once, on the "
+                "sum of the losses"
+            )
+            _paddle.hand_on(error)
+            raise error
+
     def _check(self, engine: _paddle.Backward | None) -> None:
         if engine is not None and engine.partial:
             raise RecomputeError(
                 f"paddle.grad was called through {self._name}, which is offloaded: its parameters' "
                 "gradients are kept off the device, so only backward() can compute them"
-            )
-        if self._is_over:
-            raise RecomputeError(
-                f"the inputs of {self._name} were released: its backward ran without "
-                "retain_graph=True"
             )
         if any(is_written_since(tensor, then) for tensor, then in self._stamps):
             raise RecomputeError(

@@ -14,7 +14,8 @@ from paddle_recompute.errors import ConfigError, OffloadError, SelectionError
 from paddle_recompute.offload import _passage
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._chain import Chain
-from paddle_recompute.offload._cut import cut, num_bytes, owned, send_away
+from paddle_recompute.offload._cut import bring_back, cut, num_bytes, owned, send_away
+from paddle_recompute.offload._resident import chains_of
 from paddle_recompute.offload._state import show_values_in_state_dict
 from paddle_recompute.offload._storage import slots
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
@@ -114,7 +115,7 @@ def offload_layers(model: paddle.nn.Layer, config: RecomputeConfig) -> OffloadRe
     """
     place = config.offload_parameters
     if place == "none":
-        raise ConfigError("recompute.offload_parameters is none; set it to host or disk")
+        raise ConfigError("offload_parameters is none; set it to host or disk")
     if config.checkpoints == [AUTO]:
         names = [name for one in find_blocks(model) for name in one.names]
     else:
@@ -127,14 +128,18 @@ def offload_layers(model: paddle.nn.Layer, config: RecomputeConfig) -> OffloadRe
     shards = tuple(tuple(names[part.start : part.stop]) for part in ranges)
     away: dict[int, Away] = {}
     others = _others(model, layers)
-    for layer in layers:
-        send_away(layer, away, make_slot, but=others)
+    try:
+        for layer in layers:
+            send_away(layer, away, make_slot, but=others)
+    except BaseException:
+        bring_back(away)
+        raise
     parameters = owned(layers, ranges, away)
     groups = [
         (f"shard {number} ({', '.join(names)})", own)
         for number, (names, own) in enumerate(zip(shards, parameters, strict=True))
     ]
-    chain = Chain(groups, make_slot, prefetch=1)
+    chain = Chain(groups, away.values(), make_slot, prefetch=1)
     for number, part in enumerate(ranges):
         for layer in layers[part.start : part.stop]:
             layer._offload_chain = chain
@@ -155,12 +160,8 @@ def offloaded_optimizer(
         parameters: All that is trained, also besides the model.
         make: Makes a Paddle optimizer over some of them.
     """
-    chains: dict[int, Chain] = {}
-    for layer in model.sublayers(include_self=True):
-        chain = getattr(layer, "_offload_chain", None)
-        if chain is not None:
-            chains[id(chain)] = chain
-    return OffloadOptimizer(chains.values(), parameters, make) if chains else None
+    chains = chains_of(model)
+    return OffloadOptimizer(chains, parameters, make) if chains else None
 
 
 def _others(model: paddle.nn.Layer, layers: list[paddle.nn.Layer]) -> set[int]:
@@ -179,11 +180,11 @@ def _check(names: list[str], layers: list[paddle.nn.Layer], num_shards: int) -> 
     for name, layer in zip(names, layers, strict=True):
         if isinstance(layer, WrappedLayer):
             raise SelectionError(
-                f"recompute.checkpoints selects '{name}', which is wrapped already; an offloaded "
+                f"checkpoints selects '{name}', which is wrapped already; an offloaded "
                 "Layer is recomputed by itself"
             )
     if num_shards > len(layers):
         raise ConfigError(
-            f"recompute.num_shards is {num_shards}, and recompute.checkpoints selects "
+            f"num_shards is {num_shards}, and checkpoints selects "
             f"{len(layers)} Layers; a shard has at least one"
         )

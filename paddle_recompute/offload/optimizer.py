@@ -10,7 +10,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute._paddle import device
 from paddle_recompute._paddle.travelling import has_memory
-from paddle_recompute.errors import ConfigError
+from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.grad_sync import keeper_of
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._chain import Chain, Shard
@@ -63,8 +63,17 @@ class OffloadOptimizer:
     # ------------------------------------------------------------------------- for TrainStep
 
     def finish_with(self, finishing: Finishing) -> None:
-        """What is done to each gradient of the step when it is complete."""
+        """What is done to each gradient of the step when it is complete.
+
+        Raises:
+            OffloadError: A shard is resident.
+        """
         for chain in self._chains:
+            if chain.gradients.is_lent:
+                raise OffloadError(
+                    "TrainStep was called inside of resident(), where the gradients are in .grad "
+                    "and are not measured with their shards; call it outside"
+                )
             chain.gradients.finishing = finishing
 
     def squares(self) -> dict[int, paddle.Tensor]:
@@ -83,27 +92,30 @@ class OffloadOptimizer:
     # ---------------------------------------------------------------- as a Paddle optimizer
 
     def step(self) -> None:
-        """Update all parameters. The offloaded gradients are used up."""
+        """Update all parameters. The gradients stay until they are cleared, as in Paddle."""
         if self._rest is not None:
             self._rest.step()
         for chain in self._chains:
             if not chain.gradients.is_complete:  # not in a last_backward() of GradientSync
                 chain.gradients.finish()
             for index in reversed(range(len(chain.shards))):
-                self._step_of(chain, index)
+                with chain.use(index, [index - 1]):
+                    self._step_of(chain, index)
         self._factor = None
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
-        """Forget the gradients.
+        """Clear the gradients.
 
         Args:
-            set_to_zero: As in Paddle, for parameters that are not offloaded.
+            set_to_zero: As in Paddle: the gradients that there are become zero, so a parameter
+                without one in the next step is decayed, and moves on by its momentum. They take no
+                memory. False: there are none.
         """
         if self._rest is not None:
             self._rest.clear_grad(set_to_zero=set_to_zero)
         for chain in self._chains:
             for shard in chain.shards:
-                shard.gradients.forget()
+                shard.gradients.clear_all(set_to_zero=set_to_zero)
         self._factor = None
 
     clear_gradients = clear_grad
@@ -167,7 +179,6 @@ class OffloadOptimizer:
         if not shard.parameters:
             return
         optimizer = self._of_shard[id(shard)]
-        chain.use(index, [index - 1])
         shard.gradients.begin()
         for away in shard.state:
             away.begin()
@@ -179,7 +190,7 @@ class OffloadOptimizer:
                 away.begin()
         shard.gradients.give(self._factor)
         optimizer.step()
-        shard.gradients.forget()
+        shard.gradients.end_step()
         if following is not None:  # now, as the gradients of two shards would raise the peak
             following.gradients.begin()
         shard.has_stepped = True

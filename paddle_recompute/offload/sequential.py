@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -11,7 +12,8 @@ from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.offload import _passage
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._chain import Chain
-from paddle_recompute.offload._cut import cut, num_bytes, owned, send_away
+from paddle_recompute.offload._cut import bring_back, cut, num_bytes, owned, send_away
+from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload._state import show_values_in_state_dict
 from paddle_recompute.offload._storage import PLACES, Place, slots
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
@@ -28,11 +30,13 @@ class OffloadSequential(paddle.nn.Sequential):
     each shard, off the device too. The backward brings the shards back in reverse and runs each
     again. Random numbers, buffers and gradients are those of the plain chain, to the bit. Where the
     chain is called twice in a backward, or shares a parameter, and steps accumulate, sums are in
-    another order, which changes the last bit.
+    another order, which changes the last bit. So they are for a Layer that is used three times,
+    twice in one shard. A backward runs once.
 
     Names, ``state_dict``, ``set_state_dict`` and checkpoints are those of the plain
     ``paddle.nn.Sequential``. ``state_dict`` returns copies in host memory. A parameter can be read
-    and set wherever it is (``numpy``, ``set_value``).
+    and written wherever it is, under ``paddle.no_grad()``; what needs its gradient, and a view of
+    it, are refused outside of `resident`.
 
     A tuple that a Layer returns becomes the positional arguments of the next one.
 
@@ -90,12 +94,17 @@ class OffloadSequential(paddle.nn.Sequential):
         super().__init__()
         _check(num_shards, offload, num_microbatches, prefetch)
         make_slot = slots(offload, offload_folder)
-        away = self._add(layers, make_slot)
-        if num_shards > len(self):
-            raise ConfigError(
-                f"num_shards is {num_shards}, and the chain has {len(self)} Layers; a shard has "
-                "at least one"
-            )
+        away: dict[int, Away] = {}
+        try:
+            self._add(layers, make_slot, away)
+            if num_shards > len(self):
+                raise ConfigError(
+                    f"num_shards is {num_shards}, and the chain has {len(self)} Layers; a shard "
+                    "has at least one"
+                )
+        except BaseException:
+            bring_back(away)
+            raise
         self._cuts = cut([num_bytes(layer) for layer in self], num_shards)
         groups = [
             (f"shard {number} of {num_shards} (Layers {part[0]} to {part[-1]})", own)
@@ -103,7 +112,7 @@ class OffloadSequential(paddle.nn.Sequential):
                 zip(self._cuts, owned(list(self), self._cuts, away), strict=True)
             )
         ]
-        self._offload_chain = Chain(groups, make_slot, prefetch=prefetch)
+        self._offload_chain = Chain(groups, away.values(), make_slot, prefetch=prefetch)
         self._storage = OFFLOADS[offload]
         self._num_microbatches = num_microbatches
         self._checkpoint = checkpoint_activations
@@ -145,6 +154,10 @@ class OffloadSequential(paddle.nn.Sequential):
         """
         return OffloadOptimizer([self._offload_chain], self.parameters(), make)
 
+    def resident(self, *layers: paddle.nn.Layer) -> contextlib.AbstractContextManager[None]:
+        """`paddle_recompute.offload.resident` of this chain."""
+        return resident(self, *layers)
+
     def __deepcopy__(self, memo: Any) -> Any:
         """Refused."""
         raise OffloadError(
@@ -157,10 +170,12 @@ class OffloadSequential(paddle.nn.Sequential):
         return self.__deepcopy__({})
 
     def _add(
-        self, layers: Iterable[LayerOrFactory], make_slot: Callable[[], Any]
-    ) -> dict[int, Away]:
+        self,
+        layers: Iterable[LayerOrFactory],
+        make_slot: Callable[[], Any],
+        away: dict[int, Away],
+    ) -> None:
         """Add the Layers one after the other; their parameters leave the device at once."""
-        away: dict[int, Away] = {}
         named = (
             list(layers.named_children())
             if isinstance(layers, paddle.nn.Sequential)
@@ -170,7 +185,6 @@ class OffloadSequential(paddle.nn.Sequential):
             layer = entry if isinstance(entry, paddle.nn.Layer) else entry()
             self.add_sublayer(name, layer)
             send_away(layer, away, make_slot)
-        return away
 
 
 class _Consecutive:

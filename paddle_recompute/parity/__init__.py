@@ -1,32 +1,31 @@
 """Do dygraph and the static graph train the same? One configuration is trained in both modes.
 
-`parity` is behind ``paddle-recompute parity``. It does not import Paddle: every training run has a
-process of its own.
+`parity` is behind ``paddle-recompute parity``. It does not import Paddle: one process trains all
+runs on one process, and one launch of ranks all runs on several.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
-
-from tqdm import tqdm
 
 from paddle_recompute.config import Config
 from paddle_recompute.errors import ConfigError
+from paddle_recompute.launch import launch
 from paddle_recompute.parity.comparison import compare, disagreement, pairs
-from paddle_recompute.parity.processes import run_job
 from paddle_recompute.parity.records import (
     NO_REFERENCE,
     WEIGHTS,
-    Figures,
     read_arrays,
     read_figures,
     read_outcome,
 )
 from paddle_recompute.parity.report import ParityReport, TrainingRun
-from paddle_recompute.parity.variants import Case, Plan, Variant, plan
+from paddle_recompute.parity.variants import Plan, plan
 
 __all__ = ["ParityReport", "parity"]
 
@@ -46,13 +45,13 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
       (``fleet``), bit by bit on up to two ranks. If fleet cannot train the configuration, there is
       no reference and a note gives the reason.
 
-    Logs go to ``train.output_dir/parity``. During the call each variant has files there of 4 times
-    the size of the parameters.
+    Logs go to ``train.output_dir/parity``. During the call each training run has a file there of
+    twice the size of the parameters.
 
     Args:
         config: Its ``mode`` is ignored.
         steps: Optimizer steps of each training run; differences grow with them.
-        show_progress: Whether to show the current run on standard error.
+        show_progress: Whether to show on standard error what the ranks say.
 
     Raises:
         ConfigError: A mode cannot honour the configuration.
@@ -70,29 +69,33 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
             "writable"
         ) from error
     try:
-        return _judge(folder, _run_all(folder, config, steps, planned, show_progress))
+        for ranks in sorted({variant.ranks for variant in planned.variants}):
+            _train(folder, config, steps, ranks, show_progress)
+        refusal = folder / NO_REFERENCE
+        if refusal.exists():
+            planned = planned.without_reference(refusal.read_text("utf-8"))
+        return _judge(folder, planned)
     finally:
         for path in folder.rglob("*.npz"):
             path.unlink()
 
 
-def _run_all(folder: Path, config: Config, steps: int, planned: Plan, show_progress: bool) -> Plan:
-    """Run the plan; returns what was run: the whole plan, or the plan without the reference."""
-    jobs: list[Variant | None] = [None, *planned.variants]
-    on_terminal = sys.stderr.isatty()
-    with tqdm(total=len(jobs), unit="run", disable=not (show_progress and on_terminal)) as bar:
-        for number, job in enumerate(jobs, 1):
-            what = job.name if job else "weights and pairs"
-            bar.set_description(what)
-            if show_progress and not on_terminal:
-                print(f"{number}/{len(jobs)}  {what}", file=sys.stderr, flush=True)
-            run_job(folder, config, steps, job)
-            bar.update()
-            if job is None and (folder / NO_REFERENCE).exists():
-                planned = planned.without_reference((folder / NO_REFERENCE).read_text("utf-8"))
-                jobs[1:] = planned.variants
-                bar.total = len(jobs)
-    return planned
+def _train(folder: Path, config: Config, steps: int, ranks: int, show_progress: bool) -> None:
+    """Train all variants of so many ranks; `paddle_recompute.parity.worker` does."""
+    job = folder / f"job-{ranks}.json"
+    job.write_text(
+        json.dumps({"folder": str(folder), "config": config.to_dict(), "steps": steps}), "utf-8"
+    )
+    own = config.model_copy(
+        update={
+            "launch": config.launch.model_copy(update={"num_ranks": ranks}),
+            "train": config.train.model_copy(update={"output_dir": folder / f"ranks-{ranks}"}),
+        }
+    )
+    # Standard output is for the table.
+    said = sys.stderr if show_progress else io.TextIOWrapper(io.BytesIO())
+    with contextlib.redirect_stdout(said):
+        launch(own, ["-m", "paddle_recompute.parity.worker", str(job)])
 
 
 def _judge(folder: Path, planned: Plan) -> ParityReport:
@@ -106,22 +109,9 @@ def _judge(folder: Path, planned: Plan) -> ParityReport:
         )
         for pair in pairs(planned)
     ]
-    runs = [_run(folder, variant, case) for variant in planned.variants for case in variant.cases]
+    runs = []
+    for variant in planned.variants:
+        for case in variant.cases:
+            ranks = read_figures(folder, variant, case)
+            runs.append(TrainingRun(variant, case, ranks[0], disagreement(ranks)))
     return ParityReport(tuple(runs), tuple(verdicts), planned.notes)
-
-
-def _run(folder: Path, variant: Variant, case: Case) -> TrainingRun:
-    ranks = read_figures(folder, variant, case)
-    return TrainingRun(variant, case, _with_largest_costs(ranks), disagreement(ranks))
-
-
-def _with_largest_costs(ranks: list[Figures]) -> Figures:
-    """The figures of rank 0, with the largest peak and time of all ranks."""
-    first = ranks[0]
-    if first.peak_bytes is None:
-        return first
-    return replace(
-        first,
-        peak_bytes=max(rank.peak_bytes or 0 for rank in ranks),
-        seconds_per_step=max(rank.seconds_per_step or 0.0 for rank in ranks),
-    )

@@ -32,17 +32,12 @@ class Figures:
         learning_rates: Of every step.
         digests: A digest of each parameter after the last step, by structured name: equal digests
             mean equal bits.
-        peak_bytes: The peak of the steps after the first; on a CPU with Paddle 2.6, the peak since
-            the process started. None if the process trained another case before.
-        seconds_per_step: Median of the steps after the first; None in the same case.
     """
 
     losses: list[float]
     grad_norms: list[float]
     learning_rates: list[float]
     digests: dict[str, str]
-    peak_bytes: int | None
-    seconds_per_step: float | None
 
 
 @dataclass(frozen=True)
@@ -69,31 +64,29 @@ def digests_of(parameters: Mapping[str, NDArray[Any]]) -> dict[str, str]:
     }
 
 
-def write_record(folder: Path, case: Case, rank: int, outcome: Outcome) -> None:
+def write_record(folder: Path, variant: Variant, case: Case, rank: int, outcome: Outcome) -> None:
     """Write the figures of a rank to `folder`, and rank 0's arrays (twice the parameters' size)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _file(folder, case, rank, "json").write_text(json.dumps(vars(outcome.figures)), "utf-8")
+    file = _file(folder, variant, case, rank)
+    file.with_suffix(".json").write_text(json.dumps(vars(outcome.figures)), "utf-8")
     if rank == 0:
         arrays = {
             f"{kind}/{name}": array
             for kind in _ARRAYS
             for name, array in getattr(outcome, kind).items()
         }
-        write_arrays(_file(folder, case, rank, "npz"), arrays)
+        write_arrays(file, arrays)
 
 
 def read_figures(folder: Path, variant: Variant, case: Case) -> list[Figures]:
     """The figures of all ranks, in rank order."""
-    own = folder / variant.folder_name
-    texts = [_file(own, case, rank, "json").read_text("utf-8") for rank in range(variant.ranks)]
-    return [Figures(**json.loads(text)) for text in texts]
+    files = [_file(folder, variant, case, rank) for rank in range(variant.ranks)]
+    return [Figures(**json.loads(one.with_suffix(".json").read_text("utf-8"))) for one in files]
 
 
 def read_outcome(folder: Path, variant: Variant, case: Case) -> Outcome:
     """The outcome that rank 0 wrote."""
     arrays: dict[str, Arrays] = {kind: {} for kind in _ARRAYS}
-    own = _file(folder / variant.folder_name, case, 0, "npz")
-    for key, array in read_arrays(own).items():
+    for key, array in read_arrays(_file(folder, variant, case, 0)).items():
         kind, _, name = key.partition("/")
         arrays[kind][name] = array
     return Outcome(read_figures(folder, variant, case)[0], **arrays)
@@ -113,5 +106,7 @@ def read_arrays(path: Path) -> Arrays:
         return dict(file)
 
 
-def _file(folder: Path, case: Case, rank: int, suffix: str) -> Path:
-    return folder / f"{case.name.replace(' ', '_')}.rank{rank}.{suffix}"
+def _file(folder: Path, variant: Variant, case: Case, rank: int) -> Path:
+    """``static-recompute-2-ranks-no-dropout.0.npz``."""
+    name = f"{variant.name} {case.name}".replace(",", "").replace(" ", "-")
+    return folder / f"{name}.{rank}.npz"

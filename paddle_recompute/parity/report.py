@@ -18,7 +18,7 @@ class TrainingRun:
     Attributes:
         variant: Mode, recompute, ranks, and whether it is the reference.
         case: With dropout or without.
-        figures: Figures of rank 0, with the largest peak and time of all ranks.
+        figures: Figures of rank 0.
         disagreement: The first difference between the ranks; None: there is none.
     """
 
@@ -71,8 +71,6 @@ class ParityReport:
                     "dropout": run.case.dropout,
                     "losses": run.figures.losses,
                     "grad_norms": run.figures.grad_norms,
-                    "peak_bytes": run.figures.peak_bytes,
-                    "seconds_per_step": run.figures.seconds_per_step,
                     "ranks_agree": run.disagreement is None,
                 }
                 for run in self.runs
@@ -98,8 +96,6 @@ class ParityReport:
                 run.variant.name,
                 run.case.name,
                 " ".join(f"{loss:.6f}" for loss in _shown(run.figures.losses)),
-                _or_dash(run.figures.peak_bytes, lambda count: f"{count / 2**20:.1f}"),
-                _or_dash(run.figures.seconds_per_step, lambda seconds: f"{seconds:.3f}"),
             ]
             for run in self.runs
         ]
@@ -115,7 +111,7 @@ class ParityReport:
         ]
         return "\n".join(
             [
-                *_table(["run", "", "losses", "peak MiB", "s/step"], runs, numbers=2),
+                *_table(["run", "", "losses"], runs, numbers=0),
                 "",
                 "Largest differences, of losses, of elements of the first gradient and of the",
                 "parameters after the last step",
@@ -146,10 +142,6 @@ def _words(tolerance: Tolerance) -> str:
 def _shown(losses: list[float]) -> list[float]:
     """The first and the last losses if there are many."""
     return losses if len(losses) <= 3 else [losses[0], losses[-1]]
-
-
-def _or_dash(value: Any, text: Any) -> str:
-    return "-" if value is None else text(value)
 
 
 def _table(head: list[str], rows: Sequence[list[str]], *, numbers: int) -> list[str]:

@@ -1,15 +1,13 @@
 """The runs of `parity`: each mode with and without recompute, on one process and on the configured
 ranks; and the reference, dygraph with Paddle's own recompute and gradient synchronization.
 
-Each rank of a variant is a process of its own, because Paddle 2.6 cannot reset a memory peak. It
-trains every case from the same weights on the same pairs: first with the configured dropout, where
-memory and time are measured, then without.
+Each trains from the same weights on the same pairs: with the configured dropout, and without.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from paddle_recompute.config import Config
 from paddle_recompute.errors import ConfigError
@@ -59,28 +57,9 @@ class Variant:
     @property
     def name(self) -> str:
         """``"static recompute, 2 ranks"``."""
+        kind = "fleet" if self.reference else "recompute" if self.recompute else "plain"
         ranks = "1 process" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.mode} {self._kind}, {ranks}"
-
-    @property
-    def folder_name(self) -> str:
-        """``"static-recompute-2"``."""
-        return f"{self.mode}-{self._kind}-{self.ranks}"
-
-    @property
-    def _kind(self) -> str:
-        if self.reference:
-            return "fleet"
-        return "recompute" if self.recompute else "plain"
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values; `from_dict` makes an equal variant of them."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Variant:
-        """The variant of which `to_dict` made `values`."""
-        return cls(**{**values, "cases": tuple(Case(**case) for case in values["cases"])})
+        return f"{self.mode} {kind}, {ranks}"
 
 
 @dataclass(frozen=True)

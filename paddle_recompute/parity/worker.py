@@ -1,19 +1,16 @@
-"""One process of `parity`: ``python -m paddle_recompute.parity.worker JOB.json``.
+"""A rank of `parity`: ``python -m paddle_recompute.parity.worker JOB.json``.
 
-A job without a variant prepares the inputs once for all variants, with the configuration's own data
-path: the initial weights, and the pairs of every step. It also checks whether fleet's recompute
-refuses the model. A job with a variant trains its cases from these inputs.
+One process prepares the inputs once for all, with the configuration's own data path: the initial
+weights, and the pairs of every step. Then it trains all runs on one process. Several ranks train
+the runs on several, from the same inputs.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,11 +19,10 @@ import paddle.distributed as dist
 from numpy.typing import NDArray
 
 from paddle_recompute import _paddle
-from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.config import Config, RecomputeConfig
+from paddle_recompute.config import Config
 from paddle_recompute.data import build_loader, prepare_data
 from paddle_recompute.distributed import barrier
-from paddle_recompute.errors import DataError, RecomputeError, SelectionError
+from paddle_recompute.errors import DataError, PaddleRecomputeError, RecomputeError, SelectionError
 from paddle_recompute.launch import prepare_rank
 from paddle_recompute.models import build_model
 from paddle_recompute.parity.records import (
@@ -42,7 +38,6 @@ from paddle_recompute.parity.records import (
 )
 from paddle_recompute.parity.runs import Run, gradients_of_first_step
 from paddle_recompute.parity.variants import Variant, config_for, plan
-from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.train_step import build_schedule
 from paddle_recompute.trainer import (
     Chunks,
@@ -63,9 +58,7 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
         ConfigError: A mode cannot honour the configuration on this device.
         DataError: The pairs cannot be read, or are too few for `steps`.
     """
-    paddle.set_device(config.launch.device)
-    variants = plan(config).variants
-    for variant in variants:
+    for variant in plan(config).variants:
         own = config_for(config, variant, variant.cases[0])
         check_mode(own.model_copy(update={"mode": variant.mode}))
     seed, global_batch = config.train.seed, config.contrastive.global_batch
@@ -80,7 +73,6 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
         seed=seed,
         max_query_tokens=config.data.max_query_tokens,
         max_positive_tokens=config.data.max_positive_tokens,
-        num_workers=0,
     )
     if len(loader) < steps:
         raise DataError(
@@ -102,41 +94,26 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
     write_arrays(folder / _BATCHES, batches)
     facts = {"vocab_size": vocab_size, "total_steps": total_steps(config, len(loader))}
     (folder / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
-    reference = next((variant for variant in variants if variant.reference), None)
-    if reference is not None:
-        own = config_for(config, reference, reference.cases[0])
-        refusal = _refusal(model, own.recompute, batches["1/query"][:1])
-        if refusal is not None:
-            (folder / NO_REFERENCE).write_text(refusal, encoding="utf-8")
 
 
-def _refusal(
-    model: paddle.nn.Layer, recompute: RecomputeConfig, ids: NDArray[np.int64]
-) -> str | None:
-    """Why `recompute` cannot be applied to `model`, or cannot encode `ids`, ``[rows, length]``;
-    None: it can. `model` must not be used afterwards.
-    """
-    model.train()
-    try:
-        apply_recompute(model, recompute)
-        model(paddle.to_tensor(ids))
-    except (SelectionError, RecomputeError) as error:
-        return str(error)
-    return None
-
-
-def run_variant(folder: Path, config: Config, variant: Variant) -> None:
-    """Train every case of `variant`, and write each rank's record."""
-    paddle.set_device(config.launch.device)
-    if variant.ranks > 1:
-        _paddle.init_parallel_env()
-    for number, case in enumerate(variant.cases):
-        outcome = _train(folder, config_for(config, variant, case), variant)
-        if number:  # measured in the first case, the one of the configuration
-            figures = replace(outcome.figures, peak_bytes=None, seconds_per_step=None)
-            outcome = replace(outcome, figures=figures)
-        write_record(folder / variant.folder_name, case, dist.get_rank(), outcome)
-    barrier()  # rank 0 hosts the store and must not leave before the others
+def train_all(folder: Path, config: Config) -> None:
+    """Train the variants of as many ranks as there are, and write each rank's records."""
+    ranks, refusal = dist.get_world_size(), folder / NO_REFERENCE
+    for number, variant in enumerate(variants := plan(config).variants, 1):
+        if variant.ranks != ranks or (variant.reference and refusal.exists()):
+            continue
+        print(f"{number}/{len(variants)}  {variant.name}", flush=True)
+        try:
+            for case in variant.cases:
+                outcome = _train(folder, config_for(config, variant, case), variant)
+                write_record(folder, variant, case, dist.get_rank(), outcome)
+        except (SelectionError, RecomputeError) as error:
+            if not variant.reference:
+                raise
+            refusal.write_text(str(error), encoding="utf-8")
+        except PaddleRecomputeError as error:
+            error.args = (f"{variant.name}: {error}",)
+            raise
 
 
 def micro_batches(
@@ -181,37 +158,31 @@ def _train(folder: Path, config: Config, variant: Variant) -> Outcome:
     weights = read_arrays(folder / WEIGHTS)
     in_mode = config.model_copy(update={"mode": variant.mode})
     run = Run(in_mode, weights, facts["vocab_size"], schedule)
-    losses, norms, rates, seconds = [], [], [], []
+    losses, norms, rates = [], [], []
     gradients: Arrays = {}
-    peak = 0
     for step, batch in enumerate(_batches(folder, config, variant), 1):
-        if step == 2 and _memory.can_reset_peak():
-            _memory.reset_peak()
         paddle.seed(step_seed(config.train.seed, step, dist.get_rank()))
-        started = time.perf_counter()
         result = run.step(batch)
-        seconds.append(time.perf_counter() - started)
-        peak = _memory.peak_bytes()
         losses.append(result.loss)
         norms.append(result.grad_norm)
         rates.append(float(schedule.get_lr()))
         gradients = gradients or gradients_of_first_step(run)
         schedule.step()
     parameters = run.parameters()
-    figures = Figures(
-        losses, norms, rates, digests_of(parameters), peak, median(seconds[1:] or seconds)
-    )
-    return Outcome(figures, gradients, parameters)
+    return Outcome(Figures(losses, norms, rates, digests_of(parameters)), gradients, parameters)
 
 
 def main(job_file: str) -> None:
     """Run the job that `job_file` describes."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     folder, config = Path(job["folder"]), Config.model_validate(job["config"])
-    if job["variant"] is None:
+    paddle.set_device(config.launch.device)
+    if dist.get_world_size() == 1:
         prepare(folder, config, job["steps"])
     else:
-        run_variant(folder, config, Variant.from_dict(job["variant"]))
+        _paddle.init_parallel_env()
+    train_all(folder, config)
+    barrier()  # rank 0 hosts the store and must not leave before the others
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ apart (`OptionCost`), and `simulate` puts the two together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -128,6 +129,7 @@ class StepCosts:
         events: What happens in a step, in order.
         excess: Bytes that a verified step took beyond its prediction.
         offload: Where the inputs of `OFFLOADED` calls wait; None: there is no such option.
+        keeps_gradients: Whether `base` has the gradients, to which each backward adds.
     """
 
     base: int
@@ -137,6 +139,7 @@ class StepCosts:
     excess: int = 0
     notes: tuple[str, ...] = field(default_factory=tuple)
     offload: Offload | None = None
+    keeps_gradients: bool = False
 
     @property
     def seconds(self) -> float:
@@ -166,6 +169,33 @@ class StepCosts:
         )
         events = tuple(Event(**event) for event in data["events"])
         return cls(**{**data, "calls": calls, "events": events, "notes": tuple(data["notes"])})
+
+
+class Gradients:
+    """The gradients of parameters of blocks that are there beyond the base of a step.
+
+    Where gradients stay from step to step, these are sums that the engine still adds to: it hands a
+    parameter the sum over all calls of a pass.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._present: dict[str, int] = {}
+        self._uses = Counter((c.pass_number, name) for c in costs.calls for name in c.gradients)
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them."""
+        return sum(self._present.values())
+
+    def add(self, number: int) -> None:
+        """The backward of a call is over."""
+        call = self._costs.calls[number]
+        for name, size in call.gradients.items():
+            self._uses[call.pass_number, name] -= 1
+            self._present[name] = size
+            if self._costs.keeps_gradients and not self._uses[call.pass_number, name]:
+                del self._present[name]
 
 
 def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:

@@ -18,7 +18,7 @@ from paddle_recompute._paddle import memory
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.planner.blocks import find_blocks
+from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import OFFLOADED, StepCosts
 from paddle_recompute.planner.in_program import MeasureCall
 from paddle_recompute.planner.measure import OPTIONS
@@ -47,7 +47,10 @@ class Job:
         sync: Its communication is kept out of the measurement.
         besides: More bytes that every step begins with, by what they are: communication buckets,
             batches that wait.
-        accumulate_steps: Micro-batches of a step: with more than one, gradients are there before.
+        keeps_gradients: Whether gradients are there when a micro-batch begins.
+            ``optimizer.clear_grad()`` sets them to zero and keeps them (Paddle's default), and
+            micro-batches add to those before them. False only for a loop with
+            ``clear_grad(set_to_zero=False)`` and one micro-batch in a step, as in `TrainStep`.
         checkpoints: Patterns of the blocks; None: they are found.
         autocast: The mixed precision of the forward.
         preserve_rng_state: As in `recompute`.
@@ -62,7 +65,7 @@ class Job:
     grad_cache: GradCache | None = None
     sync: GradientSync | None = None
     besides: Mapping[str, int] = field(default_factory=dict)
-    accumulate_steps: int = 1
+    keeps_gradients: bool = True
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     preserve_rng_state: bool = True
@@ -75,7 +78,6 @@ class Job:
                 f"received {'neither' if self.loss_fn is None else 'both'} of loss_fn and "
                 "grad_cache; give one of them: a gradient cache has a loss of its own"
             )
-        check_count("accumulate_steps", self.accumulate_steps)
         if self.offload not in (None, "host", "disk"):
             raise ConfigError(
                 f"offload: received {self.offload!r}; it is one of 'host', 'disk', or None"
@@ -84,7 +86,7 @@ class Job:
     @property
     def blocks(self) -> dict[str, paddle.nn.Layer]:
         """The Layers whose calls are planned."""
-        return find_blocks(self.model, self.checkpoints)
+        return planned_blocks(self.model, self.checkpoints)
 
     def step(self) -> None:
         """Forward and backward of the batch; the gradients stay this rank's own."""
@@ -128,10 +130,6 @@ class Job:
         held = self.held()
         now = memory.current_bytes()
         missing = sum(held.values()) - self._present(held)
-        gradients = _gradient_bytes(self.parameters())
-        if self.accumulate_steps > 1:
-            held["gradients"] = gradients
-            missing += gradients
         return measure_step(
             self.model,
             self.blocks,
@@ -140,10 +138,10 @@ class Job:
             held=held,
             base=now + missing,
             batch=self.batch,
-            update_bytes=self._update_bytes(gradients),
+            clips=self.optimizer is not None and _paddle.clips_gradients(self.optimizer),
             options=options,
             preserve_rng_state=self.preserve_rng_state,
-            accumulates=self.accumulate_steps > 1,
+            keeps_gradients=self.keeps_gradients,
             offload=self._effective_offload() if OFFLOADED in options else None,
             only_bytes=only_bytes,
             measure_call=measure_call,
@@ -166,7 +164,6 @@ class Job:
 
     def held(self) -> dict[str, int]:
         """Bytes by part that every step begins with, whether they exist already or not."""
-        trained = [p for p in self.parameters() if not p.stop_gradient]
         held = {
             "parameters": sum(map(_bytes, self.parameters())),
             "buffers": sum(map(_bytes, self.model.buffers())),
@@ -177,10 +174,13 @@ class Job:
         }
         if self.optimizer is not None:
             name = type(self.optimizer).__name__
+            updated = _paddle.parameters_of_optimizer(self.optimizer) or self.parameters()
+            trained = [p for p in updated if not p.stop_gradient]
             # Of an optimizer that is not known, what it has made so far.
             numel = sum(int(p.size) for p in trained)
             exact = _existing_moments(self.optimizer)
-            held["moments"] = exact or 4 * _MOMENTS.get(name, 0) * numel + (
+            # With the learning rate, a number of four bytes.
+            held["moments"] = exact or 4 + 4 * _MOMENTS.get(name, 0) * numel + (
                 2 * 4 * len(trained) if name in ("Adam", "AdamW", "Lamb", "NAdam", "RAdam") else 0
             )
             half = [p for p in trained if _nested.dtype_name(p.dtype) in ("float16", "bfloat16")]
@@ -204,10 +204,6 @@ class Job:
             moments = _existing_moments(self.optimizer)
         there = held["parameters"] + held["buffers"] + held["batch"]
         return there + (held["moments"] + held["masters"] if moments else 0)
-
-    def _update_bytes(self, gradients: int) -> int:
-        clips = self.optimizer is not None and _paddle.clips_gradients(self.optimizer)
-        return gradients if clips else 0
 
     def signature(self) -> str:
         """A hash of the model's structure and the batch's shapes: a plan is for one of them."""
@@ -235,10 +231,6 @@ def check_count(name: str, given: object) -> None:
 
 def _bytes(tensor: paddle.Tensor) -> int:
     return int(tensor.size * tensor.element_size()) if _paddle.is_initialized(tensor) else 0
-
-
-def _gradient_bytes(parameters: Sequence[paddle.Tensor]) -> int:
-    return sum(_bytes(p) for p in parameters if not p.stop_gradient)
 
 
 def _existing_moments(optimizer: paddle.optimizer.Optimizer) -> int:

@@ -61,7 +61,7 @@ class MeasuredCall:
         call: As the skeleton has recorded it.
         options: Those that are measured, without those that the block does not have.
         preserve_rng_state: As in `recompute`.
-        accumulates: Whether the gradients of parameters are there before the backward.
+        keeps_gradients: Whether the gradients of parameters are there before the backward.
         offload: Where the inputs of the option `OFFLOADED` wait; None: there is no such option.
 
     Attributes:
@@ -82,10 +82,10 @@ class MeasuredCall:
         options: Sequence[str] = OPTIONS,
         *,
         preserve_rng_state: bool = True,
-        accumulates: bool = False,
+        keeps_gradients: bool = False,
         offload: Offload | None = None,
     ) -> None:
-        self._accumulates = accumulates
+        self._keeps_gradients = keeps_gradients
         self._offload = offload
         self._block = dict(model.named_sublayers(include_self=True))[call.layer]
         self._call = call
@@ -114,7 +114,7 @@ class MeasuredCall:
     def round(self) -> None:
         """Run the call once under each option, in turn: what slows one down slows all of them."""
         began = now()
-        if self._accumulates and not self.rounds:
+        if self._keeps_gradients and not self.rounds:
             _run(self._block, self._call)
         if not self.rounds:
             # The first forward of a block is slower than the next ones: this one is not timed.
@@ -198,9 +198,10 @@ class MeasuredCall:
 
     def _note_gradients(self) -> None:
         for name, parameter in self._block.named_parameters():
-            if parameter.grad is not None and not self._accumulates:
+            if parameter.grad is not None:
                 self.gradients[name] = int(parameter.grad.size * parameter.grad.element_size())
-                parameter.clear_gradient(False)
+                if not self._keeps_gradients:
+                    parameter.clear_gradient(False)
 
     @contextlib.contextmanager
     def _under(self, option: str) -> Iterator[None]:
@@ -224,7 +225,7 @@ def _freed_inputs(block: paddle.nn.Layer, call: RecordedCall) -> dict[str, int]:
     """Bytes of each input that go when nobody but `block` holds it after the forward."""
     with paddle.set_grad_enabled(True):
         args, kwargs = _inputs(call)
-        with _paddle.amp_state_of(call.amp):
+        with _paddle.amp_state_of(call.amp), call.replayed():
             outputs = block(*args, **kwargs)
         leaves = [
             (path, leaf)
@@ -274,7 +275,7 @@ def _run(
         before = memory.current_bytes()
         memory.reset_peak()
         began = now()
-        with _paddle.amp_state_of(call.amp):
+        with _paddle.amp_state_of(call.amp), call.replayed():
             outputs = block(*args, **kwargs)
         forwarded = now()
         forward_peak = memory.peak_bytes() - before
@@ -294,14 +295,13 @@ def _run(
             for one in _nested.tensors_in(outputs)
             if not one.stop_gradient and one.is_floating_point()
         ]
-        if not ends:
-            raise PlanError(f"no output of '{call.layer}' needs a gradient; it has no backward")
         del outputs
         held = memory.current_bytes() - before
         small = sum(one.size * one.element_size() for one in ends)
         memory.reset_peak()
         continued = now()
-        paddle.autograd.backward(ends)
+        if ends:  # a block that hands on an input without a gradient has no backward
+            paddle.autograd.backward(ends)
         ended = now()
         backward_peak = memory.peak_bytes() - before - small
     return OptionCost(

@@ -34,7 +34,7 @@ class Offloaded:
 
     def __str__(self) -> str:
         return (
-            f"recompute.offload_parameters: host with num_shards: {self.num_shards} (mode: "
+            f"offload_parameters: host with num_shards: {self.num_shards} (mode: "
             f"dygraph) would take about {format_bytes(self.peak_bytes)} and move "
             f"{format_bytes(self.moved_bytes)} per step between the device and the host"
         )
@@ -52,7 +52,7 @@ def offloaded(costs: StepCosts) -> Offloaded | None:
     state = (costs.held.get("moments", 0) + costs.held.get("masters", 0)) / max(
         costs.held.get("parameters", 0), total
     )
-    rest = costs.base - int(total * (1 + state))
+    rest = costs.base - int(total * (1 + costs.keeps_gradients + state))
     on_device = (1 + AHEAD) * largest
     step = replace(
         costs,

@@ -22,9 +22,11 @@ from paddle_recompute.planner.job import Job, LossFn
 from paddle_recompute.planner.policies import by_hand, choices_of_policy
 from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
 from paddle_recompute.planner.simulate import Choice, Timeline, simulate
-from paddle_recompute.planner.step_costs import Progress, buffers_of, put_back
+from paddle_recompute.planner.step_costs import Progress, State
 from paddle_recompute.replay import RngState
 
+DOUBT = 1.15
+"""A budget is measured before it is refused if the smallest predicted peak is up to this above."""
 USED = 0.97
 """Part of the budget below which a plan is made anew with what it left, if it may be refined."""
 
@@ -110,10 +112,10 @@ def estimate(
         batch_size: Rows of the batch, if not those of `sample_batch`: smaller ones are measured.
         checkpoints: Patterns of the blocks; None: those of `recompute`, or they are found.
         progress: Is told (done, total) of the calls that are measured.
-        **options: More of `Job`: ``besides``, ``accumulate_steps``, ``autocast``, ``offload``.
+        **options: More of `Job`: ``besides``, ``keeps_gradients``, ``autocast``, ``offload``.
 
     Raises:
-        ConfigError: `batch_size` or ``accumulate_steps`` is no number of rows or of micro-batches.
+        ConfigError: `batch_size` is no number of rows.
         PlanError: The step cannot be measured.
         DependencyError: This Paddle cannot start the peak anew (2.6).
 
@@ -219,6 +221,7 @@ def plan(
         signature=job.signature(),
         checkpoints=patterns,
         preserve_rng_state=job.preserve_rng_state,
+        least_factor=DOUBT if verify else 1.0,
     )
     return verified(job, found) if verify else found
 
@@ -255,15 +258,14 @@ def within_budget(
 ) -> RecomputePlan:
     """The plan whose measured step is within the budget: `found`, or one that is made anew.
 
-    What a step took more than predicted counts as held in the next plan.
+    What a step took more than predicted counts as held in the next plan. Before the budget is
+    refused, the plan with the smallest peak and the policies by hand that keep least are measured.
 
     Args:
         found: The first plan.
         peak: Measures the peak of a step under a plan.
         refine: Whether the costs are of another kind of step than `peak` measures (dygraph and a
-            Program). Then what a step took less than predicted is given to another plan as well,
-            and the plan with the smallest peak and the policies by hand that keep least are
-            measured before the budget is refused.
+            Program). Then what a step took less than predicted is given to another plan as well.
 
     Raises:
         PlanError: Nothing stays within the budget.
@@ -291,13 +293,12 @@ def within_budget(
         try:
             found = found.recalibrated(measured[found.hash] - found.peak_bytes)
         except PlanError:
-            if not refine:
-                raise
             break
         if found.hash in measured:
             break
-    if best is None and refine:
-        # Which of these takes least in a Program, the costs of another kind of step do not say.
+    if best is None:
+        # Which of these takes least, the costs do not say: of a Program, or of blocks whose losses
+        # are summed, so that all of them are computed again at once.
         least = smallest(found.costs, units=found.segments).choices
         for choices in (least, *by_hand(found.costs, found.segments)):
             low = replace(found, choices=choices)
@@ -315,7 +316,7 @@ def within_budget(
 def measured_peak(job: Job, found: RecomputePlan) -> int:
     """The peak of a second forward and backward under the plan, with what is held in training."""
     streams = RngState.capture()
-    buffers = buffers_of(job.model)
+    state = State(job.model)
     found.apply(job.model)
     try:
         for _ in range(2):
@@ -324,12 +325,12 @@ def measured_peak(job: Job, found: RecomputePlan) -> int:
             memory.reset_peak()
             job.step()
             peak = memory.peak_bytes() - before
-            if job.accumulate_steps == 1:
+            if not job.keeps_gradients:
                 job.clear_gradients()
     finally:
         job.clear_gradients()
         found.remove(job.model)
         streams.restore()
-        put_back(buffers)
+        state.put_back()
     update = found.timeline.points[-1].bytes
     return max(found.costs.base + peak, update)

@@ -43,7 +43,7 @@ def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> tuple
         layers = len({call.layer for call in costs.calls})
         count = round(math.sqrt(layers)) if config.segments == "auto" else config.segments
         return segments(costs, count)
-    raise PlanError(f"recompute.policy: {config.policy} is not a policy by hand; use plan()")
+    raise PlanError(f"policy: {config.policy} is not a policy by hand; use plan()")
 
 
 def by_hand(costs: StepCosts, units: Sequence[str]) -> Iterator[tuple[Choice, ...]]:

@@ -15,7 +15,7 @@ import paddle
 from paddle_recompute._json_files import read_json
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
-from paddle_recompute.planner.blocks import find_blocks
+from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.measure import parts_of_options
@@ -96,7 +96,7 @@ class RecomputePlan:
             raise PlanError(
                 f"'{wrapped}' is recomputed already; call RecomputePlan.remove(model) first"
             )
-        blocks = find_blocks(model, self.checkpoints)
+        blocks = planned_blocks(model, self.checkpoints)
         unknown = {call.layer for call in self.costs.calls} - blocks.keys()
         if unknown:
             raise PlanError(
@@ -144,18 +144,6 @@ class RecomputePlan:
         return list(names)
 
     # ----------------------------------------------------------------------------- correct
-
-    def corrected(self, measured_bytes: int) -> RecomputePlan:
-        """This plan if the measured peak of a step is within the budget, or a new one.
-
-        What the step took more than predicted counts as held from now on.
-
-        Raises:
-            PlanError: Nothing stays within the budget then.
-        """
-        if measured_bytes <= self.memory_budget:
-            return replace(self, measured_bytes=measured_bytes)
-        return self.recalibrated(max(measured_bytes - self.peak_bytes, 1))
 
     def recalibrated(self, excess: int) -> RecomputePlan:
         """A new plan, in which `excess` bytes more are held than predicted (or fewer: negative).
@@ -331,7 +319,7 @@ def make_plan(
     checkpoints: tuple[str, ...] | None = None,
     preserve_rng_state: bool = True,
     segments: tuple[str, ...] = (JOINED, NESTED),
-    or_smallest: bool = False,
+    least_factor: float = 1.0,
 ) -> RecomputePlan:
     """Solve, and say in words if there is no solution.
 
@@ -342,8 +330,8 @@ def make_plan(
         checkpoints: As in `RecomputePlan`.
         preserve_rng_state: As in `RecomputePlan`.
         segments: As in `RecomputePlan`.
-        or_smallest: Where nothing is predicted to stay within the budget, the plan with the
-            smallest peak, for a Program, which may take less than the costs say.
+        least_factor: Where nothing is predicted to stay within the budget, the plan with the
+            smallest peak, if that is at most so many times the budget: it may take less.
 
     Raises:
         PlanError: Nothing stays within the budget.
@@ -352,7 +340,7 @@ def make_plan(
     if solution is None:
         # Where the graph is not a chain, the solver may miss what fits.
         solution = smallest(costs, units=segments)
-        if solution.peak > memory_budget and not or_smallest:
+        if solution.peak > least_factor * memory_budget:
             raise PlanError(infeasible(costs, memory_budget, solution))
     return RecomputePlan(
         memory_budget,
@@ -376,7 +364,7 @@ def infeasible(costs: StepCosts, memory_budget: int, least: Solution) -> str:
     if costs.held.get("moments"):
         lower.append("use an optimizer with smaller moments")
     if costs.offload is None and any(call.input_bytes for call in costs.calls):
-        lower.append("let inputs of blocks wait off the device (recompute.offload)")
+        lower.append("let inputs of blocks wait off the device (offload='host' or 'disk')")
     lower.append("give a smaller batch or gradient-cache chunk")
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
         lower = ["use fewer or smaller parameters, or an optimizer with smaller moments"]

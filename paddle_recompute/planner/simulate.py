@@ -15,6 +15,7 @@ from paddle_recompute.planner.costs import (
     WHOLE,
     CallCost,
     Event,
+    Gradients,
     OptionCost,
     StepCosts,
 )
@@ -174,11 +175,11 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
     base = costs.base + costs.excess
     above = 0  # bytes of the calls, above the skeleton
     live: dict[int, int] = {}  # what each call of a segment that runs again keeps
-    present: dict[str, int] = {}  # the gradients that exist
+    present = Gradients(costs)
     running: dict[int, int] = {}  # what calls whose backwards have begun hold until they end
     seen_to_end = {event.call for event in costs.events if event.kind == "done"}
     for event in costs.events:
-        gradients = sum(present.values())
+        gradients = present.bytes
         level = base + above + gradients
         yield Point(_before(event, calls), level + event.before, gradients, above)
         number = event.call
@@ -224,7 +225,7 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
             running[number] = cost.kept + cost.again
         where = f"backward of {call.name}"
         yield Point(where, level + change + inside, gradients, above, inside)
-        present.update(call.gradients)
+        present.add(number)
 
 
 def _before(event: Event, calls: Sequence[CallCost]) -> str:

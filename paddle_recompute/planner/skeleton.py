@@ -20,6 +20,7 @@ from paddle_recompute._paddle import memory
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import Event
 from paddle_recompute.planner.signatures import structure_of
+from paddle_recompute.replay import Reach
 
 
 @dataclass
@@ -34,6 +35,8 @@ class RecordedCall:
     inputs: Any
     """(args, kwargs) with arrays of the host; None if an earlier call has this signature."""
     amp: _paddle.AmpState
+    reach: Reach | None
+    """What opaque arguments, such as a cache of keys and values, held before the call."""
     input_pointers: dict[int, int]
     """Bytes by address."""
     input_paths: dict[str, int]
@@ -44,6 +47,10 @@ class RecordedCall:
     """Numbers of the calls whose outputs are among its inputs."""
     kept_outputs: set[int] = field(default_factory=set)
     """Addresses of outputs that a later call has as input, or that another operator saved."""
+
+    def replayed(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the opaque arguments are as before the call."""
+        return contextlib.nullcontext() if self.reach is None else self.reach.replayed()
 
 
 class HostTensor:
@@ -189,6 +196,8 @@ class _Recorder:
         self._waiting += 1
         number = self._numbers.get(name, 0)
         self._numbers[name] = number + 1
+        is_opaque = not all(map(_is_plain, (leaf for _, leaf in _nested.named_leaves(inputs))))
+        reach = Reach(forward, inputs) if is_opaque else None
         self.inside = True
         memory.reset_peak()
         level = memory.current_bytes()
@@ -198,6 +207,8 @@ class _Recorder:
             passed = _Pass.apply(anchor, holder, *gated)
         finally:
             self.inside = False
+        if reach is not None:
+            reach.after_forward()
         # What its structure does not tell (a branch by the number of the block) the peak does.
         peak = memory.peak_bytes() - level
         likenesses = _likenesses(inputs)
@@ -229,6 +240,7 @@ class _Recorder:
                 signature,
                 on_host,
                 _paddle.amp_state(),
+                reach,
                 own_inputs,
                 {
                     path: leaf.data_ptr()
@@ -369,7 +381,8 @@ class _Pass(paddle.autograd.PyLayer):
             return _Place(len(passed) - 1)
 
         holder.outputs = _nested.map_leaves(put, result)
-        return tuple(passed)
+        # A block that hands its input on (LayerDrop) has no backward; Paddle wants an output.
+        return tuple(passed) or paddle.zeros([1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -403,6 +416,10 @@ def _owns_its_memory(tensor: paddle.Tensor) -> bool:
 
 def _likenesses(inputs: Any) -> tuple[Any, ...]:
     return tuple((path, _likeness(leaf)) for path, leaf in _nested.named_leaves(inputs))
+
+
+def _is_plain(leaf: Any) -> bool:
+    return _nested.is_tensor(leaf) or isinstance(leaf, (int, float, str, bool, type(None)))
 
 
 def _likeness(leaf: Any) -> Any:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import PLAIN, WHOLE, Gradients, StepCosts
 from paddle_recompute.planner.partial_options import alike, layers_called_again, without_parts
 from paddle_recompute.planner.simulate import (
     JOINED,
@@ -214,16 +214,16 @@ def _levels(costs: StepCosts) -> dict[int, tuple[int, int, int, int]]:
     """For each call: the levels of its forward and backward, and the peaks before them."""
     ahead: dict[int, tuple[int, int]] = {}
     back: dict[int, tuple[int, int]] = {}
-    present: dict[str, int] = {}
+    present = Gradients(costs)
     for event in costs.events:
-        gradients = sum(present.values())
+        gradients = present.bytes
         if event.kind == "forward":
             ahead[event.call] = event.enter + gradients, event.before + gradients
         elif event.kind == "backward":
             call = costs.calls[event.call]
             level = event.enter - call.output_bytes + gradients
             back[event.call] = level, event.before + gradients
-            present.update(call.gradients)
+            present.add(event.call)
     nothing = (0, 0)
     return {
         call: (*ahead.get(call, nothing), *back.get(call, nothing))

@@ -37,12 +37,12 @@ def measure_step(
     *,
     parameters: Sequence[paddle.Tensor],
     held: Mapping[str, int],
-    update_bytes: int = 0,
-    base: int | None = None,
+    base: int,
+    clips: bool = False,
     batch: Any = None,
     options: tuple[str, ...] = OPTIONS,
     preserve_rng_state: bool = True,
-    accumulates: bool = False,
+    keeps_gradients: bool = False,
     offload: Offload | None = None,
     only_bytes: bool = False,
     measure_call: MeasureCall | None = None,
@@ -59,12 +59,12 @@ def measure_step(
         parameters: All that `step` makes gradients of: those of the model, and of its loss.
         held: Bytes by part that are held at the start of a step and known. What of them does not
             exist yet is in `base`.
-        update_bytes: What the update takes above the gradients.
+        base: Bytes at the start of a step, without gradients.
+        clips: Whether the update makes a copy of the gradients.
         batch: Its tensors are there all the time, whoever else holds them.
-        base: Bytes at the start of a step; None: those that are allocated now.
         options: The options that are measured.
         preserve_rng_state: As in `recompute`.
-        accumulates: Whether `base` has the gradients already, to which `step` adds its own.
+        keeps_gradients: Whether gradients are there at the start of a step, which adds its own.
         offload: Where the inputs of calls may wait; None: nowhere.
         only_bytes: Nothing is repeated for its time.
         measure_call: As in `Job.measure`.
@@ -75,22 +75,20 @@ def measure_step(
         DependencyError: This Paddle cannot start the peak anew.
     """
     check_measurable(model)
-    streams, state = RngState.capture(), buffers_of(model)
+    streams, state = RngState.capture(), State(model)
     named = next((p.name for p in parameters if p.grad is not None), None)
     if named is not None:
         raise PlanError(
             f"the parameter '{named}' has a gradient; plan between two steps, after "
             "optimizer.clear_grad(set_to_zero=False)"
         )
-    start = memory.current_bytes()
     try:
         skeleton = run_skeleton(blocks, step)
         drops = not skeleton.has_dropped_too_much
         if not drops:
             clear_gradients(parameters)
             skeleton = run_skeleton(blocks, step, drops=False)
-        if accumulates:  # the parameters outside of blocks have gradients now
-            start = memory.current_bytes()
+        if keeps_gradients:  # the parameters outside of blocks have them now
             skeleton = run_skeleton(blocks, step, drops=drops)
         if skeleton.has_dropped_too_much:
             raise PlanError(
@@ -102,6 +100,7 @@ def measure_step(
                 "the step calls none of the blocks: " + ", ".join(list(blocks)[:3]) + "; name "
                 "Layers that loss_fn calls, with gradients enabled"
             )
+        gradients = {id(p): _bytes_of_gradient(p) for p in parameters if p.grad is not None}
         clear_gradients(parameters)
         kinds = _measured_kinds(
             {
@@ -110,7 +109,7 @@ def measure_step(
                     call,
                     options,
                     preserve_rng_state=preserve_rng_state,
-                    accumulates=accumulates,
+                    keeps_gradients=keeps_gradients,
                     offload=offload,
                 )
                 for call in skeleton.calls
@@ -126,16 +125,23 @@ def measure_step(
     finally:
         clear_gradients(parameters)
         streams.restore()
-        put_back(state)
-    return _composed(
+        state.put_back()
+    for call in skeleton.calls:
+        of_block = kinds[call.signature].gradients
+        own = blocks[call.layer].named_parameters()
+        gradients |= {id(p): of_block[name] for name, p in own if name in of_block}
+    size = sum(gradients.values())
+    there = {"gradients": size} if keeps_gradients else {}
+    costs = _composed(
         skeleton,
         kinds,
-        base=start if base is None else base,
-        held=dict(held),
+        base=base + sum(there.values()),
+        held={**held, **there},
         offload=offload,
-        update_bytes=update_bytes,
+        update_bytes=size if clips else 0,
         in_batch={one.data_ptr() for one in _nested.tensors_in(batch)},
     )
+    return replace(costs, keeps_gradients=keeps_gradients)
 
 
 def check_measurable(model: paddle.nn.Layer) -> None:
@@ -258,22 +264,35 @@ def _composed(
     return StepCosts(base, held, tuple(calls), events, offload=offload)
 
 
-def buffers_of(model: paddle.nn.Layer) -> list[tuple[paddle.Tensor, Any]]:
-    """What a forward of `model` may write to, and its values, on the host."""
-    written = [
-        place[name]
-        for layer in model.sublayers(include_self=True)
-        for place, names in _paddle.non_trained_state(layer)
-        for name in names
-    ]
-    return [(one, one.numpy().copy()) for one in written if _paddle.is_initialized(one)]
+class State:
+    """What a step of `model` changes on its Layers: buffers, their values, and attributes."""
+
+    def __init__(self, model: paddle.nn.Layer) -> None:
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._values: list[tuple[paddle.Tensor, Any]] = []
+        for layer in model.sublayers(include_self=True):
+            self._attributes.append((layer.__dict__, dict(layer.__dict__)))
+            for place, names in _paddle.non_trained_state(layer):
+                self._attributes.append((place, dict(place)))
+                self._values += [
+                    (place[name], place[name].numpy().copy())  # on the host
+                    for name in names
+                    if _paddle.is_initialized(place[name])
+                ]
+
+    def put_back(self) -> None:
+        """Restore it: the same tensors with the same values, wherever a forward has put others."""
+        for place, before in self._attributes:
+            for name in place.keys() - before.keys():
+                del place[name]
+            place.update(before)
+        with paddle.no_grad():
+            for buffer, values in self._values:
+                buffer.set_value(values)
 
 
-def put_back(state: list[tuple[paddle.Tensor, Any]]) -> None:
-    """Put values back that `buffers_of` returned."""
-    with paddle.no_grad():
-        for buffer, values in state:
-            buffer.set_value(values)
+def _bytes_of_gradient(parameter: paddle.Tensor) -> int:
+    return int(parameter.grad.size * parameter.grad.element_size())
 
 
 def clear_gradients(parameters: Sequence[paddle.Tensor]) -> None:

@@ -1,9 +1,10 @@
 """``recompute.checkpoints: auto``: the repeated blocks of a model, found by its structure.
 
 A block is a Layer that has sublayers and a weight matrix, in a list of Layers of its class: the
-items of a LayerList or Sequential, or attributes side by side. Of lists inside each other the
-longer one is taken, blocks rather than stages. The experts of a mixture are no blocks: they are
-called beside each other, not in turn.
+items of a LayerList or Sequential, or attributes side by side. A Sequential is a block if another
+one of Layers of the same classes is in its list. Of lists inside each other the longer one is
+taken, and the inner one if each item of the outer has one: blocks rather than stages. The experts
+of a mixture are no blocks: they are called beside each other, not in turn.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def find_blocks(model: paddle.nn.Layer) -> list[Blocks]:
     found = _blocks_in(model, "", {id(model)})
     if not found:
         raise SelectionError(
-            f"recompute.checkpoints: auto finds no repeated blocks in {type(model).__name__}: no "
+            f"checkpoints: auto finds no repeated blocks in {type(model).__name__}: no "
             "list of Layers of one class that have sublayers and weights. Name the Layers: "
             'checkpoints=["*"] selects its direct sublayers'
         )
@@ -68,15 +69,17 @@ def _blocks_in(layer: paddle.nn.Layer, name: str, seen: set[int]) -> list[Blocks
             members.append((f"{name}.{child_name}" if name else child_name, child))
     is_list = isinstance(layer, (paddle.nn.LayerList, paddle.nn.Sequential))
     inside = {member_name: _blocks_in(member, member_name, seen) for member_name, member in members}
-    lists: dict[type, list[str]] = {}
+    lists: dict[object, list[str]] = {}
     for member_name, member in members:
-        if _is_block(member):
-            lists.setdefault(type(member), []).append(member_name)
+        if _is_block(member, is_list):
+            lists.setdefault(_kind(member), []).append(member_name)
     found: list[Blocks] = []
     for member_name, member in members:
-        same = lists.get(type(member), []) if _is_block(member) else []
+        same = lists.get(_kind(member), [])
         inner = [blocks for one in same for blocks in inside[one]]
-        if len(same) < (1 if is_list else 2) or _are_better(inner, len(same), is_list):
+        is_chain = isinstance(member, paddle.nn.Sequential)
+        fewest = 1 if is_list and not is_chain else 2
+        if len(same) < fewest or (is_chain and inner) or _are_better(inner, len(same), is_list):
             found += inside[member_name]
         elif member_name == same[0]:
             found.append(Blocks(tuple(same), type(member).__name__, is_list))
@@ -91,13 +94,20 @@ def _are_better(inner: list[Blocks], length: int, is_list: bool) -> bool:
     """
     lists = [len(blocks.names) for blocks in inner if blocks.in_list]
     pairs = [len(blocks.names) for blocks in inner if not blocks.in_list]
-    if max(pairs, default=0) > max(length, 2):
+    if max(pairs, default=0) > max(length, 2) or sum(n > 1 for n in lists) >= length:
         return True
     return max(lists, default=0) > (length if is_list else 1)
 
 
-def _is_block(layer: paddle.nn.Layer) -> bool:
-    if is_container(layer) or isinstance(layer, paddle.nn.Sequential):
+def _kind(layer: paddle.nn.Layer) -> object:
+    """Equal for Layers that may be blocks of one list."""
+    if not isinstance(layer, paddle.nn.Sequential):
+        return type(layer)
+    return tuple(type(child) for _, child in _paddle.children_of(layer))
+
+
+def _is_block(layer: paddle.nn.Layer, in_list: bool) -> bool:
+    if is_container(layer) or (isinstance(layer, paddle.nn.Sequential) and not in_list):
         return False
     has_sublayers = bool(_paddle.children_of(layer))
     return has_sublayers and any(len(parameter.shape) > 1 for parameter in layer.parameters())

@@ -14,7 +14,10 @@ CPU in 2.6.
 unless its outer frame is being recomputed.
 
 **Ownership.** ticket -> frame -> inputs, and the C++ graph -> ticket. A frame refers to its tickets
-weakly, so graph, activations and Layer are freed without the garbage collector.
+weakly, so graph, activations and Layer are freed without the garbage collector. A Layer may hold a
+tensor of its own forward, such as an auxiliary loss: Layer -> tensor -> graph -> ticket -> frame ->
+Layer is a cycle that Python cannot see. So the first backward that asks a frame ends it: a ticket
+whose operator has not run then holds the tensor of the second run itself, as Paddle would.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from paddle_recompute import _nested, _paddle
 from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
-from paddle_recompute.recompute._hooks import Recorder, innermost, recording
+from paddle_recompute.recompute._hooks import Kept, Recorder, innermost, recording
 from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import REPETITION_ADVICE, Call, Stamp, is_written_since
 from paddle_recompute.replay import stamp as stamp_of
@@ -42,10 +45,12 @@ Likeness = tuple[Any, tuple[int, ...]]
 class FrameTicket:
     """A placeholder in the graph for a tensor that a frame can recompute."""
 
-    __slots__ = ("__weakref__", "frame", "is_spent", "why_gone")
+    __slots__ = ("__weakref__", "frame", "is_spent", "kept", "why_gone")
 
     def __init__(self, frame: Frame) -> None:
         self.frame: Frame | None = frame
+        self.kept: Kept | None = None
+        """The tensor itself, once the frame is over and the operator's backward is not."""
         self.why_gone = (
             "The inputs of a recomputed function were released: its backward ran, or failed, "
             "without retain_graph=True."
@@ -55,6 +60,8 @@ class FrameTicket:
 
     def value(self) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
+        if self.kept is not None:
+            return self.kept.value()
         if self.frame is None:
             raise RecomputeError(self.why_gone)
         return self.frame.value_of(self)
@@ -100,9 +107,8 @@ class Frame:
         self._storage = storage
         self._saved: list[_Saved] = []
         self._output_tickets: list[_OutputTicket] = []
-        self._values: weakref.WeakKeyDictionary[FrameTicket, paddle.Tensor | RecomputeError] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._values: weakref.WeakKeyDictionary[FrameTicket, Kept] = weakref.WeakKeyDictionary()
+        """What the second run saved; a ticket takes its tensor out."""
         self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, _Link]] = {}
         self._recording = False
         self._compare_values = False
@@ -183,13 +189,11 @@ class Frame:
                 if is_last:  # Paddle keeps what it held when a hook raises
                     self._release()
                 raise
-        value = self._values.pop(ticket)
-        if isinstance(value, RecomputeError):
-            raise value
+        value = self._values.pop(ticket).value()
         if backward is not None and is_last:
             if self._num_unspent is None:
                 self._num_unspent = len(self._tickets())
-                backward.at_end[id(self)] = self._release_if_spent
+                backward.at_end[id(self)] = self._end
             self._num_unspent -= not ticket.is_spent
             ticket.is_spent = True
             if self._num_unspent <= 0:  # its inputs need not wait for the blocks before it
@@ -199,6 +203,14 @@ class Frame:
     def _release_if_spent(self) -> None:
         """Release the inputs once no operator needs them, even if an output is still referenced."""
         if all(ticket.is_spent for ticket in self._tickets()):
+            self._release()
+
+    def _end(self) -> None:
+        """Release the inputs at the end of a backward, unless a ticket needs another second run."""
+        unspent = [ticket for ticket in self._tickets() if not ticket.is_spent]
+        if all(ticket in self._values for ticket in unspent):
+            for ticket in unspent:
+                ticket.kept = self._values[ticket]
             self._release()
 
     def _release(self) -> None:
@@ -242,9 +254,7 @@ class Frame:
             ticket = promise.ticket()
             if ticket is not None:
                 output = outputs[promise.part][promise.leaf]
-                self._values[ticket] = _paddle.shares_memory(
-                    _paddle.with_layout(output, promise.layout)
-                )
+                self._values[ticket] = Kept(output, promise.layout)
 
 
 class _Repetition:
@@ -255,7 +265,6 @@ class _Repetition:
         self._count = 0
         self._difference: str | None = None
         self._can_go_on = True
-        self._versions: list[tuple[FrameTicket, paddle.Tensor, int]] = []
 
     def pack(self, tensor: paddle.Tensor) -> None:
         """Pass the tensor to the ticket of the same number, if that ticket is still referenced."""
@@ -272,10 +281,7 @@ class _Repetition:
             self._can_go_on = False
         elif ticket is not None:
             # A reloaded input or a copied buffer may have another layout than the original.
-            value = _paddle.with_layout(tensor, saved.layout)
-            frame._values[ticket] = _paddle.shares_memory(value)
-            original = tensor.detach()  # same C++ tensor, hence the same version counter
-            self._versions.append((ticket, original, original.inplace_version))
+            frame._values[ticket] = Kept(tensor, saved.layout)
 
     def finish(self) -> None:
         """Compare the two runs.
@@ -297,13 +303,6 @@ class _Repetition:
                 f"The second forward of {frame.name} is not a repetition of the first: "
                 f"{self._difference}. {self._advice()}"
             )
-        for ticket, original, version in self._versions:
-            if original.inplace_version != version:
-                frame._values[ticket] = RecomputeError(
-                    f"{frame.name} changes a tensor in place ({describe(original)}) after "
-                    "an operator saved it for its backward; the plain call could not be "
-                    "differentiated either. Change a copy instead."
-                )
 
     def _advice(self) -> str:
         """What to do: of the part that names a changed argument, if one does."""

@@ -45,13 +45,19 @@ class Recorder(Protocol):
 
 
 class Kept:
-    """A tensor that is kept, with the version check that Paddle has for tensors it keeps."""
+    """A tensor that is kept, with the version check that Paddle has for tensors it keeps.
 
-    __slots__ = ("tensor", "version")
+    `layout` is that of the tensor in whose place it is kept.
+    """
 
-    def __init__(self, tensor: paddle.Tensor) -> None:
+    __slots__ = ("layout", "tensor", "version")
+
+    def __init__(self, tensor: paddle.Tensor, layout: _paddle.Layout | None = None) -> None:
+        # The same C++ tensor, hence the same version counter.
         self.tensor: paddle.Tensor | None = tensor.detach()
+        self.tensor.stop_gradient = tensor.stop_gradient  # a PyLayer may ask what it saved
         self.version = tensor.inplace_version
+        self.layout = layout
 
     def value(self) -> paddle.Tensor:
         """The tensor, unless it was changed in place or its backward is over."""
@@ -68,7 +74,7 @@ class Kept:
         backward = _paddle.current_backward()
         if backward is not None and not backward.retain_graph:
             self.tensor = None  # freed as in Paddle, even if the output is still referenced
-        return _paddle.shares_memory(kept)
+        return _paddle.shares_memory(_paddle.with_layout(kept, self.layout))
 
 
 class _Thread(threading.local):

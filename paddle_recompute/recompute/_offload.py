@@ -122,7 +122,7 @@ class HostOffload:
 def _warn_that_it_does_nothing() -> None:
     _logger.warning(
         "recompute(offload='host') has no effect on a CPU, where tensors are in host memory "
-        "already; 'disk' frees memory here (recompute.offload: disk)"
+        "already; 'disk' frees memory here (offload: disk)"
     )
 
 

@@ -71,6 +71,11 @@ class RecomputeReport:
         if faults:
             raise SelectionError("; ".join(faults))
 
+    def stop_watching(self) -> None:
+        """Do not check the first step."""
+        if self._first_step is not None:
+            self._first_step.stop()
+
     def __str__(self) -> str:
         lines = [f"recompute: {len(self.wrapped)} parts in {len(self.segments)} segments"]
         lines += [f"  checkpoints: auto chose {one}" for one in self.chosen]
@@ -117,7 +122,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
         return RecomputeReport()
     if config.policy == "budget":
         raise SelectionError(
-            "recompute.policy: budget is made from measurements, which apply_recompute does not "
+            "policy: budget is made from measurements, which apply_recompute does not "
             "have; use paddle_recompute.plan(model, batch, loss_fn, memory_budget=...).apply(model)"
         )
     parts, aliases = named_parts(model)
@@ -126,7 +131,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
         blocks = find_blocks(model)
         found = tuple(str(one) for one in blocks)
         matches = [name for one in blocks for name in one.names]
-        _logger.info("recompute.checkpoints: auto chose %s", ", ".join(found))
+        _logger.info("checkpoints: auto chose %s", ", ".join(found))
     else:
         matches = _matches(parts, aliases, config.checkpoints)
     left_out = _inside_another(matches)
@@ -134,7 +139,7 @@ def apply_recompute(model: paddle.nn.Layer, config: RecomputeConfig) -> Recomput
     for name in candidates:
         if isinstance(parts[name], (RecomputeLayer, RecomputedFunction, FleetRecomputeLayer)):
             raise SelectionError(
-                f"recompute.checkpoints selects '{name}', which is wrapped already; call its "
+                f"checkpoints selects '{name}', which is wrapped already; call its "
                 "unwrap() first, or call apply_recompute only once"
             )
     segments = _POLICIES[config.policy](candidates, config)
@@ -162,8 +167,8 @@ def _wrap_with_fleet(parts: dict[str, Any], config: RecomputeConfig) -> None:
     for name, part in parts.items():
         if not isinstance(part, paddle.nn.Layer):
             raise SelectionError(
-                f"recompute.engine: fleet wraps Layers, but '{name}' is a function; name its Layer "
-                "in recompute.checkpoints, or use recompute.engine: paddle_recompute"
+                f"engine: fleet wraps Layers, but '{name}' is a function; name its Layer "
+                "in checkpoints, or use engine: paddle_recompute"
             )
     for name, part in parts.items():
         wrap_with_fleet(part, name, preserve_rng_state=config.preserve_rng_state)
@@ -246,7 +251,7 @@ def _matches(parts: dict[str, Any], aliases: dict[str, str], patterns: list[str]
             matched |= {aliases.get(member, member) for member in _members(parts[name], name)}
     if not matched:
         raise SelectionError(
-            f"recompute.checkpoints: {', '.join(map(repr, patterns))} selects only containers "
+            f"checkpoints: {', '.join(map(repr, patterns))} selects only containers "
             "without members, which are never called; name Layers that the model calls"
         )
     return [name for name in parts if name in matched]
@@ -272,7 +277,7 @@ def _no_match(pattern: str, names: list[str]) -> str:
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
     listed = ", ".join(f"'{name}'" for name in near)
     return (
-        f"recompute.checkpoints: the pattern '{pattern}' matches no sublayer of the model. "
+        f"checkpoints: the pattern '{pattern}' matches no sublayer of the model. "
         + (f"Sublayers with similar names: {listed}. " if near else "The model has no sublayers. ")
         + "'*' matches within one name between dots, '**' crosses dots; "
         "model.named_sublayers() lists all names."

@@ -103,11 +103,16 @@ def treat_parts(
     model: paddle.nn.Layer, names: Sequence[str], *, preserve_rng_state: bool = True
 ) -> None:
     """Recompute the parts `names` of `model`, each on its own; cheap ones give up their outputs."""
-    parts, _ = named_parts(model)
+    parts, aliases = named_parts(model)
     owners = dict(model.named_sublayers(include_self=True))
     options = RecomputeOptions(preserve_rng_state)
+    # Blocks may share a part, which is wrapped once; its outputs are given up in each of them.
+    for first in dict.fromkeys(aliases.get(name, name) for name in names):
+        wrap_part(owners, first, parts[first], options, None, is_cheap(parts[first]))
     for name in names:
-        wrap_part(owners, name, parts[name], options, None, is_cheap(parts[name]))
+        owner = name.rpartition(".")[0]
+        if name in aliases and is_cheap(parts[aliases[name]]):
+            wrap_scope(owners[aliases.get(owner, owner)])
 
 
 def wrap_part(

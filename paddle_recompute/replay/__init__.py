@@ -2,8 +2,19 @@
 
 from paddle_recompute.replay.call import REPETITION_ADVICE, Call, is_recomputing, name_of
 from paddle_recompute.replay.called_layers import on_every_call
+from paddle_recompute.replay.comparison import (
+    GRADIENT_OF,
+    Occasions,
+    cotangent,
+    difference,
+    differences,
+    explain,
+    moved_by_last_bit,
+    on_host,
+)
+from paddle_recompute.replay.model_state import ModelStamp, ModelState, alias, clone
 from paddle_recompute.replay.random_streams import RngState
-from paddle_recompute.replay.reach import layers_of
+from paddle_recompute.replay.reach import Reach, layers_of
 from paddle_recompute.replay.replay_state import ReplayState, StateWatch
 from paddle_recompute.replay.writes import (
     Stamp,
@@ -15,17 +26,30 @@ from paddle_recompute.replay.writes import (
 )
 
 __all__ = [
+    "GRADIENT_OF",
     "REPETITION_ADVICE",
     "Call",
+    "ModelStamp",
+    "ModelState",
+    "Occasions",
+    "Reach",
     "ReplayState",
     "RngState",
     "Stamp",
     "StateWatch",
+    "alias",
+    "clone",
+    "cotangent",
+    "difference",
+    "differences",
+    "explain",
     "is_recomputing",
     "is_written_since",
     "layers_of",
+    "moved_by_last_bit",
     "name_of",
     "on_every_call",
+    "on_host",
     "stamp",
     "stamp_in_place",
     "travels",

@@ -19,6 +19,7 @@ from paddle_recompute import _paddle
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import reporting_layers
+from paddle_recompute.replay.contents import content_of, hold, is_same
 
 SMALL_BYTES = 64 * 1024
 """A copy of a buffer up to this size is kept until the backward, changed or not."""
@@ -30,29 +31,28 @@ class _Buffer:
     It is copied before the forward. The copy is kept if it is small or if the forward changed the
     buffer. Of a large unchanged buffer only the object is kept, with a stamp that reveals later
     writes.
-
     """
 
     def __init__(self, tensor: paddle.Tensor, mode: bool) -> None:
-        self._tensor = tensor
+        self._held = hold(tensor)
         self._mode = mode
         self._stamp = _writes.stamp(tensor)
         self._copy: paddle.Tensor | None = _copy(tensor)
 
     def after_forward(self, now: paddle.Tensor | None) -> None:
         """Drop the copy if it is large and the Layer's tensor (`now`) is unchanged."""
-        copy, tensor = self._copy, self._tensor
+        copy = self._copy
         assert copy is not None
-        if copy.size * copy.element_size() <= SMALL_BYTES or now is not tensor:
+        if copy.size * copy.element_size() <= SMALL_BYTES or not is_same(self._held, now):
             return
-        if is_left_alone(tensor, self._mode, self._stamp, copy):
+        if is_left_alone(now, self._mode, self._stamp, copy):
             self._copy = None
 
     def as_it_was(self, name: str) -> paddle.Tensor:
         """A copy of the value before the forward; the caller may write to it."""
         copy = _copy(self._unwritten(name))
         # What a function that is recomputed inside asks about the copy is known of the tensor.
-        known = _is_left_alone.get((id(self._tensor), self._mode))
+        known = _is_left_alone.get((id(content_of(self._held)), self._mode))
         if known is not None:
             _remember(copy, self._mode, known[1])
         return copy
@@ -60,13 +60,14 @@ class _Buffer:
     def _unwritten(self, name: str) -> paddle.Tensor:
         if self._copy is not None:
             return self._copy
-        if _writes.is_written_since(self._tensor, self._stamp):
+        tensor: paddle.Tensor = content_of(self._held)
+        if _writes.is_written_since(tensor, self._stamp):
             raise RecomputeError(
-                f"the buffer '{name}' ({list(self._tensor.shape)}) was changed between the "
+                f"the buffer '{name}' ({list(tensor.shape)}) was changed between the "
                 "forward and the backward, so the forward cannot be repeated; assign a new tensor "
                 "instead of writing into this one"
             )
-        return self._tensor
+        return tensor
 
 
 _is_left_alone: dict[tuple[int, bool], tuple[weakref.ref[paddle.Tensor], bool]] = {}

@@ -1,4 +1,4 @@
-"""The names that the code of a function or class looks up; the search skips all others."""
+"""The names that the code of a function or class uses; the search skips all others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import paddle
 
 from paddle_recompute import _paddle
 
-_LOOK_UPS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
-_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME"}
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"}
+_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
 _DYNAMIC = {"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"}
 _LIBRARIES = {"paddle", "numpy"}
 _OF_PYTHON = sys.stdlib_module_names
@@ -27,7 +27,7 @@ UNNAMED = frozenset(
 
 @dataclass(frozen=True)
 class Names:
-    """The names that a piece of code looks up.
+    """The names that a piece of code looks up or assigns to.
 
     Attributes:
         globals: Names of globals.
@@ -42,10 +42,10 @@ class Names:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> Names:
-    """The names that `code` and the functions inside it look up."""
+    """The names that `code` and the functions inside it use."""
     found_globals, attributes = set(), set()
     for instruction in dis.get_instructions(code):
-        if instruction.opname in _LOOK_UPS:
+        if instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
         elif instruction.opname in _GLOBALS:
             found_globals.add(instruction.argval)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import operator
 import types
-import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import paddle
 
 from paddle_recompute import _paddle
+from paddle_recompute.replay.contents import Held, HeldTuple, content_of, hold, is_same
 
 _ABSENT = object()
 _NUMBERS = (int, float, str, bytes, complex)  # bool is an int
@@ -28,84 +28,6 @@ class Place(Protocol):
         """Restore the old content; returns the function that undoes this, None if unchanged."""
 
 
-# ------------------------------------------------------------------------------------- contents
-
-
-class _Held:
-    """A tensor with a graph, held without its graph.
-
-    Otherwise a place that is assigned in every step would link each graph to the one before.
-    """
-
-    __slots__ = ("_original", "_value")
-
-    def __init__(self, tensor: paddle.Tensor) -> None:
-        self._original = weakref.ref(tensor)
-        self._value = _without_graph(tensor)
-
-    def is_(self, now: object) -> bool:
-        return now is not None and self._original() is now
-
-    def get(self) -> paddle.Tensor:
-        original = self._original()
-        return self._value if original is None else original
-
-
-class _HeldTuple:
-    """A tuple that contains such tensors."""
-
-    __slots__ = ("_items", "_kind")
-
-    def __init__(self, value: tuple[Any, ...]) -> None:
-        self._kind = type(value)
-        self._items = [_hold(item) for item in value]
-
-    def is_(self, now: object) -> bool:
-        return (
-            isinstance(now, self._kind)
-            and len(now) == len(self._items)
-            and all(map(_is_same, self._items, now))
-        )
-
-    def get(self) -> tuple[Any, ...]:
-        items = [_content(item) for item in self._items]
-        return self._kind(*items) if hasattr(self._kind, "_fields") else self._kind(items)
-
-
-_HELD = (_Held, _HeldTuple)
-
-
-def _hold(value: Any) -> Any:
-    if isinstance(value, paddle.Tensor):
-        return value if value.is_leaf else _Held(value)
-    if isinstance(value, tuple) and any(not _is_leaf(item) for item in value):
-        return _HeldTuple(value)
-    return value
-
-
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, (paddle.Tensor, tuple)) or (
-        value.is_leaf if isinstance(value, paddle.Tensor) else all(map(_is_leaf, value))
-    )
-
-
-def _without_graph(tensor: paddle.Tensor) -> paddle.Tensor:
-    detached = tensor.detach()
-    detached.stop_gradient = tensor.stop_gradient
-    return detached
-
-
-def _content(held: Any) -> Any:
-    return held.get() if isinstance(held, _HELD) else held
-
-
-def _is_same(held: Any, now: Any) -> bool:
-    return held is now or (isinstance(held, _HELD) and held.is_(now))
-
-
-# --------------------------------------------------------------------------------------- places
-
-
 class Entries:
     """Entries of a dict that code looks up by name (attributes or globals); `names` lists them."""
 
@@ -114,7 +36,7 @@ class Entries:
     def __init__(self, entries: dict[str, Any], names: AbstractSet[str]) -> None:
         self._entries = entries
         self._names = names
-        self._before = {name: _hold(entries[name]) for name in names & entries.keys()}
+        self._before = {name: hold(entries[name]) for name in names & entries.keys()}
         self._left: AbstractSet[str] = frozenset()
         self._size = len(entries)
 
@@ -146,7 +68,7 @@ class Entries:
         if len(entries) == self._size and _are(before.values(), map(entries.get, before)):
             return []  # nearly always
         changed = [
-            name for name, held in before.items() if not _is_same(held, entries.get(name, _ABSENT))
+            name for name, held in before.items() if not is_same(held, entries.get(name, _ABSENT))
         ]
         changed += (self._names & entries.keys()) - before.keys()
         return [name for name in changed if name not in self._left]
@@ -164,7 +86,7 @@ def _put_back(
     if not changed:
         return None
     now = {name: entries.get(name, _ABSENT) for name in changed}
-    _assign(entries, {name: _content(before.get(name, _ABSENT)) for name in changed})
+    _assign(entries, {name: content_of(before.get(name, _ABSENT)) for name in changed})
     return lambda: _assign(entries, now)
 
 
@@ -183,9 +105,9 @@ def _is_own_state(before: Any, now: Any) -> bool:
 
 def _is_data(value: Any) -> bool:
     """Whether `value` holds no tensor, and no object that could: numbers, text, dtypes, shapes."""
-    if isinstance(value, paddle.Tensor | _Held):
+    if isinstance(value, paddle.Tensor | Held):
         return False
-    if isinstance(value, _HeldTuple):
+    if isinstance(value, HeldTuple):
         value = value.get()
     if isinstance(value, tuple | list | set | frozenset):
         return all(map(_is_data, value))
@@ -205,7 +127,7 @@ class Globals:
 
     def __init__(self, entries: dict[str, Any], names: list[str]) -> None:
         self._entries = entries
-        self._before = {name: _hold(entries[name]) for name in names}
+        self._before = {name: hold(entries[name]) for name in names}
 
     def after_forward(self) -> None:
         """See `Entries`."""
@@ -220,7 +142,7 @@ class Globals:
     def _changed(self) -> list[str]:
         get = self._entries.get
         return [
-            name for name, held in self._before.items() if not _is_same(held, get(name, _ABSENT))
+            name for name, held in self._before.items() if not is_same(held, get(name, _ABSENT))
         ]
 
 
@@ -274,7 +196,7 @@ class Items:
 
     def __init__(self, container: list[Any] | dict[Any, Any]) -> None:
         self._container = container
-        self._before = [_hold(item) for item in _items(container)]
+        self._before = [hold(item) for item in _items(container)]
         self._is_own = False
 
     def after_forward(self) -> None:
@@ -296,12 +218,12 @@ class Items:
         if self._is_own or self._is_unchanged():
             return None
         container, now = self._container, _items(self._container)
-        _fill(container, [_content(item) for item in self._before])
+        _fill(container, [content_of(item) for item in self._before])
         return lambda: _fill(container, now)
 
     def _is_unchanged(self) -> bool:
         now = _items(self._container)
-        return len(now) == len(self._before) and all(map(_is_same, self._before, now))
+        return len(now) == len(self._before) and all(map(is_same, self._before, now))
 
 
 def _items(container: list[Any] | dict[Any, Any]) -> list[Any]:
@@ -326,7 +248,7 @@ class Cell:
 
     def __init__(self, cell: types.CellType, content: Any) -> None:
         self._cell: types.CellType | None = cell
-        self._before = _hold(content)
+        self._before = hold(content)
 
     def after_forward(self) -> None:
         """See `Entries`."""
@@ -339,11 +261,11 @@ class Cell:
         if cell is None or not self._changed():
             return None
         now = _in_cell(cell)
-        _fill_cell(cell, _content(self._before))
+        _fill_cell(cell, content_of(self._before))
         return lambda: _fill_cell(cell, now)
 
     def _changed(self) -> bool:
-        return not _is_same(self._before, _in_cell(self._cell))
+        return not is_same(self._before, _in_cell(self._cell))
 
 
 def _in_cell(cell: types.CellType | None) -> Any:

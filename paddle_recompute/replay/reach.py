@@ -71,6 +71,14 @@ def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
     return list(_Search.of(function, arguments).layers.values())
 
 
+def names_read(layer: paddle.nn.Layer) -> frozenset[str] | None:
+    """The names of attributes that the code looks up which a call of `layer` reaches, without that
+    of Paddle; None: any.
+    """
+    search = _Search.of(layer, ())
+    return None if search._any_name else frozenset(search._names)
+
+
 class Reach:
     """What one call of `function` reaches; construct it before the first forward.
 

@@ -83,10 +83,10 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
     A parameter at another address counts as written to (``w.data = value``); another tensor at
     another address does not.
     """
-    if tensor.inplace_version != then.version:
-        return True
     if then.content is not None:
         return _content_of(tensor) != then.content
+    if tensor.inplace_version != then.version:
+        return True
     if then.address is not None and _paddle.address_of(tensor) != then.address:
         return True
     if then.tick == _tick:  # no write at all, nearly always

@@ -149,7 +149,7 @@ def encode_file(
                 "cut": state.num_cut,
                 "unknown": state.num_unknown,
                 "model": str(encoder.folder.resolve()),
-                "step": int(encoder.folder.name.removeprefix("step-")),
+                "step": encoder.step,
                 "text_file": str(text_file.resolve()),
             }
             if output.suffix == ".npy":

@@ -24,6 +24,7 @@ class TrainedEncoder:
         model: In evaluation mode.
         tokenizer: The tokenizer that it was trained with.
         folder: The folder of the checkpoint.
+        step: Number of optimizer steps that it was trained.
         fingerprint: 8 hexadecimal digits of weights and vocabulary: equal ones make equal vectors.
         max_query_tokens: The limit for queries in training.
         max_positive_tokens: The limit for positives in training.
@@ -32,6 +33,7 @@ class TrainedEncoder:
     model: paddle.nn.Layer
     tokenizer: PairTokenizer
     folder: Path
+    step: int
     fingerprint: str
     max_query_tokens: int
     max_positive_tokens: int
@@ -78,7 +80,9 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
     load_weights(model, weights)
     model.eval()
     fingerprint = _checksum(weights, checkpoint.tokenizer_file)
-    return TrainedEncoder(model, tokenizer, checkpoint.folder, fingerprint, *limits)
+    return TrainedEncoder(
+        model, tokenizer, checkpoint.folder, checkpoint.step, fingerprint, *limits
+    )
 
 
 def _checksum(*paths: Path) -> str:

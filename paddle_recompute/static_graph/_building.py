@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
+from numpy.typing import NDArray
 from paddle.optimizer import lr
 
-from paddle_recompute._paddle.static import training
+from paddle_recompute._paddle.static import buffers, native, training
+from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
 from paddle_recompute.config import Config
-from paddle_recompute.recompute import apply_recompute
+from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
+from paddle_recompute.recompute import apply_recompute, is_treated, undo_recompute
 from paddle_recompute.train_step import OF_LOSS, decayed_parameters, make_optimizer
 
 
@@ -27,12 +30,15 @@ class Recipe:
         model_fn: Returns the model, a Layer.
         schedule: The learning rate.
         recompute_with: Wraps parts of the model; None: as ``config.recompute`` says.
+        first_values: Of the buffers that `model` has found, by variable; the startup Program
+            knows zeros only.
     """
 
     config: Config
     model_fn: Callable[[], paddle.nn.Layer]
     schedule: lr.LRScheduler | float
     recompute_with: Callable[[paddle.nn.Layer], object] | None
+    first_values: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def program(self) -> Iterator[tuple[paddle.static.Program, paddle.static.Program]]:
@@ -44,19 +50,47 @@ class Recipe:
 
     def model(self, *, recompute: bool) -> paddle.nn.Layer:
         """The model in the Program that is being built; with `recompute` its parts are wrapped."""
-        model = self.model_fn()
-        if recompute and self.config.recompute.enable:
-            if self.recompute_with is not None:
-                self.recompute_with(model)
-            else:
-                apply_recompute(model, self.config.recompute)
+        with converted("model_fn"), buffers.of_variables():
+            model = self.model_fn()
+        with converted("a buffer of the model"):
+            self.first_values.update(buffers.keep(model))
+        if recompute:
+            self._wrap(model)
         return model
+
+    @contextlib.contextmanager
+    def recomputing(self, model: paddle.nn.Layer) -> Iterator[None]:
+        """Inside, parts of the dygraph `model` are wrapped as those of the Program's are, unless
+        it is wrapped already.
+        """
+        if is_treated(model) is not None:
+            yield
+            return
+        self._wrap(model)
+        try:
+            yield
+        finally:
+            undo_recompute(model)
+
+    def _wrap(self, model: paddle.nn.Layer) -> None:
+        if not self.config.recompute.enable:
+            return
+        if self.recompute_with is not None:
+            self.recompute_with(model)
+        else:
+            apply_recompute(model, self.config.recompute).stop_watching()
 
     def mixed_precision(self) -> contextlib.AbstractContextManager[None]:
         """Around what is added to a Program in mixed precision, if there is one."""
         amp = self.config.strategy.amp_configs if self.config.strategy.amp else None
         lists = amp.model_dump(include={"custom_white_list", "custom_black_list"}) if amp else {}
         return training.building_in(amp.dtype if amp is not None else None, **lists)
+
+    @property
+    def dtype(self) -> str | None:
+        """In which operators compute in mixed precision; None without."""
+        strategy = self.config.strategy
+        return strategy.amp_configs.dtype if strategy.amp else None
 
     def optimizer(
         self, model: paddle.nn.Layer, loss: Any, startup: paddle.static.Program
@@ -89,13 +123,42 @@ def trained_parameters(model: paddle.nn.Layer) -> list[Any]:
     return [one for _, one in sorted(trained, key=lambda pair: pair[0].startswith(OF_LOSS))]
 
 
+def modes_of(model: paddle.nn.Layer) -> dict[str, bool]:
+    """Which sublayers are in ``train()``, by name."""
+    return {name: one.training for name, one in model.named_sublayers(include_self=True)}
+
+
 def names_in_scope(model: paddle.nn.Layer, optimizer: Any) -> dict[str, dict[str, str]]:
     """The variables of the trained state, by section and by name in a state."""
     # A Layer with two names has both in the state, and one of them among the parameters.
-    in_state = {name: str(variable.name) for name, variable in model.state_dict().items()}
+    # ``_dropout_state`` of a recurrent Layer (3.3) has no numbers, and no place in dygraph's state.
+    in_state = {
+        name: str(variable.name)
+        for name, variable in model.state_dict().items()
+        if 0 not in variable.shape
+    }
     structured = {parameter.name: name for name, parameter in model.named_parameters()}
     moments = {
         f"{structured[parameter]}:{kind}": variable
         for (parameter, kind), variable in training.accumulators(optimizer).items()
     }
     return {"model": in_state, "optimizer": moments}
+
+
+@contextlib.contextmanager
+def converted(what: str) -> Iterator[None]:
+    """Around the user's code while a Program is built: what fails is said to be no Program."""
+    try:
+        with native().refusing_truth():
+            yield
+    except PaddleRecomputeError:
+        raise
+    except CONVERSION_ERRORS as error:
+        said = [line.strip() for line in str(error).splitlines() if line.strip()] or ["?"]
+        # Paddle's C++ begins its own sentence with the kind of the error.
+        summary = next((line for line in said if line.startswith("(")), said[0])
+        raise StaticGraphError(
+            f"{what} cannot be built as a Program: {type(error).__name__}: "
+            f"{summary}. Not everything that runs in dygraph can be in "
+            "a Program (a PyLayer cannot); train this model in dygraph (mode: dygraph)"
+        ) from error

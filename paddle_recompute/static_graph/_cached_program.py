@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
+from numpy.typing import NDArray
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import native, training
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError, StaticGraphError
-from paddle_recompute.static_graph._building import Recipe, names_in_scope, trained_parameters
+from paddle_recompute.static_graph._building import (
+    Recipe,
+    modes_of,
+    names_in_scope,
+    trained_parameters,
+)
 from paddle_recompute.static_graph._chunk_programs import (
     ChunkPrograms,
     Encode,
@@ -22,7 +29,7 @@ from paddle_recompute.static_graph._chunk_programs import (
     sum_of,
 )
 from paddle_recompute.static_graph._feeds import Feeds
-from paddle_recompute.static_graph._trained_program import ScopeState
+from paddle_recompute.static_graph._trained_program import Arrays, ScopeState
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.strategy import distributed_strategy
 from paddle_recompute.train_step import OF_LOSS, inputs_of_cache
@@ -78,6 +85,16 @@ class ProgramCache:
             length_of=self.length_of,
         )
 
+    def in_dygraph(self, model: Any, micro_batch: Any, loss_scale: float) -> float:
+        """The loss in dygraph; its gradient times `loss_scale` is added to ``.grad``."""
+        pair = self.encode if isinstance(self.encode, tuple) else (self.encode,) * 2
+        known = {one: model if one is _call else functools.partial(one, model) for one in pair}
+        inputs, loss_arguments = inputs_of_cache(micro_batch)
+        loss = self.over(tuple(known[one] for one in pair)).backward(
+            *inputs, loss_scale=loss_scale, loss_arguments=loss_arguments
+        )
+        return float(loss)
+
 
 @dataclass
 class CachedProgram:
@@ -90,6 +107,7 @@ class CachedProgram:
         of_loss: The names of those that are trained.
         sums: The variables that hold the sums of the gradients.
         explained: The Program whose segments are recomputed: that of the first input's chunks.
+        in_training: Which Layers are in ``train()``, by name.
         state: The trained state.
         main: The Program that updates.
     """
@@ -100,8 +118,10 @@ class CachedProgram:
     of_loss: set[str]
     sums: list[str]
     explained: paddle.static.Program
+    in_training: dict[str, bool]
     state: ScopeState
     main: paddle.static.Program
+    exchanges_gradients = False
 
     @classmethod
     def build(
@@ -136,11 +156,11 @@ class CachedProgram:
                     known[encode].append(ChunkPrograms.build(recipe, encode, feeds))
             every = [one for programs in known.values() for one in programs]
             has_gradient = {name for one in every for name in one.gradients}
-            norm, sums, state, main = _update(recipe, of_loss, has_gradient)
+            norm, sums, in_training, state, main = _update(recipe, of_loss, has_gradient)
         encoders = {one: ProgramEncoder(known[one], state) for one in known}
         cache = wanted.over(tuple(encoders[one] for one in pair))
         explained = next((one.backward.main for one in every if one.backward), main)
-        built = cls(norm, cache, loss, set(of_loss), sums, explained, state, main)
+        built = cls(norm, cache, loss, set(of_loss), sums, explained, in_training, state, main)
         if loss is not None:
             built._set_parameters_of_loss()
         return built
@@ -178,11 +198,37 @@ class CachedProgram:
         try:
             yield
         except BaseException:
-            for name in self.sums:
-                self._set(name, np.zeros_like(np.array(self.state.tensor(name))))
-            for parameter in _parameters_of(self.loss).values():
-                parameter.clear_gradient(False)
+            self._drop_gradients()
             raise
+
+    def _drop_gradients(self) -> None:
+        for name in self.sums:
+            self._set(name, np.zeros_like(np.array(self.state.tensor(name))))
+        for parameter in _parameters_of(self.loss).values():
+            parameter.clear_gradient(False)
+
+    def losses_and_gradients(
+        self, micro_batches: Sequence[Any], weights: Sequence[float]
+    ) -> tuple[NDArray[Any], Arrays]:
+        """The loss of each micro-batch, and the sums of the gradients by structured name.
+
+        Args:
+            micro_batches: As for `backward`.
+            weights: The factor of each loss.
+        """
+        try:
+            losses = [self.backward(*one) for one in zip(micro_batches, weights, strict=True)]
+            of_loss = _parameters_of(self.loss)
+            found = {
+                name: of_loss[name].grad.numpy() if name in of_loss else array
+                for name, one in self.state.variables["model"].items()
+                if sum_of(one) in self.sums
+                for array in self.state.get([sum_of(one)]).values()
+                if name not in of_loss or of_loss[name].grad is not None
+            }
+            return np.array(losses, "float32"), found
+        finally:
+            self._drop_gradients()
 
     def _read_parameters_of_loss(self) -> None:
         """Let the loss have the parameters of the scope, which are the trained ones."""
@@ -216,7 +262,7 @@ def _parameters_of(loss: paddle.nn.Layer | None) -> dict[str, paddle.Tensor]:
 
 def _update(
     recipe: Recipe, of_loss: Mapping[str, tuple[list[int], str]], has_gradient: set[str]
-) -> tuple[Any, list[str], ScopeState, paddle.static.Program]:
+) -> tuple[Any, list[str], dict[str, bool], ScopeState, paddle.static.Program]:
     """The Program that updates.
 
     It minimizes the sum of p * g over the parameters p and the sums g of their gradients: the
@@ -228,7 +274,7 @@ def _update(
         has_gradient: The parameters of the encoders that have a gradient.
 
     Returns:
-        Gradient norm, names of the sums, state, and the Program.
+        Gradient norm, names of the sums, which Layers train, state, and the Program.
     """
     own = native()
     with recipe.program() as (main, startup):
@@ -251,7 +297,8 @@ def _update(
             for total in sums.values():
                 own.fill_in_place(total, 0.0)
         variables = names_in_scope(model, optimizer)
-    return norm, list(sums), ScopeState.started(startup, variables), main
+    state = ScopeState.started(startup, variables, recipe.first_values)
+    return norm, list(sums), modes_of(model), state, main
 
 
 def _plain_strategy(recipe: Recipe) -> Any:

@@ -19,7 +19,7 @@ from paddle_recompute._paddle.static import native, training
 from paddle_recompute._paddle.static.marks import has_marks
 from paddle_recompute.contrastive import OwnBackward
 from paddle_recompute.errors import DataError, StaticGraphError
-from paddle_recompute.static_graph._building import Recipe, trained_parameters
+from paddle_recompute.static_graph._building import Recipe, converted, trained_parameters
 from paddle_recompute.static_graph._feeds import Feeds
 from paddle_recompute.static_graph._trained_program import ScopeState
 from paddle_recompute.static_graph.minimize import append_gradients, cast_forward
@@ -178,7 +178,7 @@ def _forward(
     recipe: Recipe, model: Any, encode: Encode, feeds: Feeds, main: paddle.static.Program
 ) -> _Forward:
     batch = feeds.variables()
-    with recipe.mixed_precision():
+    with converted("the encoder"), recipe.mixed_precision():
         returned = encode(model, batch)
     found: list[Any] = []
 

@@ -111,6 +111,11 @@ class Feeds:
         return {self._feeds[path].name: array for path, array in found.items()}
 
 
+def arrays_of(micro_batch: Any) -> dict[str, NDArray[Any]]:
+    """The arrays in `micro_batch`, by path."""
+    return dict(_arrays(micro_batch))
+
+
 def length_of_first_axis(arrays: dict[str, NDArray[Any]]) -> int:
     """The number of examples in fed arrays."""
     first = next(iter(arrays.values()))

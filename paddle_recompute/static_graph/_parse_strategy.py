@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from paddle_recompute._paddle import device
 from paddle_recompute._paddle.static import pir
 from paddle_recompute._paddle.static.pir import Operation
 from paddle_recompute.errors import StaticGraphError
@@ -91,7 +92,8 @@ def check_amp(requested: ParsedStrategy, forward: list[Operation]) -> None:
     PIR inserts casts while operators are added, so the precision cannot be changed afterwards.
 
     Raises:
-        StaticGraphError: It was built in another precision; the message says what to write.
+        StaticGraphError: It was built in another precision, and the message says what to write;
+            or this CPU has no bfloat16.
     """
     if not requested.amp:
         return
@@ -118,6 +120,7 @@ def check_amp(requested: ParsedStrategy, forward: list[Operation]) -> None:
             f"the Program does not follow amp_configs: {'; '.join(wrong)}. Give custom_white_list "
             "and custom_black_list also to the paddle.amp.auto_cast in which you build the Program"
         )
+    device.check_bfloat16()
 
 
 _MIB = 2**20

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import paddle
 from numpy.typing import NDArray
 
-from paddle_recompute._paddle.static import training
+from paddle_recompute._paddle.static import native, training
 from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import CheckpointError
+from paddle_recompute.recompute.program import backend
 from paddle_recompute.static_graph._feeds import Feeds
+from paddle_recompute.train_step import NOT_UPDATED
 
 Arrays = dict[str, NDArray[Any]]
 WEIGHT = "micro_batch_weight"
@@ -29,17 +32,20 @@ class ScopeState:
         variables: Names in the scope, by section and by name in a state.
         executor: Executor of the Programs.
         scope: The scope.
+        lasting: The names of all variables that last from run to run.
     """
 
     variables: dict[str, dict[str, str]]
     executor: Any
     scope: Any
+    lasting: list[str] = field(default_factory=list)
 
     @classmethod
     def started(
         cls,
         startup: paddle.static.Program,
         variables: dict[str, dict[str, str]],
+        first_values: Mapping[str, NDArray[Any]] = MappingProxyType({}),
         *,
         exchanges: bool = True,
     ) -> ScopeState:
@@ -48,6 +54,7 @@ class ScopeState:
         Args:
             startup: What makes it.
             variables: As in the attribute.
+            first_values: Of variables that `startup` sets to zero.
             exchanges: Whether the ranks exchange something in `startup`.
         """
         executor, scope = paddle.static.Executor(), paddle.static.Scope()
@@ -59,6 +66,8 @@ class ScopeState:
                 return executor.run(startup, scope=scope)
 
             run_on_ranks(run, "the start of a Program") if exchanges else run()
+        state.set(first_values)
+        state.lasting = native().variables_after(startup, scope)
         return state
 
     def run(
@@ -101,7 +110,11 @@ class ScopeState:
     def write(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """See `StaticTrainStep.set_state_dict`."""
         arrays = {
-            section: {name: as_array(value) for name, value in values.items()}
+            section: {
+                name: as_array(value)
+                for name, value in values.items()
+                if not name.endswith(f":{NOT_UPDATED}")  # what it lacks is told as missing
+            }
             for section, values in state.items()
         }
         if faults := self._faults(arrays):
@@ -136,6 +149,25 @@ class ScopeState:
                 faults.append(f"of another shape in {section}: {_listed(misshaped)}")
         return faults
 
+    def get(self, names: Iterable[str]) -> Arrays:
+        """Copies of the variables `names` that have numbers."""
+        found = {name: self.tensor(name) for name in names}
+        return {name: np.array(one) for name, one in found.items() if one._is_initialized()}
+
+    def set(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Set variables by name."""
+        for name, array in arrays.items():
+            self.tensor(name).set(array, self.executor.place)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around runs after which all is as it was."""
+        before = self.get(self.lasting)
+        try:
+            yield
+        finally:
+            self.set(before)
+
     def tensor(self, variable: str) -> Any:
         """The tensor of the variable with this name in the scope."""
         return self.scope.find_var(variable).get_tensor()
@@ -146,18 +178,29 @@ class TrainedProgram:
     """A Program and its variables. PIR values must die before their Program, so they are first.
 
     Attributes:
+        gradients: The gradients that a run adds to the step's, by the name of the parameter.
         fetched: Loss and gradient norm.
         feeds: The feeds.
         gathers_rows: Whether the loss is over the rows of all ranks.
+        in_training: Which Layers are in ``train()``, by name.
         state: Its trained state.
         main: The Program.
+        merges: Whether the ranks exchange the sums of several runs.
     """
 
+    gradients: dict[str, Any]
     fetched: list[Any]
     feeds: Feeds
     gathers_rows: bool
+    in_training: dict[str, bool]
     state: ScopeState
     main: paddle.static.Program
+    merges: bool
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether `gradients` are means over the ranks: fleet (2.6) exchanges them in place."""
+        return is_distributed() and backend().has_fleet and not self.merges
 
     @property
     def explained(self) -> paddle.static.Program:
@@ -172,10 +215,34 @@ class TrainedProgram:
             weight: Factor of the loss.
             last: Whether this run updates the parameters.
         """
+        loss, norm = self._run(arrays, weight, self.fetched, last=last)
+        return float(loss), float(norm)
+
+    def losses_and_gradients(
+        self, micro_batches: Sequence[Arrays], weights: Sequence[float]
+    ) -> tuple[NDArray[Any], Arrays]:
+        """Run a step; returns the loss of each micro-batch, and the sums of the gradients.
+
+        Args:
+            micro_batches: The feeds of each.
+            weights: The factor of each loss.
+        """
+        losses, sums = [], dict[str, NDArray[Any]]()
+        for place, (arrays, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
+            fetched = [self.fetched[0], *self.gradients.values()]
+            loss, *found = self._run(arrays, weight, fetched, last=place == len(weights))
+            losses.append(loss)
+            for name, gradient in zip(self.gradients, found, strict=True):
+                sums[name] = sums[name] + gradient if name in sums else gradient
+        if self.merges and is_distributed() and backend().has_fleet:  # it divides the loss
+            num_ranks = np.float32(paddle.distributed.get_world_size())
+            sums = {name: gradient * num_ranks for name, gradient in sums.items()}
+        return np.array(losses, "float32").reshape([-1]), sums
+
+    def _run(self, arrays: Arrays, weight: float, fetched: list[Any], *, last: bool) -> list[Any]:
         feed = {**arrays, WEIGHT: np.full([1], weight, "float32")}
         exchanges = last or self.gathers_rows
-        loss, norm = self.state.run(self.main, feed, self.fetched, exchanges=exchanges)
-        return float(loss), float(norm)
+        return self.state.run(self.main, feed, fetched, exchanges=exchanges)
 
 
 def run_on_ranks(function: Callable[[], Any], what: str) -> Any:

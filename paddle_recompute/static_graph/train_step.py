@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from paddle_recompute.config import Config
 from paddle_recompute.contrastive import ContrastiveLoss, num_rows_of
 from paddle_recompute.distributed import (
     Limits,
+    ends_all_ranks,
     is_distributed,
     mean_over_ranks,
     peers,
@@ -32,9 +33,15 @@ from paddle_recompute.errors import (
 )
 from paddle_recompute.recompute.program import SegmentReport, explain
 from paddle_recompute.replay import RngState
-from paddle_recompute.static_graph._building import Recipe, names_in_scope
+from paddle_recompute.static_graph._building import (
+    Recipe,
+    converted,
+    modes_of,
+    names_in_scope,
+)
 from paddle_recompute.static_graph._cached_program import CachedProgram, ProgramCache
-from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
+from paddle_recompute.static_graph._comparison import Comparison
+from paddle_recompute.static_graph._feeds import Feeds, arrays_of, length_of_first_axis
 from paddle_recompute.static_graph._trained_program import (
     WEIGHT,
     Arrays,
@@ -86,10 +93,15 @@ class StaticTrainStep:
             model that `model_fn` returns, with the prefix `OF_LOSS`.
         recompute_with: Wraps parts of the model of `model_fn`, as `RecomputePlan.apply` does; None:
             ``apply_recompute(model, config.recompute)``.
+        verify: Compare the Program with `model` in dygraph, in its 1st, 10th, 100th and 1,000th
+            step, with each new shape, and when `model` has changed: losses, gradients, buffers,
+            random streams, from the same state. `loss_fn` is then called in dygraph too. False
+            trusts the Program. Without `model` there is nothing to compare with.
 
     Raises:
         ConfigError: A static graph cannot honour a setting.
-        StaticGraphError: The Program cannot be trained as configured, or this Paddle is unknown.
+        StaticGraphError: The Program cannot be trained as configured, or this Paddle is unknown;
+            when called: it computes something else than dygraph. Then nothing was updated.
 
     Examples:
         >>> import paddle
@@ -118,6 +130,7 @@ class StaticTrainStep:
         model: paddle.nn.Layer | None = None,
         loss: paddle.nn.Layer | None = None,
         recompute_with: Callable[[paddle.nn.Layer], object] | None = None,
+        verify: bool = True,
     ) -> None:
         check_static(config)
         if config.strategy.amp and config.strategy.amp_configs.dtype != "bfloat16":
@@ -146,10 +159,16 @@ class StaticTrainStep:
         self._model = model
         self._loss = loss
         self._built: TrainedProgram | CachedProgram | None = None
+        self._comparison: Comparison | None = None
+        if model is not None and verify:
+            self._comparison = Comparison(
+                self._recipe, model, self._loss, self._in_dygraph_backward
+            )
         self._state_to_set: dict[str, Any] = {}
 
+    @ends_all_ranks()
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
-        """Run one optimizer step.
+        """Run one optimizer step. With several ranks, an error on one of them ends the run on all.
 
         Args:
             micro_batches: As many as ``strategy.gradient_merge_configs.k_steps``; nested
@@ -184,9 +203,11 @@ class StaticTrainStep:
             for one, arrays in zip(micro_batches, feeds, strict=True)
         ]
         rows = [length_of_first_axis(arrays) for arrays in feeds] if built.gathers_rows else []
-        per_rank = _mean_count(counts, rows)
+        per_rank, is_due = _mean_count(counts, rows, self._is_due(feeds))
         # Exactly 1 if all counts are equal: then the loss is the plain mean, bit by bit.
         weights = [count * len(counts) / per_rank for count in counts]
+        if is_due and self._comparison is not None:
+            self._comparison.check(built, feeds, micro_batches, weights)
         own_loss = 0.0
         for place, (arrays, weight) in enumerate(zip(feeds, weights, strict=True), 1):
             loss, norm = built.run(arrays, weight, last=place == len(feeds))
@@ -199,8 +220,11 @@ class StaticTrainStep:
     def _cached_step(self, built: CachedProgram, micro_batches: Sequence[Any]) -> StepResult:
         started = time.perf_counter()
         counts = [self._count(one, self._count_of_cache(one)) for one in micro_batches]
-        per_rank = _mean_count(counts, [])
+        per_rank, is_due = _mean_count(counts, [], self._is_due(map(arrays_of, micro_batches)))
         own_loss = 0.0
+        if is_due and self._comparison is not None:
+            factors = [count / per_rank for count in counts]
+            self._comparison.check(built, micro_batches, micro_batches, factors)
         with built.whole_or_nothing():
             for micro_batch, count in zip(micro_batches, counts, strict=True):
                 divisor = per_rank / count
@@ -312,6 +336,22 @@ class StaticTrainStep:
         of_loss = self._loss.named_parameters() if self._loss is not None else ()
         return of_model | {f"{OF_LOSS}{name}": parameter for name, parameter in of_loss}
 
+    def _is_due(self, micro_batches: Iterable[Arrays]) -> bool:
+        """Whether this rank wants the Program compared in this step."""
+        return self._comparison is not None and self._comparison.is_due(
+            {(name, one.shape) for arrays in micro_batches for name, one in arrays.items()}
+        )
+
+    def _in_dygraph_backward(self, micro_batch: Any, weight: float) -> float:
+        """The loss of `model` in dygraph; its gradient times `weight` is added to ``.grad``."""
+        if self._grad_cache is not None:
+            return self._grad_cache.in_dygraph(self._model, micro_batch, weight)
+        assert self._loss_fn is not None
+        loss = self._loss_fn(self._model, micro_batch).astype("float32").sum()
+        if not loss.stop_gradient:
+            (loss * weight).backward()
+        return float(loss)
+
     def _known(self) -> TrainedProgram | CachedProgram:
         if self._built is None:
             raise StaticGraphError(
@@ -339,9 +379,10 @@ class StaticTrainStep:
         assert self._loss_fn is not None
         with recipe.program() as (main, startup):
             model = recipe.model(recompute=True)
+            in_training = modes_of(model)
             micro_batch = feeds.variables()
             weight = paddle.static.data(WEIGHT, [1], "float32")
-            with recipe.mixed_precision():
+            with converted("the forward"), recipe.mixed_precision():
                 loss = self._loss_fn(model, micro_batch)
             if math.prod(loss.shape) != 1:
                 raise ConfigError(f"loss_fn must return a scalar; its shape is {list(loss.shape)}")
@@ -349,10 +390,23 @@ class StaticTrainStep:
             optimizer, norm = recipe.optimizer(model, loss, startup)
             strategy = distributed_strategy(self._config, model)
             gathers_rows = ranks.has_sums(main)
-            minimize(optimizer, loss * weight.sum(), strategy, startup_program=startup)
+            _, pairs = minimize(optimizer, loss * weight.sum(), strategy, startup_program=startup)
             variables = names_in_scope(model, optimizer)
-        state = ScopeState.started(startup, variables)
-        return TrainedProgram([loss, norm], feeds, gathers_rows, state, main)
+            known = {parameter.name: name for name, parameter in model.named_parameters()}
+            gradients = {
+                known[one.name]: gradient for one, gradient in pairs if gradient is not None
+            }
+        state = ScopeState.started(startup, variables, recipe.first_values)
+        return TrainedProgram(
+            gradients,
+            [loss, norm],
+            feeds,
+            gathers_rows,
+            in_training,
+            state,
+            main,
+            merges=self._accumulate_steps > 1,
+        )
 
 
 def _check_loss(config: Config, loss_fn: Any, grad_cache: ProgramCache | None) -> None:
@@ -385,18 +439,20 @@ def _check_ranks() -> None:
         )
 
 
-def _mean_count(counts: list[float], rows: list[int]) -> float:
-    """The mean over the ranks of their number of examples, in one exchange with `rows`.
+def _mean_count(counts: list[float], rows: list[int], is_due: bool) -> tuple[float, bool]:
+    """The mean over the ranks of their number of examples, and whether any `is_due`, in one
+    exchange with `rows`.
 
     Raises:
         DataError: The ranks have different `rows`: the executor would hang, or mix them up.
     """
     if not is_distributed():
-        return math.fsum(counts)
+        return math.fsum(counts), is_due
     num_ranks = paddle.distributed.get_world_size()
     # Sums of n ranks: all are equal if, and only if, n * sum of squares = square of the sum.
-    sent = [math.fsum(counts), *map(float, rows), *(float(one) ** 2 for one in rows)]
-    total, *others = sum_over_ranks(sent, "the number of examples")
+    squares_of_rows = [float(one) ** 2 for one in rows]
+    sent = [math.fsum(counts), float(is_due), *map(float, rows), *squares_of_rows]
+    total, due, *others = sum_over_ranks(sent, "the number of examples")
     sums, squares = others[: len(rows)], others[len(rows) :]
     if any(num_ranks * square != one**2 for one, square in zip(sums, squares, strict=True)):
         raise DataError(
@@ -404,7 +460,7 @@ def _mean_count(counts: list[float], rows: list[int]) -> float:
             "Program the loss over the rows of all ranks needs equal numbers: drop an uneven last "
             "batch, or set contrastive.negatives: local"
         )
-    return float(total / num_ranks)
+    return float(total / num_ranks), due > 0
 
 
 def _divergence(loss: float, norm: float) -> DivergenceError:

@@ -9,10 +9,11 @@ from paddle_recompute.train_step.optimizer import (
     decayed_parameters,
     make_optimizer,
 )
-from paddle_recompute.train_step.step import OF_LOSS, Step, StepResult
+from paddle_recompute.train_step.step import NOT_UPDATED, OF_LOSS, Step, StepResult
 from paddle_recompute.train_step.train_step import TrainStep
 
 __all__ = [
+    "NOT_UPDATED",
     "OF_LOSS",
     "CompileReport",
     "Step",

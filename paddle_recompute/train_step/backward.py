@@ -39,9 +39,6 @@ class Backward(Protocol):
     def explain(self) -> None:
         """Raise the error that has made a loss or a gradient NaN, if it is known."""
 
-    def synchronize_with(self, sync: GradientSync) -> None:
-        """Use `sync` from now on."""
-
 
 class PlainBackward:
     """``loss_fn(model, micro_batch)``, all at once."""
@@ -86,9 +83,6 @@ class PlainBackward:
     def explain(self) -> None:
         """Nothing is known of it here."""
 
-    def synchronize_with(self, sync: GradientSync) -> None:
-        self._sync = sync
-
 
 class CachedBackward:
     """A `GradCache`, which encodes the micro-batch chunk by chunk."""
@@ -120,9 +114,6 @@ class CachedBackward:
 
     def explain(self) -> None:
         self._cache.check_repetition()
-
-    def synchronize_with(self, sync: GradientSync) -> None:
-        self._sync = sync
 
 
 def _length_of_first_axis(micro_batch: Any) -> int:

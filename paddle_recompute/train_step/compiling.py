@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import paddle
 
-from paddle_recompute import _paddle
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute.errors import ConfigError, PaddleRecomputeError, StaticGraphError
 from paddle_recompute.recompute import wrapped_layers
+from paddle_recompute.train_step.trusted_programs import ProgramKeeper, first_sentence
 
 
 @dataclass(frozen=True)
@@ -24,14 +20,17 @@ class CompileReport:
     Attributes:
         compiled: Whether the model runs as a Program now.
         reason: Why it does not; empty where it does.
+        verified: Whether its Programs are compared with eager execution.
     """
 
     compiled: bool
     reason: str = ""
+    verified: bool = True
 
     def __str__(self) -> str:
         if self.compiled:
-            return "compiled: one Program of paddle.jit.to_static, and one of its backward"
+            said = "compiled: one Program of paddle.jit.to_static, and one of its backward"
+            return said if self.verified else f"{said}, not compared with eager execution"
         return f"not compiled, eager execution goes on: {self.reason}"
 
 
@@ -40,6 +39,7 @@ def compile_model(
     input_spec: Sequence[paddle.static.InputSpec],
     *,
     or_eager: bool = False,
+    verify: bool = True,
 ) -> CompileReport:
     """Run `model` through ``paddle.jit.to_static(full_graph=True)``, with recompute really applied.
 
@@ -67,11 +67,14 @@ def compile_model(
         input_spec: For each argument of its forward, shape and dtype; -1 is a size that varies. A
             size that is given is the only one. Arguments that need a gradient themselves get a
             Program of their own when they first come.
-        or_eager: If `model` cannot be converted, leave it as it is, and return the reason.
+        or_eager: If `model` cannot be converted, leave it as it is, and return the reason. If a
+            Program differs from eager execution later, go on without it, with a warning.
+        verify: False: trust Paddle's conversion. Its gradients may then be wrong without a word.
 
     Raises:
         StaticGraphError: `model` cannot be converted, and not `or_eager`. On Paddle 2.6 this is
-            every wrapped model.
+            every wrapped model. A call of the model raises it if the Program computes something
+            else than eager execution.
         ConfigError: `model` is compiled already, in ``eval()``, or itself recomputed as a whole.
 
     Examples:
@@ -97,126 +100,17 @@ def compile_model(
     ]
     if not model.training:
         raise ConfigError("compile_model: the model is in eval(); call model.train() before")
-    before = random.getstate(), np.random.get_state()
+    keeper = ProgramKeeper(model, verify=verify, or_eager=or_eager)
     try:
-        made = compiled.compile_layer(model, specs, train=model.training)
-        if made.has_loops:
-            raise StaticGraphError(
-                "its forward has a loop over tensors (while, or for over a tensor or one of its "
-                "sizes), whose backward may fail or be wrong in a Program of Paddle; loop over "
-                "numbers or Layers, or use an operator for the whole tensor"
-            )
-        if made.in_place:
-            raise StaticGraphError(
-                f"its forward calls {made.in_place}(), which changes nothing in a Program; use "
-                f"{made.in_place[:-1]}() and its result"
-            )
-        if made.num_outputs != 1:
-            raise StaticGraphError(
-                f"its forward returns {made.num_outputs} tensors, and Paddle (2.6, 3.3) may "
-                "compute one of them in the memory of another, with wrong numbers; return one"
-            )
-        if made.calls_fleet:
-            raise StaticGraphError(
-                "it calls fleet's recompute, which to_static drops without a word; call "
-                "patch_fleet() before, or use recompute.engine: paddle_recompute"
-            )
-        if not _same(before, (random.getstate(), np.random.get_state())):
-            raise StaticGraphError(
-                "its forward draws from Python's random or from NumPy; a Program would repeat the "
-                "number that was drawn while it was built. Draw with Paddle, or before the forward"
-            )
+        compiled.compile_layer(model, specs, keeper)
     except (PaddleRecomputeError, *compiled.CONVERSION_ERRORS) as error:
         if compiled.is_compiled(model):
             model.forward.rollback()
-        reason = f"paddle.jit.to_static cannot convert {type(model).__name__}: {_first(error)}"
+        reason = f"paddle.jit.to_static cannot convert {type(model).__name__}: "
+        reason += first_sentence(error)
         if or_eager:
             return CompileReport(False, reason)
         raise StaticGraphError(
             f"{reason}. Use train.compile: auto (or_eager=True), which goes on in eager execution"
         ) from error
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-    model.register_forward_pre_hook(_Unchanged(model))
-    return CompileReport(True)
-
-
-class _Unchanged:
-    """Before each forward: the Program is that of the model, its parameters and its precision."""
-
-    def __init__(self, model: paddle.nn.Layer) -> None:
-        self._forward = model.forward
-        self._trained = _trained(model)
-        self._modes = _modes(model)
-        self._precision = _precision()
-
-    def __deepcopy__(self, memo: Any) -> _Unchanged:
-        """Itself, in a copy of a model that was rolled back: it has nothing to check there."""
-        return self
-
-    def __call__(self, model: paddle.nn.Layer, inputs: Any) -> None:
-        if model.forward is not self._forward:
-            return
-        if _precision() != self._precision:
-            raise StaticGraphError(
-                "a compiled model is called in another mixed precision than it was compiled in, "
-                "and Paddle would run the same Program; call compile_model inside auto_cast, as "
-                "the step does its forward"
-            )
-        # Without a backward it does not matter what is frozen.
-        known, now = self._trained, _trained(model)
-        if not model.training:
-            known, now = [(one, True) for one, _ in known], [(one, True) for one, _ in now]
-        if now != known:
-            raise StaticGraphError(
-                "parameters of a compiled model were replaced, frozen or unfrozen, and its Program "
-                "does not know it; call model.forward.rollback() and compile_model again"
-            )
-        if not model.training and paddle.is_grad_enabled():
-            raise StaticGraphError(
-                "a compiled model is called in eval() with gradients on, and its Program for "
-                "evaluation has no backward: call it under paddle.no_grad(); to train it without "
-                "dropout, set the rates to 0 before compile_model"
-            )
-        expected = self._modes if model.training else [False] * len(self._modes)
-        if _modes(model) != expected:
-            raise StaticGraphError(
-                "a sublayer of a compiled model was put into train() or eval() by itself, and its "
-                "Program does not know it; call model.forward.rollback() and compile_model again"
-            )
-
-
-def _trained(model: paddle.nn.Layer) -> list[tuple[int, bool]]:
-    return [(id(parameter), parameter.stop_gradient) for parameter in model.parameters()]
-
-
-def _modes(model: paddle.nn.Layer) -> list[bool]:
-    return [layer.training for layer in model.sublayers(include_self=True)]
-
-
-def _precision() -> tuple[Any, ...]:
-    """The mixed precision in force; a Program is made for one."""
-    state = _paddle.amp_state()
-    level = str(state.level)
-    if level.endswith("O0"):
-        return (level,)
-    return (level, state.dtype, *map(frozenset, state.lists), state.use_promote)
-
-
-def _same(first: Any, second: Any) -> bool:
-    (python, numpy), (python_now, numpy_now) = first, second
-    return python == python_now and all(
-        np.array_equal(one, now) for one, now in zip(numpy, numpy_now, strict=True)
-    )
-
-
-def _first(error: BaseException) -> str:
-    """The sentence of an error, without Paddle's listing of the transformed code."""
-    name = type(error).__name__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if lines and lines[0].startswith("In transformed code"):
-        own = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == name]
-        lines = own or lines[-1:]
-    sentence = lines[0] if lines else ""
-    return f"{name}: {re.sub(rf'^[a-zA-Z_.]*{name}: ', '', sentence)}"
+    return CompileReport(True, verified=verify)

@@ -193,7 +193,7 @@ def to_float32(parameters: Iterable[paddle.Tensor]) -> None:
     Only after the backward: Paddle cannot add a float16 gradient to a float32 one.
     """
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient = _paddle.gradient_of(parameter)
         if gradient is not None and gradient.dtype in _HALF:
             wide = gradient.astype("float32")
             # A gradient cannot be replaced by one of another dtype, only be put where none is.

@@ -2,19 +2,24 @@
 
 Paddle names them after ``linear_7.w_0``, a number that counts the layers made so far in this
 process: under those names a state could only be read by the very same program.
+
+A state is whole or refused. Paddle makes the moments of a parameter in its first update, so one
+that never had a gradient has none: `NOT_UPDATED` says so in the state. Any other parameter without
+moments was lost on the way, as where the state is spread over ranks.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import paddle
 
+from paddle_recompute import _paddle
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.train_step.step import OF_LOSS
+from paddle_recompute.train_step.step import NOT_UPDATED, OF_LOSS
 
 # Paddle numbers them: "moment1_0", and "fp32_master_0_moment1_0" where there is a master weight.
 _ACCUMULATOR = re.compile(r"(?:fp32_master_\d+_)?(.+)_\d+")
@@ -35,16 +40,24 @@ def structured_parameters(
 
 
 def state_of(
-    optimizer: paddle.optimizer.Optimizer, parameters: Mapping[str, paddle.Tensor]
-) -> dict[str, paddle.Tensor]:
+    optimizer: paddle.optimizer.Optimizer,
+    parameters: Mapping[str, paddle.Tensor],
+    *,
+    updated: Collection[str] = (),
+    loaded: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The optimizer's tensors by structured name, ``"norm.weight:moment1"``; no copies.
 
     Args:
         optimizer: Any of Paddle's.
         parameters: What it updates, by structured name.
+        updated: Paddle's names of the parameters that it has updated.
+        loaded: What `set_state_of` returned: Paddle does not show the moments that it was given
+            for a parameter until it updates that parameter.
 
     Raises:
-        CheckpointError: It has a tensor that belongs to none of them.
+        CheckpointError: It has a tensor that belongs to none of them, or lacks moments of one that
+            it has updated.
     """
     structured = {parameter.name: name for name, parameter in parameters.items()}
     state = {}
@@ -60,6 +73,21 @@ def state_of(
         if owner is None or accumulator is None:
             raise CheckpointError(f"the optimizer state {key!r} belongs to no parameter")
         state[f"{structured[owner]}:{accumulator[1]}"] = tensor
+    for key, value in (loaded or {}).items():
+        if parameters[key.partition(":")[0]].name not in updated:
+            state.setdefault(key, value)
+    found = _accumulators(state)
+    kinds = set().union(*found.values())
+    for name, parameter in parameters.items():
+        missing = sorted(kinds - found.get(name, set()))
+        if missing and (name in found or parameter.name in updated):
+            raise CheckpointError(
+                f"the optimizer has updated {name} and has no {missing[0]} of it, so its state is "
+                "not whole: a checkpoint of it would lose moments. Under fleet's sharding each "
+                "rank has the state of some parameters only; use sharding_degree: 1"
+            )
+        if missing:
+            state[f"{name}:{NOT_UPDATED}"] = paddle.zeros([1])
     return state
 
 
@@ -67,28 +95,34 @@ def set_state_of(
     optimizer: paddle.optimizer.Optimizer,
     parameters: Mapping[str, paddle.Tensor],
     state: Mapping[str, Any],
-) -> None:
+) -> dict[str, Any]:
     """Give `optimizer`, which has made no step yet, the `state` of `state_of`, bit by bit.
 
     A parameter that was in half precision and is in float32 now gets its master weight. One that
     was in float32 and is in half precision now is rounded, and its master weight starts from that.
     The learning rate is left alone.
 
+    Returns:
+        The moments, for `state_of`.
+
     Raises:
-        CheckpointError: There is no parameter of a name in `state`, a parameter has some of its
-            moments only, or one of another shape.
+        CheckpointError: There is no parameter of a name in `state`, a parameter lacks moments
+            without being marked as `NOT_UPDATED`, or has one of another shape.
     """
     _check_complete(parameters, state, optimizer)
     moments: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     masters: dict[str, paddle.Tensor] = {}
     for key, value in state.items():
         name, _, accumulator = key.partition(":")
+        if accumulator == NOT_UPDATED:
+            continue
         parameter = parameters[name]
         is_half = parameter.dtype in _HALF
         # The moments are named after the master weight, where the optimizer keeps one.
         owner = f"{parameter.name}_{_MASTER}_0" if is_half else parameter.name
         if accumulator != _MASTER:
-            moments[f"{owner}_{accumulator}_0"] = value
+            moments[f"{owner}_{accumulator}_0"] = given[key] = value
         elif is_half:
             masters[parameter.name] = paddle.to_tensor(value)
             masters[parameter.name].name = owner
@@ -102,6 +136,17 @@ def set_state_of(
         # Of LinearWarmup's own state it says that it holds "unused values" (2.6, 3.x).
         warnings.filterwarnings("ignore", "There are some unused values", UserWarning)
         optimizer.set_state_dict({**moments, **({"LR_Scheduler": schedule} if schedule else {})})
+    return given
+
+
+def _accumulators(state: Mapping[str, Any]) -> dict[str, set[str]]:
+    """The kinds of moments of each parameter that has any."""
+    found: dict[str, set[str]] = {}
+    for key in state:
+        name, _, accumulator = key.partition(":")
+        if accumulator not in (_MASTER, NOT_UPDATED):
+            found.setdefault(name, set()).add(accumulator)
+    return found
 
 
 def _check_complete(
@@ -109,10 +154,9 @@ def _check_complete(
     state: Mapping[str, Any],
     optimizer: paddle.optimizer.Optimizer,
 ) -> None:
-    """A parameter has all kinds of moments or, if it never had a gradient, none."""
-    found: dict[str, set[str]] = {}
+    """A parameter has all kinds of moments or, if it never had a gradient, none and a mark."""
     for key, value in state.items():
-        name, _, accumulator = key.partition(":")
+        name = key.partition(":")[0]
         if name not in parameters:
             raise CheckpointError(f"the optimizer state holds {key}, and the model has no {name}")
         shape = list(parameters[name].shape)
@@ -121,14 +165,20 @@ def _check_complete(
                 f"the optimizer state holds {key} of the shape {list(value.shape)}, and the "
                 f"parameter has the shape {shape}"
             )
-        if accumulator != _MASTER:
-            found.setdefault(name, set()).add(accumulator)
+    found = _accumulators(state)
     kinds = set().union(*found.values())
-    if isinstance(optimizer, paddle.optimizer.Adam | paddle.optimizer.AdamW):
+    if found and isinstance(optimizer, paddle.optimizer.Adam | paddle.optimizer.AdamW):
         kinds |= _OF_ADAM
-    for name, accumulators in found.items():
-        if missing := sorted(kinds - accumulators):
+    of_optimizer = {id(parameter) for parameter in _paddle.parameters_of_optimizer(optimizer)}
+    for name, parameter in parameters.items():
+        is_updated = not parameter.stop_gradient and (
+            not of_optimizer or id(parameter) in of_optimizer
+        )
+        is_needed = name in found or (is_updated and f"{name}:{NOT_UPDATED}" not in state)
+        missing = sorted(kinds - found.get(name, set()))
+        if is_needed and missing:
             raise CheckpointError(
-                f"the optimizer state lacks {name}:{missing[0]}: it is not whole; resume from "
-                "another checkpoint"
+                f"the optimizer state lacks {name}:{missing[0]}: it is not whole, as of one rank "
+                "of several that share the state; resume from another checkpoint. If the parameter "
+                "is new, freeze it (stop_gradient), or start the optimizer anew"
             )

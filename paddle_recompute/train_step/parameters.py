@@ -86,7 +86,8 @@ def refuse_main_grad(parameters: list[paddle.Tensor]) -> None:
 def refuse_sparse(parameters: list[paddle.Tensor]) -> None:
     """Raise ConfigError if a gradient of `parameters` is sparse; it has no norm."""
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_selected_rows():
+        gradient = _paddle.gradient_of(parameter)
+        if gradient is not None and gradient.is_selected_rows():
             raise ConfigError(
                 f"the gradient of {parameter.name} is sparse (SelectedRows), of which Paddle "
                 "computes no norm; make its Embedding with sparse=False"

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 OF_LOSS = "loss/"
 """Begins the structured name of a parameter of the loss; no parameter of a model has a slash."""
+NOT_UPDATED = "not_updated"
+"""``"pooler.weight:not_updated"`` in an optimizer state: never updated, so it has no moments."""
 
 
 class StepResult:

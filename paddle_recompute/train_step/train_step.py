@@ -14,7 +14,7 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.config import AmpConfigs
 from paddle_recompute.contrastive import GradCache
-from paddle_recompute.distributed import mean_over_ranks
+from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode
 from paddle_recompute.offload import Finishing, OffloadOptimizer
@@ -165,6 +165,10 @@ class TrainStep:
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
         self._scaler = self._amp.scaler if self._amp is not None else None
         self._trained = trained(model, optimizer)
+        self._updated: list[paddle.Tensor] = []
+        self._moved: set[str] = set()  # Paddle's names of what was updated
+        self._without_moments: list[paddle.Tensor] = []
+        self._loaded: dict[str, Any] = {}
         refuse_main_grad(self._trained)
         warn_of_not_updated(self._trained, optimizer)
         self._sync = synchronization_of(sync, model, optimizer, self._trained, grad_cache)
@@ -183,8 +187,9 @@ class TrainStep:
         self._num_examples = num_examples or self._backward.count
         self._unread = UnreadSteps(self._backward.explain)
 
+    @ends_all_ranks()
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
-        """Run one optimizer step.
+        """Run one optimizer step. With several ranks, an error on one of them ends the run on all.
 
         Args:
             micro_batches: `accumulate_steps` micro-batches, each passed on to ``loss_fn``. They
@@ -295,14 +300,17 @@ class TrainStep:
 
         Raises:
             CheckpointError: The optimizer updates a parameter that is neither of `model` nor of
-                `loss`.
+                `loss`; or it has only a part of its state, as under fleet's sharding.
             DivergenceError: A step was not finite that nobody has looked at.
         """
         self._unread.look()
-        state: dict[str, Any] = {
-            "optimizer": state_of(self._optimizer, structured_parameters(self._model, self._loss)),
-            "sync": self._sync.state_dict(),
-        }
+        moments = state_of(
+            self._optimizer,
+            structured_parameters(self._model, self._loss),
+            updated=self._moved,
+            loaded=self._loaded,
+        )
+        state: dict[str, Any] = {"optimizer": moments, "sync": self._sync.state_dict()}
         if self._scaler is not None:
             state["loss_scaler"] = self._scaler.state_dict()
         return state
@@ -314,11 +322,11 @@ class TrainStep:
         left out where the loss is not scaled.
 
         Raises:
-            CheckpointError: It is of another model.
+            CheckpointError: It is of another model, or lacks moments of a parameter.
         """
         if "optimizer" in state:
             parameters = structured_parameters(self._model, self._loss)
-            set_state_of(self._optimizer, parameters, state["optimizer"])
+            self._loaded = set_state_of(self._optimizer, parameters, state["optimizer"])
         if "sync" in state:
             self._sync.set_state_dict(state["sync"])
         if self._scaler is not None and "loss_scaler" in state:
@@ -327,28 +335,11 @@ class TrainStep:
     def write_back(self) -> None:
         """The model is up to date: it is what is trained."""
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed in the step; see `GradientSync.give_up`."""
-        self._sync.give_up(error)
-
-    def renew_sync(self, make: Callable[[], GradientSync]) -> None:
-        """Go on with a new `GradientSync` after a step that failed; all ranks call it together.
-
-        Its state (rounding errors that are carried over) is that before the step.
-
-        Args:
-            make: Makes one like the one that the step had.
-        """
-        state = self._sync.state_dict()
-        self._sync = make()
-        self._sync.set_state_dict(state)
-        self._backward.synchronize_with(self._sync)
-
     def _clear_gradients(self) -> None:
         # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
         self._optimizer.clear_grad(set_to_zero=False)
         for parameter in self._model.parameters():
-            if parameter.grad is not None:
+            if parameter.stop_gradient or _paddle.gradient_of(parameter) is not None:
                 parameter.clear_gradient(False)
 
     def _count(self, micro_batch: Any) -> float:
@@ -367,9 +358,12 @@ class TrainStep:
         if new:
             refuse_main_grad(new)
             # A parameter that was replaced in the model stays in the optimizer, without a gradient.
-            has_gradient = [p for p in self._trained if p.grad is not None]
+            has_gradient = [p for p in self._trained if _paddle.gradient_of(p) is not None]
             check_all_synchronized(self._sync, [*new, *has_gradient])
+        before_that = len(self._updated)
         self._updated = updated(self._trained, self._optimizer)
+        if new or len(self._updated) != before_that:
+            self._without_moments = [p for p in self._updated if p.name not in self._moved]
         refuse_sparse(self._updated)
 
     @paddle.no_grad()
@@ -389,9 +383,10 @@ class TrainStep:
         # In the order of the parameters, offloaded or not: so that the sum has the same bits.
         offloaded = self._offloaded.squares() if self._offloaded is not None else {}
         squares = [
-            p.grad.astype(dtype).square().sum() if p.grad is not None else offloaded[id(p)]
+            g.astype(dtype).square().sum() if g is not None else offloaded[id(p)]
             for p in self._updated
-            if p.grad is not None or id(p) in offloaded
+            for g in [_paddle.gradient_of(p)]
+            if g is not None or id(p) in offloaded
         ]
         return paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
 
@@ -424,6 +419,7 @@ class TrainStep:
                     gradient.scale_(self._clip_grad_norm / norm)
                 if self._offloaded is not None:
                     self._offloaded.scale_gradients(self._clip_grad_norm / norm)
+            self._note_updated()
             self.is_updating = True
             self._optimizer.step()
             self.is_updating = False
@@ -445,10 +441,17 @@ class TrainStep:
         if self._clip_grad_norm is not None:
             scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)
         rate = finite.astype("float32").reshape([])
+        self._note_updated()
         with _paddle.learning_rate_times(self._optimizer, rate):
             self.is_updating = True
             self._optimizer.step()
             self.is_updating = False
+
+    def _note_updated(self) -> None:
+        """Remember what the optimizer updates, and so has moments of; free once it is all."""
+        if self._without_moments and self._offloaded is None:
+            self._moved.update(p.name for p in self._without_moments if p.grad is not None)
+            self._without_moments = [p for p in self._without_moments if p.grad is None]
 
     def _scale_residuals(self, ratio: float) -> None:
         """Rescale the accumulated rounding errors to the new loss scale."""
@@ -459,7 +462,9 @@ class TrainStep:
                 self._sync.set_state_dict({**state, "residuals": residuals})
 
     def _gradients(self) -> list[paddle.Tensor]:
-        return [p.grad for p in self._updated if p.grad is not None]
+        """Those that are not kept off the device."""
+        own = (_paddle.gradient_of(parameter) for parameter in self._updated)
+        return [gradient for gradient in own if gradient is not None]
 
     def _terms(self) -> dict[str, Any]:
         """What must be the same on all ranks in this step."""

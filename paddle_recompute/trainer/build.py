@@ -21,7 +21,7 @@ from paddle_recompute.train_step import (
     check_device,
     compile_model,
 )
-from paddle_recompute.trainer.objective import Batch, Chunks, Objective
+from paddle_recompute.trainer.objective import Batch, Objective
 
 
 def check_mode(config: Config) -> None:
@@ -67,7 +67,8 @@ def compile_as_configured(
         return None
     spec = [paddle.static.InputSpec([-1, -1], "int64", "input_ids")]
     with step.autocast():
-        return compile_model(model, spec, or_eager=config.train.compile == "auto")
+        or_eager = config.train.compile == "auto"
+        return compile_model(model, spec, or_eager=or_eager, verify=config.train.verify)
 
 
 def build_step(
@@ -96,7 +97,7 @@ def build_step(
         if plan is not None and not plan.recomputes:
             section = config.recompute.model_copy(update={"enable": False})
             config = config.model_copy(update={"recompute": section})
-        in_program = ProgramModel(config, vocab_size, chunks=objective.chunks)
+        in_program = ProgramModel(config, vocab_size, objective)
         cache = None
         if objective.chunks:
             cache = ProgramCache(
@@ -114,6 +115,7 @@ def build_step(
             model=model,
             loss=objective.loss,
             recompute_with=plan.apply if plan is not None else None,
+            verify=config.train.verify,
         )
     return objective.train_step(
         model,
@@ -133,12 +135,13 @@ class ProgramModel:
     Args:
         config: The configuration of the run; ``model.init_from`` is ignored.
         vocab_size: Rows of the word embedding.
-        chunks: What a rank encodes at once; with chunks the loss is not in a Program.
+        objective: The loss in dygraph; where it encodes in chunks, it is not in a Program.
     """
 
-    def __init__(self, config: Config, vocab_size: int, *, chunks: Chunks) -> None:
+    def __init__(self, config: Config, vocab_size: int, objective: Objective) -> None:
         self._config = config
-        self._chunks = chunks
+        self._chunks = objective.chunks
+        self._in_dygraph = objective
         self._section = config.model.model_copy(update={"init_from": None})
         self._vocab_size = vocab_size
         self._objective: Objective | None = None
@@ -154,7 +157,9 @@ class ProgramModel:
         return model
 
     def loss_of(self, model: paddle.nn.Layer, batch: Batch) -> Any:
-        """The ``loss_fn`` of `StaticTrainStep`; called after `build`."""
+        """The ``loss_fn`` of `StaticTrainStep`; called after `build`, and in dygraph."""
+        if paddle.in_dynamic_mode():
+            return self._in_dygraph.loss_of(model, batch)
         assert self._objective is not None
         return self._objective.loss_of(model, batch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -119,6 +120,8 @@ class Progress:
 class MetricsLog:
     """A JSONL file, one record per line, each flushed at once.
 
+    It is appended to, or replaced by a file that is complete.
+
     Args:
         path: The file. A resumed run keeps the records up to `resumed_at` and drops later ones,
             which it will write again; any other run starts with an empty file.
@@ -130,7 +133,12 @@ class MetricsLog:
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+            being_written = path.with_name(f".{path.name}")
+            with being_written.open("w", encoding="utf-8") as file:
+                file.write("".join(_line(record) for record in kept))
+                file.flush()
+                os.fsync(file.fileno())
+            being_written.replace(path)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,7 @@ class BudgetPlanner:
             preserve_rng_state=self._config.recompute.preserve_rng_state,
             # The passes over a Program repeat a call once.
             segments=(JOINED,) if static else (JOINED, NESTED),
-            or_smallest=static,
+            least_factor=math.inf if static else 1.0,
         )
 
         def peak(plan: RecomputePlan) -> int:
@@ -172,7 +173,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
         build_optimizer(config, model, config.learning_rate, objective.loss.parameters()),
         objective.cache(model),
         besides=besides,
-        accumulate_steps=k_steps,
+        keeps_gradients=k_steps > 1,
         checkpoints=config.recompute.checkpoints,
         autocast=lambda: _autocast(config),
         preserve_rng_state=config.recompute.preserve_rng_state,

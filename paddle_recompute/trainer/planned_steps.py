@@ -1,6 +1,6 @@
 """The steps of a run, and the plan that they are made under.
 
-Two things replace a plan while a run goes on: a step that runs out of memory
+Two things replace a plan while a run goes on: in a single process a step that runs out of memory
 (`trainer.out_of_memory`), and a third step that takes more than the budget. The third one is
 measured because the measurement before training did not see all that a run holds: what a user's own
 code or another library allocates in this process meanwhile.
@@ -15,17 +15,12 @@ import paddle
 
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.config import Config
-from paddle_recompute.errors import PlanError, SyncError
+from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import MOST_CORRECTIONS, RecomputePlan
 from paddle_recompute.train_step import Step, StepResult
 from paddle_recompute.trainer.memory_probe import PROGRAM_STEPS, largest_of_ranks
-from paddle_recompute.trainer.objective import Batch, Objective
-from paddle_recompute.trainer.out_of_memory import (
-    apply_again,
-    check_is_of_memory,
-    planned_again,
-    tell_others,
-)
+from paddle_recompute.trainer.objective import Batch
+from paddle_recompute.trainer.out_of_memory import apply_again, planned_again
 
 MEASURED_STEP = 3
 """The step after `apply` that is measured: moments exist from the second one on."""
@@ -39,7 +34,6 @@ class PlannedSteps:
         build: Makes one optimizer step. In dygraph the model is under the plan already.
         plan: What is recomputed; None: the run has no plan, and steps are only run.
         model: The encoder.
-        objective: The loss.
         replaced: Is told another plan and, in words, why there is one.
         seed: Puts the random streams where they were at the begin of a step.
 
@@ -54,13 +48,12 @@ class PlannedSteps:
         build: Callable[[RecomputePlan | None], Step],
         plan: RecomputePlan | None,
         model: paddle.nn.Layer,
-        objective: Objective,
         *,
         replaced: Callable[[RecomputePlan, str], None],
         seed: Callable[[int], Any],
     ) -> None:
         self.step, self.plan = build(plan), plan
-        self._config, self._model, self._objective = config, model, objective
+        self._config, self._model = config, model
         self._build, self._replaced, self._seed = build, replaced, seed
         self._corrections = 0
         self._peaks: list[int] = []
@@ -72,6 +65,7 @@ class PlannedSteps:
 
         Raises:
             ConfigError: The step ran out of memory, and the run does not plan again.
+            OutOfMemoryError: It did on one of several ranks; their next start has another plan.
             PlanError: No plan stays within the budget, with what the step really takes.
         """
         result = self._survived(micro_batches, number)
@@ -80,22 +74,13 @@ class PlannedSteps:
         return result
 
     def _survived(self, micro_batches: list[Batch], number: int) -> StepResult:
-        """One step; if a rank runs out of memory, an error says so, or it is planned again."""
-        replans = self._config.train.on_oom == "replan"
+        """One step; where it runs out of memory, an error says so, or it is planned again."""
         while True:
             try:
                 return self.step(micro_batches)
-            except MemoryError as caught:
-                error: BaseException = caught
-            except SyncError as caught:
-                if not replans:
-                    raise
-                error = caught
-            if replans and not getattr(self.step, "is_updating", False):
-                tell_others(self.step, error)
-                check_is_of_memory(error, number)
-            plan = planned_again(self._config, self.plan, self.step, error, number)
-            error.__traceback__ = error.__cause__ = error.__context__ = None  # they hold graphs
+            except MemoryError as error:
+                plan = planned_again(self._config, self.plan, self.step, error, number)
+                error.__traceback__ = error.__cause__ = error.__context__ = None  # they hold graphs
             self._replace(plan, f"Step {number} ran out of memory and is repeated")
             self._seed(number)
 
@@ -131,11 +116,6 @@ class PlannedSteps:
             self.step = self._build(plan)
             self.step.set_state_dict(state)
         else:
-            apply_again(
-                plan,
-                self._model,
-                self.step,
-                lambda: self._objective.synchronization(self._model),
-            )
+            apply_again(plan, self._model)
         self.plan = plan
         self._replaced(plan, why)

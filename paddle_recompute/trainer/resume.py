@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._json_files import read_json
+from paddle_recompute._run_folder import CHECKPOINTS, RECORD
 from paddle_recompute.checkpoint import (
     Checkpoint,
     NoCheckpointError,
@@ -19,15 +19,17 @@ from paddle_recompute.checkpoint import (
     save_checkpoint,
 )
 from paddle_recompute.config import Config
-from paddle_recompute.distributed import barrier, mean_over_ranks, values_of_ranks
-from paddle_recompute.errors import CheckpointError, ConfigError
+from paddle_recompute.distributed import (
+    barrier,
+    equal_buffers,
+    mean_over_ranks,
+    values_of_ranks,
+)
+from paddle_recompute.errors import CheckpointError
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.train_step import Step
 from paddle_recompute.trainer.metrics import writing
 from paddle_recompute.trainer.objective import Chunks
-
-RECORD = "result.json"
-"""In ``train.output_dir``: the final record of a finished run."""
 
 _KEPT = {
     "data.vocab_size": "the vocabulary of the checkpoint is used",
@@ -36,6 +38,7 @@ _KEPT = {
     "strategy.amp_configs.init_loss_scaling": "the loss scale of the checkpoint is used",
 }
 """Settings that a resumed run takes from the checkpoint, by dotted path."""
+_HOW_TO_START = ("train.resume", "train.overwrite")
 
 
 class RunCheckpoints:
@@ -55,11 +58,10 @@ class RunCheckpoints:
         self._rank = rank
         self._world_size = world_size
         self._say = say
-        self._num_own = 0
 
     @property
     def _folder(self) -> Path:
-        return self._config.train.output_dir / "checkpoint"
+        return self._config.train.output_dir / CHECKPOINTS
 
     def find(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, the same on all ranks, if the run is to be resumed;
@@ -69,22 +71,31 @@ class RunCheckpoints:
             CheckpointError: There is none, or all are damaged, or it is of another model, or has a
                 temperature that was learned where none is now, or the other way around.
         """
-        if not self._config.train.resume:
+        if not self._config.train.resume or self._config.train.overwrite:
             return None
         checkpoint = self._newest_on_all_ranks()
         if checkpoint is None:
             self._say(f"train.resume: auto: {self._folder} holds no checkpoint; starting anew")
             return None
-        self._num_own = self._config.train.keep
         self._say(f"Resuming after step {checkpoint.step} from {checkpoint.folder}")
         before = checkpoint.state["world_size"]
         if before != self._world_size:
             self._say(_other_ranks(before, self._world_size, self._config))
-        changes = list(_changes(checkpoint.state["config"], self._config.to_dict()))
+        if "data" not in checkpoint.state:
+            self._say(
+                "  it is of an earlier version and has no digests of its data and its split: "
+                "whether they have changed is not known"
+            )
+        changes = [
+            change
+            for change in _changes(checkpoint.state["config"], self._config.to_dict())
+            if change[0] not in _HOW_TO_START
+        ]
         if any(path.startswith("model.") for path, _, _ in changes):
             raise CheckpointError(
                 f"{checkpoint.folder} is of another model: "
                 + "; ".join(f"{path} was {old!r}, is {new!r}" for path, old, new in changes)
+                + "; for a new run, name another train.output_dir or set train.overwrite=true"
             )
         for path, old, new in changes:
             if path == "contrastive.learnable_temperature":
@@ -148,7 +159,8 @@ class RunCheckpoints:
         found = record is not None and record.get("steps") == checkpoint.step
         self._say(
             f"The run has ended: {checkpoint.step} steps are done, and {total} are asked for. To "
-            "train on, raise train.max_steps (and train.num_epochs, if it is set)"
+            "train on, raise train.max_steps (and train.num_epochs, if it is set); for a new run, "
+            "name another train.output_dir or set train.overwrite=true"
         )
         # All ranks or none: a rank that evaluates alone would wait for the others.
         if mean_over_ranks(float(found)) < 1:
@@ -169,19 +181,33 @@ class RunCheckpoints:
         return Chunks(**checkpoint.state["chunks"])
 
     def plan_of(self, checkpoint: Checkpoint | None) -> RecomputePlan | None:
-        """The plan that the run of `checkpoint` had; None if a new one is to be made: there was
-        none, or what it was measured for has changed.
+        """The plan that the run of `checkpoint` had, or the smaller one that was written when a
+        step ran out of memory; None if a new one is to be made: there was none, or what it was
+        measured for has changed.
+
+        Raises:
+            CheckpointError: The file with the smaller plan is damaged.
         """
-        found = checkpoint.state.get("plan") if checkpoint is not None else None
-        if checkpoint is None or found is None:
-            return None
-        if checkpoint.state.get("world_size") != self._world_size:
-            return None
-        before, now = checkpoint.state["config"], self._config.to_dict()
-        sections = ("mode", "recompute", "contrastive", "strategy", "data")
-        if any(before.get(name) != now[name] for name in sections):
-            return None
-        return RecomputePlan.from_dict(found)
+        states = [checkpoint.state] if checkpoint is not None else []
+        smaller = _smaller_plan_file(self._config)
+        try:
+            states.append(read_json(smaller))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{smaller}: cannot be read ({error}); remove it") from error
+        found = [state["plan"] for state in states if state.get("plan") and self._fits(state)]
+        everywhere = values_of_ranks(found, "the plans of the run")
+        plans = [RecomputePlan.from_dict(one) for found in everywhere for one in found]
+        return max(plans, key=lambda plan: plan.costs.excess, default=None)
+
+    def _fits(self, state: dict[str, Any]) -> bool:
+        """Whether the plan in `state` was measured for this run."""
+        before, now = state["config"], self._config.to_dict()
+        sections = ("mode", "model", "recompute", "contrastive", "strategy", "data")
+        return state.get("world_size") == self._world_size and all(
+            before.get(name) == now[name] for name in sections
+        )
 
     def restore(
         self,
@@ -223,11 +249,12 @@ class RunCheckpoints:
         about: dict[str, Any],
     ) -> None:
         """Write a checkpoint; returns when it is complete. `about` are JSON values, by name, for
-        runs that resume from it.
+        runs that resume from it. The buffers of `model` become those of rank 0 on all ranks.
 
         Raises:
             CheckpointError: It cannot be written.
         """
+        equal_buffers(model)
         state = train_step.state_dict()
         sync_state = state.get("sync", {})
         save_checkpoint(
@@ -246,10 +273,8 @@ class RunCheckpoints:
             rank=self._rank,
             sync_state=sync_state if sync_state.get("residuals") else None,
             barrier=barrier,
-            # What an earlier run left in this folder is none of this one's.
-            keep=min(self._config.train.keep, self._num_own + 1),
+            keep=self._config.train.keep,
         )
-        self._num_own += 1
         barrier()
 
     def _sync_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -265,35 +290,29 @@ class RunCheckpoints:
         return {"num_synchronized": checkpoint.step, "residuals": {}}
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder of a run, and write a page into it to see that one can.
-
-    Raises:
-        ConfigError: One cannot.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            file.write(bytes(4096))
-    except OSError as error:
-        raise ConfigError(
-            f"train.output_dir: {folder} cannot be made, or written to ({error.strerror}); name a "
-            "folder that is writable"
-        ) from error
-
-
 def write_record(folder: Path, record: dict[str, Any]) -> None:
     """Write the final record of a run into its folder, complete or not at all."""
-    path = folder / RECORD
-    being_written = path.with_name(f".{RECORD}.{os.getpid()}")
+    _write_json(folder / RECORD, record)
+
+
+def write_smaller_plan(config: Config, plan: RecomputePlan) -> Path:
+    """Write the plan that the next start takes (`RunCheckpoints.plan_of`); returns the file."""
+    path = _smaller_plan_file(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"world_size": config.world_size, "config": config.to_dict(), "plan": plan.to_dict()}
+    _write_json(path, about)
+    return path
+
+
+def _smaller_plan_file(config: Config) -> Path:
+    return config.train.output_dir / "checkpoint" / "plan.json"
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    being_written = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
-        being_written.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        being_written.write_text(json.dumps(value) + "\n", encoding="utf-8")
         being_written.replace(path)
-
-
-def remove_record(folder: Path) -> None:
-    """Remove the final record from a run's folder, if there is one."""
-    (folder / RECORD).unlink(missing_ok=True)
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -313,7 +332,7 @@ def _check_state(checkpoint: Checkpoint) -> None:
     state = checkpoint.state
     file = checkpoint.folder / "state.json"
     config = state.get("config")
-    kinds = {"untrained": dict, "figures": dict, "train_step": dict, "chunks": dict}
+    kinds = {"untrained": dict, "figures": dict, "train_step": dict, "chunks": dict, "data": dict}
     wrong = [key for key, kind in kinds.items() if not isinstance(state.get(key, {}), kind)]
     ranks = state.setdefault("world_size", 1)
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:

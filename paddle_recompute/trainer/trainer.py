@@ -1,7 +1,7 @@
 """Train an encoder from a configuration, and write its checkpoint, metrics and report.
 
 Every rank runs the same `Trainer`; only rank 0 writes files and prints. Meanwhile the other ranks
-wait at the store (`distributed.barrier`), not in a collective, which gloo ends after 30 s.
+wait in `distributed.barrier`, not in a collective, which gloo ends after 30 s.
 
 A step is a function of (seed, step, rank) and of the parameters and moments before it. The data
 order depends on seed and epoch; dropout masks are drawn after ``paddle.seed`` of the three; the
@@ -25,21 +25,18 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_recompute._paddle import device
+from paddle_recompute._run_folder import METRICS, begin_anew
 from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.config import Config
-from paddle_recompute.data import (
-    PairLoader,
-    PreparedData,
-    build_loader,
-    prepare_data,
-)
+from paddle_recompute.data import PairLoader, PreparedData, build_loader, prepare_data
 from paddle_recompute.distributed import (
     StopRequest,
     barrier,
     broadcast_from_rank0,
+    equal_buffers,
     mean_over_ranks,
 )
-from paddle_recompute.errors import ConfigError, DataError, DivergenceError, StoppedError
+from paddle_recompute.errors import DataError, DivergenceError, StoppedError
 from paddle_recompute.models import build_model
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
@@ -47,16 +44,17 @@ from paddle_recompute.recompute import apply_recompute, check_patterns
 from paddle_recompute.retrieval import encode_texts, retrieval_metrics
 from paddle_recompute.train_step import StepResult, build_schedule
 from paddle_recompute.trainer.build import build_step, check_mode, compile_as_configured
+from paddle_recompute.trainer.claim import claimed
 from paddle_recompute.trainer.divergence import check_weights, explained
 from paddle_recompute.trainer.joining import join_ranks
 from paddle_recompute.trainer.memory_probe import MemoryProbe, largest_of_ranks
 from paddle_recompute.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
 from paddle_recompute.trainer.objective import Batch, Objective, positive_ids
-from paddle_recompute.trainer.out_of_memory import check_can_replan
 from paddle_recompute.trainer.planned import BudgetPlanner, estimated_peaks
 from paddle_recompute.trainer.planned_steps import PlannedSteps
 from paddle_recompute.trainer.report import retrieval_table, write_report
-from paddle_recompute.trainer.resume import RunCheckpoints, make_folder, remove_record, write_record
+from paddle_recompute.trainer.resume import RunCheckpoints, write_record
+from paddle_recompute.trainer.same_data import check_same_data
 
 
 class Trainer:
@@ -101,11 +99,14 @@ class Trainer:
 
         Raises:
             ConfigError: The running ranks are not those of ``config.launch``; ``train.output_dir``
-                cannot be made; a step does not fit into the memory or into
+                cannot be made, is in use, or holds a run that this one would write over; a step
+                does not fit into the memory or into
                 ``contrastive.memory_budget``; the device has no mixed precision; or a static graph
                 cannot honour a setting.
-            DataError: The pairs cannot be read, or are too few for one step.
-            CheckpointError: There is no checkpoint to resume from, or it is of another model.
+            DataError: The pairs cannot be read, are too few for one step, or differ between ranks.
+            CheckpointError: There is no checkpoint to resume from, or it is of another model or of
+                other data.
+            OutOfMemoryError: A step of several ranks does not fit; the next start has another plan.
             StoppedError: SIGTERM or SIGINT reached a rank; all ranks have ended their step, and it
                 is saved.
             DivergenceError: The loss or the gradient is not finite (in float16: also after the loss
@@ -113,8 +114,10 @@ class Trainer:
         """
         self._rank, self._world_size = join_ranks(self.config)
         check_mode(self.config)
-        check_can_replan(self.config)
-        self._make_folder()
+        with claimed(self.config, self._rank, self._say):
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         self._checkpoints = RunCheckpoints(
             self.config, rank=self._rank, world_size=self._world_size, say=self._say
         )
@@ -145,8 +148,6 @@ class Trainer:
             planner = BudgetPlanner(self.config, vocab_size, say=self._say)
             earlier = self._checkpoints.plan_of(checkpoint)
             self._plan, plain_peak, configured_peak = planner.make(chunks, earlier)
-            if self._is_main:
-                self._plan.save(self._folder / "plan.json")
         else:
             plain_peak, configured_peak = memory.measure(chunks)
         model = self._build_model(vocab_size)
@@ -172,19 +173,6 @@ class Trainer:
         self._conclude(record)
         return record
 
-    def _make_folder(self) -> None:
-        """Make the folder before training, so that a run does not fail at its end."""
-        if self._is_main:
-            make_folder(self._folder)
-        barrier()
-        saves_residuals = self.config.sync.compression == "bf16" and self.config.sync.error_feedback
-        if saves_residuals and not self._folder.is_dir():
-            raise ConfigError(
-                f"train.output_dir: rank {self._rank} does not see {self._folder}, which rank 0 "
-                "has made; with sync.compression: bf16 every rank saves a file there. Name a "
-                "folder that all machines share, or set sync.error_feedback: false"
-            )
-
     def _prepare_data(self, checkpoint: Checkpoint | None) -> PreparedData:
         data = prepare_data(
             self.config.data,
@@ -193,6 +181,7 @@ class Trainer:
             barrier=barrier,
             # The cache may have been emptied, and a new vocabulary would be different.
             tokenizer_file=checkpoint.tokenizer_file if checkpoint is not None else None,
+            compare=lambda sources: check_same_data(sources, checkpoint),
         )
         self._say(
             f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
@@ -205,6 +194,8 @@ class Trainer:
         paddle.seed(self.config.train.seed)
         model = build_model(self.config.model, vocab_size)
         broadcast_from_rank0(model)
+        if self._world_size > 1 and (names := equal_buffers(model)):
+            self._say(f"Buffers ({names[0]}, ...): rank 0's are taken for evaluation and saves")
         if self._plan is not None:
             if self.config.mode == "dygraph":
                 self._plan.apply(model)
@@ -244,7 +235,6 @@ class Trainer:
             ),
             self._plan,
             model,
-            objective,
             replaced=self._replan,
             seed=lambda step: paddle.seed(step_seed(settings.seed, step, self._rank)),
         )
@@ -263,9 +253,11 @@ class Trainer:
                 schedule.step()
         log = None
         if self._is_main:
-            log = MetricsLog(self._folder / "metrics.jsonl", resumed_at=done)
-            if checkpoint is None:  # an existing record is of an earlier run
-                remove_record(self._folder)
+            if checkpoint is None:
+                begin_anew(self._folder, self._say, overwrite=settings.overwrite)
+            if self._plan is not None:
+                self._plan.save(self._folder / "plan.json")
+            log = MetricsLog(self._folder / METRICS, resumed_at=done)
         ids = positive_ids(self.config, data.train)
         whole_run, window = Meter(), Meter()
         figures = self._figures(None, whole_run, window)
@@ -324,6 +316,7 @@ class Trainer:
                         steps.step,
                         save_tokenizer=data.tokenizer.save,
                         about={
+                            "data": {name: of.sha256 for name, of in data.sources.items()},
                             "untrained": untrained,
                             "chunks": objective.chunks.to_dict(),
                             "plan": self._plan.to_dict() if self._plan is not None else None,
@@ -380,7 +373,6 @@ class Trainer:
             seed=self.config.train.seed,
             max_query_tokens=self.config.data.max_query_tokens,
             max_positive_tokens=self.config.data.max_positive_tokens,
-            num_workers=self.config.data.num_workers,
         )
         if len(loader) == 0:
             raise DataError(
@@ -424,6 +416,7 @@ class Trainer:
 
     def _evaluate(self, model: paddle.nn.Layer, data: PreparedData) -> dict[str, float]:
         """Retrieval metrics on the held-out pairs; the ranks share the work."""
+        equal_buffers(model)
         encode = partial(
             encode_texts,
             model,
@@ -445,7 +438,7 @@ class Trainer:
             write_report(
                 self._folder,
                 record=record,
-                metrics=read_metrics(self._folder / "metrics.jsonl"),
+                metrics=read_metrics(self._folder / METRICS),
                 config=self.config.to_dict(),
             )
             write_record(self._folder, record)
@@ -456,7 +449,7 @@ class Trainer:
         self._say(retrieval_table(record))
         for name, path in (
             ("checkpoint", f"checkpoint/step-{record['steps']}"),
-            ("metrics", "metrics.jsonl"),
+            ("metrics", METRICS),
             ("report", "report.html"),
         ):
             self._say(f"{name:<12}{self._folder / path}")

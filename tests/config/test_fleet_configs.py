@@ -37,6 +37,13 @@ def test_loads_and_is_what_its_name_says(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_no_file_says_that_the_names_of_paddlenlp_are_not_converted(file: Path) -> None:
+    """model.init_from reads them: tests/models/test_init_from.py."""
+    said = " ".join(line.strip("# ") for line in file.read_text().splitlines())
+    assert "not converted" not in said
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_setting_has_an_effect(file: Path) -> None:
     assert load_config(file).without_effect() == []
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,23 @@ EMPTY = paddle.zeros([0, LENGTH], "int64")
 Named = namedtuple("Named", "ids mask")
 
 
+class BatchEncoding(UserDict):
+    """What the tokenizers of PaddleNLP and Hugging Face return, as far as it matters here."""
+
+    def __init__(self, data: Any = None, encodings: Any = None) -> None:
+        super().__init__(data)
+        self._encodings = encodings
+
+    def __getattr__(self, item: str) -> Any:
+        try:
+            return self.data[item]
+        except KeyError:
+            raise AttributeError from None
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.data[item] if isinstance(item, str) else self._encodings[item]
+
+
 @dataclasses.dataclass
 class Batch:
     ids: paddle.Tensor
@@ -51,7 +69,7 @@ class OneArgument(paddle.nn.Layer):
         self.encoder = encoder
 
     def forward(self, batch: Any) -> paddle.Tensor:
-        if isinstance(batch, dict):
+        if isinstance(batch, dict | UserDict):
             return self.encoder(batch["ids"], batch["more"]["mask"])
         if isinstance(batch, (tuple, list)):
             return self.encoder(*batch)
@@ -72,6 +90,12 @@ STRUCTURES: dict[str, tuple[type | None, Callable[[Any, Any], Any]]] = {
     "a dict as one argument": (OneArgument, lambda i, m: {"ids": i, "more": {"mask": m}}),
     "a pair as one argument": (OneArgument, lambda ids, mask: (ids, mask)),
     "one argument, by a tuple of one": (OneArgument, lambda ids, mask: ((ids, mask),)),
+    "a tokenizer's keywords": (None, lambda i, m: BatchEncoding({"ids": i, "mask": m})),
+    "a tokenizer's dict": (
+        OneArgument,
+        lambda i, m: BatchEncoding({"ids": i, "more": {"mask": m}}),
+    ),
+    "dicts of the user": (OneArgument, lambda i, m: UserDict({"ids": i, "more": UserDict(mask=m)})),
     "named tuple": (OneArgument, Named),
     "dataclass": (OneArgument, Batch),
     "keywords of any name": (Anything, lambda ids, mask: {"ids": ids, "mask": mask}),
@@ -91,6 +115,57 @@ def test_every_structure_is_given_as_in_a_plain_call(name: str, chunks: dict[str
         *(structure(ids, (ids != 0).astype("int64")) for ids in (query, positive))
     )
     assert relative_difference(gradients(encoder), expected) < 1e-5
+
+
+@pytest.mark.parametrize("chunks", [{"chunk_size": 7}, {"chunk_tokens": 30}], ids=str)
+def test_what_a_tokenizer_returns_is_the_dict_in_it_to_the_bit(chunks: dict[str, int]) -> None:
+    found = []
+    for kind in (dict, BatchEncoding):
+        encoder = make(1)
+        sides = [kind({"ids": ids, "mask": ids != 0}) for ids in (texts(1), texts(2))]
+        before = [dict(side) for side in sides]
+        paddle.seed(3)
+        loss = GradCache(encoder, criterion, **chunks).backward(*sides)
+        found.append([loss.numpy(), *gradients(encoder)])
+        for side, kept in zip(sides, before, strict=True):
+            assert type(side) is kind and all(side[name] is one for name, one in kept.items())
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("rows", [None, 5])
+@pytest.mark.parametrize("images_first", [True, False])
+def test_chunk_tokens_beside_images(images_first: bool, rows: int | None, dropout: float) -> None:
+    """Against a plain step over the same chunks, to the bit."""
+    paddle.seed(1)
+    images, ids = paddle.randn([BATCH, 3, 4, 4]), texts(1)
+    of_texts = make(1, dropout)
+    of_images = paddle.nn.Sequential(
+        paddle.nn.Conv2D(3, 4, 3), paddle.nn.Flatten(), paddle.nn.Dropout(dropout),
+        paddle.nn.Linear(16, 16),
+    )  # fmt: skip
+    cut = by_length({"ids": ids}, 30, None, "texts")
+    rows_of_images = rows or -(-BATCH // len(cut))
+    plan = [(of_texts, {"ids": ids}, cut)]
+    plan.insert(
+        0 if images_first else 1,
+        (of_images, {"input": images}, by_rows(BATCH, rows_of_images)),
+    )
+    paddle.seed(3)
+    embeddings = [
+        joined([encoder(**chunk.of(batch)) for chunk in chunks], chunks)
+        for encoder, batch, chunks in plan
+    ]
+    plain = criterion(*embeddings)
+    plain.backward()
+    expected = gradients(of_texts, of_images)
+    paddle.seed(3)
+    encoders = tuple(encoder for encoder, _, _ in plan)
+    cache = GradCache(encoders, criterion, chunk_tokens=30, chunk_size=rows)
+    loss = cache.backward(*(batch for _, batch, _ in plan))
+    assert cache.num_chunks == sum(len(chunks) for _, _, chunks in plan)
+    assert loss.item() == plain.item()
+    assert same_bits(gradients(of_texts, of_images), expected)
 
 
 @pytest.mark.parametrize("chunks", [{"chunk_size": 7}, {"chunk_tokens": 30}], ids=str)
@@ -229,7 +304,7 @@ def test_padding_is_not_computed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk_size": 1, "chunk_tokens": 1}, "give one of them"),
+        ({"chunk_size": 0, "chunk_tokens": 1}, "chunk_size: received 0"),
         ({"chunk_size": 0}, "chunk_size: received 0; allowed is a whole number of at least 1"),
         ({"chunk_size": 2.0}, "chunk_size: received 2.0"),
         ({"chunk_size": True}, "chunk_size: received True"),
@@ -270,7 +345,8 @@ def test_an_encoder_that_cannot_be_called() -> None:
         (texts(1), (texts(2), np.zeros([])), r"positive\[1\] is a tensor without axes"),
         (texts(1), np.zeros([5, 3], "int64"), "query has 24 rows and positive has 5"),
         (texts(1), (texts(2), paddle.zeros([])), r"positive\[1\] is a tensor without axes"),
-        ("猫", texts(2), "query contains no Tensor"),
+        ("猫", texts(2), r"query \(str\) contains no Tensor"),
+        (MappingProxyType({"ids": texts(1)}), texts(2), r"query \(mappingproxy\) contains no"),
         (texts(1), paddle.create_parameter([BATCH, 4], "float32"), "positive needs a gradient"),
     ],
 )
@@ -288,7 +364,14 @@ def test_zero_rows_are_counted_before_anything_is_run() -> None:
 
 def test_no_tokens_to_count() -> None:
     with pytest.raises(ConfigError, match="query has no integer or boolean tensor of shape"):
-        GradCache(make(1), criterion, chunk_tokens=8).backward(paddle.rand([4, 3]), texts(2, 4))
+        cache = GradCache(make(1), criterion, chunk_tokens=8)
+        cache.backward(paddle.rand([4, 3]), paddle.rand([4, 3]))
+
+
+def test_a_number_of_rows_beside_tokens_is_for_inputs_without_tokens() -> None:
+    cache = GradCache(make(1), criterion, chunk_size=4, chunk_tokens=8)
+    with pytest.raises(ConfigError, match="all inputs have tokens; give one of them"):
+        cache.backward(texts(1), texts(2))
 
 
 @pytest.mark.parametrize("lengths", [[1, 2], [0.5] * BATCH, [[1]] * BATCH])

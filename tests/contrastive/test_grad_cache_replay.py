@@ -11,7 +11,7 @@ import paddle
 import pytest
 from paddle.base import core
 
-from paddle_recompute import GradCache, _paddle
+from paddle_recompute import GradCache, _paddle, compile_model
 from paddle_recompute._paddle import amp as tracer_state
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
@@ -273,3 +273,32 @@ def test_chunks_share_the_state_that_does_not_change() -> None:
         assert other.layers is first.layers
         assert other.rng.numpy is first.rng.numpy and other.rng.python is first.rng.python
         assert other.rng.generators is not first.rng.generators
+
+
+# ------------------------------------------------------------------------------- compiled encoders
+
+
+def with_norm(place: str) -> tuple[paddle.nn.Layer, paddle.nn.Layer]:
+    """(the encoder, the Layer in it that is to be compiled)."""
+    paddle.seed(1)
+    inner = paddle.nn.Sequential(paddle.nn.Linear(8, 8), paddle.nn.BatchNorm1D(8))
+    if place == "whole":
+        return inner, inner
+    return paddle.nn.Sequential(inner, paddle.nn.Linear(8, 4)), inner
+
+
+@pytest.mark.parametrize("place", ["whole", "part"])
+@pytest.mark.parametrize("chunk_size", [2, None])
+def test_a_compiled_batch_norm_has_the_bits_of_eager_execution(
+    place: str, chunk_size: int | None
+) -> None:
+    found = []
+    pair = paddle.randn([4, 8]), paddle.randn([4, 8])
+    for compiles in (False, True):
+        encoder, inner = with_norm(place)
+        if compiles:
+            compile_model(inner, [paddle.static.InputSpec([-1, 8], "float32")])
+        GradCache(encoder, criterion, chunk_size=chunk_size).backward(*pair)
+        statistics = inner[1]._mean.numpy(), inner[1]._variance.numpy()
+        found.append([*gradients(encoder), *statistics])
+    assert same_bits(*found)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import subprocess
-import sys
 import threading
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +24,6 @@ from paddle_recompute.data import (
 )
 from paddle_recompute.data.loader import RankSampler
 from paddle_recompute.errors import DataError
-from tests.data.processes import children
-from tests.ranks import ROOT
 
 # The lengths differ from text to text.
 PAIRS = [
@@ -53,7 +47,6 @@ def loader_of(tokenizer: PairTokenizer, **changes: Any) -> PairLoader:
         "seed": 0,
         "max_query_tokens": 8,
         "max_positive_tokens": 10,
-        "num_workers": 0,
     }
     return build_loader(PAIRS, tokenizer, **{**settings, **changes})
 
@@ -124,9 +117,8 @@ def test_rank_that_does_not_exist() -> None:
         RankSampler(10, local_batch=2, rank=2, num_ranks=2, seed=0)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_hold_the_tokens_of_their_pairs(tokenizer: PairTokenizer, num_workers: int) -> None:
-    loader = loader_of(tokenizer, num_workers=num_workers, rank=1, num_ranks=2)
+def test_batches_hold_the_tokens_of_their_pairs(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer, rank=1, num_ranks=2)
     assert len(loader) == 6
     count = 0
     for batch in loader:
@@ -141,52 +133,17 @@ def test_batches_hold_the_tokens_of_their_pairs(tokenizer: PairTokenizer, num_wo
     assert count == 6
 
 
-def test_workers_change_nothing(tokenizer: PairTokenizer) -> None:
-    alone, with_workers = (loader_of(tokenizer, num_workers=number) for number in (0, 2))
-    for epoch in (0, 1):
-        alone.set_epoch(epoch)
-        with_workers.set_epoch(epoch)
-        assert batches_of(alone) == batches_of(with_workers)
-
-
-@pytest.mark.timeout(60, method="thread")  # a signal does not end the waiting inside Paddle
-def test_workers_do_not_wait_for_a_lock_that_a_thread_held_at_the_fork(
-    tokenizer: PairTokenizer,
-) -> None:
-    """As a thread that sends gradients, or copies batches, may hold one of Paddle's allocator."""
-    done = threading.Event()
-
-    def allocate() -> None:
-        while not done.is_set():  # a thread's first allocation, and its end, take the lock
-            thread = threading.Thread(target=lambda: paddle.ones([64]))
-            thread.start()
-            thread.join()
-
-    threads = [threading.Thread(target=allocate) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(25):
-            assert len(batches_of(loader_of(tokenizer, num_workers=2, local_batch=10))) == 5
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_iteration_can_be_left_and_begun_again(tokenizer: PairTokenizer, num_workers: int) -> None:
-    loader = loader_of(tokenizer, num_workers=num_workers)
+def test_iteration_can_be_left_and_begun_again(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer)
     whole = batches_of(loader)
-    before, others = set(threading.enumerate()), children()
+    before = set(threading.enumerate())
     for count in (1, 5, 12):
         batches = iter(loader)
         left = [next(batches)["index"].tolist() for _ in range(count)]
         assert left == [batch["index"] for batch in whole[:count]]
         del batches
-        # Gone are the workers and Paddle's thread, and what they have read ahead.
+        # Gone is Paddle's thread, and what it has read ahead.
         assert set(threading.enumerate()) <= before
-        assert children() == others
     assert batches_of(loader) == whole
 
 
@@ -208,12 +165,12 @@ def test_epoch_counts_from_the_next_iteration(tokenizer: PairTokenizer) -> None:
 def test_reading_draws_no_random_numbers(tokenizer: PairTokenizer) -> None:
     """Dropout masks must not depend on how batches are read."""
     drawn = []
-    for num_workers in (None, 0, 2):
+    for reads in (False, True):
         paddle.seed(1)
-        if num_workers is not None:
-            batches_of(loader_of(tokenizer, num_workers=num_workers))
+        if reads:
+            batches_of(loader_of(tokenizer))
         drawn.append(paddle.rand([3]).tolist())
-    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0] == drawn[1]
 
 
 def test_what_is_left_out_is_told(tokenizer: PairTokenizer) -> None:
@@ -247,7 +204,6 @@ def test_unknown_words_are_told(tokenizer: PairTokenizer) -> None:
         seed=0,
         max_query_tokens=9,
         max_positive_tokens=9,
-        num_workers=0,
     )
     assert loader.notes() == [
         "2 of 3 training queries hold words beyond data.vocab_size",
@@ -278,77 +234,11 @@ def test_negatives_are_refused(tokenizer: PairTokenizer) -> None:
             seed=0,
             max_query_tokens=8,
             max_positive_tokens=8,
-            num_workers=0,
         )
 
 
-WITH_WORKERS = """
-from tests.data.test_loader import PAIRS, batches_of, build_loader, load_tokenizer, train_tokenizer
-train_tokenizer([pair.query for pair in PAIRS] * 50, {path!r}, 200)
-tokenizer = load_tokenizer({path!r})
-loader = build_loader(PAIRS, tokenizer, local_batch=8, rank=0, num_ranks=1, seed=0,
-                      max_query_tokens=8, max_positive_tokens=8, num_workers=2)
-print(len(batches_of(loader)))
-"""
-
-
-def test_workers_say_nothing(tmp_path: Path) -> None:
-    """The package tokenizers, up to 0.22, warns of its threads in every fork, if it has any."""
-    environment = {name: value for name, value in os.environ.items() if "TOKENIZERS" not in name}
-    ended = subprocess.run(
-        [sys.executable, "-c", WITH_WORKERS.format(path=str(tmp_path / "tokenizer.json"))],
-        env={**environment, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stdout == "6\n"
-    assert "tokenizers" not in ended.stderr
-
-
-@pytest.fixture
-def large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker is never ahead by all its batches: none fits into its socket."""
-    collate = PairLoader._collate
-
-    def with_a_megabyte(self: PairLoader, rows: list[int]) -> dict[str, Any]:
-        return {**collate(self, rows), "more": np.zeros(1 << 20, np.int8)}
-
-    monkeypatch.setattr(PairLoader, "_collate", with_a_megabyte)
-
-
-@pytest.mark.usefixtures("large_batches")
-def test_the_death_of_a_worker_ends_the_loop_with_an_error(tokenizer: PairTokenizer) -> None:
-    others = children()
-    batches = iter(loader_of(tokenizer, num_workers=1))
-    next(batches)
-    (worker,) = children() - others
-    os.kill(worker, signal.SIGKILL)
-    with pytest.raises(DataError, match="a process that makes batches has died, of signal 9"):
-        for _ in batches:
-            pass
-    assert len(batches_of(loader_of(tokenizer, num_workers=1))) == len(loader_of(tokenizer))
-
-
-@pytest.mark.usefixtures("large_batches")
-@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_loop_can_be_left_whatever_became_of_a_worker(
-    tokenizer: PairTokenizer, fate: signal.Signals
-) -> None:
-    others = children()
-    batches = iter(loader_of(tokenizer, num_workers=1))
-    next(batches)
-    (worker,) = children() - others
-    os.kill(worker, fate)
-    batches.close()  # type: ignore[attr-defined]
-    assert children() == others
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_in_the_loop_leaves_no_thread_and_no_file(
-    tokenizer: PairTokenizer, num_workers: int
-) -> None:
-    loader = loader_of(tokenizer, num_workers=num_workers)
+def test_an_error_in_the_loop_leaves_no_thread_and_no_file(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer)
     batches_of(loader)
     threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     gc.disable()
@@ -365,26 +255,10 @@ def test_an_error_in_the_loop_leaves_no_thread_and_no_file(
         gc.enable()
 
 
-@pytest.mark.usefixtures("large_batches")
-def test_the_error_of_a_loop_holds_no_file_once_it_is_gone(tokenizer: PairTokenizer) -> None:
-    batches_of(loader_of(tokenizer))
-    files, others = len(os.listdir("/proc/self/fd")), children()
-    gc.disable()
-    try:
-        for _ in range(3):
-            with pytest.raises(DataError):
-                for _ in loader_of(tokenizer, num_workers=1):
-                    for worker in children() - others:
-                        os.kill(worker, signal.SIGKILL)
-        assert len(os.listdir("/proc/self/fd")) == files
-    finally:
-        gc.enable()
-
-
-def test_an_error_where_no_worker_makes_the_batches(
+def test_an_error_in_the_thread_that_makes_the_batches(
     tokenizer: PairTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread of Paddle's makes them; it would leave the main thread waiting."""
+    """It would leave the main thread waiting."""
     monkeypatch.setattr(PairLoader, "_collate", lambda self, rows: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         batches_of(loader_of(tokenizer))

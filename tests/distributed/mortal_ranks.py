@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
 import pickle
 import signal
 import subprocess
@@ -24,7 +26,54 @@ from typing import Any
 
 import pytest
 
+from tests.fake_device import selected
+from tests.forked_ranks import ForkedProcess, start
 from tests.ranks import ROOT, free_ports, rank_environment
+
+
+def be_rank(worker: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Join the process group, and call the worker."""
+    import paddle
+
+    from paddle_recompute import _paddle
+    from paddle_recompute.distributed import barrier
+
+    print_stacks_on_request()
+    _paddle.init_parallel_env()
+    paddle.seed(0)
+    worker(**arguments)
+    barrier()  # rank 0 hosts the store: if it left first, the others would lose it
+
+
+def print_stacks_on_request() -> None:
+    """After a fault of the memory, or SIGUSR1: also where the main thread is in C++ for ever."""
+    faulthandler.enable()  # in place of Paddle's handlers, which may hang (tests/conftest.py)
+    faulthandler.register(signal.SIGUSR1)
+
+
+def results_of(worker: Callable[..., Any], num_ranks: int = 2, **arguments: Any) -> list[Any]:
+    """As `run_ranks`, of processes that may not go on afterwards because their run has failed."""
+    with tempfile.TemporaryDirectory(prefix="results-") as folder:
+        told = {"function": worker, "folder": folder, "its": arguments}
+        with MortalRanks(_leave_result, num_ranks, **told) as ranks:
+            ends = [ranks.end_of(rank, within=90) for rank in range(num_ranks)]
+        for code, output in ends:
+            assert code == 0, output
+        files = [Path(folder) / str(rank) for rank in range(num_ranks)]
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def _leave_result(function: Callable[..., Any], folder: str, its: dict[str, Any]) -> None:
+    result = pickle.dumps(function(**its))
+    unfinished = Path(folder) / f"{os.getpid()}.unfinished"
+    unfinished.write_bytes(result)
+    unfinished.rename(Path(folder) / os.environ["PADDLE_TRAINER_ID"])
+    # A rank that ended before the others have their results would be one that has died.
+    deadline = time.monotonic() + 60
+    files = [Path(folder) / str(rank) for rank in range(int(os.environ["PADDLE_TRAINERS_NUM"]))]
+    while time.monotonic() < deadline and not all(file.exists() for file in files):
+        time.sleep(0.01)
+    os._exit(0)
 
 
 class MortalRanks:
@@ -33,25 +82,36 @@ class MortalRanks:
     def __init__(self, worker: Callable[..., Any], num_ranks: int = 2, **arguments: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mortal-")
         folder = Path(self._folder.name)
-        job = pickle.dumps((worker.__module__, worker.__qualname__, arguments))
-        (folder / "job1.pkl").write_bytes(job)
         ports = free_ports(num_ranks + 1)
         self._logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
-        self._processes = []
-        for rank, path in enumerate(self._logs):
-            with path.open("wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-u", "-m", "tests.ranks", str(folder), str(rank)],
-                    env=rank_environment(rank, ports),
-                    cwd=ROOT,
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            assert process.stdin is not None
-            process.stdin.write(b"1\n")
-            process.stdin.close()
-            self._processes.append(process)
+        self._processes = [
+            self._start(rank, rank_environment(rank, ports), worker, arguments)
+            for rank in range(num_ranks)
+        ]
+
+    def _start(
+        self,
+        rank: int,
+        environment: dict[str, str],
+        worker: Callable[..., Any],
+        arguments: dict[str, Any],
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        log = self._logs[rank]
+        log.touch()
+        if not selected.is_selected():
+            return start(be_rank, environment, log, worker=worker, arguments=arguments)
+        # The simulated device is a plugin that Paddle loads as it is imported.
+        job = Path(self._folder.name) / f"job{rank}.pkl"
+        job.write_bytes(pickle.dumps((worker, arguments)))
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                [sys.executable, "-u", "-m", "tests.distributed.mortal_ranks", str(job)],
+                env=environment,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
 
     def __enter__(self) -> MortalRanks:
         return self
@@ -95,3 +155,7 @@ class MortalRanks:
                 self._processes[rank].wait(2)
             pytest.fail(f"rank {rank} still runs after {within} s:\n{self.output(rank)}")
         return code, self.output(rank)
+
+
+if __name__ == "__main__":
+    be_rank(*pickle.loads(Path(sys.argv[1]).read_bytes()))

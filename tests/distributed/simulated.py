@@ -40,17 +40,8 @@ class SimulatedRank:
     def live(self) -> None:
         self.socket.sendall(wire.SIGN_OF_LIFE)
 
-    def meet(
-        self,
-        digest: str,
-        *,
-        size: int,
-        label: str = "x",
-        scope: str = "s",
-        clean: bool = True,
-    ) -> None:
-        told = {"scope": scope, "label": label, "digest": digest, "clean": clean}
-        self.say(kind="meet", channel="c", size=size, **told)
+    def meet(self, digest: str, *, size: int, label: str = "x") -> None:
+        self.say(kind="meet", channel="c", size=size, label=label, digest=digest)
 
     def hear(self, within: float = 10.0, *, leave_out: str = "silent") -> wire.Message:
         """The next message; an empty one when the server has closed the line, or says nothing.

@@ -56,9 +56,7 @@ def ends(line: socket.socket, within: float = 10.0) -> bool:
 
 
 messages = st.dictionaries(
-    st.sampled_from(
-        ["kind", "channel", "size", "scope", "label", "digest", "serial", "place", "message"]
-    ),
+    st.sampled_from(["kind", "channel", "size", "label", "digest", "serial", "place", "message"]),
     st.recursive(
         st.none()
         | st.booleans()

@@ -41,16 +41,16 @@ def test_a_rank_that_does_not_exist_is_shown_the_door(server: ControlServer, ran
 def test_a_rank_can_connect_once_only(clients: list[SimulatedRank], server: ControlServer) -> None:
     assert not SimulatedRank(server, 2).is_in
     clients[2].meet("same", size=1)
-    assert clients[2].hear() == {"kind": "met", "channel": "c", "clean": True}
+    assert clients[2].hear() == {"kind": "met", "channel": "c"}
 
 
 def test_all_meet_when_the_last_has_come(clients: list[SimulatedRank]) -> None:
     for rank in (2, 0):
         clients[rank].meet("same", size=3)
     assert clients[0].hear(within=0.1) == {}
-    clients[1].meet("same", size=3, clean=False)
+    clients[1].meet("same", size=3)
     for client in clients:
-        assert client.hear() == {"kind": "met", "channel": "c", "clean": False}
+        assert client.hear() == {"kind": "met", "channel": "c"}
 
 
 def test_contents_are_fetched_where_they_differ_from_one_rank_for_each(
@@ -78,14 +78,13 @@ def test_ranks_that_meet_for_different_things_are_told(clients: list[SimulatedRa
     assert labels == [("step 2", "0"), ("barrier", "1")]
 
 
-def test_what_was_said_for_a_failed_scope_answers_nothing(clients: list[SimulatedRank]) -> None:
-    clients[0].meet("old", size=2, scope="failed")
-    clients[1].say(kind="failed", scope="failed", place="in step 3", message="why")
-    assert clients[0].hear()["message"] == "why"
-    clients[0].meet("late", size=2, scope="failed")
-    clients[1].meet("new", size=2, scope="next")
-    clients[0].meet("new", size=2, scope="next")
-    assert clients[0].hear() == {"kind": "met", "channel": "c", "clean": True}
+def test_the_first_failure_is_told_and_no_other(clients: list[SimulatedRank]) -> None:
+    clients[1].say(kind="failed", place="in step 3", message="why")
+    told = {"kind": "failed", "rank": 1, "place": "in step 3", "message": "why"}
+    assert [client.hear() for client in clients] == [told] * 3
+    clients[2].say(kind="failed", place="in step 3", message="because of rank 1")
+    clients[1].end()
+    assert clients[0].hear(within=0.3) == {}
 
 
 def waits(at: str, *, serial: int = 7) -> dict[str, Any]:
@@ -125,22 +124,21 @@ def test_ranks_that_go_on_or_wait_at_one_place_are_not_apart(
 def test_an_end_is_announced_also_to_those_who_come_later(
     server: ControlServer, clients: list[SimulatedRank]
 ) -> None:
-    clients[2].end()
-    assert clients[0].hear() == {"kind": "gone", "ranks": "2", "place": ""}
-    clients[1].say(kind="left", message=None, place="after step 9")
+    clients[1].say(kind="left", place="after step 9")
     assert clients[0].hear() == {"kind": "left", "ranks": "1", "place": "after step 9"}
+    clients[2].end()
+    assert clients[0].hear() == {"kind": "gone", "rank": 2, "place": ""}
     late = SimulatedRank(server, 7)
-    assert {late.hear()["ranks"], late.hear()["ranks"]} == {"1", "2"}
+    assert [late.hear()["kind"], late.hear()["kind"]] == ["gone", "left"]
 
 
 def test_last_words_are_passed_on_before_they_are_acknowledged(
     clients: list[SimulatedRank],
 ) -> None:
-    clients[1].say(kind="left", message="KeyError", place="in step 4", is_peer_error=False)
+    clients[1].say(kind="failed", place="in step 4", message="KeyError")
+    clients[1].say(kind="left", place="in step 4")
     assert clients[0].hear()["message"] == "KeyError"
-    assert [clients[1].hear()["kind"], clients[1].hear()["kind"]] == ["ended", "heard"]
-    clients[2].say(kind="failed", scope="s", place="in step 4", message="why")
-    assert clients[0].hear()["message"] == "why"
+    assert [clients[1].hear()["kind"], clients[1].hear()["kind"]] == ["failed", "heard"]
 
 
 def test_a_request_to_stop_is_passed_on_once_however_many_ranks_were_asked(
@@ -171,17 +169,10 @@ def test_ranks_are_written_in_few_characters(ranks: list[int]) -> None:
     assert len(ranges(ranks)) < 20
 
 
-SCOPE = Scope((0, 1, 2), "s", Limits(peer_timeout=5, stall_timeout=60))
-GONE = {"kind": "gone", "ranks": "2", "place": ""}
+SCOPE = Scope((0, 1, 2), Limits(peer_timeout=5, stall_timeout=60))
+GONE = {"kind": "gone", "rank": 2, "place": ""}
 LEFT = {"kind": "left", "ranks": "1", "place": "after step 9"}
-FAILED = {
-    "kind": "failed",
-    "scope": SCOPE.key,
-    "rank": 1,
-    "place": "in step 4",
-    "message": "KeyError: 'x'.",
-    "is_peer_error": False,
-}
+FAILED = {"kind": "failed", "rank": 1, "place": "in step 4", "message": "KeyError: 'x'."}
 
 
 def alive(**silent: float) -> dict[str, Any]:
@@ -199,13 +190,11 @@ def alive(**silent: float) -> dict[str, Any]:
         ([alive(r2=6.0), alive()], 1, None),
         ([alive(r3=6.0)], 1, None),  # of another group
         ([GONE], 0, "rank 2 has died"),
-        ([{**GONE, "ranks": "3-5"}], 0, None),
+        ([{**GONE, "rank": 3}], 0, "rank 3 has died"),  # of another group: the run ends with it
         ([LEFT], 1, None),  # it may have done its part
         ([LEFT], 3, "rank 1 has ended after step 9"),
         ([FAILED], 0, "rank 1 failed in step 4: KeyError: 'x'"),
-        ([{**FAILED, "scope": "other"}], 0, None),
-        # Rank 1 ended because of rank 2.
-        ([{**FAILED, "is_peer_error": True}, GONE], 0, "rank 2 has died"),
+        ([GONE, FAILED], 0, "rank 2 has died"),  # the first is the cause
     ],
 )
 def test_when_waiting_is_in_vain(

@@ -42,7 +42,8 @@ def end_in_a_collective(folder: str, exit_code: int | None, peer_lives_on: float
         lambda group: dist.all_reduce(paddle.ones([1]), group=group), "a sum", scope_of(None)
     )
     time.sleep(0.5)
-    peers()._last_words["said"] = True  # rank 1 is not to hear of it
+    peers()._has_said_goodbye = True  # rank 1 is not to hear of it
+    peers().fail = lambda error: error  # type: ignore[method-assign]
     ended.touch()
     if exit_code is None:
         raise ValueError("a file is missing")
@@ -51,8 +52,8 @@ def end_in_a_collective(folder: str, exit_code: int | None, peer_lives_on: float
 
 @pytest.mark.parametrize(
     ("exit_code", "peer_lives_on"),
-    [(None, 1.5), (3, 1.5), (None, 6.5)],
-    ids=["failed", "exit 3", "failed, and the peer lives on"],
+    [(None, 1.5), (3, 1.5), (None, 8.0), (3, 8.0), (0, 8.0)],
+    ids=["failed", "exit 3", "failed, and the peer lives on", "exit 3, the same", "well, the same"],
 )
 def test_a_rank_ends_with_its_own_exit_code(
     exit_code: int | None, peer_lives_on: float, tmp_path: Path

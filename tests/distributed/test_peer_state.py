@@ -6,7 +6,7 @@ import pytest
 
 from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
 
-SCOPE = Scope((0, 1), "test", Limits(peer_timeout=30.0, stall_timeout=60.0))
+SCOPE = Scope((0, 1), Limits(peer_timeout=30.0, stall_timeout=60.0))
 
 
 def heard(*, silent: float) -> PeerState:

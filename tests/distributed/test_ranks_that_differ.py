@@ -14,6 +14,7 @@ import pytest
 from paddle_recompute.distributed import barrier, broadcast_from_rank0, mean_over_ranks
 from paddle_recompute.errors import PeerError, SyncError
 from paddle_recompute.grad_sync import GradientSync
+from tests.distributed.mortal_ranks import results_of
 from tests.ranks import run_ranks
 
 
@@ -132,36 +133,32 @@ def decay() -> list[bool]:
     return changed
 
 
-def failing_alone() -> dict[str, str]:
-    """One rank fails: the other says so; afterwards both can start anew."""
-    second = is_second()
-    messages = {}
+def sparse_on_one_rank() -> str:
     embedding = paddle.nn.Embedding(4, 2, sparse=True)
     sync = GradientSync(embedding)
 
-    def sparse_on_one_rank() -> None:
+    def step() -> None:
         with sync.last_backward():
-            if second:
+            if is_second():
                 embedding(paddle.to_tensor([1])).sum().backward()
 
-    messages["sparse"] = message_of(SyncError, sparse_on_one_rank)
-    messages["again"] = message_of(SyncError, sparse_on_one_rank)
+    return message_of(SyncError, step)
+
+
+def one_step_more_on_one_rank() -> str:
     layer = Named("a")
     sync = GradientSync(layer)
-    with sync.last_backward():
-        (layer.a * 2).sum().backward()
-    assert layer.a.grad.tolist() == [[2, 2], [2, 2]]
 
-    def one_step_more_on_one_rank() -> None:
-        if second:
-            barrier()
-        else:
-            with sync.last_backward():
-                (layer.a * 2).sum().backward()
+    def step() -> None:
+        with sync.last_backward():
+            (layer.a * 2).sum().backward()
 
-    messages["elsewhere"] = message_of(SyncError, one_step_more_on_one_rank)
-    messages["too late"] = message_of(PeerError, lambda: wait_for_rank0(stall_timeout=2, late=4))
-    return messages
+    step()
+    return message_of(SyncError, barrier if is_second() else step)
+
+
+def too_late() -> str:
+    return message_of(PeerError, lambda: wait_for_rank0(stall_timeout=2, late=4))
 
 
 def wait_for_rank0(stall_timeout: float, late: float) -> float:
@@ -185,7 +182,6 @@ def every_case() -> dict[str, Any]:
         "decay": decay(),
         "seconds in gloo": wait_for_rank0(stall_timeout=60, late=4.5),
         "mean": mean_over_ranks(0.25 + dist.get_rank()),
-        "alone": failing_alone(),
     }
 
 
@@ -239,13 +235,19 @@ def test_a_rank_that_is_late_but_alive_is_waited_for_and_not_inside_gloo(seen: S
     assert all(one["seconds in gloo"] < 1 for one in seen)
 
 
-def test_a_rank_that_fails_alone_fails_the_others_and_all_can_start_anew(seen: Seen) -> None:
-    first, second = (one["alone"] for one in seen)
-    assert "the gradient of 'weight' is sparse (SelectedRows)" in second["sparse"]
-    assert first["sparse"].startswith("rank 1 failed in step 1: SyncError: the gradient of")
-    assert "rank 0 did not come within 2 s (stall_timeout)" in second["too late"]
-    assert first["too late"].startswith("rank 1 failed in step 2: rank 0 did not come within")
-    for messages in (first, second):
-        assert "make a new GradientSync" in messages["again"]
-        assert "rank 0 is at gradient sync of step 2: end of the backward" in messages["elsewhere"]
-        assert "rank 1 is at barrier()" in messages["elsewhere"]
+def test_a_rank_that_fails_alone_fails_the_others() -> None:
+    first, second = results_of(sparse_on_one_rank)
+    assert "the gradient of 'weight' is sparse (SelectedRows)" in second
+    assert first.startswith("rank 1 failed in step 1: SyncError: the gradient of")
+
+
+def test_ranks_that_wait_in_different_places_are_told() -> None:
+    for message in results_of(one_step_more_on_one_rank):
+        assert "rank 0 is at gradient sync of step 2: end of the backward" in message
+        assert "rank 1 is at barrier()" in message
+
+
+def test_a_rank_that_comes_after_the_limit_ends_too() -> None:
+    first, second = results_of(too_late)
+    assert "rank 0 did not come within 2 s (stall_timeout)" in second
+    assert first.startswith("rank 1 failed in step 2: rank 0 did not come within")

@@ -31,6 +31,8 @@ Given = dict[str, Any]
 FAULTS: dict[str, tuple[str, str, Callable[[], Given]]] = {}
 """Title -> (kind of the finding, where it must be, what `doctor` is given)."""
 RANK_FAULTS: dict[str, tuple[str, str, Callable[[], Given]]] = {}
+WARNINGS: dict[str, tuple[str, str, Callable[[], Given]]] = {}
+"""What is often meant to be so: it is said, and the model passes."""
 HEALTHY: dict[str, Callable[[], Given]] = {}
 
 
@@ -172,7 +174,7 @@ def _() -> Given:
     return given(blocks(Block(attend)), "1")
 
 
-@fault("config.use_cache", "use_cache", "config.use_cache")
+@fault("config.use_cache", "use_cache", "config.use_cache", WARNINGS)
 def _() -> Given:
     model = blocks(nn.Linear(WIDTH, WIDTH))
     model.config = SimpleNamespace(use_cache=True)
@@ -221,28 +223,75 @@ def _() -> Given:
     )
 
 
-@fault("a parameter that the loss does not use", "unused_parameter", "other.weight")
+@fault("a parameter that the loss does not use", "unused_parameter", "other.weight", WARNINGS)
 def _() -> Given:
     return given(
         Whole(lambda m, x: m.one(x), one=nn.Linear(WIDTH, 2), other=nn.Linear(WIDTH, 2)), "one"
     )
 
 
-@fault("a layer forgotten beside experts", "unused_parameter", "1.other.weight")
+@fault("a layer forgotten beside experts", "unused_parameter", "1.other.weight", WARNINGS)
 def _() -> Given:
     model = blocks(Experts(16))
     model[1].other = nn.Linear(WIDTH, 2)
     return given(model, "1.experts.*")
 
 
-@fault("the last of the layers left out", "unused_parameter", "layers.2.weight")
+@fault("the last of the layers left out", "unused_parameter", "layers.2.weight", WARNINGS)
 def _() -> Given:
+    return given(without_the_last_layer())
+
+
+@fault("a dropped layer that is to be recomputed", "never_called", "layers.2", WARNINGS)
+def _() -> Given:
+    return given(without_the_last_layer(), "layers.*")
+
+
+def without_the_last_layer() -> nn.Layer:
     def forward(model: Any, x: paddle.Tensor) -> paddle.Tensor:
         for layer in model.layers[:2]:
             x = layer(x)
         return x
 
-    return given(Whole(forward, layers=nn.LayerList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])))
+    return Whole(forward, layers=nn.LayerList([nn.Linear(WIDTH, WIDTH) for _ in range(3)]))
+
+
+@fault("a pooler that the loss does not use", "unused_parameter", "pooler.weight", WARNINGS)
+def _() -> Given:
+    return given(
+        Whole(
+            lambda m, x: (m.encoder(x), m.pooler(m.encoder(x)).tanh()),
+            encoder=nn.Linear(WIDTH, WIDTH),
+            pooler=nn.Linear(WIDTH, WIDTH),
+        ),
+        "encoder",
+        loss_fn=lambda model, batch: model(batch)[0].square().mean(),
+    )
+
+
+@fault("a pooler in neither loss nor optimizer", "unused_parameter", "pooler.*", WARNINGS)
+def _() -> Given:
+    model = Whole(lambda m, x: m.one(x), one=nn.Linear(WIDTH, 2), pooler=nn.Linear(WIDTH, 2))
+    return given(model, optimizer=paddle.optimizer.AdamW(parameters=model.one.parameters()))
+
+
+@fault("LayerDrop", "unused_parameter", "*.linear.weight", WARNINGS)
+def _() -> Given:
+    class Dropped(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return x if paddle.rand([1]).item() < 0.5 else self.linear(x)
+
+    return given(nn.Sequential(*[Dropped() for _ in range(6)]), "*")
+
+
+@fault("auxiliary heads", "unused_parameter", "heads.0.weight", WARNINGS)
+def _() -> Given:
+    heads = nn.LayerList([nn.Linear(WIDTH, 2) for _ in range(2)])
+    return given(Whole(lambda m, x: m.one(x), one=nn.Linear(WIDTH, 2), heads=heads), "one")
 
 
 @fault("a model that is frozen", "nothing_trained", "")

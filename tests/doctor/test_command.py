@@ -43,11 +43,13 @@ class Unrepeatable(Block):
 
 
 class Encoder(paddle.nn.Layer):
-    def __init__(self, vocab_size, width=8, faulty=False):
+    def __init__(self, vocab_size, width=8, faulty=False, pooler=False):
         super().__init__()
         self.embedding = paddle.nn.Embedding(vocab_size, width)
         kinds = [Block, Unrepeatable if faulty else Block, Block]
         self.blocks = paddle.nn.LayerList([kind(width) for kind in kinds])
+        if pooler:
+            self.pooler = paddle.nn.Linear(width, width)
 
     def forward(self, ids):
         x = self.embedding(ids)
@@ -78,8 +80,8 @@ def run(folder: Path, *arguments: str, **changes: Any) -> tuple[int, str, dict[s
     return done.returncode, done.stdout + done.stderr, found
 
 
-def own(faulty: bool) -> list[str]:
-    model = {"name": "own:Encoder", "options": {"faulty": faulty}}
+def own(**options: bool) -> list[str]:
+    model = {"name": "own:Encoder", "options": options}
     return [f"model={json.dumps(model)}"]
 
 
@@ -111,6 +113,17 @@ def test_a_sound_model_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
     assert report["ok"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_warning_is_shown_and_the_exit_code_is_0(ranks: int, tmp_path: Path) -> None:
+    code, output, report = run(tmp_path, *own(pooler=True), f"launch.num_ranks={ranks}")
+    assert code == 0, output
+    assert report["ok"] and report["findings"] == []
+    (warning,) = report["warnings"]
+    assert (warning["kind"], warning["where"]) == ("unused_parameter", "pooler.weight"), warning
+    assert "1 warning:\n- unused_parameter at pooler.weight" in output
+    assert "ok: no fault found" in output
+
+
 @pytest.mark.parametrize("spoiled", [None, ("static", True, 1)])
 def test_the_two_modes_are_compared_on_request(
     spoiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,7 +131,7 @@ def test_the_two_modes_are_compared_on_request(
     """The runs of parity are replaced; tests/parity trains them."""
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
-    monkeypatch.setattr(parity, "run_job", fake_runs(spoiled))
+    monkeypatch.setattr(parity, "_train", fake_runs(spoiled))
     write_pairs(tmp_path / "pairs.tsv")
     file, output = tmp_path / "run.yaml", tmp_path / "report.json"
     file.write_text(yaml.safe_dump(tiny(tmp_path).to_dict()))

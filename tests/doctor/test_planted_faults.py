@@ -8,8 +8,8 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute.doctor import DoctorReport, doctor
-from tests.doctor.planted import FAULTS, HEALTHY, RANK_FAULTS
+from paddle_recompute.doctor import DoctorReport, Finding, doctor
+from tests.doctor.planted import FAULTS, HEALTHY, RANK_FAULTS, WARNINGS
 from tests.ranks import run_ranks
 
 
@@ -18,10 +18,10 @@ def examine(build: Any) -> DoctorReport:
     return doctor(**build())
 
 
-def names(report: DoctorReport, kind: str, where: str) -> bool:
+def names(found: list[Finding], kind: str, where: str) -> bool:
     return any(
         one.kind == kind and (one.where == where or fnmatch.fnmatch(one.where, where))
-        for one in report.findings
+        for one in found
     )
 
 
@@ -30,13 +30,23 @@ def test_a_fault_is_named(title: str) -> None:
     kind, where, build = FAULTS[title]
     report = examine(build)
     assert not report.ok
-    assert names(report, kind, where), str(report)
+    assert names(report.findings, kind, where), str(report)
+
+
+@pytest.mark.parametrize("title", WARNINGS)
+def test_what_may_be_meant_is_a_warning_and_no_fault(title: str) -> None:
+    kind, where, build = WARNINGS[title]
+    report = examine(build)
+    assert report.ok and not report.findings, str(report)
+    assert names(report.warnings, kind, where), str(report)
+    assert f"- {kind} at " in str(report)
+    assert "warning" in str(report) and str(report).endswith("ok: no fault found")
 
 
 @pytest.mark.parametrize("title", HEALTHY)
 def test_a_healthy_model_passes(title: str) -> None:
     report = examine(HEALTHY[title])
-    assert report.ok, str(report)
+    assert report.ok and not report.warnings, str(report)
 
 
 def on_rank(title: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from paddle_recompute.errors import ConfigError
+from tests.bfloat16 import needs_bfloat16
 from tests.ranks import ROOT, run_ranks
 from tests.train_step.half_precision import pretended_gpu
 
@@ -50,7 +51,7 @@ def check_losses(shown: str) -> None:
         ("compiled_graph", ()),
         ("lamb_lars", ()),
         ("lamb_lars", ("--optimizer", "lars")),
-        ("mixed_precision", ("--static",)),
+        pytest.param("mixed_precision", ("--static",), marks=needs_bfloat16),
         ("recompute", ()),
     ],
 )

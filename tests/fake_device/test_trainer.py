@@ -1,4 +1,4 @@
-"""A whole run on two devices: data workers, steps, evaluation, a checkpoint."""
+"""A whole run on two devices: data, steps, evaluation, a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trainer.test_trainer import tiny, write_pairs
 
 
 def train(folder: str) -> dict[str, Any]:
-    settings = {"train__max_steps": 4, "launch__num_ranks": 2, "data__num_workers": 1}
+    settings = {"train__max_steps": 4, "launch__num_ranks": 2}
     set_device = paddle.set_device
     # launch.device is cpu or gpu; here it is the device that tests/conftest.py has set.
     paddle.set_device = lambda name: None  # type: ignore[assignment]

@@ -218,9 +218,45 @@ class Mixed(RecomputeTrainerMixin, Theirs):  # type: ignore[misc]
     """With no library at all."""
 
 
+class OfOneRank:
+    """As the training arguments of PaddleFormers and PaddleNLP on one rank: they drop sharding."""
+
+    def __init__(self, left: Any) -> None:
+        self.max_grad_norm = 1.0
+        self.sharding = left
+        self.sharding_parallel_degree = -1
+
+
+@pytest.mark.parametrize("left", ["", []], ids=["PaddleFormers", "PaddleNLP"])
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["--sharding", "stage1"], "sharding=stage1"),
+        (["--sharding=stage2"], "sharding=stage2"),
+        (["--lr", "1", "--sharding", "stage1", "offload", "--bf16"], "sharding=stage1 offload"),
+        (["--sharding", "stage3 offload"], "sharding=stage3 offload"),
+        (["--sharding_parallel_config", "split_param"], None),
+        (["--sharding", ""], None),
+        (["--sharding="], None),
+        (["--no-sharding", "stage1"], None),
+        ([], None),
+    ],
+)
+def test_sharding_on_one_rank_is_refused(
+    command: list[str], words: str | None, left: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", *command])
+    arguments = OfOneRank(left)
+    expected = ConfigError if words else AssertionError  # their constructor comes after ours
+    told = rf"the training arguments ask for {words};" if words else "starts what is asked for"
+    with pytest.raises(expected, match=told):
+        Mixed(args=arguments)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"sharding": True}, "sharding=True"),
         ({"sharding": "stage2"}, "sharding=stage2"),
         ({"sharding": ["stage1", "offload"]}, "sharding=stage1 offload"),
         ({"tensor_parallel_degree": 2}, "tensor_parallel_degree=2"),

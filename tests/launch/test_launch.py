@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import signal
@@ -13,13 +14,23 @@ import termios
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paddle_recompute.config import Config, load_config
 from paddle_recompute.errors import LaunchError
-from paddle_recompute.launch import RankFailedError, RankRefusedError, _rank_settings, launch
+from paddle_recompute.launch import (
+    RankError,
+    RankFailedError,
+    RankRefusedError,
+    _rank_settings,
+    launch,
+    read_errors,
+    restarts,
+)
 from tests.ranks import ROOT, free_ports
 
 TINY = ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
@@ -277,3 +288,38 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_the_first_cause_is_told_before_what_follows_from_it(tmp_path: Path) -> None:
+    """The rank that fails may write its error later than those who heard of it."""
+    for rank, kind, when in ((0, "PeerError", 1.0), (1, "DataError", 3.0), (2, "ValueError", 2.0)):
+        error = RankError(rank, when, kind, True, "", kind)
+        (tmp_path / f"error.{rank}.json").write_text(json.dumps(asdict(error)))
+    assert [error.kind for error in read_errors(tmp_path)] == [
+        "ValueError", "DataError", "PeerError"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "starts"), [("PeerError", 3), ("OutOfMemoryError", 3), ("ConfigError", 1)]
+)
+def test_ranks_start_again_after_an_error_that_another_start_may_not_have(
+    kind: str, starts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tried = []
+
+    def refused(*_: Any, **__: Any) -> None:
+        tried.append(kind)
+        raise RankRefusedError(RankError(1, 1.0, "why", True, "", kind))
+
+    monkeypatch.setattr(restarts, "launch", refused)
+    config = Config.model_validate(
+        {
+            "model": {"preset": "tiny"},
+            "contrastive": {"global_batch": 8},
+            "train": {"max_steps": 1, "learning_rate": 0.1, "output_dir": str(tmp_path)},
+        }
+    )
+    with pytest.raises(RankRefusedError, match="why"):
+        restarts.launch_with_restarts(config, [], max_restart=2)
+    assert len(tried) == starts

@@ -5,6 +5,7 @@ against PaddleNLP's own models where it is installed (``make test-nlp``).
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,18 @@ def test_the_first_releases_call_weights_gamma_and_beta(tmp_path: Path) -> None:
     assert abs(vectors(path) - numpy_bert(hf_arrays(), IDS)).max() < TOLERANCE
 
 
-def convert(source: Path, target: Path, to: str) -> None:
-    result = CliRunner().invoke(main, ["convert", "--to", to, str(source), str(target)])
+def convert(source: Path, target: Path, to: str, *more: str) -> str:
+    result = CliRunner().invoke(main, ["convert", "--to", to, *more, str(source), str(target)])
     assert result.exit_code == 0, result.output
     assert f"arrays with the names of {to}" in result.output
+    return result.output
+
+
+def refused(source: Path, target: Path, to: str, *more: str) -> str:
+    result = CliRunner().invoke(main, ["convert", "--to", to, *more, str(source), str(target)])
+    assert result.exit_code == 2, result.output
+    assert not target.exists()
+    return " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("suffix", [".pdparams", ".safetensors"])
@@ -184,13 +193,192 @@ def test_task_types_are_added_to_the_token_types(tmp_path: Path) -> None:
     assert (state["embeddings.token_type.weight"].numpy() == types + tasks[0]).all()
 
 
-@pytest.mark.parametrize("prefix", ["roberta.", ""])
-def test_a_roberta_is_refused(prefix: str, tmp_path: Path) -> None:
-    arrays = hf_arrays(prefix)
-    arrays[f"{prefix}embeddings.position_embeddings.weight"] = np.ones([514, HIDDEN], "float32")
+def positions(rows: int) -> NDArray[np.float32]:
+    return np.random.default_rng(2).normal(0, 0.2, [rows, HIDDEN]).astype("float32")
+
+
+@pytest.mark.parametrize("naming", ["huggingface", "paddlenlp"])
+@pytest.mark.parametrize(
+    ("sign", "told"),
+    [
+        ("its name", "its names say so"),
+        ("its head", "its names say so"),
+        ("514 rows", "its table of positions has 514 rows"),
+        ("130 rows", "its table of positions has 130 rows"),
+        ("row of the padding", "row 1 of its positions is zero"),
+        ("one token type", "it has one token type"),
+        ("config.json", "the configuration beside it says"),
+        ("model_config.json", "the configuration beside it says"),
+    ],
+)
+def test_a_roberta_is_refused(sign: str, told: str, naming: str, tmp_path: Path) -> None:
+    """Each sign alone, in a model with as many positions as the table has rows."""
+    arrays = hf_arrays()
+    if naming == "paddlenlp":
+        start = write(tmp_path / "hf.safetensors", arrays)
+        convert(start, tmp_path / "nlp.safetensors", "paddlenlp")
+        arrays = dict(safetensors.numpy.load_file(tmp_path / "nlp.safetensors"))
+    table, rows = "embeddings.position_embeddings.weight", POSITIONS
+    if sign.endswith("rows"):
+        rows = int(sign.split()[0])
+        arrays[table] = positions(rows)
+    elif sign == "row of the padding":
+        arrays[table] = arrays[table] * (np.arange(rows) != 1).astype("float32")[:, None]
+    elif sign == "one token type":
+        arrays["embeddings.token_type_embeddings.weight"] = positions(1)
+    elif sign.endswith(".json"):
+        kind = {"model_type": "xlm-roberta"} if sign == "config.json" else {}
+        (tmp_path / sign).write_text(json.dumps({"init_class": "RobertaModel", **kind}))
+    elif sign == "its head":
+        arrays["lm_head.bias"] = np.ones(WORDS, "float32")
+    else:
+        arrays = {f"roberta.{name}": array for name, array in arrays.items()}
     path = write(tmp_path / "model.safetensors", arrays)
-    with pytest.raises(CheckpointError, match="RoBERTa, which counts positions from 2"):
-        vectors(path)
+    said = rf"RoBERTa, which counts positions from 2 .*{told}"
+    types = 1 if sign == "one token type" else TYPES
+    fitting = config(init_from=path).model_copy(
+        update={"max_position_embeddings": rows, "type_vocab_size": types}
+    )
+    with pytest.raises(CheckpointError, match=said):
+        build_model(fitting, WORDS)
+    assert "RoBERTa" in refused(path, tmp_path / "b.safetensors", "paddle_recompute")
+
+
+# ------------------------------------------------------------ every tensor is used, or it is named
+
+
+def mpnet_arrays() -> dict[str, NDArray[np.float32]]:
+    """Other names for the attention, and a bias for relative positions."""
+    arrays = {
+        name.replace("attention.self.query", "attention.attn.q")
+        .replace("attention.self.key", "attention.attn.k")
+        .replace("attention.self.value", "attention.attn.v")
+        .replace("attention.output.dense", "attention.attn.o")
+        .replace("attention.output.LayerNorm", "attention.LayerNorm"): array
+        for name, array in hf_arrays().items()
+    }
+    return {**arrays, "encoder.relative_attention_bias.weight": positions(HEADS)}
+
+
+@pytest.mark.parametrize("to", ["paddle_recompute", "paddlenlp", "huggingface"])
+def test_an_encoder_with_other_tensors_is_not_converted(to: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "mpnet.safetensors", mpnet_arrays())
+    said = refused(source, tmp_path / "b.safetensors", to)
+    number = 10 * LAYERS + 1
+    assert f"{number} tensors have no name in an encoder of {to}: encoder.layer.0." in said
+    more = ("--leave-out", "encoder.*")  # then the attention is missing
+    assert "is not a whole encoder; it lacks encoder.layers.0.self_attn" in refused(
+        source, tmp_path / "b.safetensors", to, *more
+    )
+
+
+def test_an_encoder_with_one_tensor_more_is_refused(tmp_path: Path) -> None:
+    """As for relative positions: all of BERT's tensors are there, and do not suffice."""
+    name = "encoder.layer.1.attention.self.distance_embedding.weight"
+    source = write(tmp_path / "model.safetensors", {**hf_arrays("bert."), f"bert.{name}": IDS})
+    with pytest.raises(CheckpointError, match=rf"does not have: bert\.{name}"):
+        vectors(source)
+    assert name in refused(source, tmp_path / "b.safetensors", "paddlenlp")
+
+
+def test_a_head_is_left_out_if_that_is_asked_for(tmp_path: Path) -> None:
+    heads = {"cls.predictions.bias": np.ones(WORDS, "float32"), "classifier.weight": positions(2)}
+    buffers = {"bert.embeddings.position_ids": np.arange(POSITIONS)[None]}
+    source = write(tmp_path / "hf.safetensors", {**hf_arrays("bert."), **heads, **buffers})
+    target = tmp_path / "b.safetensors"
+    said = refused(source, target, "paddlenlp", "--leave-out", "cls.*")
+    assert "1 tensors have no name in an encoder of paddlenlp: classifier.weight." in said
+    said = refused(source, target, "paddlenlp", "--leave-out", "c*", "--leave-out", "x")
+    assert "--leave-out: 'x' matches none" in said
+    said = convert(source, target, "paddlenlp", "--leave-out", "c*")
+    assert all(name in said for name in heads)
+    assert (vectors(target) == vectors(source)).all()
+
+
+def test_positions_in_another_order_are_told(tmp_path: Path) -> None:
+    name = "embeddings.position_ids"
+    source = write(tmp_path / "a.safetensors", {**hf_arrays(), name: np.arange(POSITIONS)[::-1]})
+    assert name in refused(source, tmp_path / "b.safetensors", "paddlenlp")
+
+
+def test_a_projection_is_left_out_if_that_is_asked_for(tmp_path: Path) -> None:
+    source, target = tmp_path / "ours.safetensors", tmp_path / "hf.safetensors"
+    save_weights(build_model(config(projection_size=8), WORDS), source)
+    said = refused(source, target, "huggingface")
+    assert (
+        "2 tensors have no name in an encoder of huggingface: projection.bias, projection.weight"
+        in said
+    )
+    convert(source, target, "huggingface", "--leave-out", "projection.*")
+    assert safetensors.numpy.load_file(target).keys() == hf_arrays().keys()
+
+
+# ---------------------------------------------------------------------------------- several files
+
+
+def write_shards(folder: Path, arrays: dict[str, Any], shards: int = 3) -> Path:
+    """As Hugging Face writes a large model."""
+    folder.mkdir(exist_ok=True)
+    names = sorted(arrays)
+    places = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        here = names[number::shards]
+        write(folder / file, {name: arrays[name] for name in here})
+        places.update(dict.fromkeys(here, file))
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors.index.json"])
+def test_a_folder_of_several_files(name: str, tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "hf", hf_arrays("bert."))
+    expected = vectors(write(tmp_path / "model.safetensors", hf_arrays("bert.")))
+    assert (vectors(folder / name) == expected).all()
+    convert(folder / name, tmp_path / "ours.safetensors", "paddle_recompute")
+    assert (vectors(tmp_path / "ours.safetensors") == expected).all()
+    model = build_model(config(), WORDS)
+    save_weights(model, tmp_path / "all.safetensors")
+    own = write_shards(tmp_path / "own", safetensors.numpy.load_file(tmp_path / "all.safetensors"))
+    other = build_model(config(), WORDS)
+    load_weights(other, own / name)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert (one.numpy() == two.numpy()).all()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model_state.pdparams"])
+def test_a_folder_of_one_file(file: str, tmp_path: Path) -> None:
+    path = write(tmp_path / file, hf_arrays())
+    assert (vectors(tmp_path) == vectors(path)).all()
+
+
+def test_folders_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"this folder holds none of model\.safetensors\.ind"):
+        vectors(tmp_path)
+    folder = write_shards(tmp_path / "hf", hf_arrays())
+    second = folder / "model-00002-of-00003.safetensors"
+    said = refused(second, tmp_path / "b.safetensors", "paddlenlp")
+    assert "If it is one of several files, give their folder" in said or "neither" in said
+    index = folder / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    moved = dict(whole["weight_map"])
+    name = next(name for name, file in moved.items() if file != second.name)
+    moved[name] = second.name
+    for content, told in (
+        ("{", "is damaged"),
+        ("[1]", "has no weight_map"),
+        (json.dumps({"weight_map": {"a": "../model.safetensors"}}), "files in its folder"),
+        (json.dumps({"weight_map": {"a": "other.safetensors"}}), "other.safetensors, which is not"),
+        (json.dumps({"weight_map": moved}), "does not hold what model.safetensors.index.json says"),
+    ):
+        index.write_text(content)
+        with pytest.raises(CheckpointError, match=told):
+            vectors(folder)
+    index.write_text(json.dumps(whole))
+    second.unlink()
+    with pytest.raises(CheckpointError, match="which is not there; get all files"):
+        vectors(folder)
 
 
 def test_what_does_not_fit_is_told_in_our_names(tmp_path: Path) -> None:

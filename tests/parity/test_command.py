@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 from click.testing import CliRunner, Result
 
 from paddle_recompute import cli, parity
-from paddle_recompute.config import Config, RecomputeConfig
-from paddle_recompute.parity import worker
+from paddle_recompute.config import Config
 from paddle_recompute.parity.records import (
     WEIGHTS,
     Figures,
@@ -23,7 +21,7 @@ from paddle_recompute.parity.records import (
     write_arrays,
     write_record,
 )
-from paddle_recompute.parity.variants import Variant
+from paddle_recompute.parity.variants import Variant, plan
 from paddle_recompute.parity.worker import micro_batches
 from tests.trainer.test_trainer import tiny, write_pairs
 
@@ -42,7 +40,7 @@ def run(folder: Path, *arguments: str, **changes: Any) -> Result:
     return CliRunner().invoke(cli.main, ["parity", "--config", str(file), *arguments])
 
 
-@pytest.mark.timeout(300)  # six processes, each of which imports Paddle
+@pytest.mark.timeout(300)  # a process that trains five runs twice
 def test_one_process_from_end_to_end(tmp_path: Path) -> None:
     """With a learned temperature and masked false negatives."""
     changes = {
@@ -69,8 +67,6 @@ def test_one_process_from_end_to_end(tmp_path: Path) -> None:
         assert len(plain["losses"]) == 3
         assert plain["losses"] == recomputed["losses"]
         assert plain["losses"] != runs[mode, False, False]["losses"]  # there is dropout
-        assert 0 < recomputed["peak_bytes"] != plain["peak_bytes"] > 0
-        assert plain["seconds_per_step"] > 0
     bits = [one for one in record["comparisons"] if one["tolerance"] == "bit-equal"]
     assert len(bits) == 6
     assert sum(one["right"] == "dygraph fleet, 1 process" for one in bits) == 2
@@ -79,10 +75,10 @@ def test_one_process_from_end_to_end(tmp_path: Path) -> None:
     assert {one["case"] for one in modes} == {"dropout", "no dropout"}
     left = sorted(path.name for path in (tmp_path / "run" / "parity").rglob("*.npz"))
     assert left == [], "arrays are removed, logs stay"
-    assert "6/6  static recompute, 1 process" in result.stderr
+    assert "5/5  static recompute, 1 process" in result.stderr
 
 
-@pytest.mark.timeout(300)  # five processes, each of which imports Paddle
+@pytest.mark.timeout(300)  # a process that trains five runs twice
 def test_the_gradient_cache_in_both_modes(tmp_path: Path) -> None:
     result = run(tmp_path, "--steps", "2", "--json", contrastive__chunk_size=3)
     assert result.exit_code == 0, result.output
@@ -97,7 +93,7 @@ def test_the_gradient_cache_in_both_modes(tmp_path: Path) -> None:
         assert all(value == of_case[0] for value in of_case)  # in both modes, bit by bit
 
 
-@pytest.mark.timeout(300)  # five processes, each of which imports Paddle
+@pytest.mark.timeout(300)  # a process that trains five runs twice
 def test_a_model_that_fleets_recompute_refuses_is_compared_without_it(tmp_path: Path) -> None:
     patterns = ["embeddings", "encoder.layers.*"]  # token ids need no gradient
     result = run(tmp_path, "--steps", "1", "--json", recompute__checkpoints=patterns)
@@ -110,42 +106,32 @@ def test_a_model_that_fleets_recompute_refuses_is_compared_without_it(tmp_path: 
     assert "5/5  static recompute, 1 process" in result.stderr
 
 
-def test_a_layer_that_fleet_cannot_wrap_is_a_refusal() -> None:
-    fleet = RecomputeConfig(engine="fleet", checkpoints=["*"])
-    ids = np.ones([1, 4], "float32")
-    with_buffers = paddle.nn.Sequential(paddle.nn.BatchNorm1D(4))
-    assert "has the buffer" in (worker._refusal(with_buffers, fleet, ids) or "")
-    model = paddle.nn.Sequential(paddle.nn.Tanh(), paddle.nn.Dropout(0.5))
-    assert worker._refusal(model, fleet, ids) is None
-
-
 def fake_runs(spoil: Variant | None) -> Any:
-    """In place of the processes: every run has the same numbers, but for one of `spoil`."""
+    """In place of the ranks: every run has the same numbers, but for one of `spoil`."""
 
-    def run_job(folder: Path, config: Config, steps: int, variant: Variant | None) -> None:
+    def train(folder: Path, config: Config, steps: int, ranks: int, show_progress: bool) -> None:
         weights = {name: np.ones([2, 2], "float32") for name in ("embedding", "pooler.weight")}
-        if variant is None:
-            write_arrays(folder / WEIGHTS, weights)
-            return
-        gradients = {name: np.full([2, 2], 0.5, "float32") for name in weights}
-        kind = "fleet" if variant.reference else variant.recompute
-        if (variant.mode, kind, variant.ranks) == spoil:
-            gradients["pooler.weight"][1, 1] += 1e-3
-        parameters = {name: weights[name] - 1e-3 for name in weights}
-        figures = Figures([1.0] * steps, [1.0] * steps, [1e-3], digests_of(parameters), 9, 0.1)
-        for case in variant.cases:
-            for rank in range(variant.ranks):
-                outcome = Outcome(figures, gradients, parameters)
-                write_record(folder / variant.folder_name, case, rank, outcome)
+        write_arrays(folder / WEIGHTS, weights)
+        for variant in plan(config).variants:
+            gradients = {name: np.full([2, 2], 0.5, "float32") for name in weights}
+            kind = "fleet" if variant.reference else variant.recompute
+            if (variant.mode, kind, variant.ranks) == spoil:
+                gradients["pooler.weight"][1, 1] += 1e-3
+            parameters = {name: weights[name] - 1e-3 for name in weights}
+            figures = Figures([1.0] * steps, [1.0] * steps, [1e-3], digests_of(parameters))
+            for case in variant.cases:
+                for rank in range(variant.ranks):
+                    outcome = Outcome(figures, gradients, parameters)
+                    write_record(folder, variant, case, rank, outcome)
 
-    return run_job
+    return train
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_parity_ends_with_0_and_a_table(
     tmp_path: Path, as_json: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "run_job", fake_runs(None))
+    monkeypatch.setattr(parity, "_train", fake_runs(None))
     arguments = ["--json"] if as_json else []
     result = run(tmp_path, *arguments, launch__num_ranks=2, launch__device="cpu")
     assert result.exit_code == 0, result.output
@@ -163,7 +149,7 @@ def test_parity_ends_with_0_and_a_table(
 def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
     tmp_path: Path, spoiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "run_job", fake_runs(spoiled))
+    monkeypatch.setattr(parity, "_train", fake_runs(spoiled))
     result = run(tmp_path, launch__num_ranks=2, launch__device="cpu")
     assert result.exit_code == 1, result.output
     mode, kind, ranks = spoiled

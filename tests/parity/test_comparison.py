@@ -43,7 +43,7 @@ def outcome() -> Outcome:
     parameters = {
         name: weights()[name] - RATE * np.sign(gradient) for name, gradient in gradients.items()
     }
-    figures = Figures([2.0, 1.0], [3.0, 2.5], [RATE], digests_of(parameters), 100, 0.5)
+    figures = Figures([2.0, 1.0], [3.0, 2.5], [RATE], digests_of(parameters))
     return Outcome(figures, gradients, parameters)
 
 
@@ -246,7 +246,6 @@ def test_what_cannot_be_compared_is_refused(sections: dict[str, Any], words: str
 def test_a_run_is_configured_as_its_variant_says() -> None:
     config = configuration(model={"init_from": "weights.pdparams"})
     variant = Variant("static", False, 1, 2, (Case(True), Case(False)))
-    assert Variant.from_dict(variant.to_dict()) == variant
     found = config_for(config, variant, Case(dropout=False))
     assert (found.model.hidden_dropout, found.model.attention_dropout) == (0, 0)
     assert (found.recompute.enable, found.launch.num_ranks) == (False, 1)
@@ -256,9 +255,7 @@ def test_a_run_is_configured_as_its_variant_says() -> None:
 
 def test_the_reference_is_paddles_own_recompute_and_synchronization() -> None:
     config = configuration()
-    [alone, on_ranks] = [one for one in plan(config).variants if one.reference]
-    assert Variant.from_dict(on_ranks.to_dict()) == on_ranks
-    assert (alone.folder_name, on_ranks.folder_name) == ("dygraph-fleet-1", "dygraph-fleet-2")
+    [_, on_ranks] = [one for one in plan(config).variants if one.reference]
     found = config_for(config, on_ranks, Case(dropout=True))
     assert (found.recompute.enable, found.recompute.engine) == (True, "fleet")
     assert found.sync.mode == "fleet"

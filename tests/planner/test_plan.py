@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,12 +25,26 @@ from paddle_recompute import (
 )
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import ConfigError, PlanError
-from paddle_recompute.planner import JOINED, NESTED, Choice, Job, StepCosts, simulate, solve
+from paddle_recompute.planner import (
+    JOINED,
+    NESTED,
+    Choice,
+    Job,
+    StepCosts,
+    simulate,
+    smallest,
+    solve,
+)
 from paddle_recompute.planner.costs import CallCost
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.policies import uniform
 from paddle_recompute.planner.recompute_plan import RecomputePlan as Plan
-from paddle_recompute.recompute import is_treated, parts_of_block
+from paddle_recompute.recompute import (
+    is_treated,
+    parts_of_block,
+    treat_parts,
+    undo_recompute,
+)
 
 pytestmark = pytest.mark.skipif(
     not memory.can_reset_peak(), reason="2.6 cannot start the peak anew; see test_paddle_2_6"
@@ -293,7 +308,7 @@ def test_a_call_that_has_begun_holds_its_bytes_while_another_one_runs(whole: Seq
     choices = [Choice(n, n, "whole" if n in whole else "plain") for n in range(8)]
     predicted = simulate(costs, choices).peak.bytes
     measured = measured_peak(job, make(costs, choices, job))
-    assert -EXACT <= predicted - measured <= IN_TURNS * measured
+    assert 0 <= predicted - measured <= IN_TURNS * measured
 
 
 def test_planning_leaves_no_trace() -> None:
@@ -318,13 +333,48 @@ def test_moments_are_counted_before_they_exist() -> None:
     job = job_of("encoder")
     optimizer = paddle.optimizer.AdamW(parameters=job.model.parameters())
     step = TrainStep(job.model, optimizer, loss_fn=job.loss_fn)
-    found = estimate(job.model, job.batch, job.loss_fn, optimizer=optimizer)
+    found = estimate(job.model, job.batch, job.loss_fn, optimizer=optimizer, keeps_gradients=False)
     for _ in range(2):
         step([job.batch])
     gc.collect()
     memory.reset_peak()
     step([job.batch])
     assert memory.peak_bytes() == pytest.approx(found.peak_bytes, abs=1024)
+
+
+@pytest.mark.parametrize("keeps", [None, False], ids=["the default", "set_to_zero=False"])
+@pytest.mark.parametrize("name", ["encoder", "one encoder twice"])
+def test_a_loop_of_ones_own_stays_within_the_budget(name: str, keeps: bool | None) -> None:
+    """``optimizer.clear_grad()`` keeps the gradients, set to zero, if it is not told otherwise."""
+    job = job_of(name)
+    model, batch = job.model, job.batch
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    model.pooler = paddle.nn.Linear(64, 64)  # is never called, so it has no gradient
+    options: dict[str, Any] = {} if keeps is None else {"keeps_gradients": keeps}
+    costs = estimate(model, batch, job.loss_fn, optimizer=optimizer, **options).costs
+    least, plain = smallest(costs).peak, simulate(costs, uniform(costs, "plain")).peak.bytes
+    found = plan(
+        model,
+        batch,
+        job.loss_fn,
+        optimizer=optimizer,
+        memory_budget=(2 * least + plain) // 3,
+        **options,
+    )
+    found.apply(model)
+    for number in range(3):
+        if number == 2:
+            gc.collect()
+            memory.reset_peak()
+        loss = job.loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad(**({} if keeps is None else {"set_to_zero": keeps}))
+        del loss
+    measured = memory.peak_bytes()
+    assert measured <= found.memory_budget
+    if name == "encoder":
+        assert measured == pytest.approx(found.peak_bytes, abs=1024)
 
 
 def test_gradients_that_micro_batches_add_to_are_counted_once() -> None:
@@ -339,7 +389,7 @@ def test_gradients_that_micro_batches_add_to_are_counted_once() -> None:
     step = TrainStep(model, optimizer, loss_fn=loss_fn, accumulate_steps=2)
     for _ in range(2):
         step([batch] * 2)
-    job = Job(model, batch, loss_fn, optimizer, accumulate_steps=2)
+    job = Job(model, batch, loss_fn, optimizer)
     costs = job.measure()
     assert all(p.grad is None for p in model.parameters())
     for option in ("plain", "whole"):
@@ -442,8 +492,6 @@ def test_numbers_that_are_none_are_refused(given: Any) -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         return model(batch).mean()
 
-    with pytest.raises(ConfigError, match="accumulate_steps: received"):
-        estimate(model, batch, loss_fn, accumulate_steps=given)
     with pytest.raises(ConfigError, match="batch_size: received"):
         estimate(model, batch, loss_fn, batch_size=given, checkpoints=["*"])
     for budget, rows, name in ((2**30, given, "local_batch"), ("much", 4, "memory_budget")):
@@ -676,7 +724,7 @@ def with_cheap_parts(costs: StepCosts) -> StepCosts:
 
 def test_the_parts_of_a_layer_are_recomputed_in_all_its_calls() -> None:
     """They are wrapped once; a plan that says less would predict other bytes."""
-    job = job_of("one encoder twice")
+    job = replace(job_of("one encoder twice"), keeps_gradients=False)
     costs = with_cheap_parts(job.measure(only_bytes=True))
     plain, least = (simulate(costs, uniform(costs, one)).peak.bytes for one in ("plain", "whole"))
     seen = 0
@@ -689,6 +737,152 @@ def test_the_parts_of_a_layer_are_recomputed_in_all_its_calls() -> None:
                 options.setdefault(costs.calls[choice.first].layer, set()).add(choice.option)
         assert all(len(own) == 1 for own in options.values())
         seen += sum(own != {"plain"} for own in options.values())
-        made = make(costs, found.choices, job)
-        assert measured_peak(job, made) == pytest.approx(found.peak, rel=IN_TURNS)
+        measured = measured_peak(job, make(costs, found.choices, job))
+        assert 0 <= found.peak - measured <= IN_TURNS * measured
     assert seen
+
+
+class Averaging(paddle.nn.Layer):
+    """Assigns its buffer anew, and stores a loss where there was none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = paddle.nn.Linear(8, 8), paddle.nn.LayerNorm(8)
+        self.register_buffer("mean", paddle.zeros([8]))
+        self.loss: Any = None
+        self.seen: Any = ()
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        y = self.linear(x)
+        self.mean = self.mean * 0.5 + y.detach().mean(0)
+        self.loss, self.seen = y.square().mean(), (y,)
+        return self.norm(x + paddle.tanh(y) + self.mean)
+
+
+def test_a_step_that_is_measured_leaves_buffers_and_attributes_as_they_were() -> None:
+    model = paddle.nn.Sequential(*[Averaging() for _ in range(3)])
+    batch = paddle.randn([4, 8])
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch).square().mean() + sum(one.loss for one in model)
+
+    buffers = [one.mean for one in model]
+    gc.collect()
+    before = memory.current_bytes()
+    plan(model, batch, loss_fn, memory_budget=2**30)
+    gc.collect()
+    assert memory.current_bytes() == before
+    for one, buffer in zip(model, buffers, strict=True):
+        assert one.mean is buffer
+        assert not buffer.numpy().any()
+        assert one.loss is None
+        assert one.seen == ()
+
+
+class Sharing(paddle.nn.Layer):
+    """Blocks with one activation and one norm for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act, norm = paddle.nn.GELU(), paddle.nn.LayerNorm(8)
+        self.blocks = paddle.nn.LayerList()
+        for _ in range(3):
+            block = paddle.nn.Layer()
+            block.up, block.down = paddle.nn.Linear(8, 32), paddle.nn.Linear(32, 8)
+            block.act, block.norm = act, norm
+            block.forward = functools.partial(self._block, block)
+            self.blocks.append(block)
+
+    @staticmethod
+    def _block(block: Any, x: paddle.Tensor) -> paddle.Tensor:
+        return block.norm(x + block.down(block.act(block.up(x))))
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("option", ["activation", "selective"])
+def test_parts_that_blocks_share_are_recomputed(option: str) -> None:
+    paddle.seed(0)
+    model, batch = Sharing(), paddle.randn([64, 8])
+    names = [
+        f"{name}.{part}"
+        for name, block in model.named_sublayers()
+        if name.count(".") == 1
+        for part in parts_of_block(block, option)  # type: ignore[arg-type]
+    ]
+    gradients = []
+    for treated in (False, True):
+        if treated:
+            treat_parts(model, names)
+        model(batch).square().mean().backward()
+        gradients.append([p.grad.numpy() for p in model.parameters()])
+        model.clear_gradients()
+    assert is_treated(model)
+    assert all(np.array_equal(a, b) for a, b in zip(*gradients, strict=True))
+    undo_recompute(model)
+    assert is_treated(model) is None
+
+
+class Dropping(paddle.nn.Layer):
+    """LayerDrop: hands its input on."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.drops = paddle.nn.Linear(8, 32), paddle.nn.Linear(32, 8), drops
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x if self.drops else x + self.down(paddle.tanh(self.up(x)))
+
+
+def test_a_block_that_returns_its_input_is_planned() -> None:
+    model = paddle.nn.Sequential(*[Dropping(place % 2 == 0) for place in range(4)])
+    batch = paddle.randn([64, 8])
+    found = estimate(model, batch, lambda m, x: m(x).square().mean())
+    least = smallest(found.costs).peak
+    made = plan(model, batch, lambda m, x: m(x).square().mean(), memory_budget=least)
+    assert made.measured_bytes is not None
+    assert made.measured_bytes <= least < found.peak_bytes
+
+
+class Cache:
+    """Keys of all calls so far, by block."""
+
+    def __init__(self) -> None:
+        self.keys: list[Any] = [None] * 3
+
+    def update(self, place: int, keys: paddle.Tensor) -> paddle.Tensor:
+        before = self.keys[place]
+        self.keys[place] = keys if before is None else paddle.concat([before, keys], 1)
+        return self.keys[place]
+
+
+class Caching(paddle.nn.Layer):
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.keys, self.out, self.place = paddle.nn.Linear(8, 8), paddle.nn.Linear(8, 8), place
+
+    def forward(self, x: paddle.Tensor, mask: paddle.Tensor, cache: Cache) -> paddle.Tensor:
+        keys = cache.update(self.place, self.keys(x))
+        scores = paddle.nn.functional.softmax(paddle.matmul(x, keys, transpose_y=True) + mask)
+        return x + self.out(paddle.matmul(scores, keys))
+
+
+class WithCache(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = paddle.nn.LayerList([Caching(place) for place in range(3)])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        cache, mask = Cache(), paddle.zeros([x.shape[1], x.shape[1]])
+        for block in self.blocks:
+            x = block(x, mask, cache)
+        return x
+
+
+def test_a_model_with_a_cache_of_keys_is_planned() -> None:
+    model, batch = WithCache(), paddle.randn([4, 16, 8])
+    found = plan(model, batch, lambda m, x: m(x).square().mean(), memory_budget=2**30)
+    assert {call.layer for call in found.costs.calls} == {f"blocks.{n}" for n in range(3)}

@@ -102,6 +102,22 @@ MODELS: dict[str, tuple[Callable[[], paddle.nn.Layer], list[str]]] = {
         lambda: Sequential(Linear(4, 4), Mlp(), Mlp(), Linear(4, 4)),
         ["1, 2 (2 x Mlp)"],
     ),
+    "Sequentials in a list": (
+        lambda: Holder(
+            blocks=LayerList([Sequential(Linear(4, 4), paddle.nn.ReLU()) for _ in range(3)])
+        ),
+        ["blocks.* (3 x Sequential)"],
+    ),
+    "Sequentials in a Sequential": (
+        lambda: Sequential(
+            *[Sequential(Linear(4, 4), paddle.nn.ReLU()) for _ in range(2)], Linear(4, 2)
+        ),
+        ["0, 1 (2 x Sequential)"],
+    ),
+    "as many stages as blocks in each": (
+        lambda: Holder(stages=LayerList([Holder(blocks=mlps(2)) for _ in range(3)])),
+        [f"stages.{n}.blocks.* (2 x Mlp)" for n in range(3)],
+    ),
     "resnet18": (
         lambda: paddle.vision.models.resnet18(num_classes=3),
         [f"layer{n}.* (2 x BasicBlock)" for n in (1, 2, 3, 4)],

@@ -205,6 +205,79 @@ def test_policies_trade_memory_for_time(peaks: dict[str, int]) -> None:
     assert peaks["cheap parts"] < 0.8 * peaks["plain"]
 
 
+# ------------------------------------------------------- a block that stores a tensor on itself
+
+
+class Router(paddle.nn.Layer):
+    """A block with an auxiliary loss, and what an interested user looks at."""
+
+    def __init__(self, stored: str) -> None:
+        super().__init__()
+        self.linear = paddle.nn.Linear(WIDTH, WIDTH)
+        self.router = paddle.nn.Linear(WIDTH, 4)
+        self.stored = stored
+        self.kept: Any = None
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        weights = paddle.nn.functional.softmax(self.router(x))
+        loss = weights.mean(0).square().sum()
+        self.kept = {"tensor": loss, "tuple": (weights, loss), "list": [weights, loss]}[self.stored]
+        return x + self.linear(x) * weights[:, :1]
+
+    def loss(self) -> paddle.Tensor:
+        return self.kept if self.stored == "tensor" else self.kept[1]
+
+
+def router_steps(
+    way: str, stored: str, *, uses_loss: bool, num_steps: int = 5
+) -> tuple[list[int], paddle.nn.Layer, weakref.ref[Any], int]:
+    """The bytes in use after each step; the model, one of its blocks, and the bytes before it."""
+    before = _memory.current_bytes()
+    paddle.seed(7)
+    model = paddle.nn.Sequential(*(Router(stored) for _ in range(3)))
+    if way == "wrapped":
+        for one in model:
+            recompute_wrapper(one)
+    elif way == "segments":
+        apply_recompute(model, RecomputeConfig(checkpoints=["*"], policy="segments", segments=1))
+    x, in_use = input_tensor(), []
+    for _ in range(num_steps):
+        y = recompute(lambda x: model(x), x) if way == "nested" else model(x)
+        loss = y.square().mean()
+        if uses_loss:
+            loss = loss + paddle.add_n([one.loss() for one in model])
+        loss.backward()
+        model.clear_gradients()
+        del y, loss
+        in_use.append(_memory.current_bytes() - before)
+    return in_use, model, weakref.ref(model[1]), before
+
+
+@pytest.mark.parametrize("uses_loss", [False, True], ids=["looked at", "trained on"])
+@pytest.mark.parametrize("stored", ["tensor", "tuple", "list"])
+@pytest.mark.parametrize("way", ["wrapped", "segments", "nested"])
+def test_a_block_that_stores_a_tensor_holds_what_it_holds_without_recompute(
+    way: str, stored: str, uses_loss: bool
+) -> None:
+    plainly, model, *_ = router_steps("plain", stored, uses_loss=uses_loss)
+    del model
+    in_use, model, one, before = router_steps(way, stored, uses_loss=uses_loss)
+    assert len(set(in_use)) == 1
+    assert in_use <= plainly
+    del model
+    assert one() is None
+    assert _memory.current_bytes() == before
+
+
+def test_forwards_without_a_backward_do_not_add_up() -> None:
+    model = recompute_wrapper(Router("tensor"))
+    in_use = []
+    for _ in range(4):
+        model(input_tensor())
+        in_use.append(_memory.current_bytes())
+    assert in_use[1] == in_use[-1]
+
+
 # ------------------------------------------------------------------ beside Paddle's own recompute
 
 

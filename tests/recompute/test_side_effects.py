@@ -9,6 +9,7 @@ import paddle
 import pytest
 
 from paddle_recompute import recompute
+from paddle_recompute.errors import RecomputeError
 from tests.recompute.contract import Run, Seen, case, leaf, loss_of, step, upstream
 
 
@@ -327,3 +328,77 @@ def test_a_second_forward_sees_the_buffers_of_the_first(how: str) -> None:
     second.sum().backward()
     assert seen == [0, 1, 0, 1]
     assert int(block.count) == 2
+
+
+class Auxiliary(paddle.nn.Layer):
+    """Stores a loss of its forward on itself, for the loop to add."""
+
+    def __init__(self, stored: str) -> None:
+        super().__init__()
+        self.linear, self.router = paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4)
+        self.stored = stored
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        y = self.linear(x).tanh()
+        loss = (self.router(x.detach()) * y).tanh().square().sum()
+        if self.stored == "in a tuple":
+            self.kept: Any = (y, loss)
+        elif self.stored == "in a list":
+            self.kept = [y, loss]
+        else:
+            self.kept = loss
+        return y
+
+    @property
+    def loss(self) -> paddle.Tensor:
+        return self.kept[1] if self.stored.startswith("in") else self.kept
+
+
+@case(
+    "a loss that the block stores {stored}, {when}",
+    num_listed=0,
+    stored=["as a tensor", "in a tuple", "in a list"],
+    when=["in one backward", "in a second backward"],
+)
+def test_stored_loss(run: Run, stored: str, when: str) -> Seen:
+    block, x = Auxiliary(stored), leaf(3, 4)
+    losses = []
+    for _ in range(3):
+        y = run(block, upstream(x))
+        if when == "in one backward":
+            (y.square().sum() + block.loss).backward()
+        else:
+            y.square().sum().backward(retain_graph=True)
+            block.loss.backward()
+        losses.append(block.loss.detach())
+    return {"layer": block, "x": x, "losses": losses}
+
+
+class TwoGraphs(paddle.nn.Layer):
+    """The graph of the stored loss and that of the output have nothing in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.router = paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.loss = self.router(x.detach()).square().tanh().sum()
+        return self.linear(x).tanh()
+
+
+@case("a stored loss whose own backward comes after that of the output", num_listed=0)
+def test_a_backward_for_each_graph(run: Run) -> Seen:
+    block, x = TwoGraphs(), leaf(3, 4)
+    run(block, upstream(x)).sum().backward()
+    block.loss.backward()
+    return {"layer": block, "x": x}
+
+
+def test_a_write_between_the_backwards_of_two_graphs_is_refused() -> None:
+    """As in the plain call: the operators of the second graph would read other numbers."""
+    block, x = TwoGraphs(), leaf(3, 4)
+    recompute(block, x).sum().backward()
+    with paddle.no_grad():
+        x.add_(paddle.ones([3, 4]))
+    with pytest.raises(RecomputeError, match="changed in place afterwards"):
+        block.loss.backward()

@@ -10,7 +10,7 @@ import pytest
 
 from paddle_recompute import _paddle
 from paddle_recompute.recompute import recompute
-from tests.recompute.contract import Run, Seen, case, leaf, plain
+from tests.recompute.contract import Run, Seen, case, leaf, plain, step
 
 View = Callable[[paddle.Tensor], paddle.Tensor]
 
@@ -170,3 +170,13 @@ def test_a_tensor_without_memory_may_be_saved(run: Run) -> None:
     y = run(lambda x: lstm(x)[0], x * 2)
     with pytest.raises(RuntimeError, match="Tensor holds no memory"):
         y.sum().backward()
+
+
+@case("einsum, which saves empty tensors on 2.6", num_listed=0)
+def test_einsum(run: Run) -> Seen:
+    weight = leaf(4, 5)
+
+    def contract(x: paddle.Tensor) -> paddle.Tensor:
+        return paddle.einsum("bij,jk->bik", x, weight).tanh()
+
+    return {**step(run, contract, leaf(2, 3, 4)), "weight": weight}

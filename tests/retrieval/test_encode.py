@@ -18,6 +18,7 @@ from paddle_recompute.errors import CheckpointError, DataError
 from paddle_recompute.retrieval import encoding as encode_module
 from paddle_recompute.retrieval.encoding import encode_file
 from paddle_recompute.retrieval.evaluation import encode_texts
+from paddle_recompute.retrieval.index import Index, search
 from paddle_recompute.retrieval.trained import TrainedEncoder, load_encoder
 from tests.trainer.trained_run import make_run, texts
 
@@ -371,6 +372,20 @@ def test_run_and_its_checkpoints_are_the_same_model(run: Path) -> None:
     assert found[0].folder == run / "checkpoint" / "step-3"
     assert (found[0].max_query_tokens, found[0].max_positive_tokens) == (10, 12)
     assert not found[0].model.training
+
+
+def test_a_complete_checkpoint_of_a_killed_save_encodes_too(
+    run: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """Its folder has another name until the run goes on."""
+    shutil.copytree(run, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-3"
+    checkpoint.rename(checkpoint.with_name(".unfinished-step-3"))
+    record = encode_file(load_encoder(tmp_path / "run"), text_file, tmp_path / "pool.npy")
+    assert (record["step"], record["texts"]) == (3, COUNT)
+    checkpoint.with_name(".unfinished-step-3").rename(checkpoint)
+    (hits,) = search(Index(tmp_path / "pool.npy"), ["cat"], top_k=1)
+    assert hits[0].rank == 1
 
 
 def test_another_model_has_another_fingerprint(run: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import sys
 import paddle
 import pytest
 
+from tests.bfloat16 import needs_bfloat16
+
 pytestmark = pytest.mark.skipif(
     paddle.__version__.startswith("2."), reason="Paddle 2.6 casts in another way, tested elsewhere"
 )
@@ -56,6 +58,7 @@ for one, other in zip(plain.gradients, exact.gradients):
 """
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_with_one_gradient(form: str) -> None:
     """In a process of its own: a crash of oneDNN ends the process."""

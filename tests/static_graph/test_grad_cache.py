@@ -26,6 +26,7 @@ from paddle_recompute.errors import (
 from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep
 from paddle_recompute.train_step.optimizer import build_optimizer
+from tests.bfloat16 import needs_bfloat16
 from tests.ranks import run_ranks
 from tests.static_graph.models import HIDDEN, Stack, peak_above_rest
 from tests.static_graph.test_train_step import BFLOAT16, assert_same, config_of
@@ -245,6 +246,7 @@ def test_two_ranks_have_the_negatives_of_both(uneven: bool) -> None:
     assert one == other
 
 
+@needs_bfloat16
 def test_bfloat16_is_near_float32_and_recompute_changes_no_bit_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

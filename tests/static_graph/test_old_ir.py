@@ -15,8 +15,10 @@ from paddle_recompute import (
     recompute_wrapper,
     static_graph,
 )
+from paddle_recompute._paddle import device
 from paddle_recompute._paddle.static import training
 from paddle_recompute.errors import StaticGraphError
+from tests.bfloat16 import needs_bfloat16
 from tests.ranks import run_ranks
 from tests.static_graph.old_ir_programs import (
     BATCH,
@@ -166,6 +168,7 @@ def test_merged_gradients_are_those_of_one_batch() -> None:
 # --------------------------------------------------------------------------- mixed precision
 
 
+@needs_bfloat16
 def test_bfloat16_with_recompute_is_bfloat16_without() -> None:
     plain = train(plain_loss, recompute=False, amp=True)
     recomputed = train(encoder_loss, recompute=True, amp=True)
@@ -176,6 +179,7 @@ def test_bfloat16_with_recompute_is_bfloat16_without() -> None:
     assert plain.count("cast") > 20
 
 
+@needs_bfloat16
 def test_wrapped_layers_with_bfloat16() -> None:
     recomputed = train(wrapped_loss, recompute=True, amp=True)
     # The casts of a weight and of an activation are part of the Layer that needs them.
@@ -187,6 +191,12 @@ def test_operators_on_the_black_list_stay_in_float32() -> None:
     black = {"custom_black_list": ["matmul_v2"]}
     done = train(plain_loss, recompute=False, amp=True, amp_configs=black)
     assert done.losses == train(plain_loss, recompute=False).losses
+
+
+def test_a_cpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "programs_compute_bfloat16", lambda: False)
+    with pytest.raises(StaticGraphError, match="needs AVX-512, and this CPU has none"):
+        train(plain_loss, recompute=False, amp=True)
 
 
 def test_what_a_cpu_cannot_do_in_bfloat16_is_refused() -> None:

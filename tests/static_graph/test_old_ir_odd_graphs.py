@@ -13,6 +13,7 @@ import pytest
 
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.static_graph import mark_checkpoint, minimize
+from tests.bfloat16 import needs_bfloat16
 from tests.ranks import run_ranks
 from tests.static_graph import test_pir_recompute as graphs
 from tests.static_graph.models import (
@@ -87,9 +88,12 @@ def test_gradient_clip(clip: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"amp": True},
+        pytest.param({"amp": True}, marks=needs_bfloat16),
         {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2, "avg": True}},
-        {"amp": True, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+        pytest.param(
+            {"amp": True, "gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+            marks=needs_bfloat16,
+        ),
     ],
     ids=["amp", "merge", "amp_and_merge"],
 )

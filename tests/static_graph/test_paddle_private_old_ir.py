@@ -19,6 +19,7 @@ from paddle.base.layer_helper import LayerHelper
 from paddle_recompute._paddle import static as _paddle_static
 from paddle_recompute._paddle.static import old_ir, ranks, training
 from paddle_recompute.errors import StaticGraphError
+from tests.bfloat16 import needs_bfloat16
 from tests.ranks import run_ranks
 from tests.static_graph.models import static_mode
 from tests.static_graph.old_ir_programs import needs_old_ir
@@ -247,6 +248,7 @@ def test_lists_and_casts_of_mixed_precision(program: paddle.static.Program) -> N
     assert kinds(program).count("cast") == 3
 
 
+@needs_bfloat16
 @needs_old_ir
 def test_the_crash_of_onednn_is_refused_by_nobody_else() -> None:
     """`complete_bfloat16_gradients` can go if this exits with 0."""
@@ -350,3 +352,13 @@ def test_what_pir_alone_has_is_not_asked_for() -> None:
         from paddle_recompute.static_graph import explain
 
         explain(paddle.static.Program())
+
+
+@needs_old_ir
+def test_a_variable_has_no_truth(program: paddle.static.Program) -> None:
+    """`old_ir.refusing_truth` sets ``Variable.__bool__``, which 2.6 lacks."""
+    assert not hasattr(framework.Variable, "__bool__")
+    assert bool(fed())
+    with old_ir.refusing_truth(), pytest.raises(TypeError, match="has no value while a Program"):
+        bool(fed())
+    assert not hasattr(framework.Variable, "__bool__")

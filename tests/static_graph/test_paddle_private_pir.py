@@ -362,3 +362,27 @@ def test_hooks_of_to_static() -> None:
     ]
     assert callable(pir_partial_program.partial_program_from)
     assert callable(pir_partial_program.PartialProgramLayer.add_hooker)
+
+
+@only_pir
+def test_scope_local_var_names() -> None:
+    """`pir.variables_after`: what a start-up Program has made."""
+    with static_mode():
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        with paddle.static.program_guard(main, startup):
+            paddle.nn.Linear(2, 2)
+        scope = paddle.static.Scope()
+        with paddle.static.scope_guard(scope):
+            paddle.static.Executor().run(startup)
+        assert len(pir.variables_after(startup, scope)) == 2
+
+
+def test_register_buffer_refuses_variables_and_fills_buffers(
+    program: paddle.static.Program,
+) -> None:
+    """`static.buffers` replaces it while it does, and then writes ``Layer._buffers``."""
+    layer = paddle.nn.Layer()
+    with pytest.raises(TypeError):
+        layer.register_buffer("count", paddle.arange(8))
+    layer.register_buffer("none", None)
+    assert layer._buffers == {"none": None}

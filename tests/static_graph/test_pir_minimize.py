@@ -12,6 +12,7 @@ import paddle
 import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute_wrapper
+from paddle_recompute._paddle import device
 from paddle_recompute._paddle.static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program.pir.recompute import COPY_OF
@@ -22,6 +23,7 @@ from paddle_recompute.static_graph import (
     minimize,
 )
 from paddle_recompute.static_graph._pir_data_parallel import mean_over_ranks
+from tests.bfloat16 import needs_bfloat16
 from tests.static_graph.models import (
     BATCH,
     HIDDEN,
@@ -165,11 +167,18 @@ def bfloat16(**lists: Any) -> Callable[[], Any]:
     return lambda: paddle.amp.auto_cast(True, level="O1", dtype="bfloat16", **lists)
 
 
+@needs_bfloat16
 def test_bfloat16() -> None:
     run = assert_recompute_changes_nothing(marked_stack, prepare=bfloat16(), amp=True)
     plain = train(marked_stack, None)
     assert run.losses != plain.losses
     assert run.losses == pytest.approx(plain.losses, rel=0.02)
+
+
+def test_a_cpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "programs_compute_bfloat16", lambda: False)
+    with pytest.raises(StaticGraphError, match="needs AVX-512, and this CPU has none"):
+        train(marked_stack, (), prepare=bfloat16(), amp=True)
 
 
 def test_amp_without_auto_cast_says_what_to_write() -> None:
@@ -195,6 +204,7 @@ def test_amp_lists_that_were_not_followed(name: str, operator: str, other: str) 
         train(marked_stack, (), prepare=bfloat16(), amp=True, amp_configs={name: [operator]})
 
 
+@needs_bfloat16
 def test_amp_lists_that_were_followed() -> None:
     lists = {"custom_black_list": ["gelu"]}
     assert_recompute_changes_nothing(

@@ -13,6 +13,7 @@ import paddle
 import pytest
 
 from paddle_recompute.static_graph import mark_checkpoint
+from tests.bfloat16 import HAS_BFLOAT16, needs_bfloat16
 from tests.ranks import free_ports, rank_environment, run_ranks
 from tests.static_graph.models import (
     BATCH,
@@ -60,12 +61,13 @@ CASES: dict[str, dict[str, Any]] = {
     "each gradient alone": {"checkpoints": (), "fuse_all_reduce_ops": False},
     "clipped": {"checkpoints": (), "make_optimizer": clipped_sgd},
     "merged": {"checkpoints": (), **MERGED, "runs_per_step": 2},
-    "bfloat16": {"checkpoints": (), "prepare": bfloat16, "amp": True},
-    "bfloat16, plain": {"checkpoints": None, "prepare": bfloat16, "amp": True},
     "dropout": {"checkpoints": (), "dropout": 0.1, "steps": 10},
     "dropout, plain": {"checkpoints": None, "dropout": 0.1, "steps": 10},
     "other weights drawn": {"checkpoints": (), "seed": 100},
 }
+if HAS_BFLOAT16:
+    CASES["bfloat16"] = {"checkpoints": (), "prepare": bfloat16, "amp": True}
+    CASES["bfloat16, plain"] = {"checkpoints": None, "prepare": bfloat16, "amp": True}
 
 
 def joined(random: np.random.RandomState) -> dict[str, np.ndarray]:
@@ -130,7 +132,9 @@ def test_ranks_end_with_the_same_parameters(of_two_ranks: list[dict[str, Any]], 
         np.testing.assert_array_equal(value, second.parameters[parameter], parameter)
 
 
-@pytest.mark.parametrize("name", ["recompute", "dropout", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["recompute", "dropout", pytest.param("bfloat16", marks=needs_bfloat16)]
+)
 def test_recompute_changes_nothing(of_two_ranks: list[dict[str, Any]], name: str) -> None:
     plain = {"recompute": "plain"}.get(name, f"{name}, plain")
     for results in of_two_ranks:

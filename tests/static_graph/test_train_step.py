@@ -26,6 +26,7 @@ from paddle_recompute.errors import (
 )
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step.optimizer import build_optimizer
+from tests.bfloat16 import needs_bfloat16
 from tests.ranks import run_ranks
 from tests.static_graph.models import HIDDEN, Stack, static_mode
 
@@ -281,7 +282,7 @@ def ten_steps(recompute: bool, *overrides: str) -> tuple[list[float], dict[str, 
     return losses, step.state_dict(), step
 
 
-@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("amp", [False, pytest.param(True, marks=needs_bfloat16)])
 def test_recompute_changes_no_bit(amp: bool) -> None:
     overrides = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"] if amp else []
     plain, plain_state, _ = ten_steps(False, *overrides)
@@ -325,6 +326,7 @@ def test_branches_with_dropout_repeat_their_bits_at_every_start(recompute: bool)
     assert all(losses() == first for _ in range(3))
 
 
+@needs_bfloat16
 def test_bfloat16_is_near_float32_and_keeps_parameters_in_float32() -> None:
     overrides = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
     single, half = static_step()(batches(1)), static_step(*overrides)(batches(1))

@@ -54,6 +54,7 @@ def run(folder: Path, **changes: Any) -> dict[str, Any]:
         words = [f"{n} {text}\tof {n} {text}" for n, text in enumerate(long)]
         pairs.write_text("\n".join(words) + "\n", encoding="utf-8")
     held = held_by_others()
+    changes.setdefault("train__overwrite", not changes.get("train__resume"))
     return Trainer(tiny(folder, **{**SIZES, **changes})).run() | {"held": held}
 
 

@@ -110,7 +110,8 @@ def test_weights_with_nan_are_refused_by_name(folder: Path) -> None:
     weights[name] = np.full_like(weights[name], np.nan)
     save_file(weights, folder / "nan.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        Trainer(tiny(folder, model__init_from=str(folder / "nan.safetensors"))).run()
+        init = {"model__init_from": str(folder / "nan.safetensors"), "train__overwrite": True}
+        Trainer(tiny(folder, **init)).run()
     assert f"nan.safetensors: {name} holds NaN" in str(caught.value)
     assert "learning rate" not in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Two ranks, one of which has less memory: it runs out of it, and all go on with another plan."""
+"""Two ranks, one of which has less memory: all end, and their next start has a smaller plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 
 from paddle_recompute import Trainer
 from paddle_recompute._paddle import memory
-from paddle_recompute.errors import ConfigError
+from paddle_recompute.errors import CheckpointError, OutOfMemoryError, PeerError
 from paddle_recompute.planner import RecomputePlan
-from paddle_recompute.trainer.out_of_memory import check_can_replan
+from paddle_recompute.trainer.objective import Chunks
 from paddle_recompute.trainer.planned import BudgetPlanner
 from paddle_recompute.trainer.planned_steps import PlannedSteps
-from tests.ranks import run_ranks
+from paddle_recompute.trainer.resume import RunCheckpoints, write_smaller_plan
+from tests.distributed.mortal_ranks import results_of
 from tests.trainer.test_trainer import tiny
 
 pytestmark = pytest.mark.skipif(
@@ -35,6 +36,13 @@ SETTINGS: dict[str, Any] = {
     "train__max_steps": 3,
     "train__eval_before": False,
     "train__warmup_steps": 0,
+}
+
+
+REPLANS: dict[str, Any] = {
+    "train__on_oom": "replan",
+    "train__resume": "auto",
+    "train__save_every": 1,
 }
 
 
@@ -73,34 +81,36 @@ def losses(folder: Path) -> list[float]:
     return [one["loss"] for one in map(json.loads, lines) if "loss" in one]
 
 
-def train(folder: str, negatives: str) -> dict[str, Any]:
-    """An undisturbed run, and one in which rank 1 has less memory."""
-    path = Path(folder)
+def run(folder: str, name: str, negatives: str, budget: int, **more: Any) -> dict[str, Any]:
+    settings = {**SETTINGS, "contrastive__negatives": negatives, **more}
+    settings["train__output_dir"] = str(Path(folder) / name)
+    settings["recompute__memory_budget"] = f"{budget}B"
+    return Trainer(tiny(Path(folder), **settings)).run()
 
-    def run(name: str, budget: int, **more: Any) -> dict[str, Any]:
-        settings = {**SETTINGS, "contrastive__negatives": negatives, **more}
-        settings["train__output_dir"] = str(path / name)
-        settings["recompute__memory_budget"] = f"{budget}B"
-        return Trainer(tiny(path, **settings)).run()
 
+def run_with_less(folder: str, negatives: str) -> dict[str, Any]:
+    """An undisturbed run, and one in which rank 1 has less memory from its second step on."""
     limit = Limit()
     with pytest.MonkeyPatch.context() as patch:
         limit.install(patch)
-        budget = run("plain", 2**30)["plain_peak_bytes"] * 101 // 100
+        budget = run(folder, "plain", negatives, 2**30)["plain_peak_bytes"] * 101 // 100
         if dist.get_rank() == 1:
             limit.most = int(limit.highest * 0.9)
-        found = run("replanned", budget, train__on_oom="replan")
-        held = RecomputePlan.load(path / "replanned" / "plan.json")
-        limit.most = 2**60
-        patch.setattr(BudgetPlanner, "make", lambda *_: (held, None, held.peak_bytes))
-        run("from the start", budget)
+        with pytest.raises((OutOfMemoryError, PeerError)) as caught:
+            run(folder, "short", negatives, budget, **REPLANS)
     return {
-        "loss": found["loss"],
+        "kind": type(caught.value).__name__,
+        "message": str(caught.value),
         "failures": limit.failures,
-        "excess": held.costs.excess,
-        "recomputes": held.recomputes,
         "budget": budget,
     }
+
+
+def run_again(folder: str, negatives: str, budget: int) -> dict[str, Any]:
+    """The same command, with the same little memory."""
+    found = run(folder, "short", negatives, budget, **REPLANS)
+    plan = RecomputePlan.load(Path(folder) / "short" / "plan.json")
+    return {"loss": found["loss"], "excess": plan.costs.excess, "recomputes": plan.recomputes}
 
 
 @pytest.fixture
@@ -111,29 +121,43 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("negatives", ["local", "global"])
-def test_one_rank_with_less_memory(folder: Path, negatives: str) -> None:
-    first, second = run_ranks(
-        train, 2, folder=str(folder), negatives=negatives, fresh=True, timeout=240
-    )
-    assert second["failures"] >= 1 and first["failures"] == 0
-    assert first["loss"] == second["loss"]
-    assert first["recomputes"] and first["excess"] >= 0.05 * first["budget"]
+def test_one_rank_with_less_memory_ends_the_run_and_the_next_start_has_another_plan(
+    folder: Path, negatives: str
+) -> None:
+    first, second = results_of(run_with_less, folder=str(folder), negatives=negatives)
+    assert (first["kind"], second["kind"]) == ("PeerError", "OutOfMemoryError")
+    assert (first["failures"], second["failures"]) == (0, 1)
+    smaller = folder / "short" / "checkpoint" / "plan.json"
+    assert f"A smaller plan is in {smaller}: start the run again" in second["message"]
+    assert first["message"].startswith("rank 1 failed")
+    assert "MemoryError: more than" in first["message"]
+    budget = first["budget"]
+    again = results_of(run_again, folder=str(folder), negatives=negatives, budget=budget)
+    assert again[0] == again[1]
+    assert again[0]["recomputes"] and again[0]["excess"] >= int(0.05 * budget)
     assert len(losses(folder / "plain")) == 3
-    assert losses(folder / "replanned") == losses(folder / "from the start")  # the same bits
-    assert losses(folder / "replanned") == losses(folder / "plain")
+    assert losses(folder / "short") == losses(folder / "plain")  # the same bits
 
 
-def refusal(folder: str) -> str:
-    """What a run says whose collectives a device waits for."""
-    settings = {**SETTINGS, "recompute__memory_budget": "1GiB", "train__on_oom": "replan"}
-    config = tiny(Path(folder), contrastive__negatives="global", **settings)
-    dist.get_backend = lambda group=None: "NCCL"
-    with pytest.raises(ConfigError) as found:
-        check_can_replan(config)
-    return str(found.value)
+def refused_elsewhere(folder: str) -> list[bool]:
+    """Whether the smaller plan of another model, or of other ranks, is taken."""
+    settings = {**SETTINGS, "recompute__memory_budget": "1GiB", **REPLANS}
+    settings["launch__num_ranks"] = 1
+    base = Path(folder)
+    config = tiny(base, **settings)
+    plan = BudgetPlanner(config, 100, say=print).make(Chunks())[0]
+    write_smaller_plan(config, plan)
+    taken = []
+    for changes in ({}, {"model__num_layers": 3}, {"contrastive__global_batch": 32}):
+        other = tiny(base, **{**settings, **changes})
+        found = RunCheckpoints(other, rank=0, world_size=1, say=print).plan_of(None)
+        taken.append(found is not None)
+    return taken
 
 
-def test_a_device_that_would_wait_for_ever_is_refused(folder: Path) -> None:
-    said = run_ranks(refusal, 2, folder=str(folder), fresh=True)
-    assert said[0] == said[1]
-    assert said[0].startswith("train.on_oom: replan needs contrastive.negatives: local on several")
+def test_a_smaller_plan_is_for_its_own_run(folder: Path) -> None:
+    assert refused_elsewhere(str(folder)) == [True, False, False]
+    file = tiny(folder).train.output_dir / "checkpoint" / "plan.json"
+    file.write_text("{")
+    with pytest.raises(CheckpointError, match=r"plan\.json: cannot be read"):
+        RunCheckpoints(tiny(folder), rank=0, world_size=1, say=print).plan_of(None)

@@ -76,10 +76,11 @@ def test_damage_is_told_and_the_run_goes_on_from_before(
 
 
 def test_a_new_run_in_the_folder_never_goes_on_from_the_old_one(folder: Path) -> None:
-    """The checkpoints of before go with its first save, whatever train.keep says."""
+    """With train.overwrite the checkpoints of before go, whatever train.keep says."""
     settings = {"train__save_every": 2}
     Trainer(tiny(folder, train__max_steps=4, **settings)).run()
-    Trainer(tiny(folder, train__max_steps=2, train__seed=1, **settings)).run()
+    again = {"train__seed": 1, "train__overwrite": True, "train__resume": "auto"}
+    Trainer(tiny(folder, train__max_steps=2, **again, **settings)).run()
     kept = [path.name for path in (folder / "run" / "checkpoint").iterdir()]
     assert kept == ["step-2"]
 

@@ -280,7 +280,8 @@ def test_a_new_run_does_not_keep_the_record_of_an_earlier_one(
     Trainer(tiny(folder, train__max_steps=2)).run()
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_conclude", lambda self, record: None)  # killed before it
-        second = Trainer(tiny(folder, train__max_steps=2, train__seed=1)).run()
+        again = {"train__max_steps": 2, "train__seed": 1, "train__overwrite": True}
+        second = Trainer(tiny(folder, **again)).run()
     resumed = Trainer(tiny(folder, train__max_steps=2, train__seed=1, train__resume=True)).run()
     assert resumed["loss"] == second["loss"]
 
@@ -375,7 +376,7 @@ def test_plain_step_that_does_not_fit(
     assert record["plain_peak_bytes"] is None
     assert "1.0 MiB as configured, more than there is without" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"8 pairs per rank and micro-batch does not fit"):
-        Trainer(tiny(folder, recompute__enable=False)).run()
+        Trainer(tiny(folder, recompute__enable=False, train__overwrite=True)).run()
 
 
 def test_plain_step_need_not_be_measured(folder: Path) -> None:

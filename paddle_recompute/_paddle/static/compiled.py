@@ -1,9 +1,10 @@
-"""What ``paddle.jit.to_static(full_graph=True)`` makes of a Layer, before it is called.
+"""What ``paddle.jit.to_static(full_graph=True)`` makes of a Layer, under a `Keeper`.
 
-``ASTStaticFunction.get_concrete_program`` (2.6, 3.x) converts, and returns the layer that runs the
-Program. Its ``train_program`` (3.x; 2.6: ``program``) appends the backward. Without these names
-a conversion begins in the middle of the first call, where its errors are mixed with those of
-operators. Can go when ``to_static`` converts on request.
+``ASTStaticFunction.get_concrete_program`` (2.6, 3.x) converts, by ``ProgramCache._build_once``, and
+returns what runs the Program, a ``PartialProgramLayer``. Its ``program`` appends the backward.
+Without these names a conversion begins in the middle of a call, where its errors are mixed with
+those of operators. Can go when ``to_static`` converts on request, and lets a caller look at each
+Program before it runs.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import paddle
-from paddle.jit.dy2static.program_translator import ASTStaticFunction, StaticFunction
+from paddle.jit.dy2static.program_translator import (
+    ASTStaticFunction,
+    ProgramCache,
+    StaticFunction,
+)
 from paddle.jit.dy2static.utils import Dygraph2StaticException
 
+from paddle_recompute._paddle.layers import non_trained_state
 from paddle_recompute._paddle.static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
 
@@ -46,6 +53,7 @@ class Conversion:
     Attributes:
         calls_fleet: Calls of fleet's recompute (3.x), which Paddle marks with the attribute
             ``fwd_recompute_id`` and does not repeat.
+        has_branches: Branches on the value of a tensor.
         has_loops: Loops over tensors. Their backward raises "The variable middle_0 should exist",
             or gives no gradient at all where the loop fills a list (3.3.1); 2.6.2 is right in some
             of them only.
@@ -56,6 +64,7 @@ class Conversion:
     """
 
     calls_fleet: bool
+    has_branches: bool
     has_loops: bool
     in_place: str
     num_outputs: int
@@ -66,33 +75,178 @@ def is_compiled(layer: paddle.nn.Layer) -> bool:
     return isinstance(layer.forward, StaticFunction)
 
 
-def compile_layer(
-    layer: paddle.nn.Layer, input_spec: list[paddle.static.InputSpec], *, train: bool
-) -> Conversion:
-    """Replace the forward of `layer` by its Program, and append the Program's backward.
+class Keeper(Protocol):
+    """Decides over the Programs of one Layer."""
 
-    ``to_static`` runs operators that are ready first, first (3.3.1): two branches that draw random
-    numbers get other ones than in eager execution. So the Program's calls are in its order;
-    ``FLAGS_new_executor_sequential_run`` is read when Paddle prepares one.
+    def converting(self) -> contextlib.AbstractContextManager[None]:
+        """Around each conversion, which runs the forward with symbols and appends a backward."""
+
+    def check(self, made: Conversion) -> None:
+        """Raise what speaks against a Program, before its backward is appended."""
+
+    def call(self, forward: CompiledForward, args: Any, kwargs: Any) -> Any:
+        """What the forward returns."""
+
+
+def compile_layer(
+    layer: paddle.nn.Layer, input_spec: list[paddle.static.InputSpec], keeper: Keeper
+) -> None:
+    """Replace the forward of `layer`, in training, by its Program, with the Program's backward.
+
+    Each further Program (of another Python argument, or for evaluation) is made as this one.
     """
     paddle.jit.to_static(layer, input_spec=input_spec, full_graph=True)
-    layer.forward.__class__ = _InProgramOrder
-    with _warned_of() as messages:
-        program, runner = layer.forward.get_concrete_program(*input_spec, is_train=train)
-    operators = list(_operators(program.main_program))
-    has_loops = any(_name(operator) in ("pd_op.while", "while") for operator in operators)
-    # Each of them is made when it is looked at. Of a loop it is of no use, as the caller refuses
-    # it, and the process crashes at times while it is made (3.3.1: SIGSEGV).
-    if not has_loops:
-        runner.program if train else runner.infer_program  # noqa: B018
-    leaves = paddle.utils.flatten(program.outputs)
-    outputs = [leaf for leaf in leaves if hasattr(leaf, "stop_gradient")]
-    return Conversion(
-        calls_fleet=any(operator.has_attr("fwd_recompute_id") for operator in operators),
-        has_loops=has_loops,
-        in_place=next((one[1] for one in map(_NOT_IN_PLACE.search, messages) if one), ""),
-        num_outputs=len(outputs),
-    )
+    forward = layer.forward
+    forward.__class__ = CompiledForward
+    forward.keeper = keeper
+    forward._program_cache.__class__ = _Programs
+    forward._program_cache.keeper = keeper
+    forward.get_concrete_program(*input_spec, is_train=True)
+
+
+class CompiledForward(ASTStaticFunction):
+    """The forward of a compiled Layer."""
+
+    keeper: Keeper
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refused: Paddle's copy (2.6, 3.x) would run the Program of the original's parameters."""
+        raise StaticGraphError(
+            "a compiled model cannot be copied: its Program holds its own parameters. Call "
+            "model.forward.rollback(), copy it, and compile_model each of the two again"
+        )
+
+    def _perform_call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.keeper.call(self, args, kwargs)
+
+    def program(self, args: Any, kwargs: Any) -> tuple[Program, tuple[Any, ...]]:
+        """The Program for such arguments, and the arguments in its order; converts it if it is new.
+
+        Raises:
+            StaticGraphError: The keeper does not accept it.
+            CONVERSION_ERRORS: It cannot be converted.
+        """
+        args, kwargs = self._function_spec.unified_args_and_kwargs(args, kwargs)
+        _, program = self.get_concrete_program(*args, **kwargs, is_train=self._is_train_mode())
+        return program, args
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward in dygraph, that of compiled sublayers too."""
+        switch = self._program_trans  # as `paddle.jit.enable_to_static`, which cannot be asked
+        before = switch.enable_to_static
+        switch.enable_to_static = False
+        try:
+            return self._call_dygraph_function(*args, **kwargs)
+        finally:
+            switch.enable_to_static = before
+
+
+class _Programs(ProgramCache):
+    keeper: Keeper
+
+    def _build_once(self, key: Any) -> tuple[Any, Program]:
+        trains = bool(key.kwargs["is_train"])
+        with self.keeper.converting(), paddle.enable_grad():
+            with _warned_of() as messages:
+                concrete, runner = super()._build_once(key)
+            operators = list(_operators(concrete.main_program))
+            outputs = paddle.utils.flatten(concrete.outputs)
+            made = Conversion(
+                calls_fleet=any(one.has_attr("fwd_recompute_id") for one in operators),
+                has_branches=any(_name(one) in _BRANCHES for one in operators),
+                has_loops=any(_name(one) in ("pd_op.while", "while") for one in operators),
+                in_place=next((o[1] for o in map(_NOT_IN_PLACE.search, messages) if o), ""),
+                num_outputs=sum(hasattr(one, "stop_gradient") for one in outputs),
+            )
+            self.keeper.check(made)
+            runner.training = trains
+            runner.program  # noqa: B018  its backward is appended when it is looked at
+        return concrete, Program(runner, key.class_instance, has_branches=made.has_branches)
+
+
+_BRANCHES = ("pd_op.if", "conditional_block")
+
+
+class Program:
+    """One Program of a compiled Layer.
+
+    ``PartialProgramLayer._params`` (2.6, 3.x) are the parameters and buffers that it reads, in the
+    order in which each run is given them.
+
+    Attributes:
+        has_branches: Whether it has branches on the value of a tensor.
+    """
+
+    def __init__(self, runner: Any, layer: paddle.nn.Layer, *, has_branches: bool) -> None:
+        self.has_branches = has_branches
+        self._runner = runner
+        self._layer = weakref.ref(layer)
+        self._tensors: list[paddle.Tensor] = list(runner._params)
+        places = {
+            id(holder[key]): (holder, key)
+            for one in layer.sublayers(include_self=True)
+            for holder, keys in non_trained_state(one)
+            for key in keys
+        }
+        self._buffers = [
+            (index, one, *places[id(one)])
+            for index, one in enumerate(self._tensors)
+            if id(one) in places
+        ]
+
+    def tensors(self) -> list[paddle.Tensor]:
+        """What the Program reads: its parameters, and the buffers that the Layer has now, as eager
+        execution does. A forward that is repeated reads copies of them.
+        """
+        now = self._tensors
+        for index, one, holder, key in self._buffers:
+            if holder.get(key) is not one:
+                now = list(now) if now is self._tensors else now
+                now[index] = holder.get(key)
+        return now
+
+    def run(self, args: Any, instead: list[paddle.Tensor] | None = None) -> Any:
+        """What the Program returns.
+
+        ``to_static`` runs operators that are ready first, first (3.3.1): two branches that draw
+        random numbers get other ones than in eager execution. So the Program's calls are in its
+        order; ``FLAGS_new_executor_sequential_run`` is read when Paddle prepares one.
+
+        Args:
+            args: In the order of the forward's parameters.
+            instead: Leaves to read instead of `tensors`.
+
+        Raises:
+            StaticGraphError: The Layer has a buffer of another kind than the Program was made for.
+        """
+        runner, layer = self._runner, self._layer()
+        assert layer is not None
+        runner.training = layer.training
+        now = self.tensors() if instead is None else instead
+        if now is not self._tensors:
+            runner._params = [*map(_as, now, self._tensors)]
+            if instead is not None and runner.training:
+                # A backward asks the .grad of a parameter for its kind.
+                runner._set_grad_type(runner._params, runner.program)
+        try:
+            with in_program_order():
+                return runner(args)
+        finally:
+            runner._params = self._tensors
+
+
+def _as(tensor: Any, known: paddle.Tensor) -> paddle.Tensor:
+    """`tensor` with the name of `known`, by which a Program knows it (2.6)."""
+    if tensor is known:
+        return known
+    if not isinstance(tensor, paddle.Tensor) or tensor.shape != known.shape:
+        raise StaticGraphError(
+            f"the buffer '{known.name}' of a compiled model was replaced by something else than a "
+            "tensor of its shape; call model.forward.rollback() and compile_model again"
+        )
+    alias = tensor if tensor.is_leaf and not tensor.stop_gradient else tensor.detach()
+    alias.name = known.name
+    return alias
 
 
 _NOT_IN_PLACE = re.compile(r"(\w+)\(\) is the same as \w+\(\) and does not perform inplace")
@@ -130,16 +284,3 @@ def _with_inner(operators: Iterable[Any]) -> Iterator[Any]:
 def _name(operator: Any) -> str:
     """Of PIR with its dialect, ``pd_op.while``."""
     return str(operator.name() if hasattr(operator, "blocks") else operator.type)
-
-
-class _InProgramOrder(ASTStaticFunction):
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Refused: Paddle's copy (2.6, 3.x) would run the Program of the original's parameters."""
-        raise StaticGraphError(
-            "a compiled model cannot be copied: its Program holds its own parameters. Call "
-            "model.forward.rollback(), copy it, and compile_model each of the two again"
-        )
-
-    def _perform_call(self, *args: Any, **kwargs: Any) -> Any:
-        with in_program_order():
-            return super()._perform_call(*args, **kwargs)

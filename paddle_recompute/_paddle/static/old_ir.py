@@ -4,7 +4,8 @@ Nothing here decides anything about recompute; `recompute.program.old_ir` does. 
 why no public API serves: ``Block.ops`` and ``Operator`` (names of inputs and outputs, attributes)
 are half documented, and inserting or renaming in the middle (``Block._insert_op_without_sync``,
 ``Operator._rename_input``, the ``OpDesc`` behind them) is not at all. Everything here can go
-with Paddle 2.6. ``tests/static_graph/test_paddle_private_old_ir.py`` names each symbol.
+with Paddle 2.6, so it stays one module of more than 500 lines.
+``tests/static_graph/test_paddle_private_old_ir.py`` names each symbol.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -299,6 +301,29 @@ def building_in(dtype: str, **lists: list[str]) -> contextlib.AbstractContextMan
 
 
 @contextlib.contextmanager
+def refusing_truth() -> Iterator[None]:
+    """Inside, ``bool(variable)`` raises.
+
+    A ``Variable`` (2.6) has no ``__bool__``, so ``if x.mean() > 0`` would be true once and for all.
+    Paddle's own code asks whether there is a variable, and is answered.
+    """
+
+    def refuse(variable: Variable) -> bool:
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("paddle."):
+            return True
+        raise TypeError(
+            "bool() of a variable, as in `if x.mean() > 0`, has no value while a Program is built; "
+            "use paddle.static.nn.cond, paddle.where or a mask"
+        )
+
+    framework.Variable.__bool__ = refuse
+    try:
+        yield
+    finally:
+        del framework.Variable.__bool__
+
+
+@contextlib.contextmanager
 def in_float32() -> Iterator[None]:
     """What is added to the Program inside is marked for the casts that come later."""
     block = paddle.static.default_main_program().current_block()
@@ -336,6 +361,11 @@ def dtype_name(variable: Variable) -> str:
 def is_dense(variable: Variable) -> bool:
     """Whether `variable` is one ordinary tensor, not a list of rows."""
     return bool(variable.type == core.VarDesc.VarType.LOD_TENSOR)
+
+
+def variables_after(startup: paddle.static.Program, scope: Any) -> list[str]:
+    """The names of what `startup`, which has just run, has left in `scope`."""
+    return [one.name for one in startup.list_vars() if one.persistable and is_dense(one)]
 
 
 def add_in_place(total: Variable, value: Variable) -> None:

@@ -19,6 +19,7 @@ import paddle
 from paddle.base import core, framework
 from paddle.distributed import fleet
 
+from paddle_recompute._paddle.device import check_bfloat16
 from paddle_recompute._paddle.static.old_ir import EMPTY, FLOAT32, Operator, Variable, main_block
 from paddle_recompute.errors import StaticGraphError
 
@@ -169,7 +170,7 @@ def cast_to_bfloat16(
     are cast, which have a CPU kernel in both directions (of oneDNN), and nothing else.
 
     Raises:
-        StaticGraphError: `white_list` names what the CPU cannot do.
+        StaticGraphError: `white_list` names what the CPU cannot do, or it has no bfloat16.
     """
     from paddle.static.amp import CustomOpLists, fp16_utils
 
@@ -197,6 +198,7 @@ def cast_to_bfloat16(
     fp16_utils.cast_model_to_fp16(program, lists, use_fp16_guard=False, dest_type=_BF16, level="O1")
     if on_cpu():
         for operator in _bfloat16_products(program, _MATRIX_PRODUCTS):
+            check_bfloat16()
             operator._set_attr("use_mkldnn", True)  # the only kernel there is
 
 

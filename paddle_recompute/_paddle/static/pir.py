@@ -360,6 +360,11 @@ def building_in(dtype: str, **lists: list[str]) -> contextlib.AbstractContextMan
     )
 
 
+def refusing_truth() -> contextlib.AbstractContextManager[None]:
+    """``bool(variable)`` raises in PIR anyway."""
+    return contextlib.nullcontext()
+
+
 def in_float32() -> contextlib.AbstractContextManager[None]:
     """What is added to the Program inside is not cast by mixed precision."""
     return paddle.amp.auto_cast(enable=False)  # type: ignore[no-any-return]
@@ -436,6 +441,14 @@ def persistable_scalar(name: str, like: Value, startup: paddle.static.Program) -
     ``paddle.static.create_global_var`` fails in PIR (3.3.1) with a TypeError.
     """
     return persistable(name, like, startup, program_of(like))
+
+
+def variables_after(startup: paddle.static.Program, scope: Any) -> list[str]:
+    """The names of what `startup`, which has just run, has left in `scope`.
+
+    ``Scope.local_var_names`` is public in name, not in the documentation (3.3).
+    """
+    return [str(name) for name in scope.local_var_names()]
 
 
 def add_in_place(total: Value, value: Value) -> None:

@@ -19,9 +19,9 @@ from paddle_recompute.recompute.program.segments import (
 def explain(program: paddle.static.Program) -> SegmentReport:
     """The recompute segments of `program`: operators, and bytes kept for the backward.
 
+    Args:
         program: Before or after `static_graph.minimize`; before it, the bytes kept for the backward
             are unknown.
-            not known.
 
     Returns:
         A report whose ``str`` is a table.

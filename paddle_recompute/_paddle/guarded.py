@@ -1,0 +1,158 @@
+"""Parameters that operators and methods are kept from, because their memory is elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle.base import framework
+
+Call = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""``call(name, function, args, kwargs)`` calls `function`, or refuses to."""
+
+
+def names(text: str) -> frozenset[str]:
+    """The words of `text`."""
+    return frozenset(text.split())
+
+
+_FACTS = names(
+    "block data_format device_id dim dtype element_size grad_fn inplace_version is_complex "
+    "is_contiguous is_dense is_dist is_floating_point is_integer is_leaf is_same_shape "
+    "is_selected_rows is_sparse is_sparse_coo is_sparse_csr is_tensor itemsize name ndim "
+    "ndimension optimize_attr persistable rank register_hook requires_grad retain_grads "
+    "set_init_func shape size stop_gradient trainable type value from_tensor initialize "
+    "dist_attr num_shard offset placements process_mesh"
+)
+"""What a tensor tells, and lets itself be told, without its memory (2.6, 3.x)."""
+_OPERATORS = names("add sub mul truediv floordiv mod pow matmul and or xor lshift rshift")
+_SPECIAL = names(
+    "__abs__ __array__ __bool__ __complex__ __deepcopy__ __dlpack__ __eq__ __float__ __format__ "
+    "__ge__ __getitem__ __gt__ __index__ __int__ __invert__ __le__ __long__ __lt__ __ne__ __neg__ "
+    "__nonzero__ __pos__ __reduce_ex__ __repr__ __setitem__ __str__ _copy_to"
+) | {f"__{name}__" for name in _OPERATORS}
+
+
+class Guarded(framework.EagerParamBase):
+    """The class of a parameter while nobody may look at its memory.
+
+    ``parameter.__class__`` is set to it and back. It stays a parameter, with all of its attributes.
+    """
+
+    @staticmethod
+    def _is_initialized() -> bool:  # or set_state_dict of 2.6 would leave it out
+        return True
+
+
+_BASE = framework.EagerParamBase
+
+
+def is_guarded(value: object) -> bool:
+    """Whether `value` is a parameter that is guarded now."""
+    return type(value) is Guarded
+
+
+def guard(parameter: paddle.Tensor) -> None:
+    """From now on, operators and methods do not get at the memory of `parameter`."""
+    parameter.__class__ = Guarded
+
+
+def unguard(parameter: paddle.Tensor) -> None:
+    """End of `guard`."""
+    parameter.__class__ = _BASE
+
+
+def gradient_of(parameter: paddle.Tensor) -> paddle.Tensor | None:
+    """What is in the ``.grad`` of `parameter` itself, guarded or not."""
+    return _BASE.grad.__get__(parameter)
+
+
+def guard_methods_and_operators(call: Call, gradient: tuple[property, Callable[..., Any]]) -> None:
+    """From now on, all that is done with a guarded parameter goes through `call`; called once.
+
+    Paddle (2.6, 3.x) has no callback before an operator, so two things are done, once. `Guarded`
+    gets a method of its own for each method of a tensor. The C functions that take tensors are
+    wrapped, wherever a module of Paddle has a reference to them: the operators (``_C_ops``,
+    ``_legacy_C_ops``), and those methods of a tensor that take another one. Callers see no change,
+    but 0.1 to 0.7 us for each operator. Can go when a tensor can be made to refuse its operators.
+
+    Args:
+        call: What is called instead.
+        gradient: The property ``grad``, and ``clear_gradient``.
+    """
+    for name in dir(_BASE):
+        if name in _SPECIAL or not (
+            name in _FACTS or name.startswith("_") or name in vars(Guarded)
+        ):
+            member = getattr(_BASE, name)
+            setattr(
+                Guarded, name, _method(name, call) if callable(member) else _property(name, call)
+            )
+    for name in (one for one in _OPERATORS if hasattr(_BASE, f"__{one}__")):
+        setattr(Guarded, f"__r{name}__", _reflected(f"__{name}__", call))
+    Guarded.grad, Guarded.clear_gradient = gradient
+    Guarded.grad_, Guarded.clear_grad = Guarded.grad, Guarded.clear_gradient
+    Guarded._grad_ivar = lambda self: self.grad
+    Guarded.gradient = lambda self: None if self.grad is None else self.grad.numpy()
+    for name in ("copy_", "_setitem_dygraph", "set_value"):
+        setattr(paddle.Tensor, name, _operator(name, getattr(paddle.Tensor, name), call))
+    known = {
+        id(function): _operator(name, function, call)
+        for operators in (paddle._C_ops, paddle._legacy_C_ops)
+        for name, function in vars(operators).items()
+        if isinstance(function, types.BuiltinFunctionType)
+    }
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("paddle") and hasattr(module, "__file__"):
+            for name, value in list(vars(module).items()):
+                if id(value) in known:
+                    setattr(module, name, known[id(value)])
+
+
+def _method(name: str, call: Call) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return call(name, getattr(_BASE, name), args, kwargs)
+
+    return method
+
+
+def _reflected(name: str, call: Call) -> Callable[..., Any]:
+    def operator(self: Any, other: Any) -> Any:
+        if isinstance(other, paddle.Tensor):
+            return call(name, getattr(paddle.Tensor, name), (other, self), {})
+        reflected = f"__r{name[2:]}"
+        return call(reflected, getattr(_BASE, reflected), (self, other), {})
+
+    return operator
+
+
+def _property(name: str, call: Call) -> property:
+    return property(
+        lambda self: call(name, lambda tensor: getattr(tensor, name), (self,), {}),
+        lambda self, value: call(name, lambda t, v: setattr(t, name, v), (self, value), {}),
+    )
+
+
+_LOOKED_AT: frozenset[type] = frozenset([Guarded, list, tuple])
+_mentions_neither = _LOOKED_AT.isdisjoint
+
+
+def _operator(name: str, function: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def operator(*args: Any, **kwargs: Any) -> Any:
+        if _mentions_neither(map(type, args)) and (
+            not kwargs or _mentions_neither(map(type, kwargs.values()))
+        ):
+            return function(*args, **kwargs)
+        for arg in (*args, *kwargs.values()):
+            if type(arg) is Guarded or (
+                isinstance(arg, (list, tuple)) and any(type(one) is Guarded for one in arg)
+            ):
+                return call(name, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return operator

@@ -1,0 +1,258 @@
+"""What a forward and backward can change of a model: captured, isolated for one run, put back.
+
+A run `ModelState.isolated` sees the model's values and leaves no trace: it reads leaves of its own
+in place of the trained parameters, so that no ``.grad``, hook or collective takes part, and copies
+of the buffers. `ModelStamp` tells cheaply whether the model is still the one that was stamped.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _paddle
+from paddle_recompute.replay.names import forward_names
+from paddle_recompute.replay.random_streams import RngState
+from paddle_recompute.replay.reach import names_read
+
+_CONTAINERS = (dict, collections.OrderedDict, list, set, collections.deque)
+_NUMBERS = (bool, int, float, complex, type(None))
+_TOLD_BY_VALUE = (*_NUMBERS, str, bytes)
+_OWN_PREFIX = "_recompute_"
+"""Attributes of wrapped Layers: a forward counts in them, and no number depends on them."""
+
+
+class ModelState:
+    """Attributes of all Layers (containers one level deep), buffers, ``.grad``, random streams.
+
+    Attributes:
+        trained: The parameters with a gradient, by name.
+        streams: The ends of the random streams.
+    """
+
+    def __init__(self, model: paddle.nn.Layer) -> None:
+        self.streams = RngState.capture()
+        self.trained = {n: p for n, p in model.named_parameters() if not p.stop_gradient}
+        # Of a sparse gradient too. `_set_grad_type` empties the tensor itself, so not that one.
+        self._gradients = [(p, p.grad.detach()) for p in model.parameters() if p.grad is not None]
+        self._layers = [
+            (name, layer, dict(vars(layer)))
+            for name, layer in model.named_sublayers(include_self=True)
+        ]
+        self._others: dict[int, paddle.Tensor] = {}
+        own = _paddle.attributes_of_every_layer()
+        self._contents = [
+            (_joined(name, "" if attribute in own else attribute), value, copy.copy(value))
+            for name, _, attributes in self._layers
+            for attribute, value in attributes.items()
+            if type(value) in _CONTAINERS
+        ]
+        self._buffers: dict[str, tuple[paddle.Tensor, dict[str, Any], str]] = {}
+        for name, layer, _ in self._layers:
+            for holder, keys in _paddle.non_trained_state(layer):
+                for key in keys:
+                    if _paddle.is_initialized(holder[key]):
+                        self._buffers[_joined(name, str(key))] = holder[key], holder, key
+
+    def put_back(self) -> None:
+        """Let everything be as it was captured, the values of tensors apart."""
+        for _, layer, attributes in self._layers:
+            now = vars(layer)
+            if now.keys() != attributes.keys() or any(now[k] is not attributes[k] for k in now):
+                now.clear()
+                now.update(attributes)
+        for _, container, before in self._contents:
+            container.clear()
+            (container.extend if hasattr(container, "extend") else container.update)(before)
+        for parameter, gradient in self._gradients:
+            now = parameter.grad
+            if now is None or _paddle.address_of(now) != _paddle.address_of(gradient):
+                parameter.grad = gradient
+        self.streams.restore()
+
+    @contextlib.contextmanager
+    def isolated(self, leaves: Mapping[str, paddle.Tensor]) -> Iterator[None]:
+        """Inside, the model holds `leaves` in place of the parameters of these names, and copies of
+        its buffers; the random streams are as captured. Afterwards everything is put back.
+        """
+        others = {id(self.trained[name]): leaf for name, leaf in leaves.items()}
+        for tensor, _, _ in self._buffers.values():
+            others.setdefault(id(tensor), clone(tensor))
+        self._others = {id(tensor): tensor for tensor in others.values()}
+        self.streams.restore()
+        try:
+            for _, container, _ in self._contents:
+                if isinstance(container, dict | list):
+                    _substitute(container, others)
+            yield
+        finally:
+            self._others = {}
+            self.put_back()
+
+    def buffers(self) -> dict[str, Any]:
+        """What the model now has under the name of each buffer, as a forward looks it up."""
+        return {name: holder.get(key) for name, (_, holder, key) in self._buffers.items()}
+
+    def changes(self, *, of_tensors: bool = True) -> list[str]:
+        """Names of attributes and container items that hold another tensor or number than before.
+
+        Buffers are not among them: their values are compared. One that got a gradient is. Text
+        and other objects are not either, as Layers of Paddle keep notes in attributes. To be called
+        inside of `isolated`.
+
+        Args:
+            of_tensors: Those that hold tensors, too.
+        """
+        slots = {(id(holder), key) for _, holder, key in self._buffers.values()}
+        return [
+            *(
+                name
+                for name, now, then in self._pairs(slots)
+                if (of_tensors or not _is_tensor(now, then)) and self._differ(now, then)
+            ),
+            *(
+                f"{name} (with a gradient)"
+                for name, now in self.buffers().items()
+                if of_tensors and isinstance(now, paddle.Tensor) and not now.stop_gradient
+            ),
+        ]
+
+    def _pairs(self, slots: set[tuple[int, str]]) -> Iterator[tuple[str, Any, Any]]:
+        """(name, what is there now, what was there) of each attribute and item."""
+        own = _paddle.attributes_of_every_layer()
+        for name, layer, attributes in self._layers:
+            now = vars(layer)
+            for key in (now.keys() | attributes.keys()) - own:
+                if not key.startswith(_OWN_PREFIX):
+                    yield _joined(name, str(key)), now.get(key), attributes.get(key)
+        for name, container, before in self._contents:
+            if isinstance(container, dict):
+                for key in container.keys() | before.keys():
+                    if (id(container), key) not in slots:
+                        yield _joined(name, str(key)), container.get(key), before.get(key)
+            elif not isinstance(container, set):
+                yield f"the length of {name}", len(container), len(before)
+                for place, (one, other) in enumerate(zip(container, before, strict=False)):
+                    yield f"{name}[{place}]", one, other
+
+    def _differ(self, now: Any, then: Any) -> bool:
+        if now is then or id(now) in self._others:
+            return False
+        if _is_tensor(now, then):
+            return True
+        return isinstance(now, _NUMBERS) and isinstance(then, _NUMBERS) and now != then
+
+
+def _is_tensor(*values: Any) -> bool:
+    return any(isinstance(value, paddle.Tensor) for value in values)
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _substitute(container: dict[Any, Any] | list[Any], others: Mapping[int, Any]) -> None:
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, value in list(items):
+        if id(value) in others:
+            container[key] = others[id(value)]
+
+
+@paddle.no_grad()
+def clone(tensor: paddle.Tensor) -> paddle.Tensor:
+    """A leaf with the values of `tensor` in memory of its own, and its ``stop_gradient``."""
+    copied = tensor.detach().clone()
+    copied.stop_gradient = tensor.stop_gradient
+    return copied
+
+
+def alias(tensor: paddle.Tensor) -> paddle.Tensor:
+    """A leaf with the memory, name and ``stop_gradient`` of `tensor`, without its hooks."""
+    other = tensor.detach()
+    other.stop_gradient, other.name = tensor.stop_gradient, tensor.name
+    return other
+
+
+class ModelStamp:
+    """The sublayers, hooks, numbers and other attributes that the forwards of a model read."""
+
+    def __init__(self, model: paddle.nn.Layer) -> None:
+        names = names_read(model)
+        self._places: list[_Place] = []
+        for name, layer in model.named_sublayers(include_self=True):
+            label = f"{name}.{{}}" if name else "{}"
+            self._places += [
+                _Place(label, vars(layer), _read_by(layer, names)),
+                _Place(label, _paddle.own_sublayers(layer)),
+            ]
+            if layer is not model:  # whose own hooks run around its Program, not in it
+                self._places += [
+                    _Place(f"the hooks of {name}", _paddle.forward_pre_hooks(layer)),
+                    _Place(f"the hooks of {name}", _paddle.forward_post_hooks(layer)),
+                ]
+
+    def change(self) -> str:
+        """What is not as it was at the last call, or when the stamp was made; "" if nothing."""
+        changes = [place.change() for place in self._places]
+        return next(filter(None, changes), "")
+
+
+def _read_by(layer: paddle.nn.Layer, others: frozenset[str] | None) -> Callable[[str], bool]:
+    """Whether an attribute of `layer` may be looked up: by its forward, or by `others`."""
+    read, own = forward_names(type(layer)).attributes, _paddle.attributes_of_every_layer()
+    if read is None or others is None:
+        return lambda name: name not in own
+    return (read | others - own).__contains__
+
+
+class _Place:
+    """The entries of a dict of a Layer whose keys `matter`; `label` names them."""
+
+    def __init__(
+        self,
+        label: str,
+        entries: dict[Any, Any],
+        matters: Callable[[Any], bool] = lambda key: True,
+    ) -> None:
+        self._label = label
+        self._entries = entries
+        self._matters = matters
+        self._size = -1
+        self._now: tuple[Any, ...] = ()
+        self._ids: tuple[int, ...] = ()
+        self.change()
+
+    def change(self) -> str:
+        entries = self._entries
+        if len(entries) != self._size:
+            self._size = len(entries)
+            self._keys = [*filter(self._matters, entries)]
+        now = [*map(entries.get, self._keys)]
+        names = list(self._keys)
+        for name, value in zip(self._keys, now[: len(names)], strict=True):
+            if type(value) is list:
+                now += value
+                names += [name] * len(value)
+        ids = (*map(id, now),)
+        if ids == self._ids:
+            return ""
+        # Held, or their ids could be used again; but not a tensor with its graph.
+        then, held = self._now, (*(None if _has_graph(value) else value for value in now),)
+        self._now, self._ids = held, ids
+        for at, (one, other) in enumerate(zip_longest(then, held, fillvalue=_ABSENT)):
+            if one is not other and not (isinstance(one, _TOLD_BY_VALUE) and one == other):
+                return self._label.format(names[at] if at < len(names) else names[-1])
+        return ""
+
+
+_ABSENT = object()
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, paddle.Tensor) and not value.is_leaf

@@ -1,0 +1,349 @@
+"""A Program of a compiled model is trusted after it was compared with eager execution.
+
+Paddle's conversion is wrong in ways that no list of refusals covers. So each Program is compared at
+its first step, at its 10th, 100th and 1,000th, with each new shape, and when a sublayer, hook or
+number that the forward reads is another. Both run on copies: outputs, gradients for a fixed random
+cotangent, buffers, attributes and random streams are those of the same state, and nothing of the
+user's takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _nested, _paddle
+from paddle_recompute._paddle.static import compiled
+from paddle_recompute.distributed import is_distributed, withdrawals
+from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.replay import (
+    GRADIENT_OF,
+    ModelStamp,
+    ModelState,
+    Occasions,
+    RngState,
+    alias,
+    clone,
+    cotangent,
+    differences,
+    explain,
+    moved_by_last_bit,
+    on_host,
+)
+
+_DRAWS_ELSEWHERE = (
+    "its forward draws from Python's random or from NumPy; a Program would repeat the number that "
+    "was drawn while it was built. Draw with Paddle, or before the forward"
+)
+
+
+class ProgramKeeper:
+    """Makes, compares and refuses the Programs of `model`.
+
+    Args:
+        model: The compiled Layer.
+        verify: Whether its Programs are compared.
+        or_eager: Whether `model` goes on in eager execution when one is refused.
+
+    Attributes:
+        refusal: Why no Program runs any more; "" while they do.
+    """
+
+    def __init__(self, model: paddle.nn.Layer, *, verify: bool, or_eager: bool) -> None:
+        self._model = weakref.ref(model)
+        self._verify = verify
+        self._or_eager = or_eager
+        self._stamp: ModelStamp | None = None
+        self._made_for = _MadeFor(model)
+        self._occasions: dict[Any, Occasions] = {}
+        self.refusal = ""
+        withdrawals.take_part(self)
+
+    @property
+    def model(self) -> paddle.nn.Layer:
+        """The compiled Layer."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @contextlib.contextmanager
+    def converting(self) -> Iterator[None]:
+        """Keep what the model has: the forward, run with symbols, would leave some in attributes,
+        and a backward that is appended empties ``.grad`` (2.6, 3.x).
+        """
+        state = ModelState(self.model)
+        try:
+            yield
+            if _draws_elsewhere(state.streams):
+                raise StaticGraphError(_DRAWS_ELSEWHERE)
+        finally:
+            state.put_back()
+
+    def check(self, made: compiled.Conversion) -> None:
+        """Refuse what Paddle is known to convert wrongly, before it can crash.
+
+        Raises:
+            StaticGraphError: It is such a Program.
+        """
+        if made.has_loops:
+            raise StaticGraphError(
+                "its forward has a loop over tensors (while, or for over a tensor or one of its "
+                "sizes), whose backward may fail or be wrong in a Program of Paddle; loop over "
+                "numbers or Layers, or use an operator for the whole tensor"
+            )
+        if made.in_place:
+            raise StaticGraphError(
+                f"its forward calls {made.in_place}(), which changes nothing in a Program; use "
+                f"{made.in_place[:-1]}() and its result"
+            )
+        if made.num_outputs != 1:
+            raise StaticGraphError(
+                f"its forward returns {made.num_outputs} tensors, and Paddle (2.6, 3.3) may "
+                "compute one of them in the memory of another, with wrong numbers; return one"
+            )
+        if made.calls_fleet:
+            raise StaticGraphError(
+                "it calls fleet's recompute, which to_static drops without a word; call "
+                "patch_fleet() before, or use recompute.engine: paddle_recompute"
+            )
+
+    def call(self, forward: compiled.CompiledForward, args: Any, kwargs: Any) -> Any:
+        """What the forward of the model returns: of its Program, or of eager execution.
+
+        Raises:
+            StaticGraphError: The Program is refused, and the model does not go on without it.
+        """
+        reason = self.refusal or self._made_for.misfit(self.model)
+        if not reason:
+            try:
+                program, args = forward.program(args, kwargs)
+                kwargs = {}
+            except (StaticGraphError, *compiled.CONVERSION_ERRORS) as error:
+                reason = f"paddle.jit.to_static cannot convert it: {first_sentence(error)}"
+            else:
+                reason = self._reason_against(forward, program, args) if self._verify else ""
+                if not reason:
+                    return program.run(args)
+            self.refusal = reason
+        name = type(self.model).__name__
+        if not self._or_eager:
+            raise StaticGraphError(
+                f"the Program of {name} is not its forward: {reason}. Change it, or use "
+                "train.compile: auto (or_eager=True), which goes on in eager execution"
+            )
+        if is_distributed() and self.model.training and not withdrawals.is_told():
+            raise StaticGraphError(
+                f"the Program of {name} is not its forward: {reason}. No GradientSync tells the "
+                "other ranks to go on in eager execution; make one on all ranks, or do not compile"
+            )
+        self._go_on_without(reason)
+        return forward.eager(*args, **kwargs)
+
+    def follow(self) -> None:
+        """Another rank has refused its Program; so does this one, from its next call on."""
+        if not self.refusal:
+            self.refusal = "another rank has refused its Program"
+            if self._or_eager and self._model() is not None:
+                self._go_on_without(self.refusal)
+
+    def _go_on_without(self, reason: str) -> None:
+        self.refusal = reason
+        self.model.forward.rollback()
+        said = f"{type(self.model).__name__} goes on in eager execution: {reason}"
+        warnings.warn(said, stacklevel=3)
+
+    def _reason_against(
+        self, forward: compiled.CompiledForward, program: compiled.Program, args: Any
+    ) -> str:
+        """Why `program` is refused in this call; "" if it is equal, or not to be compared."""
+        change = self._stamp.change() if self._stamp is not None else ""
+        self._stamp = self._stamp or ModelStamp(self.model)
+        mode = (program, self.model.training, paddle.is_grad_enabled())
+        if mode not in self._occasions:
+            self._occasions[mode] = Occasions(often=program.has_branches)
+        kinds = [f"{one.shape}{one.dtype}" for one in _nested.tensors_in(args)]
+        if not self._occasions[mode].is_next_one(tuple(kinds)) and not change:
+            return ""
+        reason = _Comparison(self.model, forward, program, args).reason()
+        return f"after '{change}' was changed, {reason}" if reason and change else reason
+
+
+class _MadeFor:
+    """What a Program of `model` is made for: trained parameters, modes, mixed precision."""
+
+    def __init__(self, model: paddle.nn.Layer) -> None:
+        self._trained = _trained(model)
+        self._modes = _modes(model)
+        self._precision = _precision()
+
+    def misfit(self, model: paddle.nn.Layer) -> str:
+        """Why no Program fits the model in this call; "" if one does."""
+        if _precision() != self._precision:
+            return (
+                "it is called in another mixed precision than it was compiled in, and Paddle would "
+                "run the same Program; call compile_model inside auto_cast, as the step does its "
+                "forward"
+            )
+        # Without a backward it does not matter what is frozen.
+        known, now = self._trained, _trained(model)
+        if not model.training:
+            known, now = [(one, True) for one, _ in known], [(one, True) for one, _ in now]
+        if now != known:
+            return (
+                "its parameters were replaced, frozen or unfrozen, and the Program does not know "
+                "it; call model.forward.rollback() and compile_model again"
+            )
+        if not model.training and paddle.is_grad_enabled():
+            return (
+                "it is called in eval() with gradients on, and its Program for evaluation has no "
+                "backward: call it under paddle.no_grad(); to train it without dropout, set the "
+                "rates to 0 before compile_model"
+            )
+        expected = self._modes if model.training else [False] * len(self._modes)
+        if _modes(model) != expected:
+            return (
+                "a sublayer of it was put into train() or eval() by itself, and the Program does "
+                "not know it; call model.forward.rollback() and compile_model again"
+            )
+        return ""
+
+
+def _trained(model: paddle.nn.Layer) -> list[tuple[int, bool]]:
+    """Without the statistics of BatchNorms: a repeated forward reads them in copies."""
+    return [
+        (id(one), one.stop_gradient)
+        for layer in model.sublayers(include_self=True)
+        for name, one in _paddle.own_parameters(layer).items()
+        if one is not None and name not in _paddle.statistics_among_parameters(layer)
+    ]
+
+
+def _modes(model: paddle.nn.Layer) -> list[bool]:
+    return [layer.training for layer in model.sublayers(include_self=True)]
+
+
+def _precision() -> tuple[Any, ...]:
+    """The mixed precision in force; a Program is made for one."""
+    state = _paddle.amp_state()
+    level = str(state.level)
+    if level.endswith("O0"):
+        return (level,)
+    return (level, state.dtype, *map(frozenset, state.lists), state.use_promote)
+
+
+class _Comparison:
+    """One call of `forward` in eager execution, and one of `program`."""
+
+    def __init__(
+        self,
+        model: paddle.nn.Layer,
+        forward: compiled.CompiledForward,
+        program: compiled.Program,
+        args: Any,
+    ) -> None:
+        self._model = model
+        self._forward = forward
+        self._program = program
+        self._args = args
+        self._backward = model.training and paddle.is_grad_enabled()
+        self._state = ModelState(model)
+
+    def reason(self) -> str:
+        """Why the Program is not the forward; "" if it is."""
+        try:
+            expected, unseen, end = self._eager()
+            try:
+                found = self._of_program()
+            except compiled.CONVERSION_ERRORS as error:
+                return f"it fails with {first_sentence(error)}"
+            moved = end.where_moved()
+            wrong = differences(expected, found, lambda: self._eager(moved=True)[0])
+        finally:
+            self._state.put_back()
+        if wrong:
+            return explain(self._model, wrong)
+        if unseen:
+            return unseen[0]
+        if moved.generators is not None or moved.tracker is not None:
+            return "it draws other random numbers than eager execution"
+        return ""
+
+    def _eager(self, *, moved: bool = False) -> tuple[dict[str, Any], list[str], RngState]:
+        """What is seen of the eager run, what a Program has no part in, and the streams' ends."""
+        state = self._state
+        copied = moved_by_last_bit if moved else alias
+        leaves = {name: copied(p) for name, p in state.trained.items()} if self._backward else {}
+        with state.isolated(leaves):
+            seen = self._run(self._forward.eager, leaves, state.buffers, moved=moved)
+            unseen = [
+                f"eager execution sets '{name}', and a Program does not" for name in state.changes()
+            ]
+            if _draws_elsewhere(state.streams):
+                unseen.append(_DRAWS_ELSEWHERE)
+            return seen, unseen, RngState.capture()
+
+    def _of_program(self) -> dict[str, Any]:
+        state, tensors = self._state, self._program.tensors()
+        own = [
+            clone(one) if one.stop_gradient and _paddle.is_initialized(one) else alias(one)
+            for one in tensors
+        ]
+        of = {id(one): other for one, other in zip(tensors, own, strict=True)}
+        leaves = {name: of.get(id(one), alias(one)) for name, one in state.trained.items()}
+        buffers = {name: of.get(id(one), one) for name, one in state.buffers().items()}
+        state.streams.restore()
+        return self._run(
+            lambda *args: self._program.run(args, own),
+            leaves if self._backward else {},
+            lambda: buffers,
+        )
+
+    def _run(
+        self,
+        call: Callable[..., Any],
+        leaves: Mapping[str, paddle.Tensor],
+        buffers: Callable[[], Mapping[str, Any]],
+        *,
+        moved: bool = False,
+    ) -> dict[str, Any]:
+        """Everything that can be seen of a forward and, of a training step, of its backward."""
+        args = _nested.map_tensors(moved_by_last_bit if moved else clone, self._args)
+        inputs = [*_nested.tensors_in(args)]
+        outputs = [*_nested.tensors_in(call(*args))]
+        seen = {f"output {number}": on_host(one) for number, one in enumerate(outputs)}
+        if self._backward:
+            roots = [one for one in outputs if not one.stop_gradient]
+            if roots:
+                paddle.autograd.backward(roots, [cotangent(one, moved=moved) for one in roots])
+            for number, one in enumerate(inputs):
+                if not one.stop_gradient:
+                    seen[f"{GRADIENT_OF}input {number}"] = on_host(one.grad)
+            for name, leaf in leaves.items():
+                seen[GRADIENT_OF + name] = on_host(leaf.grad, leaf.shape)
+        for name, buffer in buffers().items():
+            seen[f"the buffer '{name}'"] = on_host(buffer)
+        for number, one in enumerate(inputs):
+            seen[f"input {number} after the call"] = on_host(one)
+        return seen
+
+
+def _draws_elsewhere(start: RngState) -> bool:
+    moved = start.where_moved()
+    return moved.numpy is not None or moved.python is not None
+
+
+def first_sentence(error: BaseException) -> str:
+    """The sentence of an error, without Paddle's listing of the transformed code."""
+    name = type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines and lines[0].startswith("In transformed code"):
+        own = [line for line in lines if line.partition(":")[0].rpartition(".")[2] == name]
+        lines = own or lines[-1:]
+    sentence = lines[0] if lines else ""
+    return f"{name}: {re.sub(rf'^[a-zA-Z_.]*{name}: ', '', sentence)}"

@@ -1,0 +1,171 @@
+"""Ranks in a tenth of the time: forked from a process that has imported Paddle and not used it.
+
+Such a process has one thread (3.3.1) and no device, group or tensor yet, so a fork of it is what a
+new process is after its imports. It ends as any Python process does: with its own exit code, its
+exit handlers and the destructors of C++.
+
+``start(worker, environment, log, **arguments)`` returns the process; the server of this test run
+forks it. A program of its own: ``python -m tests.forked_ranks MODULE...``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = ("paddle_recompute.trainer", "paddle_recompute.integrations", "pytest")
+
+
+class ForkedProcess:
+    """A child of the server; what `subprocess.Popen` has of it."""
+
+    def __init__(self, server: _Server, pid: int) -> None:
+        self._server = server
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None: it runs."""
+        return self._server.codes.get(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Server:
+    """The process that forks, seen from the one that asks for it."""
+
+    def __init__(self) -> None:
+        self.codes: dict[int, int] = {}
+        self._pids: list[int] = []
+        self._answered = threading.Condition()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked_ranks", *MODULES],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._asking = threading.Lock()
+        threading.Thread(target=self._listen, name="forked ranks", daemon=True).start()
+
+    def start(self, told: dict[str, Any]) -> ForkedProcess:
+        assert self._process.stdin is not None
+        with self._asking:
+            self._process.stdin.write(json.dumps(told) + "\n")
+            self._process.stdin.flush()
+            with self._answered:
+                if not self._answered.wait_for(lambda: self._pids, timeout=120):
+                    raise RuntimeError("the server of forked ranks does not answer")
+                return ForkedProcess(self, self._pids.pop())
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            pid, _, code = line.strip().partition(" ")
+            with self._answered:
+                if code:
+                    self.codes[int(pid)] = int(code)
+                else:
+                    self._pids.append(int(pid))
+                self._answered.notify_all()
+
+
+@functools.cache
+def _server() -> _Server:
+    server = _Server()
+    atexit.register(server.end)
+    return server
+
+
+def start(
+    worker: Callable[..., Any], environment: dict[str, str], log: Path, /, **arguments: Any
+) -> ForkedProcess:
+    """A new process that calls ``worker(**arguments)``, with its output in `log`."""
+    job = pickle.dumps((worker.__module__, worker.__qualname__, arguments)).hex()
+    return _server().start({"environment": environment, "log": str(log), "job": job})
+
+
+def _serve() -> dict[str, Any] | None:
+    """Fork for each line of standard input; in a child, what it is told; None: no more input."""
+    told = ""
+    while True:
+        for pid, code in _ended():
+            print(pid, code, flush=True)
+        if not select.select([0], [], [], 0.01)[0]:
+            continue
+        data = os.read(0, 1 << 16).decode()
+        if not data:
+            return None
+        *lines, told = (told + data).split("\n")
+        for line in lines:
+            pid = os.fork()
+            if pid == 0:
+                return dict(json.loads(line))
+            print(pid, flush=True)
+
+
+def _ended() -> list[tuple[int, int]]:
+    found = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if not pid:
+            return found
+        found.append((pid, os.waitstatus_to_exitcode(status)))
+
+
+def _become(told: dict[str, Any]) -> None:
+    """Take over log and environment."""
+    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(told["environment"])
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    gc.freeze()  # imported modules are no garbage; a collection would take 0.2 s with them
+    if (told := _serve()) is not None:
+        _become(told)
+        module, name, arguments = pickle.loads(bytes.fromhex(told["job"]))
+        getattr(importlib.import_module(module), name)(**arguments)

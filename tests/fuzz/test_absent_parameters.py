@@ -1,0 +1,405 @@
+"""What people do with parameters between steps: an offloaded chain does what the plain one does.
+
+Each chain is built twice, plain and offloaded, and both do the same random actions. An action on
+the offloaded chain has the result of the plain one, to the bit, or is refused by an error of this
+library and has changed nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import OffloadSequential
+from paddle_recompute.errors import PaddleRecomputeError
+from tests.fuzz import budget
+
+WIDTH = 4
+MOST_REFUSED = 0.3
+"""The share of actions that may be refused; more would mean that little is tested."""
+
+
+class Block(paddle.nn.Layer):
+    """Two Linears and a norm; the second Linear takes no part while `is_short`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = paddle.nn.Linear(WIDTH, WIDTH)
+        self.second = paddle.nn.Linear(WIDTH, WIDTH, bias_attr=False)
+        self.norm = paddle.nn.LayerNorm(WIDTH)
+        self.dropout = paddle.nn.Dropout(0.1)
+        self.is_short = False
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        y = paddle.tanh(self.first(x))
+        return self.norm(x + (y if self.is_short else self.dropout(self.second(y))))
+
+
+class Side:
+    """A chain with its optimizer and what the user keeps beside them."""
+
+    def __init__(self, choices: dict[str, Any], is_offloaded: bool) -> None:
+        paddle.seed(choices["seed"])
+        self.is_offloaded = is_offloaded
+        self.layers = [Block() for _ in range(choices["layers"])]
+        for place in choices["frozen"]:
+            for parameter in self.layers[place].parameters():
+                parameter.stop_gradient = True
+        if is_offloaded:
+            self.model = OffloadSequential(self.layers, **choices["options"])
+            self.optimizer = self.model.optimizer(choices["optimizer"])
+        else:
+            self.model = paddle.nn.Sequential(*self.layers)
+            self.optimizer = choices["optimizer"](self.model.parameters())
+        self.parameters = self.model.parameters()
+        self.average = [paddle.to_tensor(p.numpy()) for p in self.parameters]
+        self.saved: Any = None
+        self.hooks: list[Any] = []
+        self.loss: Any = None
+
+    def resident(self, places: list[int]) -> contextlib.AbstractContextManager[Any]:
+        if not self.is_offloaded:
+            return contextlib.nullcontext()
+        return self.model.resident(*(self.layers[place] for place in places))
+
+    def forward(self, number: int) -> paddle.Tensor:
+        paddle.seed(number)
+        x = np.random.default_rng(number).standard_normal([3, WIDTH]).astype("float32")
+        return self.model(paddle.to_tensor(x)).square().mean()
+
+    def seen(self) -> list[Any]:
+        """All that can be compared."""
+        return [[p.numpy() for p in self.parameters], [a.numpy() for a in self.average]]
+
+
+def _value(result: Any) -> Any:
+    if isinstance(result, paddle.Tensor):
+        return result.numpy()
+    if isinstance(result, (list, tuple)):
+        return [_value(one) for one in result]
+    return result
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=True)
+    return type(one) is type(other) and bool(one == other)
+
+
+Action = Callable[[Side], Any]
+WEIGHTS = {
+    "square sum": lambda p: p.square().sum(),
+    "paddle.sum": lambda p: paddle.sum(p),
+    "norm": lambda p: paddle.linalg.norm(p),
+    "clone": lambda p: p.clone(),
+    "detach": lambda p: p.detach().numpy(),
+    "detach clone": lambda p: p.detach().clone(),
+    "numpy": lambda p: p.numpy(),
+    "tolist": lambda p: p.tolist(),
+    "asarray": lambda p: np.asarray(p),
+    "text": lambda p: str(p),
+    "cast": lambda p: paddle.cast(p, "float64"),
+    "row": lambda p: p[0],
+    "flatten": lambda p: paddle.concat([p.flatten(), p.reshape([-1])]),
+    "reversed": lambda p: 1.0 - p,
+    "tensor minus": lambda p: paddle.ones(p.shape) - p,
+    "stack": lambda p: paddle.stack([p, p]).mean(),
+    "is finite": lambda p: paddle.isfinite(p).all(),
+    "compare": lambda p: (p > 0).astype("int32").sum(),
+    "add_n": lambda p: paddle.add_n([p, p, paddle.ones(p.shape)]),
+    "where": lambda p: paddle.where(p > 0, p, paddle.zeros(p.shape)),
+    "to_tensor": lambda p: paddle.to_tensor(p),
+    "facts": lambda p: [list(p.shape), str(p.dtype), p.stop_gradient, p.size, p.ndim, p.is_leaf],
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "pickle": lambda p: [len(pickle.dumps(p)) > 0],
+    "save": lambda p: [paddle.save(p, io.BytesIO())],
+    "into a slice": lambda p: paddle.zeros([2, *p.shape]).__setitem__(0, p),
+    "copied": lambda p: paddle.zeros(p.shape).copy_(p, True),
+    "assigned": lambda p: paddle.assign(p, paddle.zeros(p.shape)),
+    "parameters_to_vector": lambda p: paddle.nn.utils.parameters_to_vector([p, p]),
+    "scale_": lambda p: p.scale_(0.5),
+    "add_": lambda p: p.add_(paddle.ones(p.shape)),
+    "zero_": lambda p: p.zero_(),
+    "clip_": lambda p: p.clip_(-0.1, 0.1),
+    "fill_": lambda p: p.fill_(0.25),
+    "setitem": lambda p: p.__setitem__(0, 0.5),
+    "set_value": lambda p: p.set_value(np.full(p.shape, 0.125, "float32")),
+    "set_value tensor": lambda p: p.set_value(p * 0.5),
+    "copy_": lambda p: p.copy_(paddle.full(p.shape, 0.5), True),
+    "assign": lambda p: paddle.assign(paddle.full(p.shape, -0.5), p),
+    "assign array": lambda p: paddle.assign(np.full(p.shape, 0.75, "float32"), p),
+    "initializer": lambda p: paddle.nn.initializer.Constant(0.3)(p),
+    "normal": lambda p: paddle.nn.initializer.Normal()(p),
+    "through detach": lambda p: p.detach().zero_(),
+    "plus": lambda p: p.__iadd__(1.0) if hasattr(p, "__iadd__") else None,
+    "reshape_": lambda p: p.reshape_([-1]),
+}
+GRADIENTS = {
+    "grad": lambda p: None if p.grad is None else p.grad.numpy(),
+    "gradient": lambda p: p.gradient(),
+    "scale": lambda p: p.grad is not None and p.grad.scale_(0.5),
+    "replace": lambda p: p.grad is not None and setattr(p, "grad", p.grad * 2),
+    "set_value": lambda p: p.grad is not None and p.grad.set_value(paddle.ones(p.shape)),
+    "clear": lambda p: p.clear_gradient(),
+    "clear for good": lambda p: p.clear_gradient(False),
+    "clear_grad": lambda p: p.clear_grad(),
+}
+
+
+def _clip_classes(side: Side, clip: Any) -> None:
+    pairs = [(p, p.grad) for p in side.parameters if p.grad is not None]
+    for parameter, gradient in clip(pairs):
+        parameter.grad = gradient
+
+
+AVERAGES: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lambda average, p: average.set_value(0.9 * average + 0.1 * p),
+    "in place": lambda average, p: average.scale_(0.9).add_(p * 0.1),
+    "lerp": lambda average, p: average.lerp_(p, 0.1),
+    "detach": lambda average, p: average.scale_(0.9).add_(0.1 * p.detach()),
+    "numpy": lambda average, p: average.set_value(0.9 * average.numpy() + 0.1 * p.numpy()),
+    "assign": lambda average, p: paddle.assign(p, average),
+    "copy_": lambda average, p: average.copy_(p, True),
+    "iadd": lambda average, p: average.__setitem__(slice(None), average + p),
+}
+
+
+def _average(side: Side, how: str) -> None:
+    copies = [average.clone() for average in side.average]
+    for one, parameter in zip(copies, side.parameters, strict=True):
+        AVERAGES[how](one, parameter)
+    side.average = copies
+
+
+def _step(side: Side, number: int, clear: bool | None, times: int) -> Any:
+    losses = []
+    for part in range(times):
+        loss = side.forward(number + part)
+        loss.backward()
+        losses.append(loss)
+    side.optimizer.step()
+    if clear is not None:
+        side.optimizer.clear_grad(clear)
+    return losses
+
+
+def _penalized(side: Side, number: int, places: list[int], inside: bool) -> Any:
+    def penalty_of(p: paddle.Tensor) -> paddle.Tensor:
+        # Where other shards are away, the chain's gradient may arrive before that of the penalty or
+        # after it: two numbers have the same sum, three need not.
+        several = len(places) == len(side.layers)
+        return (p * p).sum() + p.abs().mean() if several else p.square().sum()
+
+    with side.resident(places):
+        penalty = sum(penalty_of(p) for x in places for p in side.layers[x].parameters())
+        loss = side.forward(number) + 0.1 * penalty
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return loss
+
+
+def _reload(side: Side) -> None:
+    if side.saved is None:
+        stream = io.BytesIO()
+        paddle.save(side.model.state_dict(), stream)
+        side.saved = stream.getvalue()
+    else:
+        side.model.set_state_dict(paddle.load(io.BytesIO(side.saved)))
+
+
+def _hook(side: Side, place: int) -> None:
+    if side.parameters[place].stop_gradient:
+        return
+    side.hooks.append(side.parameters[place].register_hook(lambda g: g * 0.5))
+
+
+def _two_backwards(side: Side, number: int) -> Any:
+    loss = side.forward(number)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def _freeze(side: Side, place: int, whole: bool) -> None:
+    chosen = side.layers[place].parameters() if whole else [side.layers[place].first.weight]
+    for parameter in chosen:
+        parameter.stop_gradient = not parameter.stop_gradient
+
+
+def _shorten(side: Side, place: int) -> None:
+    side.layers[place].is_short = not side.layers[place].is_short
+
+
+def _parameter(side: Side, place: int) -> paddle.Tensor:
+    return side.parameters[place % len(side.parameters)]
+
+
+def _with_grad_mode(action: Action, enabled: bool) -> Action:
+    def run(side: Side) -> Any:
+        with paddle.set_grad_enabled(enabled):
+            return action(side)
+
+    return run
+
+
+def actions(rng: random.Random, num_layers: int) -> list[tuple[str, Action]]:
+    """Random ones, each with its name."""
+    chosen: list[tuple[str, Action]] = []
+    for _ in range(rng.randint(4, 9)):
+        number, layer = rng.randrange(10**6), rng.randrange(num_layers)
+        place = rng.randrange(5 * num_layers)
+        places = sorted(rng.sample(range(num_layers), rng.randint(1, num_layers)))
+        grad = rng.random() < 0.25
+        flag, times = rng.random() < 0.5, rng.choice([1, 1, 2, 3])
+        clear = rng.choice([True, True, False, None])
+        weight, gradient = rng.choice(list(WEIGHTS)), rng.choice(list(GRADIENTS))
+        average = rng.choice(list(AVERAGES))
+        kinds: list[tuple[str, Action]] = [
+            (f"step {clear} {times}", lambda s, n=number, c=clear, t=times: _step(s, n, c, t)),
+            ("backward", lambda s, n=number: s.forward(n).backward()),
+            ("retain_graph", lambda s, n=number: _two_backwards(s, n)),
+            ("optimizer.step", lambda s: s.optimizer.step()),
+            (f"clear_grad {flag}", lambda s, f=flag: s.optimizer.clear_grad(f)),
+            ("clear_gradients", lambda s: s.model.clear_gradients()),
+            (
+                f"{weight} of {place}, gradient mode {grad}",
+                _with_grad_mode(
+                    lambda s, w=weight, p=place: WEIGHTS[w](_parameter(s, p)),
+                    grad,
+                ),
+            ),
+            (
+                f"resident: {weight} of {layer}",
+                _with_grad_mode(lambda s, w=weight, p=layer: _resident(s, w, p), False),
+            ),
+            (
+                f"gradient {gradient} of {place}",
+                _with_grad_mode(
+                    lambda s, g=gradient, p=place: GRADIENTS[g](
+                        s.parameters[p % len(s.parameters)]
+                    ),
+                    False,
+                ),
+            ),
+            (f"average {average}", _with_grad_mode(lambda s, a=average: _average(s, a), grad)),
+            (
+                "average to model",
+                lambda s: [p.set_value(a) for p, a in zip(s.parameters, s.average, strict=True)],
+            ),
+            (
+                f"penalty resident {places} {flag}",
+                lambda s, n=number, p=places, f=flag: _penalized(s, n, p, f),
+            ),
+            ("penalty", lambda s: [(p * p).sum() for p in s.parameters]),
+            (
+                "clip_grad_norm_",
+                lambda s: paddle.nn.utils.clip_grad_norm_(s.parameters, 0.05),
+            ),
+            (
+                "clip class",
+                _with_grad_mode(
+                    lambda s: _clip_classes(s, paddle.nn.ClipGradByGlobalNorm(0.1)), False
+                ),
+            ),
+            (
+                "clip by value",
+                _with_grad_mode(lambda s: _clip_classes(s, paddle.nn.ClipGradByValue(0.01)), False),
+            ),
+            ("save or load", _reload),
+            ("hook", lambda s, p=place: _hook(s, p % len(s.parameters))),
+            ("hooks away", lambda s: [s.hooks.pop().remove() for _ in list(s.hooks)] and None),
+            (f"freeze {layer} {flag}", lambda s, p=layer, f=flag: _freeze(s, p, f)),
+            (f"shorten {layer}", lambda s, p=layer: _shorten(s, p)),
+            ("evaluate", _with_grad_mode(lambda s, n=number: s.forward(n), False)),
+        ]
+        heavy = rng.random() < 0.35
+        chosen.append(kinds[0] if heavy else rng.choice(kinds))
+    return chosen
+
+
+def _resident(side: Side, what: str, place: int) -> Any:
+    with side.resident([place]):
+        return _value(WEIGHTS[what](side.layers[place].second.weight))
+
+
+OPTIMIZERS: list[Callable[[Any], Any]] = [
+    lambda parameters: paddle.optimizer.SGD(0.1, parameters=parameters),
+    lambda parameters: paddle.optimizer.Momentum(0.1, parameters=parameters, weight_decay=0.1),
+    lambda parameters: paddle.optimizer.AdamW(0.05, parameters=parameters),
+]
+
+
+def verdict(seed: int, seen: Counter[str]) -> None:
+    """Run one chain; raises AssertionError where it is wrong."""
+    rng = random.Random(seed)
+    num_layers = rng.randint(1, 4)
+    choices = {
+        "seed": seed,
+        "layers": num_layers,
+        "frozen": [p for p in range(num_layers) if rng.random() < 0.1],
+        "optimizer": rng.choice(OPTIMIZERS),
+        "options": {
+            "num_shards": rng.randint(1, num_layers),
+            "offload": rng.choice(["disk", "disk", "host"]),
+            "prefetch": rng.choice([0, 1, 2]),
+            "checkpoint_activations": rng.random() < 0.8,
+        },
+    }
+    chosen = actions(rng, num_layers)
+    story = f"FUZZ chain {seed}: {choices['options']}, {[name for name, _ in chosen]}"
+    plain, offloaded = Side(choices, False), Side(choices, True)
+    last = [("last step", lambda s: _step(s, 7, True, 1))]
+    for number, (name, action) in enumerate([*chosen, *last]):
+        where = f"action {number}, {name!r}, of {story}"
+        paddle.seed(number)
+        try:
+            found = _value(action(offloaded))
+        except PaddleRecomputeError:
+            seen["refused"] += 1
+            continue
+        except Exception as error:  # what the plain chain does, decides
+            with pytest.raises(type(error)):
+                paddle.seed(number)
+                action(plain)
+                raise AssertionError(f"a foreign error: {where}") from error
+            seen["error of Paddle"] += 1
+            continue
+        paddle.seed(number)
+        wanted = _value(action(plain))
+        assert _same(found, wanted), f"{found} is not {wanted}: {where}"
+        assert _same(offloaded.seen(), plain.seen()), f"another value after {where}"
+        seen["equal"] += 1
+    gradients = [
+        [_value(None if p.grad is None else p.grad) for p in side.parameters]
+        for side in (offloaded, plain)
+    ]
+    assert _same(*gradients), f"another gradient at the end of {story}"
+
+
+@pytest.mark.timeout(0)
+def test_chains() -> None:
+    seen: Counter[str] = Counter()
+    first = budget.seed() * 1_000_000
+    count = budget.examples(12)
+    print(f"Paddle {paddle.__version__}, offloaded chains, FUZZ_SEED={budget.seed()}", flush=True)
+    try:
+        for seed in range(first, first + count):
+            verdict(seed, seen)
+            if (seed + 1 - first) % 100 == 0:
+                print(seed + 1 - first, "chains", dict(seen), flush=True)
+    finally:
+        print(", ".join(f"{n} {what}" for what, n in seen.most_common()), flush=True)
+    assert seen["refused"] <= MOST_REFUSED * seen.total()

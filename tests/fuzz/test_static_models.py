@@ -1,0 +1,154 @@
+"""Random models train with `StaticTrainStep` as in dygraph, or are refused; none is wrong.
+
+FUZZ_PROGRAMS=2000 FUZZ_SEED=0 python -m pytest tests/fuzz/test_static_models.py -s
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import TrainStep, apply_recompute
+from paddle_recompute.config import Config
+from paddle_recompute.errors import PaddleRecomputeError
+from paddle_recompute.static_graph import StaticTrainStep
+from paddle_recompute.train_step.optimizer import build_optimizer
+from tests.fuzz.budget import examples, seed
+from tests.fuzz.static_models import FEATURES, Model, loss_of
+from tests.static_graph.test_train_step import config_of
+
+STEPS = 3
+# AdamW divides by the root of the second moment, which makes a step of the rounding in a gradient
+# that is zero; then the next loss and the next gradients are those of other parameters.
+LOSS, MOMENT, OF_LARGEST = 1e-3, 1e-2, 1e-3
+Trained = tuple[list[float], dict[str, np.ndarray]]
+
+
+def config(number: int) -> Config:
+    drawn = random.Random(number)
+    overrides = [] if drawn.random() < 0.7 else ["train.clip_grad_norm=0.5"]
+    if drawn.random() < 0.3:
+        overrides += ["strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"]
+    recompute = drawn.random() < 0.3
+    return config_of("recompute.checkpoints=['blocks.*']", *overrides, recompute=recompute)
+
+
+def batches(number: int, settings: Config) -> list[list[dict[str, Any]]]:
+    numbers = np.random.RandomState(number)
+    k_steps = settings.strategy.gradient_merge_configs.k_steps
+    return [
+        [
+            {"x": numbers.standard_normal([4, FEATURES]).astype("float32"), "factor": 1.5}
+            for _ in range(k_steps)
+        ]
+        for _ in range(STEPS)
+    ]
+
+
+def model_of(number: int) -> Model:
+    paddle.seed(number)
+    return Model(number)
+
+
+def in_a_program(number: int) -> Trained:
+    settings = config(number)
+    step = StaticTrainStep(settings, lambda: Model(number), loss_of, model=model_of(number))
+    paddle.seed(number)
+    losses = [step(micro_batches).loss for micro_batches in batches(number, settings)]
+    state = step.state_dict()
+    buffers = {k: v for k, v in state["model"].items() if k.endswith(("mean", "_variance"))}
+    moments = {k: v for k, v in state["optimizer"].items() if k.endswith("moment1")}
+    return losses, moments | buffers
+
+
+def in_dygraph(number: int, *, moved: bool = False) -> Trained:
+    settings = config(number)
+    model = model_of(number)
+    if moved:
+        with paddle.no_grad():
+            for one in model.parameters():
+                one.set_value(one * (1 + 2.0**-23))
+    apply_recompute(model, settings.recompute)
+    optimizer = build_optimizer(settings, model, settings.learning_rate)
+    step = TrainStep(
+        model,
+        optimizer,
+        loss_fn=loss_of,
+        clip_grad_norm=settings.train.clip_grad_norm,
+        accumulate_steps=settings.strategy.gradient_merge_configs.k_steps,
+    )
+    paddle.seed(number)
+    losses = []
+    for micro_batches in batches(number, settings):
+        tensors = [{**one, "x": paddle.to_tensor(one["x"])} for one in micro_batches]
+        losses.append(step(tensors).loss)
+    named = {parameter.name: name for name, parameter in model.named_parameters()}
+    moments = {
+        f"{named[name]}:{kind}": tensor.numpy()
+        for kind, by_parameter in optimizer._accumulators.items()
+        for name, tensor in by_parameter.items()
+        if kind == "moment1"
+    }
+    state = {k: v.numpy() for k, v in model.state_dict().items()}
+    return losses, moments | {k: v for k, v in state.items() if k.endswith(("mean", "_variance"))}
+
+
+def difference(one: Trained, other: Trained) -> str | None:
+    """Where two runs differ by more than the tolerance, in words."""
+    if not np.allclose(one[0], other[0], rtol=LOSS, atol=1e-6, equal_nan=True):
+        return f"losses {one[0]} and {other[0]}"
+    largest = max(float(np.abs(array).max()) for array in other[1].values())
+    for name, array in other[1].items():
+        theirs = one[1].get(name, np.zeros_like(array))  # without a gradient there is no moment
+        bound = MOMENT * float(np.abs(array).max()) + OF_LARGEST * largest
+        if not np.abs(theirs - array).max() <= bound and np.isfinite(array).all():
+            return f"{name}: {np.abs(theirs - array).max():.1e} above {bound:.1e}"
+    return None
+
+
+def check(number: int) -> tuple[str, str | None]:
+    """What became of program `number`, and what is wrong with it, if anything."""
+    try:
+        expected = in_dygraph(number)
+    except Exception as error:
+        return f"dygraph fails: {type(error).__name__}", None
+    finally:
+        paddle.disable_static()
+    try:
+        found = in_a_program(number)
+    except PaddleRecomputeError:
+        return "refused", None
+    except Exception as error:
+        return "foreign", f"{type(error).__name__}: {error}"
+    finally:
+        paddle.disable_static()
+    fault = difference(found, expected)
+    if fault is None:
+        return "equal", None
+    if difference(in_dygraph(number, moved=True), expected) is not None:
+        return "dygraph is unstable", None
+    return "wrong", fault
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.filterwarnings("ignore")
+def test_random_models(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("ERROR")
+    found: Counter[str] = Counter()
+    wrong = []
+    for number in range(seed(), seed() + examples(16)):
+        word, fault = check(number)
+        found[word] += 1
+        if fault is not None:
+            wrong.append(f"seed {number}: {word}: {fault}\n    {model_of(number).description}")
+            print(wrong[-1], flush=True)
+        if (number - seed() + 1) % 50 == 0:
+            print(f"up to seed {number}: {dict(found)}", flush=True)
+    print(f"seeds {seed()} to {number}: {dict(found)}")
+    assert not wrong, "\n".join(wrong)
+    assert found["equal"] > sum(found.values()) / 4 and found["refused"]

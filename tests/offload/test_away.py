@@ -1,0 +1,402 @@
+"""A parameter that is off the device is read and written as a plain one, or says so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import OffloadSequential, TrainStep
+from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.errors import OffloadError, RecomputeError
+from paddle_recompute.offload import OffloadOptimizer, offload_layers, resident
+
+WIDTH = 4
+
+
+def layers() -> list[paddle.nn.Layer]:
+    paddle.seed(1)
+    return [paddle.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+
+
+def pair(place: str = "disk") -> tuple[paddle.nn.Layer, OffloadSequential]:
+    """The plain chain, and one of two shards, of which none is on the device."""
+    return paddle.nn.Sequential(*layers()), OffloadSequential(layers(), num_shards=2, offload=place)
+
+
+def optimizer_of(model: paddle.nn.Layer, make: Callable[..., Any]) -> Any:
+    if isinstance(model, OffloadSequential):
+        return model.optimizer(make)
+    return make(model.parameters())
+
+
+def momentum(parameters: Any) -> paddle.optimizer.Optimizer:
+    return paddle.optimizer.Momentum(0.1, parameters=parameters, weight_decay=0.1)
+
+
+def loss_of(model: paddle.nn.Layer, number: int = 0) -> paddle.Tensor:
+    x = np.random.default_rng(number).standard_normal([3, WIDTH]).astype("float32")
+    return model(paddle.to_tensor(x)).square().mean()
+
+
+def values(model: paddle.nn.Layer) -> list[np.ndarray]:
+    return [parameter.numpy() for parameter in model.parameters()]
+
+
+def assert_equal(one: list[np.ndarray], other: list[np.ndarray]) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert np.array_equal(a, b)
+
+
+@pytest.fixture(params=["here", "away"])
+def weight(request: pytest.FixtureRequest) -> Iterator[paddle.Tensor]:
+    """A parameter between steps: the rule is the same where its shard happens to be here still."""
+    model = pair()[1]
+    loss_of(model)
+    weight = model[3 if request.param == "here" else 0].weight
+    assert has_memory(weight) == (request.param == "here")
+    yield weight
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda p: p.numpy(),
+        lambda p: p.tolist(),
+        lambda p: str(p),
+        lambda p: p.clone(),
+        lambda p: p.sum(),
+        lambda p: paddle.sum(p),
+        lambda p: paddle.abs(p),
+        lambda p: paddle.add_n([p, p]),
+        lambda p: paddle.concat([p, p]),
+        lambda p: paddle.ones([WIDTH]) - p,
+        lambda p: paddle.ones([WIDTH, WIDTH]) @ p,
+        lambda p: 2.0 / p,
+        lambda p: 0.9 * paddle.ones([WIDTH]) + 0.1 * p,
+        lambda p: paddle.to_tensor(p),
+        lambda p: paddle.ones([WIDTH, WIDTH]).lerp_(p, 0.1),
+        lambda p: paddle.assign(p, paddle.ones([WIDTH, WIDTH])),
+        lambda p: paddle.linalg.norm(p),
+        lambda p: p == p,
+        lambda p: paddle.nn.functional.mse_loss(p, paddle.zeros([WIDTH, WIDTH])),
+        lambda p: p.astype("float64"),
+    ],
+)
+def test_what_reads_it_has_its_value(weight: paddle.Tensor, read: Callable[..., Any]) -> None:
+    plain = paddle.create_parameter([WIDTH, WIDTH], "float32")
+    plain.set_value(weight.numpy())
+    with paddle.no_grad():
+        found, expected = read(weight), read(plain)
+    if isinstance(expected, paddle.Tensor):
+        found, expected = found.numpy(), expected.numpy()
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.set_value(np.full([WIDTH, WIDTH], 2, "float32")),
+        lambda p: p.set_value(paddle.full([WIDTH, WIDTH], 2.0)),
+        lambda p: p.copy_(paddle.full([WIDTH, WIDTH], 2.0), True),
+        lambda p: p.add_(paddle.ones([WIDTH, WIDTH])),
+        lambda p: p.zero_(),
+        lambda p: p.fill_(3.0),
+        lambda p: p.scale_(0.5),
+        lambda p: p.uniform_(5, 6, 7),
+        lambda p: paddle.assign(paddle.ones([WIDTH, WIDTH]), p),
+        lambda p: paddle.assign(np.ones([WIDTH, WIDTH], "float32"), p),
+        lambda p: paddle.nn.initializer.Constant(4.0)(p),
+        lambda p: p.__setitem__(0, 7.0),
+        lambda p: p.clip_(0.0, 0.1),
+    ],
+)
+def test_what_writes_to_it_changes_it(weight: paddle.Tensor, write: Callable[..., Any]) -> None:
+    plain = paddle.create_parameter([WIDTH, WIDTH], "float32")
+    plain.set_value(weight.numpy())
+    before = weight.numpy()
+    with paddle.no_grad():
+        for one in (weight, plain):
+            paddle.seed(3)
+            write(one)
+    assert np.array_equal(weight.numpy(), plain.numpy())
+    assert not np.array_equal(weight.numpy(), before)
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_what_was_written_is_what_the_chain_computes_with(place: str) -> None:
+    plain, model = pair(place)
+    for one in (plain, model):
+        for parameter in one.parameters():
+            with paddle.no_grad():
+                parameter.scale_(0.5)
+                parameter[0] = 0.25
+    assert np.array_equal(loss_of(plain).numpy(), loss_of(model).numpy())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.sum(),
+        lambda p: paddle.sum(p),
+        lambda p: p * p,
+        lambda p: paddle.ones([WIDTH]) + p,
+        lambda p: paddle.linalg.norm(p),
+        lambda p: paddle.nn.functional.linear(paddle.ones([1, WIDTH]), p),
+    ],
+)
+def test_what_needs_its_gradient_is_refused(weight: paddle.Tensor, use: Callable[..., Any]) -> None:
+    with pytest.raises(OffloadError, match=r"no_grad\(\) it can be read; .*resident.*penalty"):
+        use(weight)
+
+
+@pytest.mark.parametrize("view", [lambda p: p.detach(), lambda p: p.detach().numpy()])
+def test_a_view_is_refused(weight: paddle.Tensor, view: Callable[..., Any]) -> None:
+    with paddle.no_grad(), pytest.raises(OffloadError, match=r"would be a view.*clone\(\)"):
+        view(weight)
+
+
+def test_saving_it_alone_is_refused(weight: paddle.Tensor, tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=r"state_dict\(\)"):
+        paddle.save(weight, str(tmp_path / "weight"))
+
+
+def _cleared(clear: Callable[..., Any]) -> None:
+    """A batch is dropped: what `clear` has cleared is not trained on."""
+    plain, model = pair()
+    for one in (plain, model):
+        optimizer = optimizer_of(one, momentum)
+        loss_of(one).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        loss_of(one, 1).backward()
+        clear(one)
+        loss_of(one, 2).backward()
+        optimizer.step()
+    assert_equal(values(plain), values(model))
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [
+        lambda model: model.clear_gradients(),
+        lambda model: [p.clear_gradient() for p in model.parameters()],
+        lambda model: [p.clear_gradient(False) for p in model.parameters()],
+        lambda model: [p.clear_grad() for p in model.parameters()],
+    ],
+)
+def test_a_batch_whose_gradients_are_cleared_is_dropped(clear: Callable[..., Any]) -> None:
+    _cleared(clear)
+
+
+def _clip(parameters: list[paddle.Tensor]) -> None:
+    paddle.nn.utils.clip_grad_norm_(parameters, 0.01)
+
+
+def _clip_by_hand(parameters: list[paddle.Tensor]) -> None:
+    with paddle.no_grad():
+        norm = sum(p.grad.square().sum() for p in parameters).sqrt()
+        for parameter in parameters:
+            parameter.grad.scale_(float(0.01 / norm))
+
+
+def _replace(parameters: list[paddle.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = parameter.grad * 0.5
+
+
+@pytest.mark.parametrize("change", [_clip, _clip_by_hand, _replace])
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_gradients_are_read_and_changed(change: Callable[..., Any], num_batches: int) -> None:
+    plain, model = pair()
+    gradients = []
+    for one in (plain, model):
+        optimizer = optimizer_of(one, momentum)
+        for number in range(num_batches):
+            loss_of(one, number).backward()
+        change(one.parameters())
+        gradients.append([p.grad.numpy() for p in one.parameters()])
+        optimizer.step()
+        assert_equal(gradients[-1], [p.grad.numpy() for p in one.parameters()])
+    assert_equal(*gradients)
+    assert_equal(values(plain), values(model))
+
+
+def test_steps_without_clear_grad_add_up() -> None:
+    plain, model = pair()
+    for one in (plain, model):
+        optimizer = optimizer_of(one, momentum)
+        for number in range(3):
+            loss_of(one, number).backward()
+            optimizer.step()
+    assert_equal(values(plain), values(model))
+
+
+class Sometimes(paddle.nn.Layer):
+    """Uses its second parameter if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = paddle.nn.Linear(WIDTH, WIDTH)
+        self.second = paddle.nn.Linear(WIDTH, WIDTH)
+        self.uses_second = True
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.second(self.first(x)) if self.uses_second else self.first(x)
+
+
+@pytest.mark.parametrize("set_to_zero", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [momentum, lambda parameters: paddle.optimizer.AdamW(0.1, parameters=parameters)],
+    ids=["Momentum", "AdamW"],
+)
+def test_a_parameter_without_gradient_in_a_step(
+    make: Callable[..., Any], set_to_zero: bool
+) -> None:
+    found = []
+    for is_offloaded in (False, True):
+        paddle.seed(1)
+        parts = [Sometimes() for _ in range(3)]
+        model = (
+            OffloadSequential(parts, num_shards=3, offload="disk")
+            if is_offloaded
+            else paddle.nn.Sequential(*parts)
+        )
+        optimizer = optimizer_of(model, make)
+        for number in range(4):
+            parts[1].uses_second = number in (1, 3)
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.clear_grad(set_to_zero)
+        found.append(values(model))
+    assert_equal(*found)
+
+
+def _penalized(model: paddle.nn.Layer, scope: Callable[..., Any]) -> None:
+    optimizer = optimizer_of(model, momentum)
+    for number in range(3):
+        with scope(model):
+            loss = loss_of(model, number)
+            loss = loss + 0.1 * sum((p * p).sum() + p.abs().sum() for p in model.parameters())
+            if number != 1:
+                loss.backward()
+        if number == 1:
+            loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+
+
+def test_a_penalty_works_where_the_parameters_are_resident() -> None:
+    plain, model = pair()
+    _penalized(plain, lambda _: contextlib.nullcontext())
+    _penalized(model, resident)
+    assert_equal(values(plain), values(model))
+    assert not any(has_memory(p) for p in model[0].parameters()) or not any(
+        has_memory(p) for p in model[3].parameters()
+    )
+
+
+def test_resident_brings_shards_with_values_and_gradients_and_takes_them_back() -> None:
+    plain, model = pair()
+    for one in (plain, model):
+        loss_of(one).backward()
+    with model.resident(model[1]):
+        assert all(has_memory(p) for p in model[0].parameters() + model[1].parameters())
+        for one in (plain, model):
+            with paddle.no_grad():
+                one[1].weight.grad.scale_(2.0)
+                one[0].weight.detach().zero_()
+        assert np.array_equal(model[1].weight.grad.numpy(), plain[1].weight.grad.numpy())
+    assert not any(has_memory(p) for p in model[0].parameters() + model[1].parameters())
+    for one in (plain, model):
+        optimizer_of(one, momentum).step()
+    assert_equal(values(plain), values(model))
+
+
+def test_nothing_that_is_offloaded_cannot_be_resident() -> None:
+    with (
+        pytest.raises(OffloadError, match="nothing of this Linear is offloaded"),
+        resident(paddle.nn.Linear(2, 2)),
+    ):
+        pass
+
+
+def test_a_train_step_inside_of_resident_is_refused() -> None:
+    model = pair()[1]
+    step = TrainStep(model, model.optimizer(momentum), loss_fn=lambda model, _: loss_of(model))
+    with model.resident(), pytest.raises(OffloadError, match="call it outside"):
+        step([paddle.ones([3, WIDTH])])
+
+
+def test_a_graph_from_inside_of_resident_has_its_backward_outside() -> None:
+    """The backward of a penalty of some shards and of the chain, after they have left."""
+    plain, model = pair()
+    losses = []
+    for one, scope in ((plain, contextlib.nullcontext()), (model, model.resident(model[3]))):
+        with scope:
+            losses.append(loss_of(one) + one[3].weight.square().sum())
+    for one, loss in zip((plain, model), losses, strict=True):
+        loss.backward()
+        optimizer_of(one, momentum).step()
+    assert_equal(values(plain), values(model))
+
+
+def test_named_layers_follow_the_rule() -> None:
+    paddle.seed(1)
+    block = paddle.nn.TransformerEncoderLayer(WIDTH, 2, WIDTH)
+    model = paddle.nn.TransformerEncoder(block, 2)
+    offload_layers(
+        model, RecomputeConfig(checkpoints=["layers.*"], offload_parameters="disk", num_shards=2)
+    )
+    weight = model.layers[0].linear1.weight
+    with pytest.raises(OffloadError, match=r"resident\(model\)"):
+        weight.sum()
+    with resident(model):
+        weight.sum().backward()
+    assert np.array_equal(weight.grad.numpy(), np.ones(weight.shape))
+
+
+def test_a_second_backward_is_refused() -> None:
+    plain, model = pair()
+    for one in (plain, model):
+        loss = loss_of(one)
+        loss.backward(retain_graph=True)
+    with pytest.raises(RecomputeError, match=r"has run already.*sum of the losses"):
+        loss.backward()
+    for one in (plain, model):
+        optimizer_of(one, momentum).step()
+    assert_equal(values(plain), values(model))
+
+
+@pytest.mark.parametrize("how", ["Layer", "function"])
+def test_a_layer_of_two_chains_is_refused(how: str) -> None:
+    shared, alone = paddle.nn.Linear(WIDTH, WIDTH), paddle.nn.Linear(WIDTH, WIDTH)
+    first = OffloadSequential([shared], num_shards=1, offload="disk")
+    value = alone.weight.numpy()
+    entry = shared if how == "Layer" else lambda: shared
+    with pytest.raises(OffloadError, match=f"{shared.weight.name} of Linear is offloaded already"):
+        OffloadSequential([alone, entry], num_shards=1, offload="disk")
+    assert np.array_equal((alone.weight * 1).numpy(), value)  # the other Layer is as it was
+    loss_of(first).backward()
+    del first
+    OffloadSequential([alone, shared], num_shards=2, offload="disk")  # the first chain is gone
+
+
+def test_a_plain_optimizer_of_paddle_does_what_it_does_to_the_plain_chain() -> None:
+    plain, model = pair()
+    for one in (plain, model):
+        optimizer: Any = momentum(one.parameters())
+        for number in range(3):
+            loss_of(one, number).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+    assert not isinstance(optimizer, OffloadOptimizer)
+    assert_equal(values(plain), values(model))

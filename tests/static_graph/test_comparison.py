@@ -1,0 +1,529 @@
+"""A Program of `StaticTrainStep(model=...)` is compared with dygraph before it is trusted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.nn import functional
+
+from paddle_recompute._paddle import memory
+from paddle_recompute.config import Config
+from paddle_recompute.errors import StaticGraphError
+from paddle_recompute.recompute import wrapped_layers
+from paddle_recompute.static_graph import ProgramCache, StaticTrainStep
+from tests.distributed.mortal_ranks import results_of
+from tests.static_graph.test_train_step import config_of
+
+IS_26 = paddle.__version__.startswith("2.")
+ROWS, FEATURES, HIDDEN = 3, 4, 8
+CPU = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+OTHERS = "does not compute what .* computes in dygraph: "
+CANNOT = "cannot be built as a Program: "
+
+
+def data(seed: int, rows: int = ROWS) -> paddle.Tensor:
+    numbers = np.random.RandomState(seed).standard_normal([rows, FEATURES])
+    return paddle.to_tensor(numbers.astype("float32"))
+
+
+def loss_of(model: Any, x: Any) -> Any:
+    return (model(x) * (x.sum(axis=1, keepdim=True) + 2.0)).square().mean()
+
+
+def config(*overrides: str) -> Config:
+    return config_of(*overrides, recompute=False)
+
+
+def step_of(
+    make: Callable[[], nn.Layer], *overrides: str, **options: Any
+) -> tuple[nn.Layer, StaticTrainStep]:
+    paddle.seed(0)
+    model = make()
+    options.setdefault("loss_fn", loss_of)
+    return model, StaticTrainStep(config(*overrides), make, model=model, **options)
+
+
+class Small(nn.Layer):
+    """A Linear and a LayerNorm; `work` is what a test is about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(FEATURES, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.prepare()
+
+    def prepare(self) -> None:
+        pass
+
+    def work(self, x: Any, h: Any) -> Any:
+        return h
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.work(x, self.entry(x) * 1.0))
+
+
+# ------------------------------------------------------------------------------ wrong Programs
+
+
+class Slice(Small):
+    def work(self, x: Any, h: Any) -> Any:
+        h[:, :1] = 0.5
+        return h
+
+
+class Row(Small):
+    def work(self, x: Any, h: Any) -> Any:
+        h[0] = 0.0
+        return h + x.sum()
+
+
+class AddInPlace(Small):
+    def work(self, x: Any, h: Any) -> Any:
+        h.add_(x.sum(axis=1, keepdim=True) * self.entry.bias)
+        return h
+
+
+class ScaleInPlace(Small):
+    def work(self, x: Any, h: Any) -> Any:
+        h.scale_(0.5)
+        return h + x.sum(axis=1, keepdim=True) * self.entry.weight[0]
+
+
+class OneBranch(Small):
+    def work(self, x: Any, h: Any) -> Any:
+        if x.mean() > 0:
+            return functional.relu(h)
+        return h
+
+
+class WeightNorm(Small):
+    def prepare(self) -> None:
+        nn.utils.weight_norm(self.entry)
+
+
+class SpectralNorm(Small):
+    def prepare(self) -> None:
+        self.entry = nn.utils.spectral_norm(self.entry)
+
+
+class Counts(Small):
+    def prepare(self) -> None:
+        self.calls = 0
+
+    def work(self, x: Any, h: Any) -> Any:
+        self.calls += 1
+        return h * self.calls
+
+
+class Remembers(Small):
+    """Its second step reads an attribute of the first."""
+
+    def prepare(self) -> None:
+        self.last: Any = 0.0
+
+    def work(self, x: Any, h: Any) -> Any:
+        h, self.last = h + self.last * x.sum(axis=1, keepdim=True), h.detach().mean(axis=0)
+        return h
+
+
+class FreshBuffer(Small):
+    """A tensor kept in a plain attribute, which a Program forgets."""
+
+    def prepare(self) -> None:
+        self.mean = paddle.zeros([HIDDEN])
+
+    def work(self, x: Any, h: Any) -> Any:
+        self.mean = self.mean * 0.9 + h.detach().mean(axis=0)
+        return h * self.mean
+
+
+class FromNumPy(Small):
+    def work(self, x: Any, h: Any) -> Any:
+        return h * x.sum(axis=1, keepdim=True) + float(np.random.rand()) * self.entry.weight[0]
+
+
+class Seeds(Small):
+    def work(self, x: Any, h: Any) -> Any:
+        paddle.seed(3)
+        return functional.dropout(h, 0.5)
+
+
+class Twice(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * 2
+
+
+class WithPyLayer(Small):
+    def work(self, x: Any, h: Any) -> Any:
+        return Twice.apply(h)
+
+
+IN_ENTRY = f"{OTHERS}.*'entry.*' of the Layer 'entry' \\(Linear\\)"
+SET_ITEM = f"{CANNOT}.*setitem" if IS_26 else IN_ENTRY
+WRONG: dict[type[Small], str] = {
+    Slice: SET_ITEM,
+    Row: SET_ITEM,
+    AddInPlace: f"{OTHERS}the loss differs by .*' of the Layer '",
+    ScaleInPlace: f"{OTHERS}the loss differs",
+    OneBranch: f"{CANNOT}.*bool",
+    WeightNorm: f"{OTHERS}the loss differs",
+    SpectralNorm: OTHERS,
+    Counts: f"{OTHERS}dygraph changes 'calls' in every step",
+    Remembers: f"{OTHERS}the loss in the step after it differs",
+    FreshBuffer: f"{OTHERS}the buffer mean|{OTHERS}the loss",
+    FromNumPy: f"{OTHERS}it draws from Python's random or from NumPy",
+    Seeds: f"{OTHERS}its operators draw other random numbers",
+    WithPyLayer: f"{CANNOT}.*PyLayer",
+}
+
+
+@pytest.mark.parametrize("make", WRONG, ids=lambda one: one.__name__)
+def test_a_program_that_is_wrong_is_refused_and_nothing_trained(make: type[Small]) -> None:
+    model, step = step_of(make)
+    with refused(step, WRONG[make]):
+        step([data(0)])
+    assert model.entry.weight.grad is None
+
+
+@contextlib.contextmanager
+def refused(step: StaticTrainStep, words: str) -> Iterator[None]:
+    """Inside is a step that is refused; it changes nothing, and so does the next one."""
+    before = step.state_dict() if step._built is not None else None
+    streams = paddle.get_rng_state()
+    with pytest.raises(StaticGraphError, match=words):
+        yield
+    assert paddle.in_dynamic_mode()
+    assert [one.current_seed() for one in streams] == [
+        one.current_seed() for one in paddle.get_rng_state()
+    ]
+    if before is not None:
+        assert_equal(step.state_dict(), before)
+    with pytest.raises(StaticGraphError):
+        step([data(0)])
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for section, arrays in one.items():
+        assert arrays.keys() == other[section].keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(array, other[section][name], err_msg=name)
+
+
+def test_what_zeros_hide_in_the_first_step_is_found_there() -> None:
+    """With a gate of zero the loss does not depend on what is wrong."""
+
+    class Gated(AddInPlace):
+        def prepare(self) -> None:
+            self.gate = self.create_parameter([1], default_initializer=nn.initializer.Constant(0.0))
+
+        def forward(self, x: Any) -> Any:
+            return x.sum(axis=1, keepdim=True) + self.gate * super().forward(x)
+
+    _, step = step_of(Gated)
+    with refused(step, f"{OTHERS}the loss"):
+        step([data(0)])
+
+
+def test_without_verify_it_trains_with_the_numbers_of_the_program() -> None:
+    _, step = step_of(ScaleInPlace, verify=False)
+    losses = [step([data(0)]).loss for _ in range(2)]
+    assert losses[0] != losses[1]
+
+
+# ----------------------------------------------------------------------------- right Programs
+
+
+class Buffers(Small):
+    def prepare(self) -> None:
+        self.register_buffer("places", paddle.arange(HIDDEN))
+        self.register_buffer("hidden", paddle.ones([HIDDEN]) / 2, persistable=False)
+        self.mask = paddle.tril(paddle.ones([HIDDEN, HIDDEN]))
+
+    def work(self, x: Any, h: Any) -> Any:
+        return paddle.matmul(h, self.mask) * self.places.astype("float32") + self.hidden
+
+
+class Running(Small):
+    def prepare(self) -> None:
+        self.register_buffer("mean", paddle.zeros([HIDDEN]))
+        self.register_buffer("hidden", paddle.zeros([HIDDEN]), persistable=False)
+
+    def work(self, x: Any, h: Any) -> Any:
+        self.mean = self.mean * 0.9 + h.detach().mean(axis=0)
+        self.hidden = self.hidden + self.mean
+        return h * self.mean + self.hidden
+
+
+class Dropped(Small):
+    def prepare(self) -> None:
+        self.drop = nn.Dropout(0.3)
+        self.batch_norm = nn.BatchNorm1D(HIDDEN)
+
+    def work(self, x: Any, h: Any) -> Any:
+        return self.drop(functional.gelu(self.batch_norm(h)))
+
+
+class Recurrent(Small):
+    def prepare(self) -> None:
+        self.lstm = nn.LSTM(HIDDEN, HIDDEN)
+
+    def work(self, x: Any, h: Any) -> Any:
+        return self.lstm(paddle.stack([h, h * 2], axis=1))[0][:, 1]
+
+
+class Auxiliary(Small):
+    """The loss reads what the forward of the same micro-batch has left."""
+
+    def prepare(self) -> None:
+        self.extra: Any = None
+
+    def work(self, x: Any, h: Any) -> Any:
+        self.extra = h.square().mean()
+        return h
+
+
+def with_extra(model: Any, x: Any) -> Any:
+    loss = loss_of(model, x)
+    return loss + model.extra if isinstance(model, Auxiliary) else loss
+
+
+class Shared(Small):
+    def prepare(self) -> None:
+        self.again = self.entry
+        self.unused = nn.Linear(2, 2)
+        self.entry.bias.stop_gradient = True
+
+    def work(self, x: Any, h: Any) -> Any:
+        return h + self.again(x) * self.entry.weight.sum()
+
+
+class Convolutions(Small):
+    def prepare(self) -> None:
+        self.convolution = nn.Conv2D(1, 3, 3, padding=1)
+        self.group_norm = nn.GroupNorm(1, 3)
+
+    def work(self, x: Any, h: Any) -> Any:
+        image = self.group_norm(self.convolution(h.reshape([-1, 1, 2, 4])))
+        return image.mean(axis=1).reshape([-1, HIDDEN])
+
+
+RIGHT = [Small, Buffers, Running, Dropped, Recurrent, Auxiliary, Shared, Convolutions]
+
+
+@pytest.mark.parametrize("make", RIGHT, ids=lambda one: one.__name__)
+def test_a_right_program_trains_as_if_it_were_not_compared(make: type[Small]) -> None:
+    def trained(verify: bool) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+        model, step = step_of(make, loss_fn=with_extra, verify=verify)
+        before = {name: one.numpy() for name, one in model.state_dict().items()}
+        losses = [step([data(number)]).loss for number in range(3)]
+        after = {name: one.numpy() for name, one in model.state_dict().items()}
+        assert_equal({"model": before}, {"model": after})
+        return losses, step.state_dict(), before
+
+    (losses, state, _), (expected, plain, _) = trained(True), trained(False)
+    assert losses == expected
+    assert_equal(state, plain)
+
+
+def test_micro_batches_are_compared_together() -> None:
+    merge = ["strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"]
+    for make in (Dropped, Buffers):
+        _, step = step_of(make, *merge)
+        assert step([data(0), data(1)]).loss > 0
+    _, step = step_of(ScaleInPlace, *merge)
+    with pytest.raises(StaticGraphError, match=OTHERS):
+        step([data(0), data(1)])
+
+
+@pytest.mark.skipif("avx512" not in CPU, reason="oneDNN has no bfloat16 on this CPU")
+def test_bfloat16_is_compared_within_its_rounding() -> None:
+    mixed = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
+    _, step = step_of(Dropped, *mixed)
+    assert step([data(0)]).loss > 0
+    _, step = step_of(ScaleInPlace, *mixed)
+    with pytest.raises(StaticGraphError, match=OTHERS):
+        step([data(0)])
+
+
+# ------------------------------------------------------------------------------------ when
+
+
+def count_comparisons(step: StaticTrainStep, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    done: list[int] = []
+    comparison = step._comparison
+    assert comparison is not None
+    original = comparison.check
+    monkeypatch.setattr(comparison, "check", lambda *args: [done.append(1), original(*args)])
+    return done
+
+
+def test_it_is_compared_in_steps_1_and_10_and_at_new_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = paddle.static.InputSpec([-1, FEATURES], "float32")
+    _, step = step_of(Small, input_spec=spec)
+    done = count_comparisons(step, monkeypatch)
+    compared = []
+    for number in range(1, 12):
+        before = len(done)
+        step([data(number, rows=5 if number in (4, 6) else ROWS)])
+        if len(done) > before:
+            compared.append(number)
+    assert compared == [1, 4, 10]
+
+
+def test_a_sublayer_that_is_replaced_is_noticed() -> None:
+    model, step = step_of(Small)
+    step([data(0)])
+    model.norm = nn.Identity()
+    with pytest.raises(StaticGraphError, match=OTHERS):
+        step([data(1)])
+
+
+def test_a_frozen_parameter_is_noticed_at_the_next_comparison() -> None:
+    model, step = step_of(Small)
+    model.entry.weight.stop_gradient = True
+    with pytest.raises(StaticGraphError, match=f"{OTHERS}.*entry.weight"):
+        step([data(0)])
+
+
+def test_the_modes_of_the_model_are_those_of_model_fn() -> None:
+    """`model` may be evaluated between steps, and left in eval()."""
+    model, step = step_of(Dropped)
+    step([data(0)])
+    model.eval()
+    step([data(1)])
+    assert not model.drop.training
+
+
+# ------------------------------------------------------- under recompute, with a gradient cache
+
+
+class Deep(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LayerList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+            for _ in range(6)
+        )
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.skipif(not memory.can_reset_peak(), reason="2.6 cannot reset the peak")
+def test_under_recompute_the_comparison_keeps_the_peak() -> None:
+    """The peak of the dygraph run is that of a recomputed one, not of a plain one."""
+    paddle.seed(0)
+    model = Deep()
+    step = StaticTrainStep(
+        config_of(), Deep, lambda model, x: model(x).square().mean(), model=model
+    )
+    x = paddle.randn([512, 64])
+    step.build(x)
+    held = memory.current_bytes()
+    memory.reset_peak()
+    step([x])
+    compared = memory.peak_bytes() - held
+    memory.reset_peak()
+    model(x).square().mean().backward()
+    plain = memory.peak_bytes() - held
+    assert not wrapped_layers(model)
+    assert compared < 0.7 * plain
+
+
+class Words(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, HIDDEN)
+        self.norm = nn.BatchNorm1D(HIDDEN)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, ids: Any) -> Any:
+        return self.drop(self.norm(self.words(ids).mean(axis=1)))
+
+
+class WrongWords(Words):
+    def forward(self, ids: Any) -> Any:
+        h = super().forward(ids)
+        h.scale_(0.5)
+        return h + self.words.weight[0]
+
+
+class Distance(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([1], default_initializer=nn.initializer.Constant(2.0))
+
+    def forward(self, one: Any, other: Any) -> Any:
+        return ((one - other * 2).square() * self.scale).mean()
+
+
+@pytest.mark.parametrize("make", [Words, WrongWords])
+def test_a_gradient_cache_is_compared_too(make: type[Words]) -> None:
+    def step(verify: bool) -> StaticTrainStep:
+        paddle.seed(0)
+        return StaticTrainStep(
+            config(),
+            make,
+            grad_cache=ProgramCache(Distance(), chunk_size=2),
+            model=make(),
+            verify=verify,
+        )
+
+    ids = np.random.RandomState(0).randint(0, 20, [2, 4, 3])
+    one = step(True)
+    if make is WrongWords:
+        with pytest.raises(StaticGraphError, match=OTHERS):
+            one([(ids[0], ids[1])])
+        return
+    losses = [one([(ids[0], ids[1])]).loss for _ in range(3)]
+    plain = step(False)
+    assert losses == [plain([(ids[0], ids[1])]).loss for _ in range(3)]
+    assert_equal(one.state_dict(), plain.state_dict())
+
+
+# ----------------------------------------------------------------------------------- ranks
+
+
+class WrongOnRank1(Small):
+    def work(self, x: Any, h: Any) -> Any:
+        if paddle.distributed.get_rank() == 1:
+            h.scale_(0.5)
+        return h + self.entry.weight[0]
+
+
+def on_ranks() -> list[Any]:
+    rank = paddle.distributed.get_rank()
+    spec = paddle.static.InputSpec([-1, FEATURES], "float32")
+    _, step = step_of(Dropped, input_spec=spec)
+    found: list[Any] = [step([data(rank + number, 3 + rank * number)]).loss for number in range(3)]
+    merge = ["strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"]
+    _, step = step_of(Dropped, *merge, input_spec=spec)
+    found.append(step([data(rank), data(rank + 2)]).loss)
+    _, step = step_of(WrongOnRank1, input_spec=spec)
+    try:
+        step([data(rank)])
+    except StaticGraphError as error:
+        found.append(str(error))
+    return found
+
+
+def test_ranks_refuse_a_program_together() -> None:
+    one, other = results_of(on_ranks)
+    assert one[:4] == other[:4]
+    assert "the loss differs" in one[4] and "the loss differs" in other[4]

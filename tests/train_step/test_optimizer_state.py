@@ -1,0 +1,229 @@
+"""The optimizer state of a `TrainStep` is whole, or it is refused and the parameter is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle.distributed import fleet
+
+from paddle_recompute.config import Config
+from paddle_recompute.errors import CheckpointError
+from paddle_recompute.static_graph import StaticTrainStep
+from paddle_recompute.train_step import NOT_UPDATED, TrainStep
+from tests.ranks import run_ranks
+
+WIDTH = 4
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda given: paddle.optimizer.AdamW(0.1, parameters=given),
+    "Momentum": lambda given: paddle.optimizer.Momentum(0.1, parameters=given),
+    "RMSProp": lambda given: paddle.optimizer.RMSProp(0.1, parameters=given),
+    "Lamb": lambda given: paddle.optimizer.Lamb(0.1, parameters=given),
+    "SGD": lambda given: paddle.optimizer.SGD(0.1, parameters=given),
+}
+STATEFUL = [name for name in OPTIMIZERS if name != "SGD"]
+
+
+class Routed(paddle.nn.Layer):
+    """Each batch says which of the experts it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = paddle.nn.Linear(WIDTH, WIDTH)
+        self.experts = paddle.nn.LayerList([paddle.nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: paddle.Tensor, chosen: tuple[int, ...]) -> paddle.Tensor:
+        x = self.first(x)
+        for number in chosen:
+            x = self.experts[number](x).tanh()
+        return x
+
+
+def loss_of(model: Any, batch: Any) -> paddle.Tensor:
+    return model(*batch).square().mean()
+
+
+def make(name: str, model: Any = None) -> tuple[Any, TrainStep]:
+    paddle.seed(1)
+    model = model or Routed()
+    return model, TrainStep(model, OPTIMIZERS[name](model.parameters()), loss_fn=loss_of)
+
+
+def batch(*chosen: int) -> list[Any]:
+    return [(paddle.to_tensor(np.random.default_rng(0).normal(size=(3, WIDTH))).astype("float32"),
+             chosen)]  # fmt: skip
+
+
+def on_disk(state: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint keeps it: arrays, and nothing shared with the step."""
+    return {**state, "optimizer": {k: np.array(v) for k, v in state["optimizer"].items()}}
+
+
+def weights(model: Any) -> dict[str, Any]:
+    return {name: value.numpy().copy() for name, value in model.state_dict().items()}
+
+
+def same(one: Any, other: Any) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
+
+
+def resumed(name: str, state: Any, values: Any) -> tuple[Any, TrainStep]:
+    model, step = make(name)
+    model.set_state_dict(values)
+    step.set_state_dict(state)
+    return model, step
+
+
+@pytest.mark.parametrize("saved_twice", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_that_never_had_a_gradient_has_no_moments(name: str, saved_twice: bool) -> None:
+    """It is marked, and the run goes on to the bit; also if another has no gradient since then."""
+    model, step = make(name)
+    for chosen in ((0,), (0, 1)):
+        step(batch(*chosen))
+    state, values = on_disk(step.state_dict()), weights(model)
+    marked = {key for key in state["optimizer"] if key.endswith(f":{NOT_UPDATED}")}
+    unused = {f"experts.2.{one}:{NOT_UPDATED}" for one in ("weight", "bias")}
+    assert marked == (unused if name != "SGD" else set())
+    other, again = resumed(name, state, values)
+    if saved_twice:  # with and without a step in between, in which experts 1 and 2 are idle
+        assert same(on_disk(again.state_dict())["optimizer"], state["optimizer"])
+        for one in (step, again):
+            one(batch(0))
+        state, values = on_disk(again.state_dict()), weights(other)
+        assert same(state["optimizer"], on_disk(step.state_dict())["optimizer"])
+        other, again = resumed(name, state, values)
+    for chosen in ((0, 1), (0,), (0, 1)):
+        for one in (step, again):
+            one(batch(*chosen))
+    assert same(weights(model), weights(other))
+    assert same(on_disk(step.state_dict())["optimizer"], on_disk(again.state_dict())["optimizer"])
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_state_without_the_moments_of_a_parameter_is_refused(name: str) -> None:
+    model, step = make(name)
+    step(batch(0, 1, 2))
+    state, values = on_disk(step.state_dict()), weights(model)
+    for lost in ("first.weight", "experts.1.bias"):
+        half = {k: v for k, v in state["optimizer"].items() if not k.startswith(f"{lost}:")}
+        assert len(half) < len(state["optimizer"])
+        with pytest.raises(CheckpointError, match=rf"the optimizer state lacks {lost}:"):
+            resumed(name, {**state, "optimizer": half}, values)
+
+
+def test_frozen_and_unfrozen_parameters_need_no_moments() -> None:
+    model, step = make("AdamW")
+    for parameter in model.experts[2].parameters():
+        parameter.stop_gradient = True
+    step(batch(0, 1, 2))
+    state, values = on_disk(step.state_dict()), weights(model)
+    _, again = resumed("AdamW", state, values)  # where they are trained
+    again(batch(0, 1, 2))
+    assert not any(NOT_UPDATED in key for key in again.state_dict()["optimizer"])
+    whole = {k: v for k, v in state["optimizer"].items() if NOT_UPDATED not in k}
+    model, step = make("AdamW")
+    with pytest.raises(CheckpointError, match=r"lacks experts\.2\.weight:"):
+        step.set_state_dict({"optimizer": whole})
+    for parameter in model.experts[2].parameters():
+        parameter.stop_gradient = True
+    step.set_state_dict({"optimizer": whole})  # a state of before, without marks
+
+
+class Forgetful(paddle.optimizer.AdamW):
+    """Shows the moments of its first parameters only, as one rank of fleet's sharding does."""
+
+    def state_dict(self) -> Any:
+        kept = [one.name for one in self._parameter_list][:3]
+        found = super().state_dict()
+        return {k: v for k, v in found.items() if k.startswith(tuple(f"{n}_" for n in kept))}
+
+
+def test_an_optimizer_that_shows_a_part_of_its_state_is_refused() -> None:
+    model = Routed()
+    optimizer = Forgetful(0.1, parameters=model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=loss_of)
+    assert step.state_dict()["optimizer"] == {}
+    step(batch(0))
+    with pytest.raises(CheckpointError, match=r"has updated experts\.0\.bias and has no"):
+        step.state_dict()
+
+
+def test_a_program_takes_a_state_with_a_frozen_parameter() -> None:
+    """The mark of a parameter that the Program does not train is nothing to it."""
+    model = paddle.nn.Sequential(paddle.nn.Linear(WIDTH, WIDTH), paddle.nn.Linear(WIDTH, 2))
+    model[0].weight.stop_gradient = True
+    x = paddle.ones([3, WIDTH])
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).square().mean())
+    step([x])
+    state = step.state_dict()
+    assert f"0.weight:{NOT_UPDATED}" in state["optimizer"]
+
+    def build() -> Any:
+        built = paddle.nn.Sequential(paddle.nn.Linear(WIDTH, WIDTH), paddle.nn.Linear(WIDTH, 2))
+        built[0].weight.stop_gradient = True
+        return built
+
+    settings = Config.model_validate(
+        {"model": {"preset": "tiny"}, "contrastive": {"global_batch": 3},
+         "train": {"max_steps": 10, "learning_rate": 0.1}, "recompute": {"enable": False}}
+    )  # fmt: skip
+    static = StaticTrainStep(settings, build, lambda model, x: model(x).square().mean())
+    static.build(x)
+    static.set_state_dict({"model": model.state_dict(), "optimizer": state["optimizer"]})
+    found = static.state_dict()["optimizer"]
+    assert found.keys() == {k for k in state["optimizer"] if NOT_UPDATED not in k}
+    assert all(np.array_equal(found[k].ravel(), np.array(state["optimizer"][k]).ravel())
+               for k in found)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- fleet's sharding
+
+
+def sharded() -> tuple[str, str]:
+    """What a `TrainStep` says under fleet's stage 1, when it is asked for its state and given
+    rank 0's.
+    """
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {
+        "dp_degree": 1, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 2
+    }  # fmt: skip
+    fleet.init(is_collective=True, strategy=strategy)
+
+    def made() -> TrainStep:
+        paddle.seed(1)
+        model = Routed()
+        optimizer = fleet.distributed_optimizer(OPTIMIZERS["AdamW"](model.parameters()))
+        fleet.distributed_model(model)
+        return TrainStep(model, optimizer, loss_fn=loss_of)
+
+    step = made()
+    for _ in range(2):
+        step(batch(0, 1, 2))
+    said = []
+    try:
+        step.state_dict()
+    except CheckpointError as error:
+        said.append(str(error))
+    parameters = dict(Routed().named_parameters())
+    kept = [name for place, name in enumerate(parameters) if place % 2]
+    half = {
+        f"{name}:{kind}": np.zeros(parameters[name].shape if "moment" in kind else [1], "float32")
+        for name in kept
+        for kind in ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
+    }
+    try:
+        made().set_state_dict({"optimizer": half})
+    except CheckpointError as error:
+        said.append(str(error))
+    return said[0], said[1]
+
+
+def test_half_of_the_state_under_fleets_sharding_is_refused() -> None:
+    for kept, given in run_ranks(sharded, 2, fresh=True):
+        assert "the optimizer has updated" in kept and "sharding_degree: 1" in kept
+        assert "the optimizer state lacks first.weight:" in given

@@ -1,0 +1,456 @@
+"""`compile_model`: no number of a Program is wrong without a word.
+
+Each model here is one that Paddle converts wrongly, on some version, or did. Its Program is equal
+to eager execution or refused; with ``or_eager=True`` the model trains on, with eager's numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_recompute import ContrastiveLoss, GradCache, TrainStep, compile_model
+from paddle_recompute._paddle.static.compiled import CompiledForward
+from paddle_recompute.errors import StaticGraphError
+from tests.ranks import run_ranks
+
+nn = paddle.nn
+IS_26 = paddle.__version__.startswith("2.6")
+SPEC = [paddle.static.InputSpec([-1, 4], "float32")]
+ROUNDING = 2e-6 if IS_26 else 0.0
+"""Paddle 2.6 adds the gradients of branches up in another order in a Program."""
+
+
+class Base(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.n = nn.LayerNorm(4)
+
+
+class SliceBeforeNorm(Base):
+    def forward(self, x: Any) -> Any:
+        h = self.l(x) * 1.0
+        h[:, :1] = 0.5
+        return self.n(h)
+
+
+class RowBeforeAddition(Base):
+    def forward(self, x: Any) -> Any:
+        h = self.l(x) * 1.0
+        h[0] = 0.0
+        return self.n(h + x)
+
+
+class EarlyReturn(Base):
+    def forward(self, x: Any) -> Any:
+        h = self.l(x)
+        if x.mean() > 0:
+            return h * 2
+        h = self.n(h)
+        return h * h
+
+
+class Normed(Base):
+    def __init__(self, norm: Callable[..., Any]) -> None:
+        super().__init__()
+        norm(self.l)
+
+    def forward(self, x: Any) -> Any:
+        return self.l(x).square()
+
+
+class WeightNorm(Normed):
+    def __init__(self) -> None:
+        super().__init__(nn.utils.weight_norm)
+
+
+class SpectralNorm(Normed):
+    def __init__(self) -> None:
+        super().__init__(nn.utils.spectral_norm)
+
+
+class AuxiliaryLoss(Base):
+    """The loss below adds ``aux``, as that of a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux: Any = paddle.zeros([])
+
+    def forward(self, x: Any) -> Any:
+        h = self.l(x)
+        self.aux = h.square().mean()
+        return h
+
+
+class Assign(Base):
+    def forward(self, x: Any) -> Any:
+        h = self.l(x) * 1.0
+        paddle.assign(h * 2, h)
+        return self.n(h) + h
+
+
+class Rebinding(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.register_buffer("count", paddle.zeros([1]))
+
+    def forward(self, x: Any) -> Any:
+        self.count = self.count + 1
+        return self.l(x) / self.count
+
+
+class BufferTwice(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Rebinding()
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(self.inner(x))
+
+
+class Seeds(Base):
+    def forward(self, x: Any) -> Any:
+        paddle.seed(7)
+        return nn.functional.dropout(self.l(x), 0.5)
+
+
+class ReadsShape(Base):
+    def forward(self, x: Any) -> Any:
+        return self.l(x) * float(x.shape[0])
+
+
+class Counting(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return self.l(x) * self.calls
+
+
+class Triple(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * 3
+
+
+class WithPyLayer(Base):
+    def forward(self, x: Any) -> Any:
+        return Triple.apply(self.l(x))
+
+
+class HookOnTensor(Base):
+    def forward(self, x: Any) -> Any:
+        h = self.l(x)
+        h.register_hook(lambda gradient: gradient * 3)
+        return h * 2
+
+
+MODELS = [
+    SliceBeforeNorm, RowBeforeAddition, EarlyReturn, WeightNorm, SpectralNorm, AuxiliaryLoss,
+    Assign, BufferTwice, Seeds, ReadsShape, Counting, WithPyLayer, HookOnTensor,
+]  # fmt: skip
+
+
+def numbers(model: nn.Layer, steps: int = 4) -> list[Any]:
+    """Loss, gradients and buffers of some steps of SGD, whose batches differ in their rows."""
+    weights = paddle.arange(1.0, 5.0)
+    optimizer = paddle.optimizer.SGD(0.05, parameters=model.parameters())
+    seen = []
+    for step in range(steps):
+        x = paddle.to_tensor(np.random.RandomState(step).randn(3 + step % 2, 4).astype("float32"))
+        paddle.seed(100 + step)
+        loss = (model(x) * weights).square().mean()
+        if isinstance(model, AuxiliaryLoss):
+            loss = loss + model.aux
+        loss.backward()
+        seen.append(loss.numpy())
+        seen += [None if p.grad is None else p.grad.numpy() for p in model.parameters()]
+        seen += [buffer.numpy() for _, buffer in model.named_buffers()]
+        seen.append(paddle.rand([1]).numpy())
+        optimizer.step()
+        optimizer.clear_grad()
+    return seen
+
+
+def made(make: Callable[[], nn.Layer]) -> nn.Layer:
+    paddle.seed(0)
+    return make()
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if one is None and other is None:
+            continue
+        one = np.zeros_like(other) if one is None else one  # of a branch that was not taken
+        other = np.zeros_like(one) if other is None else other
+        np.testing.assert_allclose(one, other, rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_numbers_of_eager_execution_or_a_refusal(make: type[nn.Layer]) -> None:
+    expected = numbers(made(make))
+    model = made(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compile_model(model, SPEC)
+            found = numbers(model)
+        except StaticGraphError:
+            return
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_training_goes_on_in_eager_execution(make: type[nn.Layer]) -> None:
+    expected = numbers(made(make))
+    model = made(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compile_model(model, SPEC, or_eager=True)
+        found = numbers(model)
+    assert_equal(found, expected)
+
+
+class WithFlag(Base):
+    def forward(self, x: Any, times: int = 1) -> Any:
+        return self.n(self.l(x)) * times
+
+
+@pytest.mark.parametrize("second", ["another argument", "an input with a gradient", "evaluation"])
+def test_a_further_program_leaves_gradients_alone(second: str) -> None:
+    def accumulated(*, compiled: bool) -> list[Any]:
+        model = made(WithFlag)
+        if compiled:
+            compile_model(model, SPEC)
+        x = paddle.randn([3, 4])
+        model(x).square().mean().backward()
+        if second == "evaluation":
+            model.eval()
+            with paddle.no_grad():
+                model(x)
+            model.train()
+        x = x.detach()
+        x.stop_gradient = second != "an input with a gradient"
+        model(x, 2 if second == "another argument" else 1).square().sum().backward()
+        return [parameter.grad.numpy() for parameter in model.parameters()]
+
+    assert_equal(accumulated(compiled=True), accumulated(compiled=False))
+
+
+def test_what_the_model_had_before_its_conversion_is_kept() -> None:
+    model = made(Rebinding)
+    model.note = paddle.ones([2])
+    x, state = paddle.ones([2, 4]), paddle.get_rng_state()
+    model(x).sum().backward()
+    held = model.count, model.note, model.l.weight.grad.numpy()
+    next_one = paddle.rand([1]).numpy()
+    paddle.set_rng_state(state)
+    compile_model(model, SPEC)
+    assert model.count is held[0] and model.note is held[1]
+    assert np.array_equal(model.l.weight.grad.numpy(), held[2])
+    assert np.array_equal(paddle.rand([1]).numpy(), next_one)
+
+
+class Dropping(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.25)
+        self.scale = 1.0
+        self.rates = [1.0]
+
+    def forward(self, x: Any) -> Any:
+        return self.dropout(self.n(self.l(x))) * self.scale * self.rates[0]
+
+
+def add_a_hook(model: Any) -> None:
+    model.l.register_forward_post_hook(lambda layer, inputs, output: output * 2)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "n": lambda model: model.__setattr__("n", nn.Tanh()),
+    "dropout.p": lambda model: model.dropout.__setattr__("p", 0.75),
+    "the hooks of l": add_a_hook,
+    "scale": lambda model: model.__setattr__("scale", 3.0),
+    "rates": lambda model: model.rates.__setitem__(0, 3.0),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_the_model_is_seen(what: str) -> None:
+    x = paddle.randn([3, 4])
+    results = []
+    for compiled in (False, True):
+        model = made(Dropping)
+        if compiled:
+            compile_model(model, SPEC, or_eager=True)
+        for _ in range(3):
+            model(x)
+        CHANGES[what](model)
+        paddle.seed(1)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            results.append(model(x).numpy())
+    assert np.array_equal(*results)
+    text = str([str(one.message) for one in found])
+    assert f"after '{what}" in text or ("parameters were replaced" in text and what == "n"), text
+    assert "Dropping goes on in eager execution" in text
+
+
+def test_a_change_that_the_forward_does_not_read_costs_nothing() -> None:
+    model = made(Dropping)
+    compile_model(model, SPEC)
+    x = paddle.randn([3, 4])
+    model(x)
+    model.epoch, model.scale = 1, 2.0 / 2
+    with counted_comparisons() as count:
+        model(x)
+    assert count == []
+
+
+@contextlib.contextmanager
+def counted_comparisons() -> Iterator[list[str]]:
+    """A list that gets an entry from each eager run of a compiled forward."""
+    count: list[str] = []
+    original = CompiledForward.eager
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        count.append("")
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledForward, "eager", eager)
+        yield count
+
+
+def test_when_a_program_is_compared() -> None:
+    model = made(WithFlag)
+    compile_model(model, SPEC)
+    steps = []
+    with counted_comparisons() as count:
+        for step in range(1, 13):
+            model(paddle.ones([3 if step != 5 else 2, 4]))
+            if count:
+                steps.append(step)
+                count.clear()
+        model(paddle.ones([3, 4]), 2)  # another Program
+        assert len(count) == 1
+        model.eval()
+        with paddle.no_grad():
+            model(paddle.ones([3, 4]))
+            model(paddle.ones([3, 4]))
+        assert len(count) == 2
+    assert steps == [1, 5, 10]
+
+
+def test_without_comparison() -> None:
+    model = made(Counting)
+    report = compile_model(model, SPEC, verify=False)
+    assert str(report).endswith("not compared with eager execution")
+    with counted_comparisons() as count:
+        model(paddle.ones([3, 4]))
+    assert not count
+
+
+def test_a_refused_program_stays_refused_and_says_where() -> None:
+    model = made(SliceBeforeNorm if not IS_26 else Assign)
+    compile_model(model, SPEC)
+    for _ in range(2):
+        with pytest.raises(StaticGraphError, match=r"the parameter 'l\.bias' of the Layer 'l'"):
+            model(paddle.randn([3, 4]))
+    model.forward.rollback()
+    model(paddle.randn([3, 4])).sum().backward()
+
+
+def test_a_comparison_touches_nothing_of_the_users() -> None:
+    """Hooks of parameters run for the step alone; the run is that without a comparison."""
+
+    def run(*, verify: bool) -> tuple[list[Any], int]:
+        paddle.seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8), nn.Dropout(0.4), nn.Linear(8, 4))
+        fired: list[int] = []
+        for parameter in model.parameters():
+            if not parameter.stop_gradient:
+                parameter.register_hook(lambda gradient: fired.append(1))
+                parameter._register_backward_hook(lambda *_: fired.append(1))
+        compile_model(model, SPEC, verify=verify)
+        optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+        for step in range(11):
+            x = paddle.to_tensor(np.random.RandomState(step).randn(5, 4).astype("float32"))
+            model(x).square().mean().backward()
+            if step % 2:  # accumulated over two
+                optimizer.step()
+                optimizer.clear_grad()
+        return [tensor.numpy() for tensor in model.state_dict().values()], len(fired)
+
+    compared, plain = run(verify=True), run(verify=False)
+    assert compared[1] == plain[1] > 0
+    for one, other in zip(compared[0], plain[0], strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_gradient_cache_over_batch_norm() -> None:
+    """Its second forward reads the statistics of the first, in copies; so does the Program."""
+
+    def trained(*, compiled: bool) -> list[Any]:
+        paddle.seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1D(8), nn.Dropout(0.3), nn.Linear(8, 4))
+        if compiled:
+            compile_model(model, SPEC)
+        cache = GradCache(model, ContrastiveLoss(0.5), chunk_size=3)
+        optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        step = TrainStep(model, optimizer, grad_cache=cache)
+        losses = []
+        for number in range(3):
+            paddle.seed(number)
+            losses.append(np.array(step([(paddle.randn([6, 4]), paddle.randn([6, 4]))]).loss))
+        return losses + [tensor.numpy() for tensor in model.state_dict().values()]
+
+    assert_equal(trained(compiled=True), trained(compiled=False))
+
+
+def with_a_refusal_on_one_rank(*, compiled: bool) -> tuple[list[bool], list[Any]]:
+    """On a rank: whether a Program runs after each step, and the parameters at the end."""
+    import paddle.distributed as dist
+
+    paddle.seed(0)
+    model = Dropping()
+    if compiled:
+        compile_model(model, SPEC, or_eager=True)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    step = TrainStep(model, optimizer, loss_fn=lambda model, batch: model(batch).square().mean())
+    runs_program = []
+    for number in range(4):
+        paddle.seed(10 * number + dist.get_rank())
+        if number == 1 and dist.get_rank() == 1:
+            model.scale = 3.0
+        step([paddle.randn([3, 4])])
+        runs_program.append(isinstance(model.forward, CompiledForward))
+    return runs_program, [parameter.numpy() for parameter in model.parameters()]
+
+
+def refusals_on_two_ranks() -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [with_a_refusal_on_one_rank(compiled=compiled) for compiled in (False, True)]
+
+
+def test_a_refusal_on_one_rank_holds_on_all_ranks() -> None:
+    results = run_ranks(refusals_on_two_ranks, num_ranks=2)
+    for (_, expected), (runs_program, found) in results:
+        assert runs_program == [True, False, False, False]
+        assert_equal(found, expected)
