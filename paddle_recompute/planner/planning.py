@@ -20,7 +20,12 @@ from paddle_recompute.planner.costs import StepCosts
 from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.job import Job, LossFn
 from paddle_recompute.planner.policies import by_hand, choices_of_policy
-from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
+from paddle_recompute.planner.recompute_plan import (
+    MOST_CORRECTIONS,
+    RecomputePlan,
+    infeasible,
+    make_plan,
+)
 from paddle_recompute.planner.simulate import Choice, Timeline, simulate
 from paddle_recompute.planner.step_costs import Progress, State
 from paddle_recompute.replay import RngState
@@ -296,21 +301,18 @@ def within_budget(
             break
         if found.hash in measured:
             break
-    if best is None:
-        # Which of these takes least, the costs do not say: of a Program, or of blocks whose losses
-        # are summed, so that all of them are computed again at once.
-        least = smallest(found.costs, units=found.segments).choices
-        for choices in (least, *by_hand(found.costs, found.segments)):
-            low = replace(found, choices=choices)
-            if low.hash not in measured:
-                fits(low)
     if best is not None:
         return best
-    raise PlanError(
-        f"of {len(measured)} plans, the one that took least had a measured peak of "
-        f"{format_bytes(min(measured.values()))}, more than the budget of {format_bytes(budget)}: "
-        "a step takes more than the calls of its blocks do one by one. Raise the budget"
-    )
+    # Which of these takes least, the costs do not say: of a Program, or of blocks whose losses are
+    # summed, so that all of them are computed again at once.
+    least = smallest(found.costs, units=found.segments)
+    for choices in (least.choices, *by_hand(found.costs, found.segments)):
+        low = replace(found, choices=choices)
+        if low.hash not in measured:
+            fits(low)
+    if best is not None:
+        return best
+    raise PlanError(infeasible(found.costs, budget, least, measured.values()))
 
 
 def measured_peak(job: Job, found: RecomputePlan) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -354,8 +354,17 @@ def make_plan(
     )
 
 
-def infeasible(costs: StepCosts, memory_budget: int, least: Solution) -> str:
-    """Why not even `least` stays within the budget, and what would lower its peak."""
+def infeasible(
+    costs: StepCosts, memory_budget: int, least: Solution, measured: Collection[int] = ()
+) -> str:
+    """Why not even `least` stays within the budget, and what would lower its peak.
+
+    Args:
+        costs: Of the step.
+        memory_budget: In bytes.
+        least: What has the smallest predicted peak.
+        measured: The peaks of the plans that were measured, in bytes; empty: none was.
+    """
     peak = least.timeline.peak
     held = costs.base
     lower = []
@@ -372,8 +381,15 @@ def infeasible(costs: StepCosts, memory_budget: int, least: Solution) -> str:
     if off is not None and off.peak_bytes < least.peak:
         within = "within" if off.peak_bytes <= memory_budget else "still not within"
         lower.append(f"take the blocks off the device: {off}, {within} the budget")
+    if measured:
+        found = (
+            f"of {len(measured)} plans that were measured, the one that took least had a peak of "
+            f"{format_bytes(min(measured))} ({min(measured)} bytes)"
+        )
+    else:
+        found = f"the smallest feasible budget is {format_bytes(least.peak)} ({least.peak} bytes)"
     return (
-        f"no plan stays within {format_bytes(memory_budget)}: the smallest feasible budget is "
-        f"{format_bytes(least.peak)} ({least.peak} bytes), of which {format_bytes(held)} are held "
-        f"all the time. The {peak.where} binds. Raise the budget, or {'; or '.join(lower)}"
+        f"no plan stays within {format_bytes(memory_budget)}: {found}, of which "
+        f"{format_bytes(held)} are held all the time. The {peak.where} binds. Raise the budget, "
+        f"or {'; or '.join(lower)}"
     )
