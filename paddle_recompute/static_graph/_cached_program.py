@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle.static import native, training
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError, StaticGraphError
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.static_graph._building import (
     Recipe,
     modes_of,
@@ -303,16 +304,8 @@ def _update(
 
 def _plain_strategy(recipe: Recipe) -> Any:
     """The strategy of the update: it has no forward to recompute or cast."""
-    config = recipe.config
-    off = {"amp": False, "gradient_merge": False}
-    return distributed_strategy(
-        config.model_copy(
-            update={
-                "strategy": config.strategy.model_copy(update=off),
-                "recompute": config.recompute.model_copy(update={"enable": False}),
-            }
-        )
-    )
+    off = RecomputeConfig(enable=False)
+    return distributed_strategy(replace(recipe.config, recompute=off, amp=None, accumulate_steps=1))
 
 
 def _add_parameters_of_loss(
