@@ -377,7 +377,16 @@ def _with_all_blocks(config: Config) -> Config:
 
 def _unscaled(amp: AmpConfigs) -> AmpConfigs:
     """AMP without overflow: an overflow would skip the step, and AdamW would create no moments."""
-    return replace(amp, init_loss_scaling=1.0, use_dynamic_loss_scaling=False)
+    if amp.dtype == "bfloat16":
+        return amp
+    return AmpConfigs(
+        amp.dtype,
+        amp.level,
+        init_loss_scaling=1.0,
+        use_dynamic_loss_scaling=False,
+        custom_white_list=amp.custom_white_list,
+        custom_black_list=amp.custom_black_list,
+    )
 
 
 def bare_model(config: Config, vocab_size: int) -> paddle.nn.Layer:

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -82,15 +81,8 @@ class Progress:
                 total=total, initial=done, desc="train", unit="step", file=self._stream
             )
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the bar."""
         if self._bar is not None:
             self._bar.close()
 

@@ -13,30 +13,32 @@ therefore saved in the checkpoint.)
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import paddle
-from numpy.typing import NDArray
 
-from paddle_recompute._paddle import device
 from paddle_recompute._run_folder import METRICS, begin_anew
 from paddle_recompute.app.config import Config, schedule_of
 from paddle_recompute.app.data import PairLoader, PreparedData, build_loader, prepare_data
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.app.retrieval import encode_texts, retrieval_metrics
 from paddle_recompute.app.trainer.build import build_step, check_mode, compile_as_configured
+from paddle_recompute.app.trainer.callbacks import (
+    SaveCheckpoints,
+    SaySkippedSteps,
+    ShowProgress,
+    WriteMetrics,
+)
 from paddle_recompute.app.trainer.claim import claimed
-from paddle_recompute.app.trainer.divergence import check_weights, explained
+from paddle_recompute.app.trainer.divergence import check_weights
 from paddle_recompute.app.trainer.joining import join_ranks
-from paddle_recompute.app.trainer.memory_probe import MemoryProbe, largest_of_ranks
-from paddle_recompute.app.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
-from paddle_recompute.app.trainer.objective import Batch, Objective, positive_ids
+from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, step_seed, train
+from paddle_recompute.app.trainer.memory_probe import MemoryProbe
+from paddle_recompute.app.trainer.metrics import read_metrics
+from paddle_recompute.app.trainer.objective import Objective, positive_ids
 from paddle_recompute.app.trainer.planned import BudgetPlanner, estimated_peaks
 from paddle_recompute.app.trainer.planned_steps import PlannedSteps
 from paddle_recompute.app.trainer.report import retrieval_table, write_report
@@ -44,17 +46,14 @@ from paddle_recompute.app.trainer.resume import RunCheckpoints, write_record
 from paddle_recompute.app.trainer.same_data import check_same_data
 from paddle_recompute.checkpoint import Checkpoint
 from paddle_recompute.distributed import (
-    StopRequest,
     barrier,
     broadcast_from_rank0,
     equal_buffers,
-    mean_over_ranks,
 )
-from paddle_recompute.errors import DataError, DivergenceError, StoppedError
+from paddle_recompute.errors import DataError
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.recompute import apply_recompute, check_patterns
-from paddle_recompute.train_step import StepResult
 
 
 class Trainer:
@@ -62,6 +61,7 @@ class Trainer:
 
     Args:
         config: The validated configuration. ``config.launch`` must match the running ranks.
+        callbacks: Are told of every step, see `Callback`; after the trainer's own.
 
     Examples:
         >>> record = Trainer(load_config("run.yaml")).run()  # doctest: +SKIP
@@ -69,8 +69,9 @@ class Trainer:
         0.41
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, callbacks: Sequence[Callback] = ()) -> None:
         self.config = config
+        self._callbacks = tuple(callbacks)
         self._folder = config.train.output_dir
         self._plan: RecomputePlan | None = None
         self._amp = config.strategy.amp_configs if config.strategy.amp else None
@@ -218,10 +219,41 @@ class Trainer:
         untrained: dict[str, float],
     ) -> dict[str, Any]:
         """Run the remaining steps; returns what the final record says about them."""
-        settings, global_batch = self.config.train, self.config.contrastive.global_batch
         model.train()
+        run = self._begun(model, objective, data, total, checkpoint)
+        ids = positive_ids(self.config, data.train)
+        barrier()
+        train(
+            run,
+            batches_of(self.config, loader, run.done, total, ids),
+            [
+                ShowProgress(),
+                SaySkippedSteps(self._say),
+                WriteMetrics(),
+                SaveCheckpoints(self._checkpoints, data, untrained),
+                *self._callbacks,
+            ],
+        )
+        figures = run.figures
+        if checkpoint is not None and run.done >= total:
+            figures |= checkpoint.state.get("figures", {})
+        if self.config.contrastive.learnable_temperature:
+            figures["temperature"] = objective.loss.temperature
+        skipped = run.steps.step.num_skipped
+        return {"steps": max(run.done, total), "skipped_steps": skipped, **figures}
+
+    def _begun(
+        self,
+        model: paddle.nn.Layer,
+        objective: Objective,
+        data: PreparedData,
+        total: int,
+        checkpoint: Checkpoint | None,
+    ) -> Run:
+        """The run before its first step, with the state of `checkpoint`, and the folder ready."""
         done = checkpoint.step if checkpoint else 0
         schedule = schedule_of(self.config, total)
+        seed = self.config.train.seed
         steps = PlannedSteps(
             self.config,
             lambda plan: build_step(
@@ -236,7 +268,7 @@ class Trainer:
             self._plan,
             model,
             replaced=self._replan,
-            seed=lambda step: paddle.seed(step_seed(settings.seed, step, self._rank)),
+            seed=lambda step: paddle.seed(step_seed(seed, step, self._rank)),
         )
         self._autocast = lambda: steps.step.autocast()
         compiled = compile_as_configured(self.config, model, steps.step)
@@ -251,117 +283,19 @@ class Trainer:
             self._checkpoints.restore(checkpoint, model, objective.loss, steps.step)
             for _ in range(done):  # the schedule depends on the step only and is not saved
                 schedule.step()
-        log = None
-        if self._is_main:
-            if checkpoint is None:
-                begin_anew(self._folder, self._say, overwrite=settings.overwrite)
-            if self._plan is not None:
-                self._plan.save(self._folder / "plan.json")
-            log = MetricsLog(self._folder / METRICS, resumed_at=done)
-        ids = positive_ids(self.config, data.train)
-        whole_run, window = Meter(), Meter()
-        figures = self._figures(None, whole_run, window)
-        if checkpoint is not None and done >= total:
-            figures |= checkpoint.state.get("figures", {})
-        barrier()
-        stop = StopRequest(done + 1)
-        shown = Progress(total, done=done, enabled=self._is_main)
-        with stop, shown as progress:
-            window.start()
-            for step, epoch, micro_batches in self._steps(loader, done, total, ids):
-                paddle.seed(step_seed(settings.seed, step, self._rank))
-                saves = step == total or step % (settings.save_every or total) == 0
-                logs = step == total or step % settings.log_every == 0
-                try:
-                    result = steps(micro_batches, step)
-                    if logs or saves:
-                        result.loss  # noqa: B018  waits for the device: the time is that of steps
-                except DivergenceError as error:
-                    raise explained(error, step - error.steps_ago, model) from error
-                self._say_if_skipped(step, result)
-                rate = float(schedule())
-                schedule.step()
-                window.stop()
-                progress.advance()
-                stops = step < total and stop.after(step)
-                if saves or stops:
-                    figures = self._figures(_finite(result.loss), whole_run, window)
-                if logs or stops:
-                    record = {
-                        "step": step,
-                        "epoch": epoch,
-                        "loss": _finite(result.loss),
-                        "lr": rate,
-                        "grad_norm": _finite(result.grad_norm),
-                        "examples_per_second": window.rate(global_batch),
-                        "peak_bytes": self._largest_peak(window),
-                    }
-                    if result.loss_scale is not None:
-                        record["loss_scale"] = result.loss_scale
-                        record["skipped_steps"] = steps.step.num_skipped
-                    if self.config.contrastive.learnable_temperature:
-                        steps.step.write_back()
-                    record.update(self._learned_temperature(objective))
-                    whole_run.add(window)
-                    window = Meter()
-                    progress.show({**record, "loss": result.loss})
-                    if log is not None:
-                        log.write(record)
-                if saves or stops:
-                    steps.step.write_back()
-                    self._checkpoints.save(
-                        step,
-                        model,
-                        objective.loss,
-                        steps.step,
-                        save_tokenizer=data.tokenizer.save,
-                        about={
-                            "data": {name: of.sha256 for name, of in data.sources.items()},
-                            "untrained": untrained,
-                            "chunks": objective.chunks.to_dict(),
-                            "plan": self._plan.to_dict() if self._plan is not None else None,
-                            "figures": figures,
-                        },
-                    )
-                if stops:
-                    break
-                window.start()
-            if stop.signal_number is not None or (done < total and stop.at_end()):
-                self._stop(stop.signal_number)
-        return {
-            "steps": max(done, total),
-            "skipped_steps": steps.step.num_skipped,
-            **figures,
-            **self._learned_temperature(objective),
-        }
+        elif self._is_main:
+            begin_anew(self._folder, self._say, overwrite=self.config.train.overwrite)
+        if self._is_main and self._plan is not None:
+            self._plan.save(self._folder / "plan.json")
+        return Run(
+            self.config, self._folder, self._rank, total, done, model, objective, steps, schedule
+        )
 
     def _replan(self, plan: RecomputePlan, why: str) -> None:
         self._plan = plan
         if self._is_main:
             plan.save(self._folder / "plan.json")
         self._say(f"{why} with another {plan}")
-
-    def _stop(self, signal_number: int | None) -> NoReturn:
-        """Say how to go on, and end this rank, as all others do now."""
-        assert signal_number is not None
-        barrier()
-        name = signal.Signals(signal_number).name
-        text = f"Stopped by {name}; the steps so far are saved in {self._folder / 'checkpoint'}. "
-        text += "The same command with train.resume=auto goes on"
-        self._say(text)
-        raise StoppedError(text, 128 + signal_number)
-
-    def _figures(self, loss: float | None, *meters: Meter) -> dict[str, Any]:
-        """The figures of the final record for the steps of `meters`; `loss` is of the last step."""
-        steps = Meter()
-        for meter in meters:
-            steps.add(meter)
-        rate = steps.rate(self.config.contrastive.global_batch)
-        return {
-            "loss": loss,
-            "peak_bytes": self._largest_peak(steps),
-            "examples_per_second": mean_over_ranks(rate),
-        }
 
     def _loader(self, data: PreparedData) -> PairLoader:
         loader = build_loader(
@@ -382,37 +316,6 @@ class Trainer:
             )
         self._say_each(loader.notes())
         return loader
-
-    def _learned_temperature(self, objective: Objective) -> dict[str, float]:
-        section = self.config.contrastive
-        return {"temperature": objective.loss.temperature} if section.learnable_temperature else {}
-
-    def _steps(
-        self, loader: PairLoader, done: int, total: int, ids: NDArray[np.int64] | None
-    ) -> Iterator[tuple[int, int, list[Batch]]]:
-        """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
-
-        A step's pairs are the same whatever the number of micro-batches they are cut into.
-        """
-        rows = self.config.micro_batch
-        while done < total:
-            epoch, skipped = divmod(done, len(loader))
-            loader.set_epoch(epoch)
-            for batch in itertools.islice(loader, skipped, None):
-                done += 1
-                parts = {side: batch[side] for side in ("query", "positive")}
-                if ids is not None:
-                    parts["positive_ids"] = device.put(ids[batch["index"].numpy()])
-                yield (
-                    done,
-                    epoch,
-                    [
-                        {name: part[first : first + rows] for name, part in parts.items()}
-                        for first in range(0, self.config.local_batch, rows)
-                    ],
-                )
-                if done == total:
-                    return
 
     def _evaluate(self, model: paddle.nn.Layer, data: PreparedData) -> dict[str, float]:
         """Retrieval metrics on the held-out pairs; the ranks share the work."""
@@ -458,13 +361,6 @@ class Trainer:
     def _is_main(self) -> bool:
         return self._rank == 0
 
-    def _say_if_skipped(self, step: int, result: StepResult) -> None:
-        if result.skipped:
-            self._say(
-                f"Step {step} is skipped: not finite in float16 with a loss scale of "
-                f"{result.loss_scale:g} (loss {result.loss:g}, gradient norm {result.grad_norm:g})"
-            )
-
     def _say_each(self, sentences: list[str]) -> None:
         for sentence in sentences:
             self._say(f"  {sentence}")
@@ -473,21 +369,8 @@ class Trainer:
         if self._is_main:
             print(text, flush=True)
 
-    def _largest_peak(self, meter: Meter) -> int | None:
-        return None if meter.peak_bytes is None else largest_of_ranks(meter.peak_bytes)
-
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:
     """Optimizer steps of the whole run: ``max_steps`` or ``num_epochs``, whichever ends first."""
     by_epochs = config.train.num_epochs and config.train.num_epochs * steps_per_epoch
     return min(limit for limit in (config.train.max_steps, by_epochs) if limit is not None)
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of the dropout masks of one step on one rank, in [0, 2**32)."""
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
-
-
-def _finite(value: float) -> float | None:
-    """The number; None if it is not finite, because JSON has no such number."""
-    return value if math.isfinite(value) else None

@@ -22,9 +22,10 @@ class Terminal(io.StringIO):
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
-    with Progress(50, stream=stream) as progress:
-        progress.advance()
-        progress.show(RECORD)
+    progress = Progress(50, stream=stream)
+    progress.advance()
+    progress.show(RECORD)
+    progress.close()
     assert stream.getvalue() == "step 20/50  loss 1.2500  examples/s 321  peak 3.0 MiB\n"
 
 
@@ -36,9 +37,10 @@ def test_peak_that_is_not_measured() -> None:
 
 def test_bar_on_a_terminal() -> None:
     stream = Terminal()
-    with Progress(50, done=19, stream=stream) as progress:
-        progress.advance()
-        progress.show(RECORD)
+    progress = Progress(50, done=19, stream=stream)
+    progress.advance()
+    progress.show(RECORD)
+    progress.close()
     shown = stream.getvalue()
     assert "20/50" in shown
     assert "loss=1.2500" in shown
@@ -47,9 +49,10 @@ def test_bar_on_a_terminal() -> None:
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_other_ranks_are_silent(stream: io.StringIO) -> None:
-    with Progress(50, enabled=False, stream=stream) as progress:
-        progress.advance()
-        progress.show(RECORD)
+    progress = Progress(50, enabled=False, stream=stream)
+    progress.advance()
+    progress.show(RECORD)
+    progress.close()
     assert stream.getvalue() == ""
 
 

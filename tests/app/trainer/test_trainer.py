@@ -23,6 +23,7 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.app.retrieval.evaluation import encode_texts
 from paddle_recompute.app.trainer import Trainer, memory_probe, objective, step_seed, total_steps
 from paddle_recompute.app.trainer import trainer as trainer_module
+from paddle_recompute.app.trainer.loop import batches_of
 from paddle_recompute.app.trainer.metrics import read_metrics
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.contrastive import ContrastiveLoss
@@ -402,7 +403,7 @@ def test_same_pairs_however_many_micro_batches(folder: Path) -> None:
         run = Trainer(config)
         run._rank, run._world_size = 0, 1
         loader = run._loader(run._prepare_data(None))
-        steps = list(run._steps(loader, 5, 9, None))
+        steps = list(batches_of(config, loader, 5, 9, None))
         assert [(step, epoch) for step, epoch, _ in steps] == [(6, 0), (7, 0), (8, 1), (9, 1)]
         assert all(len(micro_batches) == k_steps for _, _, micro_batches in steps)
         rows.append(
