@@ -205,11 +205,11 @@ def _serve(folder: Path, rank: int, jobs: IO[str]) -> None:
 
     import paddle
 
-    from paddle_recompute import _paddle
+    from paddle_recompute._paddle.distributed import init_parallel_env
     from paddle_recompute.distributed import barrier
 
     faulthandler.enable()  # in place of Paddle's handlers, which may hang (tests/conftest.py)
-    _paddle.init_parallel_env()
+    init_parallel_env()
     for number in map(str.strip, jobs):
         module, name, arguments = pickle.loads((folder / f"job{number}.pkl").read_bytes())
         # As in a new process: an earlier job may have left these otherwise.

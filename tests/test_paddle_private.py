@@ -24,10 +24,69 @@ import pytest
 from paddle.base import core, framework
 from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 
-from paddle_recompute import _paddle
-from paddle_recompute._paddle import gradients, guarded, travelling
-from paddle_recompute._paddle import memory as _memory
-from paddle_recompute._paddle.layers import saved_buffers
+from paddle_recompute._paddle import gradients, guarded, memory, travelling
+from paddle_recompute._paddle.amp import operator_names
+from paddle_recompute._paddle.backward import (
+    at_end_of_backward,
+    current_backward,
+    is_raised_by_an_operator,
+    watch_backward,
+)
+from paddle_recompute._paddle.distributed import (
+    FLAGS_SET_BY_PADDLE,
+    is_from_gloo,
+    make_device_group,
+    master_host,
+    store_await,
+    store_publish,
+    without_own_flags,
+)
+from paddle_recompute._paddle.fleet_recompute import (
+    FORWARDS_TO_FLEET,
+    custom_state_functions,
+    fleet_recompute,
+    fleet_recompute_hybrid,
+    holders_of,
+)
+from paddle_recompute._paddle.gradients import (
+    has_unwatched_hooks,
+    keeps_main_grad,
+    make_unscaling_visible,
+    muted_leaf_hooks,
+    on_gradient_added,
+    watch_leaf_hooks,
+)
+from paddle_recompute._paddle.layers import (
+    BATCH_NORMS,
+    attributes_of_every_layer,
+    clip_of_optimizer,
+    forward_post_hooks,
+    forward_pre_hooks,
+    non_trained_state,
+    own_parameters,
+    own_sublayers,
+    parameters_of_optimizer,
+    saved_buffers,
+    set_own_parameters,
+)
+from paddle_recompute._paddle.random_streams import (
+    generator_states,
+    hybrid_parallel_tracker,
+    mark_of_generator_state,
+)
+from paddle_recompute._paddle.saved_tensors import shares_memory
+from paddle_recompute._paddle.translation import (
+    never_translate,
+    never_translate_files_below,
+    set_translator,
+)
+from paddle_recompute._paddle.updates import (
+    keeps_master_weights,
+    learning_rate_times,
+    stands_still_at_rate_0,
+    zero_if,
+)
+from paddle_recompute._paddle.writes import address_of, watch_writes
 from paddle_recompute.errors import DependencyError
 from tests.ranks import run_ranks
 
@@ -76,7 +135,7 @@ def test_dense_tensor_share_data_with_and_the_tensor_constructor() -> None:
 
 def test_shares_memory_has_an_identity_of_its_own() -> None:
     x = needs_grad(3) * 2
-    shared = _paddle.shares_memory(x)
+    shared = shares_memory(x)
     assert shared is not x and shared.data_ptr() == x.data_ptr()
     assert shared.stop_gradient == x.stop_gradient  # PyLayers see it: ctx.saved_tensor()
     assert shared.is_leaf
@@ -102,7 +161,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", list(VIEWS))
 def test_shares_memory_takes_strides_and_offset_along(view: str) -> None:
     x = VIEWS[view](paddle.arange(24, dtype="float32").reshape([2, 3, 4]))
-    shared = _paddle.shares_memory(x)
+    shared = shares_memory(x)
     assert (shared.shape, shared.strides, shared.dtype) == (x.shape, x.strides, x.dtype)
     assert shared.data_ptr() == x.data_ptr()
     assert shared.numpy().tobytes() == x.numpy().tobytes()
@@ -127,9 +186,9 @@ def test_optimizer_parameter_list(grouped: bool) -> None:
     given = [{"params": [p]} for p in layer.parameters()] if grouped else layer.parameters()
     optimizer = paddle.optimizer.AdamW(0.1, parameters=given)
     assert hasattr(optimizer, "_parameter_list")
-    found = _paddle.parameters_of_optimizer(optimizer)
+    found = parameters_of_optimizer(optimizer)
     assert [id(p) for p in found] == [id(p) for p in layer.parameters()]
-    assert _paddle.parameters_of_optimizer(object()) == []
+    assert parameters_of_optimizer(object()) == []
 
 
 def test_tensor_inplace_version() -> None:
@@ -150,7 +209,7 @@ def written_by(write: Any) -> list[int]:
     def written(tensor: paddle.Tensor) -> None:
         told.append(id(tensor))
 
-    _paddle.watch_writes(written)
+    watch_writes(written)
     write()
     return told
 
@@ -188,12 +247,12 @@ def test_optimizer_create_param_lr(kind: str) -> None:
     """At rate 0, with a gradient of 0, these optimizers leave a parameter as it is, bit by bit."""
     layer = paddle.nn.Linear(3, 3)
     optimizer = getattr(paddle.optimizer, kind)(0.1, parameters=layer.parameters())
-    assert _paddle.stands_still_at_rate_0(optimizer)
+    assert stands_still_at_rate_0(optimizer)
 
     def step(rate: float, gradient: float) -> Any:
         for parameter in layer.parameters():
             parameter.grad = paddle.full_like(parameter, gradient)
-        with _paddle.learning_rate_times(optimizer, paddle.to_tensor(rate)):
+        with learning_rate_times(optimizer, paddle.to_tensor(rate)):
             optimizer.step()
         return [parameter.numpy().tobytes() for parameter in layer.parameters()]
 
@@ -201,9 +260,7 @@ def test_optimizer_create_param_lr(kind: str) -> None:
     assert moved == stood
     assert step(1.0, 0.0) != stood or kind == "SGD"
     assert "_create_param_lr" not in vars(optimizer)
-    assert not _paddle.stands_still_at_rate_0(
-        paddle.optimizer.RMSProp(0.1, parameters=[layer.bias])
-    )
+    assert not stands_still_at_rate_0(paddle.optimizer.RMSProp(0.1, parameters=[layer.bias]))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -211,9 +268,9 @@ def test_update_loss_scaling(dtype: str) -> None:
     """Zeros into all tensors where a condition of one element is true; else nothing."""
     tensors = [paddle.to_tensor([1.0, math.nan, -2.0]).astype(dtype) for _ in range(2)]
     before = [tensor.astype("float32").numpy().tobytes() for tensor in tensors]
-    _paddle.zero_if(paddle.to_tensor(False), tensors)
+    zero_if(paddle.to_tensor(False), tensors)
     assert [tensor.astype("float32").numpy().tobytes() for tensor in tensors] == before
-    _paddle.zero_if(paddle.to_tensor(True), tensors)
+    zero_if(paddle.to_tensor(True), tensors)
     assert all(not tensor.astype("float32").numpy().any() for tensor in tensors)
 
 
@@ -236,11 +293,11 @@ def test_optimizer_create_optimization_pass() -> None:
 
 def test_address_of() -> None:
     x = paddle.ones([3])
-    assert _paddle.address_of(x) == _paddle.address_of(x.detach()) == x.data_ptr()
+    assert address_of(x) == address_of(x.detach()) == x.data_ptr()
     for placeholder in paddle.nn.LSTM(2, 2, dropout=0.5).buffers():
-        assert _paddle.address_of(placeholder) is None
+        assert address_of(placeholder) is None
     sparse = paddle.sparse.sparse_coo_tensor([[0], [1]], [1.0], [2, 2])
-    assert _paddle.address_of(sparse) is None
+    assert address_of(sparse) is None
 
 
 # --------------------------------------------------------------------------------------- layers
@@ -250,11 +307,11 @@ def test_layer_dicts_and_hooks() -> None:
     """They are where a Layer looks things up, and a `_parameters` of another class will do."""
     model = paddle.nn.Sequential(paddle.nn.Linear(2, 2))
     (linear,) = model
-    assert _paddle.own_sublayers(model) == {"0": linear}
-    assert list(_paddle.own_parameters(linear)) == ["weight", "bias"]
-    _paddle.set_own_parameters(linear, {"weight": "another"})
+    assert own_sublayers(model) == {"0": linear}
+    assert list(own_parameters(linear)) == ["weight", "bias"]
+    set_own_parameters(linear, {"weight": "another"})
     assert linear.weight == "another"
-    before, behind = _paddle.forward_pre_hooks(model), _paddle.forward_post_hooks(model)
+    before, behind = forward_pre_hooks(model), forward_post_hooks(model)
     assert before is model._forward_pre_hooks and behind is model._forward_post_hooks
     model.register_forward_pre_hook(print)
     model.register_forward_post_hook(repr)
@@ -263,11 +320,11 @@ def test_layer_dicts_and_hooks() -> None:
 
 def test_attributes_of_every_layer() -> None:
     name = paddle.nn.Layer().full_name()
-    known = _paddle.attributes_of_every_layer()
-    _paddle.attributes_of_every_layer.cache_clear()
+    known = attributes_of_every_layer()
+    attributes_of_every_layer.cache_clear()
     assert {"training", "_parameters", "_buffers", "_sub_layers"} <= known
     assert "in_features" not in known and known <= vars(paddle.nn.Linear(2, 2)).keys()
-    assert _paddle.attributes_of_every_layer() == known
+    assert attributes_of_every_layer() == known
     following = paddle.nn.Layer().full_name()
     assert int(following.rpartition("_")[2]) == int(name.rpartition("_")[2]) + 1
 
@@ -284,12 +341,12 @@ def test_layer_buffers_and_parameters() -> None:
 
 def _slots(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], str]]:
     found = []
-    for tensors, names in _paddle.non_trained_state(layer):
+    for tensors, names in non_trained_state(layer):
         found += [(tensors, name) for name in ([names] if isinstance(names, str) else names)]
     return found
 
 
-@pytest.mark.parametrize("norm", _paddle.BATCH_NORMS, ids=lambda norm: norm.__name__)
+@pytest.mark.parametrize("norm", BATCH_NORMS, ids=lambda norm: norm.__name__)
 def test_batch_norms_keep_their_statistics_there(norm: Any) -> None:
     layer = norm(3)
     for name in ("_mean", "_variance"):
@@ -317,7 +374,7 @@ def test_core_default_cpu_generator() -> None:
 
 
 def test_fleet_get_rng_state_tracker() -> None:
-    tracker = _paddle.hybrid_parallel_tracker()
+    tracker = hybrid_parallel_tracker()
     tracker.reset()
     tracker.add("name", 5)
     states = tracker.get_states_tracker()
@@ -407,13 +464,13 @@ def test_core_eager_engine_is_looked_up_at_each_call(
 def test_what_the_engine_was_asked_for_stands_where_it_is_read(
     partial: bool, call: Any, retain: bool
 ) -> None:
-    _paddle.watch_backward()
+    watch_backward()
     x, seen = needs_grad(3), []
     y = (x * 2).sum()
-    y.register_hook(lambda gradient: seen.append(_paddle.current_backward()))
+    y.register_hook(lambda gradient: seen.append(current_backward()))
     call(y, x, retain)
     assert [(one.retain_graph, one.partial) for one in seen] == [(retain, partial)]
-    assert _paddle.current_backward() is None
+    assert current_backward() is None
 
 
 def test_an_exception_of_an_unpack_hook_becomes_an_os_error() -> None:
@@ -460,7 +517,7 @@ def test_what_a_pack_hook_returns_is_held_once_or_forgotten() -> None:
 
 def test_register_backward_hook_fires_after_the_addition() -> None:
     layer, seen = paddle.nn.Linear(2, 2), []
-    _paddle.on_gradient_added(layer.weight, lambda: seen.append(layer.weight.grad.sum().item()))
+    on_gradient_added(layer.weight, lambda: seen.append(layer.weight.grad.sum().item()))
     for _ in range(2):
         layer(paddle.ones([1, 2])).sum().backward()
     assert seen == [4, 8]
@@ -468,7 +525,7 @@ def test_register_backward_hook_fires_after_the_addition() -> None:
 
 def test_unscaling_raises_the_version_when_it_is_made_visible() -> None:
     """``_legacy_C_ops.check_finite_and_unscale`` and ``_bump_inplace_version``."""
-    _paddle.make_unscaling_visible()
+    make_unscaling_visible()
     layer = paddle.nn.Linear(2, 2)
     layer(paddle.ones([1, 2])).sum().backward()
     gradient, before = layer.weight.grad, layer.weight.grad.inplace_version
@@ -480,13 +537,13 @@ def test_unscaling_raises_the_version_when_it_is_made_visible() -> None:
 
 
 def test_what_is_to_come_at_the_end_of_a_backward_comes_when_the_outermost_has_ended() -> None:
-    _paddle.watch_backward()
+    watch_backward()
     layer, seen = paddle.nn.Linear(2, 2), []
 
     def told() -> None:
         seen.append(layer.weight.grad.sum().item())
 
-    _paddle.on_gradient_added(layer.weight, lambda: _paddle.at_end_of_backward(layer, told))
+    on_gradient_added(layer.weight, lambda: at_end_of_backward(layer, told))
     recompute = paddle.distributed.fleet.utils.recompute
     x = needs_grad(1, 2)
     (recompute(layer, x, use_reentrant=True) + recompute(layer, x, use_reentrant=True)).backward(
@@ -499,9 +556,9 @@ def main_grad_is_kept() -> bool:
     from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
     layer = paddle.nn.Linear(2, 2)
-    assert not _paddle.keeps_main_grad(layer.weight)
+    assert not keeps_main_grad(layer.weight)
     MixPrecisionLayer(layer, dtype="bfloat16")(paddle.ones([1, 2])).sum().backward()
-    return _paddle.keeps_main_grad(layer.weight) and layer.weight.main_grad is not None
+    return keeps_main_grad(layer.weight) and layer.weight.main_grad is not None
 
 
 def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:
@@ -523,7 +580,7 @@ def test_a_gloo_group_can_be_made_by_its_members() -> None:
 
 
 def group_with_a_number() -> tuple[int, int]:
-    made = _paddle.make_device_group((0, 1), 2**20 + 7)
+    made = make_device_group((0, 1), 2**20 + 7)
     return made.id, paddle.distributed.new_group([0, 1]).id
 
 
@@ -555,12 +612,12 @@ def test_init_parallel_env_lists_the_flags_that_paddle_sets_itself(
 
     make = collections.namedtuple("FLAGS", "name value default")
     listed = [make(*flag) for flag in run_ranks(modified_flags, 1)[0]]
-    assert {flag.name for flag in listed} <= _paddle.FLAGS_SET_BY_PADDLE
+    assert {flag.name for flag in listed} <= FLAGS_SET_BY_PADDLE
     parallel._print_modified_flags(listed)
-    assert _paddle.without_own_flags("before\n" + capsys.readouterr().err) == "before\n"
+    assert without_own_flags("before\n" + capsys.readouterr().err) == "before\n"
     by_launch = make("FLAGS_use_stride_kernel", False, True)
     parallel._print_modified_flags([*listed, by_launch, make("FLAGS_mine", 1, 0)])
-    shown = _paddle.without_own_flags(capsys.readouterr().err)
+    shown = without_own_flags(capsys.readouterr().err)
     assert shown.count("FLAGS(") == 1 and "FLAGS_mine" in shown and shown.count("===\n") == 2
 
 
@@ -575,8 +632,8 @@ def test_core_global_tcp_store_hands_a_value_to_the_other_ranks() -> None:
 
 def hand_over(value: str) -> str:
     if paddle.distributed.get_rank() == 0:
-        _paddle.store_publish("tests/key", value)
-    return _paddle.store_await("tests/key")
+        store_publish("tests/key", value)
+    return store_await("tests/key")
 
 
 @pytest.mark.parametrize(
@@ -597,14 +654,14 @@ def test_master_host_is_found_where_init_parallel_env_looks(
         assert name in source
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert _paddle.master_host() == host
+    assert master_host() == host
 
 
 def test_is_from_gloo_knows_the_text_of_its_errors() -> None:
     """As `tests/distributed/test_mortal_ranks.py` sees it from a collective whose peer has died."""
     text = "[/paddle/third_party/gloo/gloo/transport/tcp/pair.cc:576] Read error: reset by peer"
-    assert _paddle.is_from_gloo(RuntimeError(text))
-    assert not _paddle.is_from_gloo(RuntimeError("out of memory"))
+    assert is_from_gloo(RuntimeError(text))
+    assert not is_from_gloo(RuntimeError("out of memory"))
 
 
 def bytes_before_and_after(kind: str) -> tuple[int, int]:
@@ -627,11 +684,11 @@ def test_core_host_memory_stat(kind: str) -> None:
 def test_core_host_memory_stat_reset_peak_value() -> None:
     paddle.ones([1 << 20])
     core.host_memory_stat_reset_peak_value("Allocated", 0)
-    assert _memory.peak_bytes() == _memory.current_bytes()
+    assert memory.peak_bytes() == memory.current_bytes()
 
 
 def test_the_peak_can_be_reset_where_it_is_said() -> None:
-    assert _memory.can_reset_peak() is not IS_26
+    assert memory.can_reset_peak() is not IS_26
 
 
 @pytest.mark.parametrize("kind", ["current_value", "peak_value", "reset_peak_value"])
@@ -644,14 +701,14 @@ def test_core_device_memory_stat(kind: str) -> None:
 def test_memory_of_a_device_that_is_not_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a GPU's peak cannot be reset on 2.6, which has no function for it."""
     monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
-    assert _memory.can_reset_peak() is not IS_26
-    assert _memory.current_bytes() == 0  # of a GPU that is not there
+    assert memory.can_reset_peak() is not IS_26
+    assert memory.current_bytes() == 0  # of a GPU that is not there
     monkeypatch.setattr(paddle, "get_device", lambda: "other_device:0")
-    assert _memory.is_counted() is not IS_26
+    assert memory.is_counted() is not IS_26
     if IS_26:
-        assert not _memory.can_reset_peak()
+        assert not memory.can_reset_peak()
         with pytest.raises(DependencyError, match="does not count the memory of 'other_device:0'"):
-            _memory.peak_bytes()
+            memory.peak_bytes()
 
 
 def test_tensor_copy_into_memory_that_is_there() -> None:
@@ -746,7 +803,7 @@ def test_optimizer_grad_clip() -> None:
     clip = paddle.nn.ClipGradByGlobalNorm(1.0)
     weight = paddle.nn.Linear(2, 3).weight
     optimizer = paddle.optimizer.SGD(parameters=[weight], grad_clip=clip)
-    assert _paddle.clip_of_optimizer(optimizer) is clip
+    assert clip_of_optimizer(optimizer) is clip
 
 
 # -------------------------------------------------------------------------- translated bytecode
@@ -763,13 +820,13 @@ def test_core_set_eval_frame() -> None:
     def called() -> None:
         pass
 
-    assert _paddle.set_translator(translator) is None
+    assert set_translator(translator) is None
     try:
         called()
-        assert _paddle.set_translator(None) is translator
+        assert set_translator(None) is translator
         called()
     finally:
-        _paddle.set_translator(None)
+        set_translator(None)
     assert seen.count("called") == 1
 
 
@@ -784,12 +841,12 @@ def test_core_eval_frame_skip_file_prefix(tmp_path: Path) -> None:
         seen.append(frame.f_code.co_filename)
         return CustomCode(None, False)
 
-    _paddle.never_translate_files_below(str(tmp_path))
-    _paddle.set_translator(translator)
+    never_translate_files_below(str(tmp_path))
+    set_translator(translator)
     try:
         names["called"]()
     finally:
-        _paddle.set_translator(None)
+        set_translator(None)
     assert str(path) not in seen
 
 
@@ -802,7 +859,7 @@ def test_jit_marker_force_dynamic() -> None:
         calls.append(bool(paddle.in_dynamic_mode()))
         return x * 2
 
-    _paddle.never_translate(untranslatable)
+    never_translate(untranslatable)
 
     def function(x: paddle.Tensor) -> paddle.Tensor:
         return untranslatable(x + 1) + 1
@@ -818,7 +875,7 @@ def test_jit_marker_force_dynamic() -> None:
 
 def test_core_get_all_op_names_and_C_ops() -> None:
     """`operator_names`: of the old representation, of dygraph and PIR, of Paddle's AMP lists."""
-    names = _paddle.operator_names()
+    names = operator_names()
     assert {"matmul_v2", "elementwise_add"} <= {*core.get_all_op_names()} <= names
     assert hasattr(paddle._C_ops, "add")
     assert {"matmul", "softmax", "gelu", "layer_norm", "add", "linear"} <= names
@@ -842,23 +899,23 @@ def test_where_fleets_recompute_lives() -> None:
     from paddle.distributed import fleet
 
     inner = sys.modules["paddle.distributed.fleet.recompute.recompute"]
-    assert fleet.recompute.recompute is inner.recompute is _paddle.fleet_recompute
-    assert fleet.utils.recompute is _paddle.FORWARDS_TO_FLEET is not _paddle.fleet_recompute
+    assert fleet.recompute.recompute is inner.recompute is fleet_recompute
+    assert fleet.utils.recompute is FORWARDS_TO_FLEET is not fleet_recompute
     assert inner.recompute.__module__ == inner.__name__
-    assert _paddle.fleet_recompute_hybrid is fleet.recompute.recompute_hybrid
+    assert fleet_recompute_hybrid is fleet.recompute.recompute_hybrid
     assert hasattr(inner, "custom_state_manager") != IS_26
     if not IS_26:
         manager = inner.custom_state_manager
         assert manager.custom_get_state_func is manager.custom_set_state_func is None
-    assert _paddle.custom_state_functions() is None
-    assert (inner, "recompute") in list(_paddle.holders_of(_paddle.fleet_recompute))
+    assert custom_state_functions() is None
+    assert (inner, "recompute") in list(holders_of(fleet_recompute))
 
 
 def test_is_raised_by_an_operator_knows_the_text_of_its_errors() -> None:
     with pytest.raises(ValueError) as caught:
         paddle.ones([2, 3]) + paddle.ones([4])
-    assert _paddle.is_raised_by_an_operator(caught.value)
-    assert not _paddle.is_raised_by_an_operator(ValueError("(my) own words"))
+    assert is_raised_by_an_operator(caught.value)
+    assert not is_raised_by_an_operator(ValueError("(my) own words"))
 
 
 # --------------------------------------------------------------------------------- nothing else
@@ -866,7 +923,7 @@ def test_is_raised_by_an_operator_knows_the_text_of_its_errors() -> None:
 
 def test_every_private_name_has_a_test_here() -> None:
     """Names with an underscore, and everything of ``core``, in the code of `_paddle`."""
-    modules = Path(_paddle.__file__).parent.glob("*.py")
+    modules = Path(memory.__file__).parent.glob("*.py")
     source = "\n".join(path.read_text(encoding="utf-8") for path in modules)
     code = re.sub(r'""".*?"""', "", source, flags=re.S)
     code = "\n".join(line.partition("  # ")[0] for line in code.splitlines())
@@ -880,7 +937,7 @@ def test_every_private_name_has_a_test_here() -> None:
 
 
 def test_no_other_module_reaches_into_paddle() -> None:
-    room = Path(_paddle.__file__).parent
+    room = Path(memory.__file__).parent
     for path in room.parent.rglob("*.py"):
         if room not in path.parents:
             source = path.read_text(encoding="utf-8")
@@ -893,10 +950,8 @@ def test_core_generator_looks_into_the_state_of_another() -> None:
     state = other.get_state()
     generator.set_state(state)
     assert generator.random() == other.random()
-    assert _paddle.mark_of_generator_state(state) != _paddle.mark_of_generator_state(
-        other.get_state()
-    )
-    assert _paddle.mark_of_generator_state(state) == _paddle.mark_of_generator_state(state)
+    assert mark_of_generator_state(state) != mark_of_generator_state(other.get_state())
+    assert mark_of_generator_state(state) == mark_of_generator_state(state)
 
 
 def test_core_amp_level() -> None:
@@ -918,7 +973,7 @@ def test_streams_are_left_alone_by_a_look() -> None:
     paddle.seed(1), np.random.seed(1), random.seed(1)
     drawn = paddle.rand([2]).tolist()
     paddle.seed(1)
-    _paddle.generator_states()
+    generator_states()
     assert paddle.rand([2]).tolist() == drawn
 
 
@@ -930,17 +985,17 @@ def test_tensor_register_grad_hook_is_what_register_hook_calls() -> None:
     parameter = paddle.create_parameter([2], "float32")
     assert gradients._register_grad_hook(parameter, lambda gradient: None) == 0
     assert parameter._remove_grad_hook(0) and not parameter._remove_grad_hook(0)
-    assert _paddle.has_unwatched_hooks(parameter)
+    assert has_unwatched_hooks(parameter)
     other = paddle.create_parameter([2], "float32")
-    assert not _paddle.has_unwatched_hooks(other)
-    _paddle.watch_leaf_hooks()
+    assert not has_unwatched_hooks(other)
+    watch_leaf_hooks()
     handle = other.register_hook(lambda gradient: gradient * 2)
-    with _paddle.muted_leaf_hooks([other]):
+    with muted_leaf_hooks([other]):
         other.sum().backward()
     other.sum().backward()
     assert other.grad.tolist() == [3.0, 3.0] and handle.remove()
     other.sum().backward()
-    assert other.grad.tolist() == [4.0, 4.0] and not _paddle.has_unwatched_hooks(other)
+    assert other.grad.tolist() == [4.0, 4.0] and not has_unwatched_hooks(other)
 
 
 def test_the_backward_of_a_leaf_alone_runs_its_hooks_and_adds() -> None:
@@ -948,7 +1003,7 @@ def test_the_backward_of_a_leaf_alone_runs_its_hooks_and_adds() -> None:
     parameter = paddle.create_parameter([2], "float32")
     seen: list[Any] = []
     parameter.register_hook(lambda gradient: (seen.append(gradient.tolist()), gradient * 2)[1])
-    _paddle.on_gradient_added(parameter, lambda: seen.append("added"))
+    on_gradient_added(parameter, lambda: seen.append("added"))
     for _ in range(2):
         paddle.autograd.backward([parameter], [paddle.ones([2])])
     assert seen == [[1.0, 1.0], "added"] * 2 and parameter.grad.tolist() == [4.0, 4.0]
@@ -958,13 +1013,13 @@ def test_optimizer_grad_clip_and_multi_precision() -> None:
     layer = paddle.nn.Linear(2, 2)
     plain = paddle.optimizer.AdamW(parameters=layer.parameters())
     assert hasattr(plain, "_grad_clip") and hasattr(plain, "_multi_precision")
-    assert not _paddle.clips_gradients(plain) and not _paddle.keeps_master_weights(plain)
+    assert not clip_of_optimizer(plain) and not keeps_master_weights(plain)
     other = paddle.optimizer.AdamW(
         parameters=layer.parameters(),
         grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0),
         multi_precision=True,
     )
-    assert _paddle.clips_gradients(other) and _paddle.keeps_master_weights(other)
+    assert clip_of_optimizer(other) and keeps_master_weights(other)
 
 
 def test_init_parallel_env_makes_its_group_by_new_process_group_impl() -> None:

@@ -3,7 +3,8 @@
 On CPU the figures are exact and repeat to the byte; on a device they are the allocator's own,
 without what the driver and libraries take. ``device_memory_stat_*`` (2.6, 3.x) is what
 ``paddle.device.memory_allocated`` (from 3.2 on, not on 2.6) and ``paddle.device.cuda.*`` (GPUs
-alone; 2.6 cannot reset a peak) read. Can go when the first is in every supported version.
+alone; 2.6 cannot reset a peak) read, and ``host_memory_stat_*`` (2.6, 3.x) are the only counters
+for the CPU. Can go when the first is in every supported version and counts the CPU too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import paddle
 from paddle.base import core
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import DependencyError
 
 
@@ -40,14 +41,14 @@ def can_reset_peak() -> bool:
     the smaller of two peaks first.
     """
     if _on_host():
-        return _paddle.can_reset_host_memory_peak()
+        return hasattr(core, "host_memory_stat_reset_peak_value")
     return is_counted() and hasattr(core, "device_memory_stat_reset_peak_value")
 
 
 def reset_peak() -> None:
     """Forget the peak so far; only where `can_reset_peak`."""
     if _on_host():
-        _paddle.reset_host_memory_peak()
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
     else:
         core.device_memory_stat_reset_peak_value("Allocated", _number())
 
@@ -58,7 +59,7 @@ def is_counted() -> bool:
     On 2.6 the counters of devices other than the CPU and GPUs stay at 0.
     """
     device = str(paddle.get_device())
-    return _on_host() or device.startswith("gpu") or _paddle.paddle_version() >= (3, 0, 0)
+    return _on_host() or device.startswith("gpu") or paddle_version() >= (3, 0, 0)
 
 
 def format_bytes(count: float) -> str:
@@ -72,7 +73,7 @@ def format_bytes(count: float) -> str:
 
 def _bytes(kind: str) -> int:
     if _on_host():
-        return _paddle.host_memory(kind)
+        return int(getattr(core, f"host_memory_stat_{kind}_value")("Allocated", 0))
     if not is_counted():
         raise DependencyError(
             f"Paddle {paddle.__version__} does not count the memory of '{paddle.get_device()}'; "

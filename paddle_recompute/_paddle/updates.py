@@ -90,14 +90,6 @@ def zero_if(condition: paddle.Tensor, tensors: Sequence[paddle.Tensor]) -> None:
         )
 
 
-def clips_gradients(optimizer: Any) -> bool:
-    """Whether `optimizer` clips: it then makes a second copy of all gradients.
-
-    ``Optimizer._grad_clip`` (2.6, 3.x); no public attribute tells it. Can go when one does.
-    """
-    return getattr(optimizer, "_grad_clip", None) is not None
-
-
 def keeps_master_weights(optimizer: Any) -> bool:
     """Whether `optimizer` keeps float32 copies of half-precision parameters.
 

@@ -11,7 +11,7 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.distributed import init_parallel_env
 from paddle_recompute.app.config import Config, sync_arguments
 from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.encoder import build_model
@@ -62,7 +62,7 @@ def doctor_config(config: Config, *, pairs: int = _MOST_PAIRS) -> DoctorReport:
     paddle.set_device(config.launch.device)
     ranks = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     if ranks > 1 and not dist.is_initialized():
-        _paddle.init_parallel_env()
+        init_parallel_env()
     rank = dist.get_rank() if ranks > 1 else 0
     data = prepare_data(
         config.data, seed=config.train.seed, is_main_rank=rank == 0, barrier=barrier

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_recompute import _paddle
 from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves, tensors_in
+from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, joined, padded, rows_of
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.replay import ReplayState, StateWatch, layers_of
@@ -168,7 +168,7 @@ class ChunkedEncoder:
         if not self._keeps_graph:
             with self._states[number].replayed():
                 outputs = self._leaves(self._call(chunk), chunk, again=True)
-        with _paddle.amp_off():
+        with amp_off():
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
             for place, gradient in self._gradients.items():
                 head = outputs[place]
@@ -196,7 +196,7 @@ class ChunkedEncoder:
         """
         if not self._deviations:
             return None
-        with paddle.no_grad(), _paddle.amp_off():
+        with paddle.no_grad(), amp_off():
             worst = paddle.stack(self._deviations).max()
         self._deviations = []
         return worst
@@ -246,7 +246,7 @@ class ChunkedEncoder:
 
     def _joined(self, parts: list[list[paddle.Tensor]]) -> list[paddle.Tensor]:
         heads = []
-        with paddle.no_grad(), _paddle.amp_off():
+        with paddle.no_grad(), amp_off():
             for place in range(len(self._paths)):
                 pieces = [part[place] for part in parts]
                 what = f"what the encoder of {self.name} returns as {self._paths[place]}"

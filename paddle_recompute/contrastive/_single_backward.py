@@ -6,7 +6,7 @@ import weakref
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.backward import Backward, current_backward, hand_on, watch_backward
 
 
 class SingleBackwardGuard:
@@ -22,10 +22,10 @@ class SingleBackwardGuard:
     """
 
     def __init__(self, error: type[Exception], message: str) -> None:
-        _paddle.watch_backward()
+        watch_backward()
         self._error, self._message = error, message
         # A weak reference: the end-of-backward callbacks must not live as long as the graph.
-        self._seen: weakref.ref[_paddle.Backward] | None = None
+        self._seen: weakref.ref[Backward] | None = None
 
     def guard(self, *results: paddle.Tensor) -> None:
         """Guard the outputs of one node."""
@@ -34,7 +34,7 @@ class SingleBackwardGuard:
                 result.register_hook(self)
 
     def __call__(self, gradient: paddle.Tensor) -> None:
-        backward = _paddle.current_backward()
+        backward = current_backward()
         if backward is None:
             return
         again = self._seen is not None and self._seen() is not backward
@@ -42,5 +42,5 @@ class SingleBackwardGuard:
         self._seen = weakref.ref(backward)
         if again or twice_differentiable:
             error = self._error(self._message)
-            _paddle.hand_on(error)
+            hand_on(error)
             raise error

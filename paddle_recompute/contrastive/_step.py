@@ -15,7 +15,9 @@ from types import TracebackType
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.amp import amp_off
+from paddle_recompute._paddle.backward import current_backward
+from paddle_recompute._paddle.gradients import leaves_with_hooks, muted_leaf_hooks
 
 _running = threading.local()
 
@@ -30,9 +32,9 @@ class Step:
         """The callbacks of `at_end_of_step`."""
 
     def __enter__(self) -> Step:
-        leaves = _paddle.leaves_with_hooks()
+        leaves = leaves_with_hooks()
         self._before = [(leaf, _take_gradient(leaf)) for leaf in leaves]
-        self._muted.enter_context(_paddle.muted_leaf_hooks(leaves))
+        self._muted.enter_context(muted_leaf_hooks(leaves))
         _running.steps = [*_steps(), self]
         return self
 
@@ -41,7 +43,7 @@ class Step:
         sums = self._put_back()
         if sums:
             leaves, gradients = zip(*sums, strict=True)
-            with _paddle.amp_off():
+            with amp_off():
                 paddle.autograd.backward(list(leaves), list(gradients))
 
     def __exit__(
@@ -87,7 +89,7 @@ def at_end_of_step(key: int, call: Callable[[], None]) -> None:
         key: Of several calls with one key, the last one runs.
         call: May write to parameters.
     """
-    steps, backward = _steps(), _paddle.current_backward()
+    steps, backward = _steps(), current_backward()
     if steps:
         steps[-1].at_end[key] = call
     elif backward is not None:

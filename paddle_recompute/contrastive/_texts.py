@@ -15,8 +15,8 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
-from paddle_recompute import _paddle
 from paddle_recompute._nested import is_tensor, named_leaves
+from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute.errors import ConfigError, DataError
 
 LengthOf = Callable[[Any], Any]
@@ -192,7 +192,7 @@ def lengths_of(
     read = texts_of(batch, name).read
     found = [_of_array(leaf) for leaf in read if isinstance(leaf.values, np.ndarray)]
     if tensors := [leaf for leaf in read if is_tensor(leaf.values)]:
-        with paddle.no_grad(), _paddle.amp_off():
+        with paddle.no_grad(), amp_off():
             # One copy to the host for all of them.
             found.extend(paddle.stack([_of_tensor(leaf) for leaf in tensors]).numpy())
     for leaf, one in zip(sorted(read, key=lambda leaf: is_tensor(leaf.values)), found, strict=True):

@@ -28,7 +28,8 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.amp import amp_off
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
 from paddle_recompute.contrastive._vector_blocks import Block, BlocksInProgram, VectorBlocks
@@ -247,13 +248,13 @@ class _Streamed(paddle.autograd.PyLayer):  # type: ignore[misc, unused-ignore]
         ctx.plan, ctx.scale = plan, scale
         ctx.needed = [not tensor.stop_gradient for tensor in tensors]
         ctx.save_for_backward(*tensors)
-        with _paddle.amp_off():
+        with amp_off():
             loss, ctx.searches = _loss(plan, tensors, scale)
             return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
-        with _paddle.amp_off():
+        with amp_off():
             return tuple(
                 _gradients(
                     ctx.plan, ctx.saved_tensor(), ctx.scale, ctx.needed, ctx.searches, upstream
@@ -335,7 +336,7 @@ def _sides_and_scale(
 ) -> tuple[list[VectorBlocks], Scale]:
     """The sides and the scale; a learned scale is the last tensor."""
     vectors = tensors[:-1] if scale is None else tensors
-    kind = VectorBlocks if _paddle.is_dygraph() else BlocksInProgram
+    kind = VectorBlocks if is_dygraph() else BlocksInProgram
     sides = [
         kind(one, normalize=plan.options.normalize, with_gradient=wanted)
         for one, wanted in zip(vectors, needed, strict=False)

@@ -12,8 +12,8 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute import _paddle
 from paddle_recompute._paddle import device
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
 from paddle_recompute.distributed import (
     is_distributed,
@@ -64,7 +64,7 @@ def all_gather_with_grad(tensor: paddle.Tensor, group: Group | None = None) -> p
         )
     if not has_other_ranks(group):
         return tensor
-    if not _paddle.is_dygraph():
+    if not is_dygraph():
         raise StaticGraphError(
             "all_gather_with_grad works in dygraph only, because Paddle's gather has no gradient "
             "in Programs; in a Program use ContrastiveLoss(negatives='global')"

@@ -9,7 +9,9 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.amp import amp_off
+from paddle_recompute._paddle.gradients import has_unwatched_hooks, watch_leaf_hooks
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder, check_repetition
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
 from paddle_recompute.contrastive._own_backward import ChunksWithOwnBackward, OwnBackward
@@ -21,7 +23,7 @@ from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.replay import layers_of
 
 # Before any hook on a parameter is registered: later hooks can then wait for the sum.
-_paddle.watch_leaf_hooks()
+watch_leaf_hooks()
 
 Encoder = Callable[..., Any]
 CHECK_EVERY = 64
@@ -351,7 +353,7 @@ class GradCache:
                     "(stop_gradient), or does the encoder run under no_grad or detach its output?"
                 )
             )
-        with _paddle.amp_off():  # the backward of a plain step is outside of auto_cast, too
+        with amp_off():  # the backward of a plain step is outside of auto_cast, too
             scaled = loss
             if not (isinstance(loss_scale, float) and loss_scale == 1.0):
                 half = loss.dtype in (paddle.float16, paddle.bfloat16)
@@ -410,7 +412,7 @@ def _parameters_of(function: Any) -> list[paddle.Tensor]:
 
 def _check_hooks(functions: list[Any]) -> None:
     for parameter in {id(p): p for f in functions for p in _parameters_of(f)}.values():
-        if not parameter.stop_gradient and _paddle.has_unwatched_hooks(parameter):
+        if not parameter.stop_gradient and has_unwatched_hooks(parameter):
             raise ConfigError(
                 f"the parameter '{parameter.name}' got a hook (register_hook) before "
                 "paddle_recompute.contrastive was imported, so the hook would run once per chunk "
@@ -450,7 +452,7 @@ def _check_sizes(
 
 
 def _check_mode() -> None:
-    if not _paddle.is_dygraph():
+    if not is_dygraph():
         raise ConfigError(
             "GradCache runs in dygraph only, and a static graph is being built "
             "(paddle.enable_static or paddle.jit.to_static); in a static graph give "

@@ -12,9 +12,11 @@ import paddle
 import paddle.nn.functional as F
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute import _paddle
 from paddle_recompute._paddle import device
+from paddle_recompute._paddle.amp import amp_off
+from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.static import training
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._dense_loss import whole_loss
 from paddle_recompute.contrastive._gather_static import gather_in_program
@@ -208,18 +210,18 @@ class ContrastiveLoss(paddle.nn.Layer):
         given = (query, positive, hard_negatives, positive_ids, negative_ids)
         _check_shapes(query, positive, hard_negatives)
         self._check_ids(*given)
-        if self.group is not None and not _paddle.is_dygraph():
+        if self.group is not None and not is_dygraph():
             raise StaticGraphError(
                 f"{self.group}: in a Program negatives come from all ranks; set group=None, or "
                 "negatives='local'"
             )
-        with _paddle.amp_off() if _paddle.is_dygraph() else training.in_float32():
+        with amp_off() if is_dygraph() else training.in_float32():
             batch, weight = self._batch(*given)
             options = LossOptions(self.symmetric, self.label_smoothing, weight, self.normalize)
             scale = self._scale(batch.queries.dtype)
             if self.tile is None:
                 return whole_loss(batch, scale, options)
-            tiled = streamed_loss if _paddle.is_dygraph() else streamed_loss_in_program
+            tiled = streamed_loss if is_dygraph() else streamed_loss_in_program
             return tiled(batch, scale, options, self.tile)
 
     def _batch(
@@ -241,7 +243,7 @@ class ContrastiveLoss(paddle.nn.Layer):
             tensors["negative_ids"] = negative_ids
         num_pairs, weight, places = query.shape[0], 1.0, {}
         elsewhere = self.negatives == "global" and has_other_ranks(self.group)
-        if elsewhere and not _paddle.is_dygraph():
+        if elsewhere and not is_dygraph():
             tensors = gather_in_program(tensors)
             num_pairs = tensors["queries"].shape[0]
         elif elsewhere:
@@ -283,8 +285,8 @@ class ContrastiveLoss(paddle.nn.Layer):
             self.logit_scale - paddle.clip(self.logit_scale, max=math.log(MAX_SCALE))
         ).detach()
         scale = self.logit_scale - beyond
-        if _paddle.is_dygraph() and not scale.stop_gradient:
-            _paddle.watch_backward()
+        if is_dygraph() and not scale.stop_gradient:
+            watch_backward()
             scale.register_hook(self._reached)
         return paddle.exp(scale.astype(dtype))
 
@@ -296,7 +298,7 @@ class ContrastiveLoss(paddle.nn.Layer):
     def _clip_logit_scale(self) -> None:
         # Otherwise the parameter could grow to a value from which no gradient brings it back.
         assert self.logit_scale is not None
-        with _paddle.amp_off():
+        with amp_off():
             self.logit_scale.clip_(max=math.log(MAX_SCALE))
 
     def _check_ids(

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.native_calls import native_call
 
 Result = TypeVar("Result")
 
@@ -23,7 +23,7 @@ class Run(threading.Thread, Generic[Result]):
 
     def run(self) -> None:
         try:
-            with _paddle.native_call():
+            with native_call():
                 self.result = self._function()
         except BaseException as error:
             self.error = error

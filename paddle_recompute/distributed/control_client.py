@@ -42,7 +42,9 @@ from typing import Any, TypeVar
 
 import paddle.distributed as dist
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.backward import hand_on, watch_backward
+from paddle_recompute._paddle.distributed import master_host, store_await, store_publish
+from paddle_recompute._paddle.native_calls import end_native_calls
 from paddle_recompute.distributed import control_wire as wire
 from paddle_recompute.distributed.control_server import TICK, ControlServer
 from paddle_recompute.distributed.control_wire import Message
@@ -106,7 +108,7 @@ class ControlClient:
         self._connected = threading.Event()
         self._socket: socket.socket | None = None
         self._server: ControlServer | None = None  # in rank 0
-        _paddle.watch_backward()
+        watch_backward()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
         self._await_connection()
         self._previous_hook = sys.excepthook
@@ -217,7 +219,7 @@ class ControlClient:
                     serial = self._tell_wait(what, scope, place or what)
                 error = self._trouble(scope, what, waited, serial)
                 if error is not None and not has_come(0.0):
-                    _paddle.hand_on(self.fail(error))
+                    hand_on(self.fail(error))
                     raise error
         finally:
             if serial:
@@ -312,7 +314,7 @@ class ControlClient:
         if os.getpid() != self._process:
             return
         self._say_goodbye()
-        is_safe = _paddle.end_native_calls(_RETURN)
+        is_safe = end_native_calls(_RETURN)
         if self._server is not None:
             is_safe &= self._server.wait_until_alone(_LAST)
         if self._exit_code_is_1 and not is_safe:
@@ -398,14 +400,14 @@ class ControlClient:
             _exit_now()
 
     def _connect(self) -> socket.socket:
-        host = _paddle.master_host()
+        host = master_host()
         if self.rank == 0:
             token = secrets.token_hex(32)
             self._server = ControlServer(host, _key(token), dist.get_world_size())
             port = self._server.port
-            _paddle.store_publish(_ADDRESS, json.dumps([port, token]))
+            store_publish(_ADDRESS, json.dumps([port, token]))
         else:
-            port, token = json.loads(_paddle.store_await(_ADDRESS))
+            port, token = json.loads(store_await(_ADDRESS))
         deadline = time.monotonic() + self.limits.peer_timeout
         pause = 0.1
         while True:

@@ -6,7 +6,7 @@ import functools
 
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.distributed import make_device_group
 from paddle_recompute.distributed.gloo_group import number_of_group
 
 
@@ -20,4 +20,4 @@ def device_group(ranks: tuple[int, ...], name: str) -> Group:
         ranks: The members.
         name: The same on all of them.
     """
-    return _paddle.make_device_group(ranks, number_of_group(f"{ranks}/{name}"))
+    return make_device_group(ranks, number_of_group(f"{ranks}/{name}"))

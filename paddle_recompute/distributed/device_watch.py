@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from paddle_recompute import _paddle
 from paddle_recompute._paddle import device
+from paddle_recompute._paddle.native_calls import native_call
 from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import PeerError
@@ -39,7 +39,7 @@ class _Watched:
     def is_over(self) -> bool:
         if self.enqueued is None:
             return False
-        with _paddle.native_call():
+        with native_call():
             return bool(self.enqueued.query())
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle import distributed as paddle_distributed
 from paddle_recompute.distributed.background import Run
 from paddle_recompute.distributed.control_client import Said, peers
 from paddle_recompute.distributed.peer_state import Scope
@@ -62,7 +62,7 @@ def make_gloo_group(scope: Scope, name: str) -> Group:
         text = f"{scope.ranks}/{name}/{made}/{attempt}"
         number = number_of_group(text)
         # A thread: what hangs cannot be interrupted, it is left to gloo's own limit (30 s).
-        run = Run(partial(_paddle.make_gloo_group, scope.ranks, number))
+        run = Run(partial(paddle_distributed.make_gloo_group, scope.ranks, number))
         run.start()
         patience = PATIENCE + 2 * attempt
         if not _ends_within(run, patience, label, scope):

@@ -28,7 +28,9 @@ from typing import Generic, TypeVar
 
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.backward import hand_on
+from paddle_recompute._paddle.distributed import all_reduce_numbers, is_from_gloo
+from paddle_recompute._paddle.native_calls import native_call
 from paddle_recompute.distributed.control_client import peers
 from paddle_recompute.distributed.gloo_group import make_gloo_group
 from paddle_recompute.distributed.peer_state import Scope
@@ -69,7 +71,7 @@ class Job(Generic[Result]):
             peers().check(self.scope, self.label)
             lane.await_all(self)
             self.started = time.perf_counter()
-            with _paddle.native_call():
+            with native_call():
                 self._result = self._function(lane.group)
             self.ended = time.perf_counter()
         except BaseException as error:
@@ -90,10 +92,10 @@ class Job(Generic[Result]):
         if self.error is None:
             return self._result
         if isinstance(self.error, SyncError):
-            _paddle.hand_on(self.error)
+            hand_on(self.error)
             raise self.error
         explained = peers().explain(self.error, self.label, self.scope)
-        _paddle.hand_on(explained)
+        hand_on(explained)
         raise explained from self.error
 
 
@@ -146,11 +148,11 @@ class GlooLane:
         number = zlib.crc32(f"{job.label} {job.code}".encode())
         for _ in range(MOST_RENEWALS):
             try:
-                with _paddle.native_call():
-                    low, high = _paddle.all_reduce_numbers(self.group, [number, -number], "min")
+                with native_call():
+                    low, high = all_reduce_numbers(self.group, [number, -number], "min")
                 break
             except (RuntimeError, ValueError) as error:
-                if not _paddle.is_from_gloo(error):
+                if not is_from_gloo(error):
                     raise
                 self._renew(job, error)
         else:

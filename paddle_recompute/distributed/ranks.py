@@ -15,7 +15,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.distributed import all_reduce_numbers
 from paddle_recompute._paddle.layers import saved_buffers
 from paddle_recompute.distributed.agreement import first_that_differs
 from paddle_recompute.distributed.control_client import peers
@@ -205,14 +205,14 @@ def sum_over_ranks(values: Sequence[float], what: str, group: Group | None = Non
     scope = scope_of(group)
     if dist.get_backend(group).lower() == "gloo":
         job = lane_of(scope, MAIN_LANE).begin(
-            lambda own: _paddle.all_reduce_numbers(own, list(values), "sum"),
+            lambda own: all_reduce_numbers(own, list(values), "sum"),
             what,
             scope,
             code=f"{len(values)} numbers",
         )
         return job.wait()
     with watched_on_device(what, scope):
-        return _paddle.all_reduce_numbers(group or dist.get_group(0), list(values), "sum")
+        return all_reduce_numbers(group or dist.get_group(0), list(values), "sum")
 
 
 def values_of_ranks(

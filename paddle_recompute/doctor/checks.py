@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import BATCH_NORMS
 from paddle_recompute.doctor.idle_parts import Idle
 from paddle_recompute.doctor.observation import Array, Observation, Output
 from paddle_recompute.doctor.report import DoctorReport
@@ -285,7 +285,7 @@ def check_mode(report: DoctorReport, model: paddle.nn.Layer) -> None:
 def check_chunks(report: DoctorReport, model: paddle.nn.Layer) -> None:
     """Check that there is no BatchNorm, which would see one chunk at a time."""
     for name, layer in model.named_sublayers(include_self=True):
-        if isinstance(layer, _paddle.BATCH_NORMS) and layer.training:
+        if isinstance(layer, BATCH_NORMS) and layer.training:
             report.add(
                 "batch_norm_in_chunks",
                 name,

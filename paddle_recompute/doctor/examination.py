@@ -8,7 +8,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.doctor import across_ranks, checks
@@ -82,7 +82,7 @@ def doctor(
         if any(values_of_ranks(_leaves_out(model, plain), "what is left out")):
             with called_plainly():
                 idle = idle_parts(model, state, plain, lambda: loss_fn(model, batch))
-        optimized = _paddle.parameters_of_optimizer(optimizer) if optimizer is not None else None
+        optimized = parameters_of_optimizer(optimizer) if optimizer is not None else None
         checks.check_parameters(report, model, plain, optimized, idle)
         # If one rank cannot compare, none does: the loss may contain a collective of all ranks.
         if all(values_of_ranks(checks.check_plain(report, plain, again), "the plain steps")):

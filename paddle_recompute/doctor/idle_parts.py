@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import is_initialized
 from paddle_recompute.doctor.observation import Array, Observation, State, observe
 
 _NOISY_TRIALS = 4
@@ -94,7 +94,7 @@ def _roll(model: paddle.nn.Layer, steps: int) -> None:
 
 
 def _change(tensor: paddle.Tensor, change: Callable[[Array], Array]) -> None:
-    if tensor.is_floating_point() and _paddle.is_initialized(tensor):
+    if tensor.is_floating_point() and is_initialized(tensor):
         with paddle.no_grad():
             changed = change(tensor.astype("float32").numpy())
             tensor.set_value(paddle.to_tensor(changed).astype(tensor.dtype))

@@ -17,7 +17,8 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
+from paddle_recompute._paddle.layers import is_initialized, non_trained_state
 from paddle_recompute.errors import ConfigError, PaddleRecomputeError
 
 Array = NDArray[Any]
@@ -98,12 +99,12 @@ class State:
         self._tensors = [
             (tensor, tensor.numpy().copy())
             for _, tensor in [*model.named_parameters(), *model.named_buffers()]
-            if _paddle.is_initialized(tensor)
+            if is_initialized(tensor)
         ]
         self._slots = [
             (tensors, name, tensors[name])
             for layer in model.sublayers(include_self=True)
-            for tensors, names in _paddle.non_trained_state(layer)
+            for tensors, names in non_trained_state(layer)
             for name in names
         ]
         self._gradients = [
@@ -207,7 +208,7 @@ def observe(
         name: buffer.numpy().copy()
         for name, buffer in [*model.named_buffers(), *model.named_parameters()]
         # BatchNorm keeps its running statistics as parameters that are not trained.
-        if buffer.stop_gradient and _paddle.is_initialized(buffer)
+        if buffer.stop_gradient and is_initialized(buffer)
     }
     seen.next_random = paddle.rand([4]).numpy()
     return seen

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache
 from paddle_recompute.doctor.examination import doctor
 from paddle_recompute.errors import RecomputeError
@@ -48,7 +48,7 @@ def self_test() -> dict[str, Any]:
     cases.append(_judge_grad_cache())
     device = paddle.get_device()
     about = {
-        "paddle": ".".join(map(str, _paddle.paddle_version())),
+        "paddle": ".".join(map(str, paddle_version())),
         "python": platform.python_version(),
         "device": device,
     }

@@ -33,7 +33,8 @@ from collections.abc import Callable, Mapping
 import paddle
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.backward import watch_backward
+from paddle_recompute._paddle.gradients import make_unscaling_visible, on_gradient_added
 from paddle_recompute.distributed import Scope, peers
 from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepReport, Told
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask, all_reducer_of
@@ -76,8 +77,8 @@ class BucketedReduction:
         self._all_reducer: AllReducer = all_reducer_of(group, scope)
         self._agreement = Agreement(roll, scope, self._all_reducer)
         if early:
-            _paddle.watch_backward()
-            _paddle.make_unscaling_visible()
+            watch_backward()
+            make_unscaling_visible()
         self._hooked: set[int] = set()
         self._call_on_additions()
         self._armed = False
@@ -386,4 +387,4 @@ def _call_on_addition(
         if call is not None:
             call(index)
 
-    _paddle.on_gradient_added(parameter, added)
+    on_gradient_added(parameter, added)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.gradients import keeps_main_grad
 from paddle_recompute.distributed import Scope, agree_on_parameters
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._pieces import GradientKeeper, keeper_of
@@ -112,7 +112,7 @@ def refuse_main_grad(parameter: paddle.Tensor, name: str) -> None:
     Raises:
         SyncError: It is in ``main_grad``.
     """
-    if _paddle.keeps_main_grad(parameter):
+    if keeps_main_grad(parameter):
         raise SyncError(
             f"'{name}' keeps its gradient in main_grad (fleet's "
             "MixPrecisionLayer), which is not synchronized here. Take the Layer without "

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.backward import at_end_of_backward
 
 
 class SentGradients:
@@ -38,7 +38,7 @@ class SentGradients:
     def expect_end(self, index: int, parameters: Sequence[paddle.Tensor]) -> None:
         """A backward that runs has added to `index`: read its gradient when the backward ends."""
         self._unread.add(index)
-        _paddle.at_end_of_backward(self, lambda: self._read(parameters))
+        at_end_of_backward(self, lambda: self._read(parameters))
 
     def is_changed(self, gradients: Sequence[paddle.Tensor | None]) -> bool:
         """Whether one of `gradients`, those of all parameters, is not what it was."""

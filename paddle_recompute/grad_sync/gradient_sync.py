@@ -10,7 +10,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.distributed import is_from_gloo
 from paddle_recompute.distributed import (
     Limits,
     agree_on_options,
@@ -214,7 +214,7 @@ class GradientSync:
             self._reduction.disarm()
             for keeper in self._roll.keepers.values():
                 keeper.abandon()
-            if _paddle.is_from_gloo(error):  # of a collective of the user's own: whose fault is it?
+            if is_from_gloo(error):  # of a collective of the user's own: whose fault is it?
                 raise peers().explain(error, "a collective", self._scope) from error
             peers().fail(error)
             raise

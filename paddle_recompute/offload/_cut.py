@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import own_parameters, statistics_among_parameters
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.offload._away import Away, away_of, let_travel
 from paddle_recompute.offload._rule import enforce
@@ -77,9 +77,9 @@ def owned(
 
 def _travelling(layer: paddle.nn.Layer) -> list[paddle.Tensor]:
     statistics = {
-        id(_paddle.own_parameters(part)[name])
+        id(own_parameters(part)[name])
         for part in layer.sublayers(include_self=True)
-        for name in _paddle.statistics_among_parameters(part)
+        for name in statistics_among_parameters(part)
     }
     return [p for p in layer.parameters() if id(p) not in statistics and p.size]
 

@@ -8,7 +8,8 @@ from typing import Any
 import paddle
 from paddle.autograd import PyLayer
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
+from paddle_recompute._paddle.backward import Backward, current_backward, hand_on, watch_backward
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.recompute import InputStorage, innermost
@@ -58,7 +59,7 @@ def run(
             f"{name} is offloaded and is called inside of a recomputed function; it is recomputed "
             "by itself. Take it out of what recompute wraps"
         )
-    _paddle.watch_backward()
+    watch_backward()
     watch_writes()
     inputs = (args, kwargs)
     parts = _Parts.of(inputs, num_microbatches)
@@ -176,7 +177,7 @@ class _Passage:
 
     def backward(self, gradients: list[paddle.Tensor | None]) -> list[paddle.Tensor | None]:
         """The gradients of the inputs; those of the parameters are added to ``.grad``."""
-        self._check(_paddle.current_backward())
+        self._check(current_backward())
         self._has_run = True
         chain, index = self._chain, self._index
         with chain.use(index, [index - 1]):
@@ -248,10 +249,10 @@ class _Passage:
                 "inputs are released, also with retain_graph=True. Call backward() once, on the "
                 "sum of the losses"
             )
-            _paddle.hand_on(error)
+            hand_on(error)
             raise error
 
-    def _check(self, engine: _paddle.Backward | None) -> None:
+    def _check(self, engine: Backward | None) -> None:
         if engine is not None and engine.partial:
             raise RecomputeError(
                 f"paddle.grad was called through {self._name}, which is offloaded: its parameters' "
@@ -316,6 +317,6 @@ class _Boundary(PyLayer):
         try:
             of_inputs = ctx.passage.backward(list(gradients))
         except BaseException as error:
-            _paddle.hand_on(error)
+            hand_on(error)
             raise
         return (None, *of_inputs)

@@ -19,8 +19,9 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
 from paddle_recompute._paddle import guarded
+from paddle_recompute._paddle.writes import address_of
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.offload._away import Away, away_of
 from paddle_recompute.offload._gradients import ShardGradients
@@ -118,7 +119,7 @@ def _refuse_another_form(name: str, parameter: paddle.Tensor, copy: paddle.Tenso
 
 
 def _shares(one: paddle.Tensor, copy: paddle.Tensor) -> bool:
-    address, begin = _paddle.address_of(one), _paddle.address_of(copy)
+    address, begin = address_of(one), address_of(copy)
     if address is None or begin is None:
         return False
     return begin <= address < begin + int(copy.size) * int(copy.element_size())

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import own_parameters
 from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import ConfigError, OffloadError, SelectionError
 from paddle_recompute.offload import _passage
 from paddle_recompute.offload._away import Away
@@ -66,7 +67,7 @@ class OffloadedLayer(WrappedLayer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, with its shard on the device."""
-        if not _paddle.is_dygraph():
+        if not is_dygraph():
             raise OffloadError(
                 "an offloaded Layer cannot be called in a Program; use mode: dygraph"
             )
@@ -171,7 +172,7 @@ def _others(model: paddle.nn.Layer, layers: list[paddle.nn.Layer]) -> set[int]:
         id(parameter)
         for layer in model.sublayers(include_self=True)
         if id(layer) not in inside
-        for parameter in _paddle.own_parameters(layer).values()
+        for parameter in own_parameters(layer).values()
         if parameter is not None
     }
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
 from paddle_recompute._paddle import device
+from paddle_recompute._paddle.layers import clip_of_optimizer, parameters_of_optimizer
 from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.grad_sync import keeper_of
@@ -155,7 +155,7 @@ class OffloadOptimizer:
             if key not in (_MASTERS, _SCHEDULE)
         }
         if self._rest is not None:
-            rest = {p.name for p in _paddle.parameters_of_optimizer(self._rest)}
+            rest = {p.name for p in parameters_of_optimizer(self._rest)}
             self._rest.set_state_dict(_of(state, owners, rest))
         for shard, optimizer in self._shards():
             own = {parameter.name for parameter in shard.gradients.parameters}
@@ -215,7 +215,7 @@ def _checked(optimizer: paddle.optimizer.Optimizer) -> paddle.optimizer.Optimize
             "the optimizer is LBFGS, which looks at all parameters at once; offloaded parameters "
             "are on the device by turns. Use one that treats each parameter by itself"
         )
-    clip = _paddle.clip_of_optimizer(optimizer)
+    clip = clip_of_optimizer(optimizer)
     if isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
         raise ConfigError(
             "the optimizer clips by the norm of all gradients, of which it sees one shard only; "

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.fleet_recompute import (
+    FORWARDS_TO_FLEET,
+    fleet_recompute,
+    fleet_recompute_hybrid,
+    holders_of,
+)
 from paddle_recompute.patch import served
 
 _logger = logging.getLogger("paddle_recompute")
@@ -82,7 +87,7 @@ def patch_fleet() -> FleetPatch:
     if not _in_force:
         _names.clear()
         for original, own in _pairs():
-            for module, name in _paddle.holders_of(original):
+            for module, name in holders_of(original):
                 _names[module.__name__, name] = original
                 setattr(module, name, own)
     patch = FleetPatch(tuple(sorted(f"{module}.{name}" for module, name in _names)))
@@ -103,14 +108,14 @@ def _leave() -> None:
     if _in_force:
         return
     for original, own in reversed(_pairs()):
-        for module, name in _paddle.holders_of(own):  # also of modules that were imported since
+        for module, name in holders_of(own):  # also of modules that were imported since
             setattr(module, name, _names.get((module.__name__, name), original))
 
 
 def _pairs() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
     """Fleet's functions, and ours for each."""
     return [
-        (_paddle.FORWARDS_TO_FLEET, served.recompute),
-        (_paddle.fleet_recompute, served.recompute),
-        (_paddle.fleet_recompute_hybrid, served.recompute_hybrid),
+        (FORWARDS_TO_FLEET, served.recompute),
+        (fleet_recompute, served.recompute),
+        (fleet_recompute_hybrid, served.recompute_hybrid),
     ]

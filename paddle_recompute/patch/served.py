@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paddle_recompute import _paddle
 from paddle_recompute._nested import tensors_in
+from paddle_recompute._paddle.fleet_recompute import custom_state_functions
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.recompute import (
     RecomputeOptions,
@@ -58,7 +58,7 @@ def recompute_hybrid(
 
 
 def _with_custom_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    functions = _paddle.custom_state_functions()
+    functions = custom_state_functions()
     return function if functions is None else _Stateful(function, *functions)
 
 

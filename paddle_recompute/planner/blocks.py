@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import children_of
 from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.options import AUTO
 from paddle_recompute.recompute import find_blocks, layers_matching
@@ -38,7 +38,7 @@ def planned_blocks(
         try:
             names = [name for one in find_blocks(model) for name in one.names]
         except SelectionError:
-            names = [name for name, child in _paddle.children_of(model) if child.parameters()]
+            names = [name for name, child in children_of(model) if child.parameters()]
     if not names:
         raise PlanError("the model has no Layers that could be blocks; name them in checkpoints")
     # A Layer with several names is in the model once, under the first of them.

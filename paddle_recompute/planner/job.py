@@ -13,8 +13,14 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
+from paddle_recompute._paddle.layers import (
+    clip_of_optimizer,
+    is_initialized,
+    parameters_of_optimizer,
+)
+from paddle_recompute._paddle.updates import keeps_master_weights
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
@@ -138,7 +144,7 @@ class Job:
             held=held,
             base=now + missing,
             batch=self.batch,
-            clips=self.optimizer is not None and _paddle.clips_gradients(self.optimizer),
+            clips=self.optimizer is not None and clip_of_optimizer(self.optimizer) is not None,
             options=options,
             preserve_rng_state=self.preserve_rng_state,
             keeps_gradients=self.keeps_gradients,
@@ -159,7 +165,7 @@ class Job:
         if isinstance(loss, paddle.nn.Layer):
             found += loss.parameters()
         if self.optimizer is not None:  # of a loss that `loss_fn` calls
-            found += _paddle.parameters_of_optimizer(self.optimizer)
+            found += parameters_of_optimizer(self.optimizer)
         return list({id(one): one for one in found}.values())
 
     def held(self) -> dict[str, int]:
@@ -174,7 +180,7 @@ class Job:
         }
         if self.optimizer is not None:
             name = type(self.optimizer).__name__
-            updated = _paddle.parameters_of_optimizer(self.optimizer) or self.parameters()
+            updated = parameters_of_optimizer(self.optimizer) or self.parameters()
             trained = [p for p in updated if not p.stop_gradient]
             # Of an optimizer that is not known, what it has made so far.
             numel = sum(int(p.size) for p in trained)
@@ -184,7 +190,7 @@ class Job:
                 2 * 4 * len(trained) if name in ("Adam", "AdamW", "Lamb", "NAdam", "RAdam") else 0
             )
             half = [p for p in trained if _nested.dtype_name(p.dtype) in ("float16", "bfloat16")]
-            if _paddle.keeps_master_weights(self.optimizer):
+            if keeps_master_weights(self.optimizer):
                 held["masters"] = 4 * sum(int(p.size) for p in half)
         return held
 
@@ -230,7 +236,7 @@ def check_count(name: str, given: object) -> None:
 
 
 def _bytes(tensor: paddle.Tensor) -> int:
-    return int(tensor.size * tensor.element_size()) if _paddle.is_initialized(tensor) else 0
+    return int(tensor.size * tensor.element_size()) if is_initialized(tensor) else 0
 
 
 def _existing_moments(optimizer: paddle.optimizer.Optimizer) -> int:

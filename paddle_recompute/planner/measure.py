@@ -14,8 +14,10 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
+from paddle_recompute._paddle.amp import amp_state_of
+from paddle_recompute._paddle.layers import is_initialized
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, OptionCost, held_again
@@ -225,7 +227,7 @@ def _freed_inputs(block: paddle.nn.Layer, call: RecordedCall) -> dict[str, int]:
     """Bytes of each input that go when nobody but `block` holds it after the forward."""
     with paddle.set_grad_enabled(True):
         args, kwargs = _inputs(call)
-        with _paddle.amp_state_of(call.amp), call.replayed():
+        with amp_state_of(call.amp), call.replayed():
             outputs = block(*args, **kwargs)
         leaves = [
             (path, leaf)
@@ -275,7 +277,7 @@ def _run(
         before = memory.current_bytes()
         memory.reset_peak()
         began = now()
-        with _paddle.amp_state_of(call.amp), call.replayed():
+        with amp_state_of(call.amp), call.replayed():
             outputs = block(*args, **kwargs)
         forwarded = now()
         forward_peak = memory.peak_bytes() - before
@@ -283,7 +285,7 @@ def _run(
         fresh = {
             one.data_ptr(): one.size * one.element_size()
             for one in _nested.tensors_in(outputs)
-            if _paddle.is_initialized(one) and one.data_ptr() not in given
+            if is_initialized(one) and one.data_ptr() not in given
         }
         output_bytes = sum(fresh.values())
         offers = any(offers_its_output(one) for one in _nested.tensors_in(outputs))

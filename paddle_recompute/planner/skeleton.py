@@ -15,8 +15,11 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
+from paddle_recompute._paddle.amp import AmpState, amp_state
+from paddle_recompute._paddle.layers import is_initialized, is_parameter
+from paddle_recompute._paddle.saved_tensors import layout_of
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import Event
 from paddle_recompute.planner.signatures import structure_of
@@ -34,7 +37,7 @@ class RecordedCall:
     """Calls with equal signatures cost the same."""
     inputs: Any
     """(args, kwargs) with arrays of the host; None if an earlier call has this signature."""
-    amp: _paddle.AmpState
+    amp: AmpState
     reach: Reach | None
     """What opaque arguments, such as a cache of keys and values, held before the call."""
     input_pointers: dict[int, int]
@@ -212,12 +215,12 @@ class _Recorder:
         # What its structure does not tell (a branch by the number of the block) the peak does.
         peak = memory.peak_bytes() - level
         likenesses = _likenesses(inputs)
-        signature = (self._structures[name], repr(_paddle.amp_state()), likenesses, peak)
+        signature = (self._structures[name], repr(amp_state()), likenesses, peak)
         on_host = None
         if signature not in self._seen:
             self._seen.add(signature)
             on_host = _nested.map_tensors(
-                lambda one: one if _paddle.is_parameter(one) else HostTensor(one), inputs
+                lambda one: one if is_parameter(one) else HostTensor(one), inputs
             )
         holder.forward = None
         weakref.finalize(holder, self._dropped, place)
@@ -239,7 +242,7 @@ class _Recorder:
                 self._pass,
                 signature,
                 on_host,
-                _paddle.amp_state(),
+                amp_state(),
                 reach,
                 own_inputs,
                 {
@@ -280,7 +283,7 @@ class _Recorder:
                     saved.drop()
 
     def pack(self, tensor: paddle.Tensor) -> _Saved:
-        if not self.inside and _paddle.is_initialized(tensor):
+        if not self.inside and is_initialized(tensor):
             self._is_kept(tensor.data_ptr())
             is_before_the_next = self._waiting == 0
             self.skeleton.saved_outside.add((self._pass + is_before_the_next, tensor.data_ptr()))
@@ -404,13 +407,13 @@ def _pointers(value: Any) -> dict[int, int]:
     return {
         tensor.data_ptr(): tensor.size * tensor.element_size()
         for tensor in _nested.tensors_in(value)
-        if _paddle.is_initialized(tensor) and not _paddle.is_parameter(tensor)
+        if is_initialized(tensor) and not is_parameter(tensor)
     }
 
 
 def _owns_its_memory(tensor: paddle.Tensor) -> bool:
     """Whether nothing says that `tensor` is a part of another one."""
-    layout = _paddle.layout_of(tensor)
+    layout = layout_of(tensor)
     return layout is not None and not layout[1] and bool(tensor.is_contiguous())
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
+from paddle_recompute._paddle.layers import is_initialized, non_trained_state
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
@@ -272,12 +273,12 @@ class State:
         self._values: list[tuple[paddle.Tensor, Any]] = []
         for layer in model.sublayers(include_self=True):
             self._attributes.append((layer.__dict__, dict(layer.__dict__)))
-            for place, names in _paddle.non_trained_state(layer):
+            for place, names in non_trained_state(layer):
                 self._attributes.append((place, dict(place)))
                 self._values += [
                     (place[name], place[name].numpy().copy())  # on the host
                     for name in names
-                    if _paddle.is_initialized(place[name])
+                    if is_initialized(place[name])
                 ]
 
     def put_back(self) -> None:

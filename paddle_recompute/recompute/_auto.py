@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import children_of
 from paddle_recompute.errors import SelectionError
 
 _SIDE_BY_SIDE = "expert"
@@ -63,7 +63,7 @@ def find_blocks(model: paddle.nn.Layer) -> list[Blocks]:
 
 def _blocks_in(layer: paddle.nn.Layer, name: str, seen: set[int]) -> list[Blocks]:
     members = []
-    for child_name, child in _paddle.children_of(layer):
+    for child_name, child in children_of(layer):
         if id(child) not in seen and _SIDE_BY_SIDE not in child_name.lower():
             seen.add(id(child))
             members.append((f"{name}.{child_name}" if name else child_name, child))
@@ -103,11 +103,11 @@ def _kind(layer: paddle.nn.Layer) -> object:
     """Equal for Layers that may be blocks of one list."""
     if not isinstance(layer, paddle.nn.Sequential):
         return type(layer)
-    return tuple(type(child) for _, child in _paddle.children_of(layer))
+    return tuple(type(child) for _, child in children_of(layer))
 
 
 def _is_block(layer: paddle.nn.Layer, in_list: bool) -> bool:
     if is_container(layer) or (isinstance(layer, paddle.nn.Sequential) and not in_list):
         return False
-    has_sublayers = bool(_paddle.children_of(layer))
+    has_sublayers = bool(children_of(layer))
     return has_sublayers and any(len(parameter.shape) > 1 for parameter in layer.parameters())

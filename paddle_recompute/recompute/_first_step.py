@@ -17,7 +17,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.backward import after_each_backward, current_backward, watch_backward
 from paddle_recompute.replay import (
     Stamp,
     is_recomputing,
@@ -58,10 +58,10 @@ class FirstStep:
                     self._below.update({id(one): name for one in part.sublayers(include_self=True)})
         self._parameters = [weakref.ref(p) for p in model.parameters() if not p.stop_gradient]
         self._stamps: list[tuple[weakref.ref[paddle.Tensor], Stamp]] = []
-        _paddle.watch_backward()
+        watch_backward()
         watch_writes()
         self._stop_calls = on_every_call(self._tell)
-        self._stop_backwards = _paddle.after_each_backward(self._after_backward)
+        self._stop_backwards = after_each_backward(self._after_backward)
         weakref.finalize(model, _stop, weakref.ref(self)).atexit = False
 
     @property
@@ -101,7 +101,7 @@ class FirstStep:
                 self._end()
                 return
             self._called.add(name)
-        if _paddle.current_backward() is not None and not is_recomputing():
+        if current_backward() is not None and not is_recomputing():
             name = self._below.get(id(layer))
             if name is not None:
                 self.repeated.add(name)

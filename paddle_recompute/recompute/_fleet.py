@@ -13,7 +13,10 @@ from typing import Any, ClassVar
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
+from paddle_recompute._paddle.fleet_recompute import fleet_recompute
+from paddle_recompute._paddle.layers import is_initialized, non_trained_state
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
 from paddle_recompute.recompute.layer import WrappedLayer, replace_class
 
@@ -34,7 +37,7 @@ class FleetRecomputeLayer(WrappedLayer):
             RecomputeError: Fleet's recompute would lose gradients of this call.
             StaticGraphError: A Program is being built.
         """
-        if not _paddle.is_dygraph():
+        if not is_dygraph():
             raise StaticGraphError(
                 "recompute.engine: fleet works in dygraph only; in a Program use "
                 "recompute.engine: paddle_recompute"
@@ -44,7 +47,7 @@ class FleetRecomputeLayer(WrappedLayer):
         bound = inspect.signature(self.forward).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs  # 2.6 takes positional arguments only
         self._refuse_lost_gradients(args, kwargs)
-        return _paddle.fleet_recompute(
+        return fleet_recompute(
             super().__call__, *args, preserve_rng_state=self._recompute_preserves_rng, **kwargs
         )
 
@@ -72,8 +75,8 @@ def wrap_with_fleet(layer: paddle.nn.Layer, name: str, *, preserve_rng_state: bo
         SelectionError: It has buffers, which fleet's recompute would update twice per step.
     """
     for member_name, member in layer.named_sublayers(include_self=True):
-        for tensors, names in _paddle.non_trained_state(member):
-            if any(_paddle.is_initialized(tensors[one]) for one in names):
+        for tensors, names in non_trained_state(member):
+            if any(is_initialized(tensors[one]) for one in names):
                 place = f"'{name}.{member_name}'" if member_name else f"'{name}'"
                 raise SelectionError(
                     f"recompute.engine: fleet cannot wrap '{name}': {place} has the buffer "

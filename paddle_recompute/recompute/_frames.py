@@ -29,8 +29,11 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
 from paddle_recompute._nested import describe, dtype_name
+from paddle_recompute._paddle.backward import current_backward
+from paddle_recompute._paddle.layers import is_parameter
+from paddle_recompute._paddle.saved_tensors import Layout, layout_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import Kept, Recorder, innermost, recording
@@ -73,7 +76,7 @@ class _Saved:
 
     ticket: weakref.ref[FrameTicket]
     likeness: Likeness
-    layout: _paddle.Layout | None
+    layout: Layout | None
     checksum: int | None
 
 
@@ -92,7 +95,7 @@ class _OutputTicket:
     ticket: weakref.ref[FrameTicket]
     part: int
     leaf: int
-    layout: _paddle.Layout | None
+    layout: Layout | None
 
 
 class Frame:
@@ -163,7 +166,7 @@ class Frame:
         if link is None:
             return None
         ticket = FrameTicket(self)
-        layout = _paddle.layout_of(tensor)
+        layout = layout_of(tensor)
         self._output_tickets.append(
             _OutputTicket(weakref.ref(ticket), link.part, link.leaf, layout)
         )
@@ -173,13 +176,13 @@ class Frame:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
         ticket = FrameTicket(self)
         checksum = _checksum(tensor) if self._compare_values else None
-        layout = _paddle.layout_of(tensor)
+        layout = layout_of(tensor)
         self._saved.append(_Saved(weakref.ref(ticket), _likeness(tensor), layout, checksum))
         return ticket
 
     def value_of(self, ticket: FrameTicket) -> paddle.Tensor:
         """The tensor of `ticket`; runs the function again if necessary."""
-        backward = _paddle.current_backward()
+        backward = current_backward()
         is_last = backward is not None and not backward.retain_graph
         if ticket not in self._values:
             try:
@@ -378,7 +381,7 @@ class _Input:
                 "between its forward and its backward, so the forward cannot be repeated. Run the "
                 "backward before the change, or change a copy."
             )
-        if _paddle.is_parameter(source):
+        if is_parameter(source):
             return source
         if isinstance(source, _Link):
             tensor = outputs[source.part][source.leaf]
@@ -403,7 +406,7 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
     """
 
     def source_of(tensor: paddle.Tensor) -> Any:
-        if _paddle.is_parameter(tensor):
+        if is_parameter(tensor):
             return tensor
         if isinstance(outer, (Frame, _Repetition, _DiscardAll)):
             return outer.pack(tensor)
@@ -436,8 +439,7 @@ def _fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
 
 
 def _named(tensor: paddle.Tensor) -> str:
-    is_parameter = _paddle.is_parameter(tensor)
-    return f"parameter '{tensor.name}'" if is_parameter else describe(tensor)
+    return f"parameter '{tensor.name}'" if is_parameter(tensor) else describe(tensor)
 
 
 def _likeness(tensor: paddle.Tensor) -> Likeness:

@@ -23,8 +23,16 @@ from typing import Any, Protocol
 
 import paddle
 
-from paddle_recompute import _paddle
 from paddle_recompute._nested import describe
+from paddle_recompute._paddle.backward import current_backward, hand_on
+from paddle_recompute._paddle.saved_tensors import (
+    PACK_LEAKS_A_REFERENCE,
+    Layout,
+    before_saved_tensors_hooks,
+    give_back_pack_references,
+    shares_memory,
+    with_layout,
+)
 from paddle_recompute.errors import RecomputeError
 
 
@@ -52,7 +60,7 @@ class Kept:
 
     __slots__ = ("layout", "tensor", "version")
 
-    def __init__(self, tensor: paddle.Tensor, layout: _paddle.Layout | None = None) -> None:
+    def __init__(self, tensor: paddle.Tensor, layout: Layout | None = None) -> None:
         # The same C++ tensor, hence the same version counter.
         self.tensor: paddle.Tensor | None = tensor.detach()
         self.tensor.stop_gradient = tensor.stop_gradient  # a PyLayer may ask what it saved
@@ -71,10 +79,10 @@ class Kept:
                 f"A tensor ({describe(kept)}) that an operator saved for its backward was "
                 "changed in place afterwards. Change a copy instead."
             )
-        backward = _paddle.current_backward()
+        backward = current_backward()
         if backward is not None and not backward.retain_graph:
             self.tensor = None  # freed as in Paddle, even if the output is still referenced
-        return _paddle.shares_memory(_paddle.with_layout(kept, self.layout))
+        return shares_memory(with_layout(kept, self.layout))
 
 
 class _Thread(threading.local):
@@ -121,7 +129,7 @@ class _Pair:
             self._num_recording -= 1
             me = threading.current_thread()
             if any(thread is not me and thread.is_alive() for thread in self._threads):
-                _paddle.before_saved_tensors_hooks(self.make_room)
+                before_saved_tensors_hooks(self.make_room)
             else:
                 self.make_room()
 
@@ -169,7 +177,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         recorders.pop()
         if not recorders:
             _pair.leave()
-            _paddle.give_back_pack_references(_thread.issued)
+            give_back_pack_references(_thread.issued)
 
 
 def are_free() -> bool:
@@ -188,9 +196,9 @@ def _pack(tensor: paddle.Tensor) -> object:
     _pair.register_thread()
     recorder = innermost()
     ticket = Kept(tensor) if recorder is None else recorder.pack(tensor)
-    if ticket is not None and _paddle.PACK_LEAKS_A_REFERENCE:
+    if ticket is not None and PACK_LEAKS_A_REFERENCE:
         if recorder is None:  # another thread records; this one has no end of recording
-            _paddle.give_back_pack_references(_thread.issued)
+            give_back_pack_references(_thread.issued)
         _thread.issued.append(ticket)
     return ticket
 
@@ -204,5 +212,5 @@ def _unpack(ticket: Ticket | None) -> paddle.Tensor:
             )
         return ticket.value()
     except BaseException as error:
-        _paddle.hand_on(error)
+        hand_on(error)
         raise

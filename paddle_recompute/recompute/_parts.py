@@ -8,7 +8,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import children_of
 from paddle_recompute.recompute.layer import RecomputedFunction
 
 
@@ -43,7 +43,7 @@ def _walk(
 ) -> Iterator[tuple[str, paddle.nn.Layer]]:
     """`layer` and all below it, a shared Layer once for each way to it."""
     yield name, layer
-    for child_name, child in _paddle.children_of(layer):
+    for child_name, child in children_of(layer):
         if id(child) not in path:
             yield from _walk(child, join(name, child_name), (*path, id(layer)))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.recompute._frames import is_inside_a_frame
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.function import Offload, RecomputeOptions, run_recomputed
@@ -69,7 +69,7 @@ class Turns:
         """Call `function` as the turn says that is next."""
         # Inside a frame both runs must do the same, so there is no counting there.
         builds_graph = paddle.is_grad_enabled() and not is_inside_a_frame()
-        if _paddle.is_dygraph() and not builds_graph:
+        if is_dygraph() and not builds_graph:
             return function(*args, **kwargs)
         turn = self._turns[self._next % len(self._turns)]
         self._next += 1

@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 import paddle
 
-from paddle_recompute import _paddle
 from paddle_recompute._nested import tensors_in
+from paddle_recompute._paddle.backward import watch_backward
+from paddle_recompute._paddle.translation import never_translate, set_translator
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.recompute import _discarded, _hooks
 from paddle_recompute.recompute._frames import (
@@ -184,7 +186,7 @@ def run_recomputed(
         gives_up_outputs: Whether its outputs, too, are recomputed (`_discarded`).
         segment: The segment of the call, and the call's position there.
     """
-    if not _paddle.is_dygraph():
+    if not is_dygraph():
         return run_marked(
             function,
             args,
@@ -194,13 +196,13 @@ def run_recomputed(
             gives_up_outputs=gives_up_outputs,
             segment=segment,
         )
-    translator = _paddle.set_translator(None)
+    translator = set_translator(None)
     try:
         return _run_in_dygraph(
             function, args, kwargs, options, storage, name, gives_up_outputs, segment
         )
     finally:
-        _paddle.set_translator(translator)
+        set_translator(translator)
 
 
 def _run_in_dygraph(
@@ -216,7 +218,7 @@ def _run_in_dygraph(
     name = name or name_of(function)
     if not paddle.is_grad_enabled():
         return function(*args, **kwargs)
-    _paddle.watch_backward()
+    watch_backward()
     watch_writes()
     storage = storage or OFFLOADS[options.offload]
     check = options.determinism_check
@@ -241,8 +243,8 @@ def _run_in_dygraph(
     return outputs
 
 
-_paddle.never_translate(recompute)
-_paddle.never_translate(run_recomputed)
+never_translate(recompute)
+never_translate(run_recomputed)
 
 
 def _call_plainly(

@@ -8,7 +8,13 @@ from typing import Any, ClassVar, TypeVar
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.backward import watch_backward
+from paddle_recompute._paddle.translation import (
+    never_translate,
+    never_translate_files_below,
+    set_translator,
+)
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._discarded import Keeper
 from paddle_recompute.recompute._hooks import are_free, innermost, recording
@@ -23,7 +29,7 @@ from paddle_recompute.recompute.function import (
 )
 from paddle_recompute.replay import is_recomputing, name_of
 
-_paddle.never_translate_files_below(os.path.dirname(__file__))
+never_translate_files_below(os.path.dirname(__file__))
 _wrapped_classes: dict[tuple[type, type], type[paddle.nn.Layer]] = {}
 
 AnyLayer = TypeVar("AnyLayer", bound=paddle.nn.Layer)
@@ -115,17 +121,17 @@ class SelectiveLayer(WrappedLayer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The Layer's own call, with a `Keeper` for what its operators save."""
-        if not _paddle.is_dygraph():  # in a Program the pass decides what is kept
+        if not is_dygraph():  # in a Program the pass decides what is kept
             return super().__call__(*args, **kwargs)
         if innermost() is not None or not paddle.is_grad_enabled() or not are_free():
             return super().__call__(*args, **kwargs)
-        translator = _paddle.set_translator(None)
+        translator = set_translator(None)
         try:
-            _paddle.watch_backward()
+            watch_backward()
             with recording(Keeper()):
                 return super().__call__(*args, **kwargs)
         finally:
-            _paddle.set_translator(translator)
+            set_translator(translator)
 
 
 class RecomputedFunction:
@@ -249,7 +255,7 @@ def _wrapped_class(
         return known
     name = f"{wrapping.__name__.removesuffix('Layer')}{bare.__name__}"
     made = type(name, (wrapping, bare), {"__module__": bare.__module__})
-    _paddle.never_translate(made)
+    never_translate(made)
     return _wrapped_classes.setdefault((wrapping, bare), made)
 
 

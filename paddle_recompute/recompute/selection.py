@@ -14,7 +14,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import children_of
 from paddle_recompute.errors import RecomputeError, SelectionError
 from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute._auto import find_blocks, is_container
@@ -259,7 +259,7 @@ def _matches(parts: dict[str, Any], aliases: dict[str, str], patterns: list[str]
 
 def _members(container: paddle.nn.Layer, name: str) -> Iterator[str]:
     """The names of the Layers in `container` that can be called."""
-    for child_name, child in _paddle.children_of(container):
+    for child_name, child in children_of(container):
         if is_container(child):
             yield from _members(child, join(name, child_name))
         else:

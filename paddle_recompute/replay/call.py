@@ -15,8 +15,10 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
 from paddle_recompute._nested import describe
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
+from paddle_recompute._paddle.backward import is_raised_by_an_operator
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.arguments import Opaque
@@ -67,7 +69,7 @@ class Call:
     check: bool
     compare_values: bool = False
     _draws: Draws | None = None
-    _amp: _paddle.AmpState | None = None
+    _amp: AmpState | None = None
     _reach: Reach | None = None
     _layers: LayerState | None = None
     _opaque: Opaque | None = None
@@ -78,7 +80,7 @@ class Call:
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and record its state."""
         self._draws = Draws() if self.preserve_rng_state else None
-        self._amp = _paddle.amp_state()
+        self._amp = amp_state()
         self._opaque = Opaque(args, kwargs)
         self._reach = Reach(self.function, (args, kwargs))
         self._layers = LayerState(self._reach.layers, with_statistics=self.compare_values)
@@ -112,7 +114,7 @@ class Call:
         assert self._opaque is not None
         with (
             self._draws.again() if self._draws is not None else contextlib.nullcontext(),
-            _paddle.amp_state_of(self._amp),
+            amp_state_of(self._amp),
             self._reach.replayed(),
             self._layers.replayed(),
             self._layers.refusing_new_layers(self.name),
@@ -159,7 +161,7 @@ def _is_of_the_repetition(error: BaseException, argument_changed: bool) -> bool:
     """Whether `error` comes of the difference between the forwards, and not from the user."""
     if not isinstance(error, Exception) or isinstance(error, (PaddleRecomputeError, MemoryError)):
         return False
-    return argument_changed or _paddle.is_raised_by_an_operator(error)
+    return argument_changed or is_raised_by_an_operator(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import watch_layers
 
 Callback = Callable[[paddle.nn.Layer], None]
 
@@ -32,7 +32,7 @@ def reporting_layers(called: Callback, built: Callback | None = None) -> Iterato
     """Inside, in this thread, ``called(layer)`` runs before each call of a Layer, and
     ``built(layer)`` after each Layer was constructed.
     """
-    _paddle.watch_layers(_called, _built)
+    watch_layers(_called, _built)
     _thread.called.append(called)
     _thread.built.append(built or _ignore)
     try:
@@ -51,7 +51,7 @@ def on_every_call(called: Callback) -> Callable[[], None]:
     Returns:
         Ends it; may be called more than once.
     """
-    _paddle.watch_layers(_called, _built)
+    watch_layers(_called, _built)
     _everywhere.append(called)
 
     def stop() -> None:

@@ -17,7 +17,9 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
+from paddle_recompute._paddle.amp import amp_state
+from paddle_recompute._paddle.layers import is_initialized
 
 Array = NDArray[Any]
 Seen = Mapping[str, Array | None]
@@ -87,7 +89,7 @@ def moved_by_last_bit(tensor: paddle.Tensor, dtype: str | None = None) -> paddle
     """
     copied = tensor.detach().clone()
     if tensor.is_floating_point():
-        state = _paddle.amp_state()
+        state = amp_state()
         is_cast = tensor.dtype == paddle.float32 and not str(state.level).endswith("O0")
         step = _last_bit(dtype or (state.dtype if is_cast else tensor.dtype))
         signs = paddle.to_tensor(np.sign(np.resize(_NUMBERS[::-1], tensor.shape)))
@@ -109,7 +111,7 @@ def on_host(tensor: paddle.Tensor | None, shape: Sequence[int] = ()) -> Array | 
         tensor: Sparse gradients too.
         shape: Of the parameter of a sparse gradient.
     """
-    if tensor is None or not _paddle.is_initialized(tensor):
+    if tensor is None or not is_initialized(tensor):
         return None
     if tensor.is_selected_rows():  # dygraph does not add up its rows, a Program does
         rows = paddle.to_tensor(tensor.rows()).unsqueeze(-1)

@@ -15,7 +15,15 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import (
+    BATCH_NORMS,
+    is_initialized,
+    non_trained_state,
+    own_parameters,
+    own_sublayers,
+    set_own_parameters,
+    statistics_among_parameters,
+)
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import reporting_layers
@@ -192,12 +200,12 @@ class LayerState:
         self._flags += [(layer, layer.training) for layer in members]
         self._parameters += [(layer, _stamps(layer)) for layer in members]
         for layer in members:
-            is_training_norm = isinstance(layer, _paddle.BATCH_NORMS) and layer.training
+            is_training_norm = isinstance(layer, BATCH_NORMS) and layer.training
             copied = self._with_statistics or not is_training_norm
-            for tensors, names in _paddle.non_trained_state(layer):
+            for tensors, names in non_trained_state(layer):
                 before = {
                     name: _Buffer(tensors[name], layer.training)
-                    if copied and _paddle.is_initialized(tensors[name])
+                    if copied and is_initialized(tensors[name])
                     else None
                     for name in names
                 }
@@ -248,7 +256,7 @@ def _put_back(holder: _Holder) -> None:
         if buffer is not None:
             full_name = f"{holder.layer.full_name()}.{name}"
             holder.tensors[name] = buffer.as_it_was(full_name)
-        elif _paddle.is_initialized(now):
+        elif is_initialized(now):
             holder.tensors[name] = _copy(now)
     if holder.tensors is holder.layer.__dict__.get("_buffers"):
         for name in set(holder.tensors) - set(holder.before):
@@ -263,7 +271,7 @@ def _members(layers: list[paddle.nn.Layer]) -> Iterator[paddle.nn.Layer]:
         if id(layer) not in seen:
             seen.add(id(layer))
             yield layer
-            sublayers = _paddle.own_sublayers(layer).values()
+            sublayers = own_sublayers(layer).values()
             waiting += [sublayer for sublayer in sublayers if sublayer is not None]
 
 
@@ -272,8 +280,8 @@ def _members(layers: list[paddle.nn.Layer]) -> Iterator[paddle.nn.Layer]:
 
 def _stamps(layer: paddle.nn.Layer) -> list[tuple[str, paddle.Tensor, _writes.Stamp]]:
     """The parameters of `layer` itself, without statistics that Paddle keeps as parameters."""
-    parameters = _paddle.own_parameters(layer)
-    not_trained = _paddle.statistics_among_parameters(layer)
+    parameters = own_parameters(layer)
+    not_trained = statistics_among_parameters(layer)
     return [
         (name, parameter, _writes.stamp(parameter))
         for name, parameter in dict.items(parameters)
@@ -297,9 +305,9 @@ def _guard(
         if _writes.is_written_since(parameter, stamp)
     }
     if changed:
-        parameters = _paddle.own_parameters(layer)
-        _paddle.set_own_parameters(layer, _Guarded(parameters, changed))
-        guards.callback(_paddle.set_own_parameters, layer, parameters)
+        parameters = own_parameters(layer)
+        set_own_parameters(layer, _Guarded(parameters, changed))
+        guards.callback(set_own_parameters, layer, parameters)
 
 
 class _ChangedParameter:

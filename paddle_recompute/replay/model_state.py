@@ -16,7 +16,15 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import (
+    attributes_of_every_layer,
+    forward_post_hooks,
+    forward_pre_hooks,
+    is_initialized,
+    non_trained_state,
+    own_sublayers,
+)
+from paddle_recompute._paddle.writes import address_of
 from paddle_recompute.replay.names import forward_names
 from paddle_recompute.replay.random_streams import RngState
 from paddle_recompute.replay.reach import names_read
@@ -46,7 +54,7 @@ class ModelState:
             for name, layer in model.named_sublayers(include_self=True)
         ]
         self._others: dict[int, paddle.Tensor] = {}
-        own = _paddle.attributes_of_every_layer()
+        own = attributes_of_every_layer()
         self._contents = [
             (_joined(name, "" if attribute in own else attribute), value, copy.copy(value))
             for name, _, attributes in self._layers
@@ -55,9 +63,9 @@ class ModelState:
         ]
         self._buffers: dict[str, tuple[paddle.Tensor, dict[str, Any], str]] = {}
         for name, layer, _ in self._layers:
-            for holder, keys in _paddle.non_trained_state(layer):
+            for holder, keys in non_trained_state(layer):
                 for key in keys:
-                    if _paddle.is_initialized(holder[key]):
+                    if is_initialized(holder[key]):
                         self._buffers[_joined(name, str(key))] = holder[key], holder, key
 
     def put_back(self) -> None:
@@ -72,7 +80,7 @@ class ModelState:
             (container.extend if hasattr(container, "extend") else container.update)(before)
         for parameter, gradient in self._gradients:
             now = parameter.grad
-            if now is None or _paddle.address_of(now) != _paddle.address_of(gradient):
+            if now is None or address_of(now) != address_of(gradient):
                 parameter.grad = gradient
         self.streams.restore()
 
@@ -125,7 +133,7 @@ class ModelState:
 
     def _pairs(self, slots: set[tuple[int, str]]) -> Iterator[tuple[str, Any, Any]]:
         """(name, what is there now, what was there) of each attribute and item."""
-        own = _paddle.attributes_of_every_layer()
+        own = attributes_of_every_layer()
         for name, layer, attributes in self._layers:
             now = vars(layer)
             for key in (now.keys() | attributes.keys()) - own:
@@ -189,12 +197,12 @@ class ModelStamp:
             label = f"{name}.{{}}" if name else "{}"
             self._places += [
                 _Place(label, vars(layer), _read_by(layer, names)),
-                _Place(label, _paddle.own_sublayers(layer)),
+                _Place(label, own_sublayers(layer)),
             ]
             if layer is not model:  # whose own hooks run around its Program, not in it
                 self._places += [
-                    _Place(f"the hooks of {name}", _paddle.forward_pre_hooks(layer)),
-                    _Place(f"the hooks of {name}", _paddle.forward_post_hooks(layer)),
+                    _Place(f"the hooks of {name}", forward_pre_hooks(layer)),
+                    _Place(f"the hooks of {name}", forward_post_hooks(layer)),
                 ]
 
     def change(self) -> str:
@@ -205,7 +213,7 @@ class ModelStamp:
 
 def _read_by(layer: paddle.nn.Layer, others: frozenset[str] | None) -> Callable[[str], bool]:
     """Whether an attribute of `layer` may be looked up: by its forward, or by `others`."""
-    read, own = forward_names(type(layer)).attributes, _paddle.attributes_of_every_layer()
+    read, own = forward_names(type(layer)).attributes, attributes_of_every_layer()
     if read is None or others is None:
         return lambda name: name not in own
     return (read | others - own).__contains__

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import attributes_of_every_layer
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
@@ -109,7 +109,7 @@ def forward_names(layer_class: type) -> ForwardNames:
                 of_the_user.append(name)
     found = ForwardNames(
         tuple(dict.fromkeys(of_the_user)),
-        None if is_dynamic else frozenset(attributes - _paddle.attributes_of_every_layer()),
+        None if is_dynamic else frozenset(attributes - attributes_of_every_layer()),
     )
     return _known.setdefault(layer_class, found)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute.replay.contents import Held, HeldTuple, content_of, hold, is_same
 
 _ABSENT = object()
@@ -117,7 +117,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _is_built(value: Any) -> bool:
-    return isinstance(value, paddle.nn.Layer) or _paddle.is_parameter(value)
+    return isinstance(value, paddle.nn.Layer) or is_parameter(value)
 
 
 class Globals:

@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.random_streams import (
+    generator_states,
+    hybrid_parallel_tracker,
+    mark_of_generator_state,
+    set_generator_states,
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class RngState:
     def capture(cls) -> RngState:
         """The state now. Costs a few kilobytes and no device synchronization on CPU."""
         return cls(
-            generators=_paddle.generator_states(),
-            tracker=_paddle.hybrid_parallel_tracker().get_states_tracker(),
+            generators=generator_states(),
+            tracker=hybrid_parallel_tracker().get_states_tracker(),
             numpy=np.random.get_state(),
             python=random.getstate(),
         )
@@ -38,9 +43,9 @@ class RngState:
     def restore(self) -> None:
         """Set every stream to this state."""
         if self.generators is not None:
-            _paddle.set_generator_states(self.generators)
+            set_generator_states(self.generators)
         if self.tracker is not None:
-            _paddle.hybrid_parallel_tracker().set_states_tracker(self.tracker)
+            hybrid_parallel_tracker().set_states_tracker(self.tracker)
         if self.numpy is not None:
             np.random.set_state(self.numpy)
         if self.python is not None:
@@ -58,9 +63,9 @@ class RngState:
 
     def _now(self) -> RngState:
         """The current state of the same streams."""
-        tracker = _paddle.hybrid_parallel_tracker
+        tracker = hybrid_parallel_tracker
         return RngState(
-            generators=None if self.generators is None else _paddle.generator_states(),
+            generators=None if self.generators is None else generator_states(),
             tracker=None if self.tracker is None else tracker().get_states_tracker(),
             numpy=None if self.numpy is None else np.random.get_state(),
             python=None if self.python is None else random.getstate(),
@@ -88,8 +93,8 @@ def _same(one: Any, other: Any) -> bool:
 def _marks(states: Any) -> Any:
     """A value that is equal for equal states of Paddle's generators."""
     if isinstance(states, dict):
-        return {name: _paddle.mark_of_generator_state(state) for name, state in states.items()}
-    return [_paddle.mark_of_generator_state(state) for state in states]
+        return {name: mark_of_generator_state(state) for name, state in states.items()}
+    return [mark_of_generator_state(state) for state in states]
 
 
 class Draws:
@@ -119,7 +124,7 @@ class Draws:
             yield
         self._start = start.where_moved()
         if self._start.generators is not None:
-            self._first_end = _marks(_paddle.generator_states())
+            self._first_end = _marks(generator_states())
             self._first_was_alone = window.is_alone
 
     @contextlib.contextmanager
@@ -131,7 +136,7 @@ class Draws:
             with _window() as window:
                 yield
             if self._start.generators is not None:
-                self.problem = self._compare(_marks(_paddle.generator_states()), window)
+                self.problem = self._compare(_marks(generator_states()), window)
 
     def _compare(self, end: Any, window: _Window) -> str | None:
         assert self._start is not None

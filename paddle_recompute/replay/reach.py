@@ -30,7 +30,15 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
+from paddle_recompute._paddle.layers import (
+    attributes_of_every_layer,
+    forward_post_hooks,
+    forward_pre_hooks,
+    is_parameter,
+    own_parameters,
+    own_sublayers,
+)
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.names import (
@@ -139,7 +147,7 @@ class _Captured:
     def refuse(self, stack: contextlib.ExitStack) -> None:
         """Raise now, or, if a Layer owns the tensor, when that Layer is called."""
         what = f"the tensor '{self.name}' ({_nested.describe(self._tensor)})"
-        if _paddle.is_parameter(self._tensor):
+        if is_parameter(self._tensor):
             what = f"'{self.name}', the parameter '{self._tensor.name}'"
         error = RecomputeError(
             f"{what}, which a recomputed function reaches, was changed in place between its "
@@ -238,18 +246,18 @@ class _Search:
             self._visit_globals(function.__globals__, names.globals)
 
     def _visit_layer(self, layer: paddle.nn.Layer) -> None:
-        sublayers = _paddle.own_sublayers(layer)
+        sublayers = own_sublayers(layer)
         if sublayers:
-            self.places.append(Members(layer, _paddle.own_sublayers))
-        if _paddle.own_parameters(layer):
-            self.places.append(Members(layer, _paddle.own_parameters))
+            self.places.append(Members(layer, own_sublayers))
+        if own_parameters(layer):
+            self.places.append(Members(layer, own_parameters))
         outer, self._owner = self._owner, layer
         names = forward_names(type(layer))
         self._visit_attributes(layer, names.attributes)
         for method in names.methods:
             for function in methods(type(layer), method):
                 self._visit(function, method)
-        for find in (_paddle.forward_pre_hooks, _paddle.forward_post_hooks):
+        for find in (forward_pre_hooks, forward_post_hooks):
             self.places.append(Members(layer, find))
             for hook in find(layer).values():
                 self._visit(hook, "a hook")
@@ -263,7 +271,7 @@ class _Search:
         """Visit what a Layer holds besides parameters, buffers and sublayers."""
         entries = layer.__dict__
         if names is None:
-            names = frozenset(entries) - _paddle.attributes_of_every_layer()
+            names = frozenset(entries) - attributes_of_every_layer()
         found = names & entries.keys()
         if names:
             self.places.append(Entries(entries, names))

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
+from paddle_recompute._paddle.layers import BATCH_NORMS, is_initialized, non_trained_state
 from paddle_recompute.replay import call as _calls
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import reporting_layers
@@ -23,7 +24,7 @@ class ReplayState:
     """The state before the first forward of one chunk."""
 
     rng: RngState
-    amp: _paddle.AmpState
+    amp: AmpState
     layers: LayerState
 
     @contextlib.contextmanager
@@ -31,7 +32,7 @@ class ReplayState:
         """Inside, the state is that of the first forward; afterwards it is restored."""
         with (
             self.rng.replayed(),
-            _paddle.amp_state_of(self.amp),
+            amp_state_of(self.amp),
             self.layers.replayed(),
             _calls._recomputing(),
         ):
@@ -48,7 +49,7 @@ class StateWatch:
 
     def __init__(self, layers: list[paddle.nn.Layer]) -> None:
         self._layers = layers
-        self._amp = _paddle.amp_state()
+        self._amp = amp_state()
         # Once per step: the walk over the sublayers costs more than the rest of a capture.
         self._members = [m for layer in layers for m in layer.sublayers(include_self=True)]
         self._rng: RngState | None = None
@@ -98,10 +99,10 @@ class StateWatch:
         return [
             (tensors[name], member.training)
             for member in self._members
-            if not (isinstance(member, _paddle.BATCH_NORMS) and member.training)
-            for tensors, names in _paddle.non_trained_state(member)
+            if not (isinstance(member, BATCH_NORMS) and member.training)
+            for tensors, names in non_trained_state(member)
             for name in names
-            if _paddle.is_initialized(tensors[name])
+            if is_initialized(tensors[name])
         ]
 
     @paddle.no_grad()

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle import layers, writes
+from paddle_recompute._paddle.writes import address_of
 
 
 class Stamp(NamedTuple):
@@ -41,14 +42,14 @@ _sorted: list[int] = []
 def _written(tensor: paddle.Tensor) -> None:
     global _tick
     _tick += 1
-    address = _paddle.address_of(tensor)
+    address = address_of(tensor)
     if address is not None:
         _last_write[address] = _tick
 
 
 def watch_writes() -> None:
     """Count writes from now on."""
-    _paddle.watch_writes(_written)
+    writes.watch_writes(_written)
 
 
 def travels(parameter: paddle.Tensor, content: Callable[[], int]) -> None:
@@ -71,10 +72,8 @@ def stamp(tensor: paddle.Tensor) -> Stamp:
 
 def stamp_in_place(tensor: paddle.Tensor) -> Stamp:
     """`stamp` of a tensor that will not travel before it is asked for."""
-    is_parameter = _paddle.is_parameter(tensor)
-    return Stamp(
-        tensor.inplace_version, _tick, _paddle.address_of(tensor) if is_parameter else None
-    )
+    is_parameter = layers.is_parameter(tensor)
+    return Stamp(tensor.inplace_version, _tick, address_of(tensor) if is_parameter else None)
 
 
 def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
@@ -87,11 +86,11 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
         return _content_of(tensor) != then.content
     if tensor.inplace_version != then.version:
         return True
-    if then.address is not None and _paddle.address_of(tensor) != then.address:
+    if then.address is not None and address_of(tensor) != then.address:
         return True
     if then.tick == _tick:  # no write at all, nearly always
         return False
-    address = _paddle.address_of(tensor)
+    address = address_of(tensor)
     if address is None:
         return False
     return any(_last_write[place] > then.tick for place in _written_places(tensor, address))

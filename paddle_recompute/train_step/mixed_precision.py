@@ -28,7 +28,8 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.amp import amp_state
+from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute.errors import ConfigError, DivergenceError
 from paddle_recompute.offload import OffloadOptimizer
 from paddle_recompute.options import AmpConfigs
@@ -175,7 +176,7 @@ def check_device(settings: AmpConfigs) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with _auto_cast(settings):
-            in_force = _paddle.amp_state()
+            in_force = amp_state()
     if str(in_force.level).endswith(settings.level) and in_force.dtype == settings.dtype:
         return
     device = paddle.get_device()
@@ -193,7 +194,7 @@ def to_float32(parameters: Iterable[paddle.Tensor]) -> None:
     Only after the backward: Paddle cannot add a float16 gradient to a float32 one.
     """
     for parameter in parameters:
-        gradient = _paddle.gradient_of(parameter)
+        gradient = gradient_of(parameter)
         if gradient is not None and gradient.dtype in _HALF:
             wide = gradient.astype("float32")
             # A gradient cannot be replaced by one of another dtype, only be put where none is.

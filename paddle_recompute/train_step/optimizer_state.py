@@ -17,7 +17,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.train_step.step import NOT_UPDATED, OF_LOSS
 
@@ -169,7 +169,7 @@ def _check_complete(
     kinds = set().union(*found.values())
     if found and isinstance(optimizer, paddle.optimizer.Adam | paddle.optimizer.AdamW):
         kinds |= _OF_ADAM
-    of_optimizer = {id(parameter) for parameter in _paddle.parameters_of_optimizer(optimizer)}
+    of_optimizer = {id(parameter) for parameter in parameters_of_optimizer(optimizer)}
     for name, parameter in parameters.items():
         is_updated = not parameter.stop_gradient and (
             not of_optimizer or id(parameter) in of_optimizer

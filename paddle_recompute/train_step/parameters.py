@@ -6,7 +6,9 @@ import logging
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.gradients import keeps_main_grad
+from paddle_recompute._paddle.guarded import gradient_of
+from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync, SyncMode, keeper_of
@@ -20,7 +22,7 @@ def all_parameters(
     model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer
 ) -> list[paddle.Tensor]:
     """Those of `model`, and what `optimizer` updates besides, each once; frozen ones too."""
-    both = [*model.parameters(), *_paddle.parameters_of_optimizer(optimizer)]
+    both = [*model.parameters(), *parameters_of_optimizer(optimizer)]
     return list({id(p): p for p in both}.values())
 
 
@@ -33,7 +35,7 @@ def updated(
     trained: list[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
 ) -> list[paddle.Tensor]:
     """Those of `trained` that `optimizer` has; all, where it cannot be told."""
-    of_optimizer = {id(p) for p in _paddle.parameters_of_optimizer(optimizer)}
+    of_optimizer = {id(p) for p in parameters_of_optimizer(optimizer)}
     return [p for p in trained if id(p) in of_optimizer] if of_optimizer else trained
 
 
@@ -74,7 +76,7 @@ def offload_optimizer(
 
 def refuse_main_grad(parameters: list[paddle.Tensor]) -> None:
     """Raise ConfigError if one of `parameters` keeps its gradient in ``main_grad``."""
-    names = [p.name for p in parameters if _paddle.keeps_main_grad(p)]
+    names = [p.name for p in parameters if keeps_main_grad(p)]
     if names:
         raise ConfigError(
             f"{names[0]} keeps its gradient in main_grad (fleet's MixPrecisionLayer), which "
@@ -86,7 +88,7 @@ def refuse_main_grad(parameters: list[paddle.Tensor]) -> None:
 def refuse_sparse(parameters: list[paddle.Tensor]) -> None:
     """Raise ConfigError if a gradient of `parameters` is sparse; it has no norm."""
     for parameter in parameters:
-        gradient = _paddle.gradient_of(parameter)
+        gradient = gradient_of(parameter)
         if gradient is not None and gradient.is_selected_rows():
             raise ConfigError(
                 f"the gradient of {parameter.name} is sparse (SelectedRows), of which Paddle "

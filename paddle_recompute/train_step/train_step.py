@@ -11,7 +11,8 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.guarded import gradient_of
+from paddle_recompute._paddle.updates import learning_rate_times, stands_still_at_rate_0, zero_if
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
 from paddle_recompute.errors import ConfigError
@@ -339,7 +340,7 @@ class TrainStep:
         # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
         self._optimizer.clear_grad(set_to_zero=False)
         for parameter in self._model.parameters():
-            if parameter.stop_gradient or _paddle.gradient_of(parameter) is not None:
+            if parameter.stop_gradient or gradient_of(parameter) is not None:
                 parameter.clear_gradient(False)
 
     def _count(self, micro_batch: Any) -> float:
@@ -358,7 +359,7 @@ class TrainStep:
         if new:
             refuse_main_grad(new)
             # A parameter that was replaced in the model stays in the optimizer, without a gradient.
-            has_gradient = [p for p in self._trained if _paddle.gradient_of(p) is not None]
+            has_gradient = [p for p in self._trained if gradient_of(p) is not None]
             check_all_synchronized(self._sync, [*new, *has_gradient])
         before_that = len(self._updated)
         self._updated = updated(self._trained, self._optimizer)
@@ -385,7 +386,7 @@ class TrainStep:
         squares = [
             g.astype(dtype).square().sum() if g is not None else offloaded[id(p)]
             for p in self._updated
-            for g in [_paddle.gradient_of(p)]
+            for g in [gradient_of(p)]
             if g is not None or id(p) in offloaded
         ]
         return paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
@@ -398,7 +399,7 @@ class TrainStep:
         return (
             self._scaler is not None
             or self._offloaded is not None
-            or not _paddle.stands_still_at_rate_0(self._optimizer)
+            or not stands_still_at_rate_0(self._optimizer)
         )
 
     def _is_finite_everywhere(self, loss: float, norm: float) -> bool:
@@ -437,12 +438,12 @@ class TrainStep:
         """
         finite = self._unread.add(outcome)
         gradients = self._gradients()
-        _paddle.zero_if(paddle.logical_not(finite), gradients)
+        zero_if(paddle.logical_not(finite), gradients)
         if self._clip_grad_norm is not None:
             scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)
         rate = finite.astype("float32").reshape([])
         self._note_updated()
-        with _paddle.learning_rate_times(self._optimizer, rate):
+        with learning_rate_times(self._optimizer, rate):
             self.is_updating = True
             self._optimizer.step()
             self.is_updating = False
@@ -463,7 +464,7 @@ class TrainStep:
 
     def _gradients(self) -> list[paddle.Tensor]:
         """Those that are not kept off the device."""
-        own = (_paddle.gradient_of(parameter) for parameter in self._updated)
+        own = (gradient_of(parameter) for parameter in self._updated)
         return [gradient for gradient in own if gradient is not None]
 
     def _terms(self) -> dict[str, Any]:

@@ -18,7 +18,13 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
+from paddle_recompute._paddle.amp import amp_state
+from paddle_recompute._paddle.layers import (
+    is_initialized,
+    own_parameters,
+    statistics_among_parameters,
+)
 from paddle_recompute._paddle.static import compiled
 from paddle_recompute.distributed import is_distributed, withdrawals
 from paddle_recompute.errors import StaticGraphError
@@ -219,8 +225,8 @@ def _trained(model: paddle.nn.Layer) -> list[tuple[int, bool]]:
     return [
         (id(one), one.stop_gradient)
         for layer in model.sublayers(include_self=True)
-        for name, one in _paddle.own_parameters(layer).items()
-        if one is not None and name not in _paddle.statistics_among_parameters(layer)
+        for name, one in own_parameters(layer).items()
+        if one is not None and name not in statistics_among_parameters(layer)
     ]
 
 
@@ -230,7 +236,7 @@ def _modes(model: paddle.nn.Layer) -> list[bool]:
 
 def _precision() -> tuple[Any, ...]:
     """The mixed precision in force; a Program is made for one."""
-    state = _paddle.amp_state()
+    state = amp_state()
     level = str(state.level)
     if level.endswith("O0"):
         return (level,)
@@ -291,7 +297,7 @@ class _Comparison:
     def _of_program(self) -> dict[str, Any]:
         state, tensors = self._state, self._program.tensors()
         own = [
-            clone(one) if one.stop_gradient and _paddle.is_initialized(one) else alias(one)
+            clone(one) if one.stop_gradient and is_initialized(one) else alias(one)
             for one in tensors
         ]
         of = {id(one): other for one, other in zip(tensors, own, strict=True)}

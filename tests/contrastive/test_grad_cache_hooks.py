@@ -9,8 +9,9 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, _paddle
+from paddle_recompute import ContrastiveLoss, GradCache, GradientSync
 from paddle_recompute._paddle import gradients as leaf_hooks
+from paddle_recompute._paddle.gradients import leaves_with_hooks
 from paddle_recompute.errors import ConfigError, RecomputeError
 from paddle_recompute.recompute import is_recomputing
 from tests.contrastive.encoders import (
@@ -147,13 +148,13 @@ def test_a_hook_from_before_the_import_is_refused() -> None:
 
 def test_a_leaf_that_is_gone_is_forgotten() -> None:
     gc.collect()
-    before = len(_paddle.leaves_with_hooks())
+    before = len(leaves_with_hooks())
     tensor = paddle.zeros([2])
     tensor.stop_gradient = False
     tensor.register_hook(square)
-    assert len(_paddle.leaves_with_hooks()) == before + 1
+    assert len(leaves_with_hooks()) == before + 1
     del tensor
-    assert len(_paddle.leaves_with_hooks()) == before
+    assert len(leaves_with_hooks()) == before
 
 
 def train_with_hooks(mode: Any) -> dict[str, Any]:

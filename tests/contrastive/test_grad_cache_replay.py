@@ -11,8 +11,9 @@ import paddle
 import pytest
 from paddle.base import core
 
-from paddle_recompute import GradCache, _paddle, compile_model
+from paddle_recompute import GradCache, compile_model
 from paddle_recompute._paddle import amp as tracer_state
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import is_recomputing
 from paddle_recompute.replay.replay_state import StateWatch
@@ -148,7 +149,7 @@ class Watching(Encoder):
         self.with_graph: list[bool] = []
 
     def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
-        amp = _paddle.amp_state()
+        amp = amp_state()
         self.seen.append((is_recomputing(), str(amp.level), amp.dtype))
         self.with_graph.append(paddle.is_grad_enabled())
         return super().forward(ids)
@@ -164,7 +165,7 @@ def test_the_amp_state_is_that_of_the_first_forward_and_off_in_the_backward() ->
 
         @staticmethod
         def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-            backward.append(str(_paddle.amp_state().level))
+            backward.append(str(amp_state().level))
             return gradient
 
     def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
@@ -174,8 +175,8 @@ def test_the_amp_state_is_that_of_the_first_forward_and_off_in_the_backward() ->
     encoder = Watching()
     # On a CPU paddle.amp.auto_cast does nothing in dygraph, so the tracer is told. With no operator
     # on the white list nothing is really cast: what is looked at is the state.
-    state = _paddle.AmpState(core.AmpLevel.O1, "bfloat16", (set(), set()), True)
-    with _paddle.amp_state_of(state):
+    state = AmpState(core.AmpLevel.O1, "bfloat16", (set(), set()), True)
+    with amp_state_of(state):
         GradCache(encoder, loss, chunk_size=SIZE).backward(texts(1), texts(2))
     first, second = encoder.seen[: 2 * CHUNKS], encoder.seen[2 * CHUNKS :]
     assert first == [(False, "AmpLevel.O1", "bfloat16")] * (2 * CHUNKS)

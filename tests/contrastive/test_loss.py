@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 import pytest
 from paddle.base import core
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.loss_reference import UNDERFLOW, Array, reference, tolerance, unit_rows
@@ -117,14 +117,14 @@ def test_autocast_does_not_reach_the_scores(
     levels, matmul = [], paddle.matmul
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        levels.append(_paddle.amp_state().level)
+        levels.append(amp_state().level)
         return matmul(*args, **kwargs)
 
     monkeypatch.setattr(paddle, "matmul", recorded)
     off, amp = core.AmpLevel.O0, core.AmpLevel.O1
-    with _paddle.amp_state_of(_paddle.AmpState(amp, "bfloat16", ({"matmul"}, set()), False)):
+    with amp_state_of(AmpState(amp, "bfloat16", ({"matmul"}, set()), False)):
         ContrastiveLoss(tile=tile)(query, positive).backward()
-        assert _paddle.amp_state().level == amp
+        assert amp_state().level == amp
     # In tiles: the scores, the scores again, and the two products of the gradients.
     assert levels == [off] * (1 if tile is None else 4)
 

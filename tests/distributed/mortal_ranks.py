@@ -35,11 +35,11 @@ def be_rank(worker: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """Join the process group, and call the worker."""
     import paddle
 
-    from paddle_recompute import _paddle
+    from paddle_recompute._paddle.distributed import init_parallel_env
     from paddle_recompute.distributed import barrier
 
     print_stacks_on_request()
-    _paddle.init_parallel_env()
+    init_parallel_env()
     paddle.seed(0)
     worker(**arguments)
     barrier()  # rank 0 hosts the store: if it left first, the others would lose it

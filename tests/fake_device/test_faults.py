@@ -13,10 +13,12 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_recompute import _paddle, recompute
+from paddle_recompute import recompute
 from paddle_recompute._paddle import device
+from paddle_recompute._paddle.random_streams import generator_states
 from paddle_recompute.grad_sync import GradientSync, _all_reduce
 from paddle_recompute.recompute._offload import OFFLOADS
+from paddle_recompute.replay import random_streams
 from tests.fake_device import switches
 from tests.ranks import ROOT, run_ranks
 from tests.recompute.contract import leaf, plain
@@ -114,8 +116,8 @@ def test_a_collective_that_is_not_waited_for_is_seen(waits: bool) -> None:
 def test_the_generator_of_the_cpu_is_the_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = gradients(plain)
     assert are_equal(gradients(recompute), wanted)
-    states = _paddle.generator_states
-    monkeypatch.setattr(_paddle, "generator_states", lambda: (states()[0], None))
+    states = generator_states
+    monkeypatch.setattr(random_streams, "generator_states", lambda: (states()[0], None))
     assert not are_equal(gradients(recompute), wanted)
 
 

@@ -96,11 +96,12 @@ def messages_of_contrastive_steps() -> list[str]:
 
 def broken_connection() -> dict[str, Any]:
     """gloo gives up a connection, as it does after 30 s; the ranks connect anew and go on."""
-    from paddle_recompute import _paddle
+    from paddle_recompute._paddle.distributed import all_reduce_numbers
+    from paddle_recompute.distributed import gloo_lane
 
     layer = paddle.nn.Linear(4, 4, bias_attr=False)
     sync = GradientSync(layer)
-    reduce, failures = _paddle.all_reduce_numbers, []
+    reduce, failures = all_reduce_numbers, []
 
     def failing(group: Any, values: list[float], operation: str) -> list[float]:
         if not failures:
@@ -110,7 +111,7 @@ def broken_connection() -> dict[str, Any]:
 
     gradients = []
     began = time.monotonic()
-    with mock.patch.object(_paddle, "all_reduce_numbers", failing):
+    with mock.patch.object(gloo_lane, "all_reduce_numbers", failing):
         for _ in range(3):
             with sync.last_backward():
                 (layer(paddle.ones([1, 4])) * (dist.get_rank() + 1)).sum().backward()

@@ -11,7 +11,8 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle import distributed as paddle_distributed
+from paddle_recompute._paddle.distributed import make_gloo_group
 from paddle_recompute.distributed import gloo_group, gloo_lane, mean_over_ranks
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync import GradientSync
@@ -55,7 +56,7 @@ def groups_of_some() -> dict[str, Any]:
 def failing_attempts() -> dict[str, Any]:
     """The first attempt fails on one rank, the second hangs on another; then none succeeds."""
     rank, parameter = dist.get_rank(), paddle.create_parameter([1], "float32")
-    make, calls = _paddle.make_gloo_group, []
+    make, calls = make_gloo_group, []
 
     def sometimes(ranks: tuple[int, ...], number: int) -> Any:
         calls.append(number)
@@ -70,14 +71,17 @@ def failing_attempts() -> dict[str, Any]:
 
     began = time.monotonic()
     with (
-        mock.patch.object(_paddle, "make_gloo_group", sometimes),
+        mock.patch.object(paddle_distributed, "make_gloo_group", sometimes),
         mock.patch.object(gloo_group, "PATIENCE", 1.0),
     ):
         found = train(GradientSync([parameter]), parameter)
     result = {"gradients": found, "numbers": calls, "seconds": time.monotonic() - began}
     gloo_lane._lanes.clear()
     began = time.monotonic()
-    with mock.patch.object(_paddle, "make_gloo_group", never), pytest.raises(SyncError) as caught:
+    with (
+        mock.patch.object(paddle_distributed, "make_gloo_group", never),
+        pytest.raises(SyncError) as caught,
+    ):
         GradientSync([parameter])
     return result | {"message": str(caught.value), "seconds to fail": time.monotonic() - began}
 

@@ -34,7 +34,7 @@ from paddle_recompute import (  # noqa: E402
     RecomputeConfig,
     is_recomputing,
 )
-from paddle_recompute import _paddle as private  # noqa: E402
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of  # noqa: E402
 from paddle_recompute.errors import ConfigError  # noqa: E402
 from paddle_recompute.integrations import (  # noqa: E402
     ContrastiveTrainerMixin,
@@ -79,7 +79,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, paddle.Tensor]:
 
 def _note(*_: Any) -> None:
     SECOND.append(is_recomputing())
-    LEVELS.add(private.amp_state().level.name)
+    LEVELS.add(amp_state().level.name)
 
 
 class Model(paddle.nn.Layer):
@@ -151,7 +151,7 @@ class Plain(theirs.Trainer):
         if not self.args.fp16:
             return contextlib.nullcontext()
         lists = ({"matmul", "matmul_v2", "linear"}, {"softmax"})
-        return private.amp_state_of(private.AmpState(core.AmpLevel.O1, "bfloat16", lists, True))
+        return amp_state_of(AmpState(core.AmpLevel.O1, "bfloat16", lists, True))
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
         return model(**inputs)

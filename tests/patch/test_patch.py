@@ -14,7 +14,8 @@ import pytest
 from paddle.distributed import fleet
 
 import paddle_recompute
-from paddle_recompute import _paddle, patch_fleet, recompute, unpatch_fleet
+from paddle_recompute import patch_fleet, recompute, unpatch_fleet
+from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import ConfigError
 from tests.ranks import ROOT
 
@@ -140,7 +141,7 @@ def test_recompute_hybrid() -> None:
 
 
 def test_the_state_that_a_user_told_fleet_to_preserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    if _paddle.paddle_version() < (3, 0):
+    if paddle_version() < (3, 0):
         pytest.skip("Paddle 2.6 has no custom_state_manager")
     state = [5]
     seen = []

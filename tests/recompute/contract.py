@@ -19,7 +19,10 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute import _nested, _paddle
+from paddle_recompute import _nested
+from paddle_recompute._paddle.amp import amp_state
+from paddle_recompute._paddle.layers import is_parameter
+from paddle_recompute._paddle.random_streams import hybrid_parallel_tracker
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import recompute
 
@@ -171,7 +174,7 @@ def array(tensor: paddle.Tensor) -> np.ndarray:
 
 def state_of_the_process() -> Seen:
     """Where the random streams stand, and modes that recompute must put back."""
-    amp = _paddle.amp_state()
+    amp = amp_state()
     return {
         "Paddle's stream afterwards": paddle.rand([4]).numpy(),
         "NumPy's stream afterwards": np.random.rand(),
@@ -228,7 +231,7 @@ def short(value: Any) -> str:
 @contextlib.contextmanager
 def clean_streams() -> Iterator[None]:
     """All random streams from the same start, and fleet's tracker without states."""
-    tracker = _paddle.hybrid_parallel_tracker()
+    tracker = hybrid_parallel_tracker()
     tracker.reset()
     paddle.seed(1)
     np.random.seed(2)
@@ -253,7 +256,7 @@ def upstream(value: Any) -> Any:
     known: dict[int, paddle.Tensor] = {}
 
     def behind_an_operator(tensor: paddle.Tensor) -> paddle.Tensor:
-        if tensor.stop_gradient or _paddle.is_parameter(tensor):
+        if tensor.stop_gradient or is_parameter(tensor):
             return tensor
         return known.setdefault(id(tensor), tensor * 2)
 

@@ -13,7 +13,8 @@ import paddle
 import pytest
 from paddle.base import core
 
-from paddle_recompute import _paddle, recompute
+from paddle_recompute import recompute
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from tests.recompute.contract import Run, Seen, case, leaf
 
 OFF, O1, O2 = core.AmpLevel.O0, core.AmpLevel.O1, core.AmpLevel.O2
@@ -21,11 +22,11 @@ OFF, O1, O2 = core.AmpLevel.O0, core.AmpLevel.O1, core.AmpLevel.O2
 
 def amp(level: Any, dtype: str = "bfloat16", white: tuple[str, ...] = ("matmul",)) -> Any:
     promote = level == O1
-    return _paddle.amp_state_of(_paddle.AmpState(level, dtype, (set(white), {"exp"}), promote))
+    return amp_state_of(AmpState(level, dtype, (set(white), {"exp"}), promote))
 
 
 def state() -> tuple[Any, ...]:
-    now = _paddle.amp_state()
+    now = amp_state()
     white, black = now.lists
     return str(now.level), now.dtype, sorted(white), sorted(black), now.use_promote
 

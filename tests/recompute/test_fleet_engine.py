@@ -10,11 +10,12 @@ import paddle
 import pytest
 from pydantic import ValidationError
 
-from paddle_recompute import RecomputeConfig, _paddle, apply_recompute, recompute
+from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute._paddle.fleet_recompute import fleet_recompute
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
-from paddle_recompute.recompute import function
+from paddle_recompute.recompute import _fleet, function
 from tests.recompute.contract import leaf
 
 FLEET = RecomputeConfig(engine="fleet", checkpoints=["*"])
@@ -46,9 +47,9 @@ def test_the_encoder_with_dropout_has_the_plain_gradients() -> None:
 
 def test_fleets_recompute_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    original = _paddle.fleet_recompute
+    original = fleet_recompute
     monkeypatch.setattr(
-        _paddle,
+        _fleet,
         "fleet_recompute",
         lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs),
     )

@@ -10,7 +10,8 @@ import paddle
 import pytest
 from paddle.nn import functional as F
 
-from paddle_recompute import _paddle, recompute
+from paddle_recompute import recompute
+from paddle_recompute._paddle.random_streams import hybrid_parallel_tracker
 from tests.recompute.contract import Run, Seen, case, leaf, step
 
 
@@ -96,7 +97,7 @@ def test_seed_between(run: Run) -> Seen:
 
 @case("streams of the tensor-parallel tracker")
 def test_hybrid_parallel_tracker(run: Run) -> Seen:
-    tracker = _paddle.hybrid_parallel_tracker()
+    tracker = hybrid_parallel_tracker()
     tracker.add("local_seed", 123)
 
     def block(x: paddle.Tensor) -> paddle.Tensor:

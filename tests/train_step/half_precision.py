@@ -11,7 +11,7 @@ from unittest import mock
 import paddle
 from paddle.base import core
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.amp import AmpState, amp_state_of
 
 _auto_cast_of_paddle = paddle.amp.auto_cast
 
@@ -36,7 +36,7 @@ def auto_cast(
         return
     on = getattr(core.AmpLevel, level if enable else "O0")
     lists = (set(custom_white_list or ()), set(custom_black_list or ()))
-    with _paddle.amp_state_of(_paddle.AmpState(on, dtype, lists, use_promote)):
+    with amp_state_of(AmpState(on, dtype, lists, use_promote)):
         yield
 
 

@@ -345,18 +345,18 @@ def test_the_forward_alone_is_autocast(gpu: None) -> None:
     seen = []
 
     def loss_fn(model: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
-        seen.append(mixed_precision._paddle.amp_state())
+        seen.append(mixed_precision.amp_state())
         return model(x).square().mean()
 
     step, _ = step_of(linear(), amp, loss_fn=loss_fn)
     step([batch()])
     assert str(seen[0].level) == "AmpLevel.O1" and seen[0].dtype == "bfloat16"
     assert seen[0].lists == ({"tanh"}, {"exp"})
-    assert str(mixed_precision._paddle.amp_state().level) == "AmpLevel.O0"
+    assert str(mixed_precision.amp_state().level) == "AmpLevel.O0"
     with step.autocast():
-        assert str(mixed_precision._paddle.amp_state().level) == "AmpLevel.O1"
+        assert str(mixed_precision.amp_state().level) == "AmpLevel.O1"
     with step_of(linear(), None)[0].autocast():
-        assert str(mixed_precision._paddle.amp_state().level) == "AmpLevel.O0"
+        assert str(mixed_precision.amp_state().level) == "AmpLevel.O0"
 
 
 # ------------------------------------------------------------------------------------- level O2

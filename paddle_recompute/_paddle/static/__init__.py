@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import paddle
 
-from paddle_recompute._paddle import paddle_version
+from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import StaticGraphError
 
 if TYPE_CHECKING:

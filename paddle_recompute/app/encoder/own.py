@@ -9,7 +9,7 @@ import sys
 
 import paddle
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.errors import ConfigError
 
@@ -40,7 +40,7 @@ def build_own(config: ModelConfig, vocab_size: int) -> paddle.nn.Layer:
         raise ConfigError(
             f"model.name: {config.name} made a {type(model).__name__}; it must be a paddle.nn.Layer"
         )
-    if _paddle.is_dygraph():
+    if is_dygraph():
         _check_output(model, config.name)
     return model
 

@@ -18,7 +18,7 @@ import paddle
 import paddle.distributed as dist
 from numpy.typing import NDArray
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.distributed import init_parallel_env
 from paddle_recompute.app.config import Config, schedule_of
 from paddle_recompute.app.data import build_loader, prepare_data
 from paddle_recompute.app.encoder import build_model
@@ -179,7 +179,7 @@ def main(job_file: str) -> None:
     if dist.get_world_size() == 1:
         prepare(folder, config, job["steps"])
     else:
-        _paddle.init_parallel_env()
+        init_parallel_env()
     train_all(folder, config)
     barrier()  # rank 0 hosts the store and must not leave before the others
 

@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 from paddle.optimizer import lr
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.amp import operator_names
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.app.trainer.objective import Batch, Objective
@@ -43,7 +43,7 @@ def check_mode(config: Config) -> None:
 
 def _check_operators(settings: AmpConfigs) -> None:
     """Check the operator names; Paddle accepts unknown names and ignores them."""
-    known = _paddle.operator_names()
+    known = operator_names()
     faults = [
         f"  strategy.amp_configs.{path}: no operator of this Paddle is called {name!r}"
         + (f"; did you mean {near[0]}?" if (near := get_close_matches(name, known, n=1)) else "")

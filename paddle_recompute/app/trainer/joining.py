@@ -7,7 +7,7 @@ import os
 import paddle
 import paddle.distributed as dist
 
-from paddle_recompute import _paddle
+from paddle_recompute._paddle.distributed import init_parallel_env
 from paddle_recompute.app.config import Config
 from paddle_recompute.errors import ConfigError
 
@@ -28,5 +28,5 @@ def join_ranks(config: Config) -> tuple[int, int]:
             f"train` or fleetrun, or set launch.num_ranks={running}"
         )
     if running > 1 and not dist.is_initialized():
-        _paddle.init_parallel_env()
+        init_parallel_env()
     return dist.get_rank(), running

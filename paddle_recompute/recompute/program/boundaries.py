@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from paddle_recompute import _paddle
 from paddle_recompute._paddle.static import marks
+from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program._backend import backend
 
@@ -41,7 +41,7 @@ def mark_checkpoint(variable: Any, name: str) -> Any:
         ...     hidden = mark_checkpoint(paddle.nn.Linear(4, 4)(x), "hidden")
         >>> paddle.disable_static()
     """
-    if _paddle.is_dygraph():
+    if is_dygraph():
         raise StaticGraphError(
             f"mark_checkpoint(..., {name!r}) was called in dygraph, where variables have no "
             "checkpoint names; in dygraph wrap the Layer with recompute_wrapper or "

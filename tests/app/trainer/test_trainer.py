@@ -17,8 +17,8 @@ import paddle
 import pytest
 from safetensors.numpy import load_file
 
-from paddle_recompute import _paddle
 from paddle_recompute._paddle import memory as _memory
+from paddle_recompute._paddle.amp import amp_state
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.retrieval.evaluation import encode_texts
 from paddle_recompute.app.trainer import Trainer, memory_probe, objective, step_seed, total_steps
@@ -451,7 +451,7 @@ def test_mixed_precision_from_the_configuration(
     levels = []
 
     def noted_encode_texts(*args: Any, **options: Any) -> Any:
-        levels.append(str(_paddle.amp_state().level))
+        levels.append(str(amp_state().level))
         return encode_texts(*args, **options)
 
     monkeypatch.setattr(trainer_module, "encode_texts", noted_encode_texts)
