@@ -96,9 +96,9 @@ class _Crowd:
 
     def meet(self, label: str) -> None:
         """All ranks meet; returns when all have the answer."""
-        told = {"kind": "meet", "channel": "0-1023/main", "label": label, "digest": "d" * 64}
+        told = {"kind": "arrive", "channel": f"{'c' * 16}/main", "label": label, "most": 8}
         for line in self._lines:
-            message = wire.encode(told | {"size": len(self._lines)})
+            message = wire.encode(told | {"size": len(self._lines), "value": "d" * 64})
             line.sendall(message)
             self.num_bytes += len(message)
         waiting = len(self._lines)

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-AGREEMENT_BYTES = 17 * 8
-"""In float64: fifteen numbers of the hosts, and two of the loss.
+AGREEMENT_BYTES = 16 * 8
+"""In float64: fourteen numbers of the hosts, and two of the loss.
 
 From `paddle_recompute.grad_sync._agreement`.
 """

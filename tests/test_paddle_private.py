@@ -566,8 +566,8 @@ def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:
 
 
 def group_of_our_own() -> list[float]:
-    from paddle_recompute.distributed.gloo_group import make_gloo_group
-    from paddle_recompute.distributed.ranks import scope_of
+    from paddle_recompute.distributed import scope_of
+    from paddle_recompute.distributed.groups import make_gloo_group
 
     number = paddle.ones([1]) * (paddle.distributed.get_rank() + 1)
     paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None), "test"))
@@ -633,7 +633,7 @@ def test_core_global_tcp_store_hands_a_value_to_the_other_ranks() -> None:
 def hand_over(value: str) -> str:
     if paddle.distributed.get_rank() == 0:
         store_publish("tests/key", value)
-    return store_await("tests/key")
+    return store_await("tests/key", 60.0)
 
 
 @pytest.mark.parametrize(

@@ -155,15 +155,17 @@ def store_publish(key: str, value: str) -> None:
         store.add(f"{key}/published", 1)
 
 
-def store_await(key: str) -> str:
-    """What a rank has published under `key`; waits for it, for ever.
+def store_await(key: str, patience: float) -> str | None:
+    """What a rank has published under `key`; None if it has not within `patience` seconds.
 
     Polls: the store's own ``wait`` and ``get`` (2.6, 3.x) end the process after 15 minutes. A
     RuntimeError says that the store, which is in rank 0, is gone.
     """
     store = core.create_or_get_global_tcp_store()
-    while True:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
         with native_call():
             if store.add(f"{key}/published", 0):
                 return str(store.get(key).decode())
         time.sleep(0.05)
+    return None

@@ -1,4 +1,10 @@
-"""The group of all ranks, also where gloo does not connect them at the first attempt."""
+"""Making gloo groups, also where gloo does not connect the ranks at the first attempt.
+
+Of three ranks or more, gloo (2.6.2, 3.3.1) fails to connect some once in 3 to 10 times ("connect:
+Connection refused"), or hangs. Those that have succeeded do not know of it. Made again under
+another number it works, so the ranks tell each other how it went, and all of them try again. Can go
+when gloo connects.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from paddle.base import core
 from paddle.distributed import parallel
 
 from paddle_recompute._paddle.native_calls import native_call
+from paddle_recompute.errors import SyncError
 
 ATTEMPTS = 6
-PATIENCE = 8.0
-"""Seconds that an attempt may take when all ranks are there; gloo needs 0.6 to 1.2 of them for four
-ranks, and hangs for 30 where it fails.
+PATIENCE = 6.0
+"""Seconds for the first attempt, which takes 0.6 to 1.2 with four ranks and hangs for 30 where it
+fails; each one after it has 2 more.
 """
 _PATIENCE_PER_RANK = 0.05
 _GATHERING = 900.0  # seconds for all ranks to come, as Paddle's own store waits
@@ -26,15 +34,78 @@ _KEY = "paddle_recompute/start"
 _logger = logging.getLogger("paddle_recompute")
 
 
+def connected(
+    ranks: Sequence[int],
+    make: Callable[[int], Any],
+    agree: Callable[[int, str], str],
+    look: Callable[[], object] = lambda: None,
+) -> Any:
+    """What ``make(attempt)`` returns in the first attempt that succeeds on all `ranks`.
+
+    Args:
+        ranks: All of them call this at the same time.
+        make: Connects them, under a number of the attempt; in a thread, as what hangs cannot be
+            interrupted: it is left to gloo's own limit.
+        agree: ``agree(attempt, fault)`` tells the others the fault of this rank ("": none), and
+            returns what failed on any rank.
+        look: Raises an error where a rank will not come; called while this one waits.
+
+    Raises:
+        SyncError: No attempt succeeded.
+    """
+    failed = ""
+    began = time.monotonic()
+    for attempt in range(ATTEMPTS):
+        made: list[Any] = []
+        patience = PATIENCE + 2 * attempt + _PATIENCE_PER_RANK * len(ranks)
+        fault = _fault_of(partial(make, attempt), made, look, patience)
+        failed = agree(attempt, fault)
+        if not failed:
+            return made[0]
+        _logger.warning(
+            "gloo did not connect the ranks at attempt %d of %d (%s); all of them try again",
+            attempt + 1,
+            ATTEMPTS,
+            failed,
+        )
+    raise SyncError(
+        f"gloo could not connect the ranks {', '.join(map(str, ranks))} in {ATTEMPTS} attempts and "
+        f"{time.monotonic() - began:.0f} s; in the last one, {failed}. See that their machines "
+        "reach each other on all TCP ports (GLOO_SOCKET_IFNAME names the interface), and start "
+        "again."
+    )
+
+
+def _fault_of(
+    make: Callable[[], Any], made: list[Any], look: Callable[[], object], patience: float
+) -> str:
+    """Why there is no result of ``make()`` in `made` in time; "" if it is there."""
+    faults: list[str] = []
+
+    def run() -> None:
+        try:
+            with native_call():
+                made.append(make())
+        except BaseException as error:
+            faults.append((str(error).strip() or type(error).__name__).splitlines()[-1])
+
+    thread = threading.Thread(target=run, name="connecting", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + patience
+    while thread.is_alive():
+        look()
+        if time.monotonic() > deadline:
+            return f"no answer within {patience:.0f} s"
+        thread.join(0.05)
+    return "".join(faults)
+
+
 @contextlib.contextmanager
 def gloo_group_tried_again(endpoint: Callable[[], str]) -> Iterator[None]:
     """Inside, ``dist.init_parallel_env`` makes its gloo group anew where that fails.
 
-    Of three ranks or more, gloo (2.6.2, 3.3.1) fails to connect some once in 3 to 10 times
-    ("connect: Connection refused"), or hangs. Those that have succeeded do not know of it. So the
-    ranks tell each other in the launch's store how it went, and all of them try again under another
-    number. ``parallel._new_process_group_impl`` (2.6, 3.x) is what ``init_parallel_env`` calls to
-    make the group. Can go when gloo connects.
+    ``parallel._new_process_group_impl`` (2.6, 3.x) is what it calls to make the group. The ranks
+    tell each other in the launch's store how it went.
 
     Args:
         endpoint: Says where the launch's store listens, ``HOST:PORT``.
@@ -47,7 +118,7 @@ def gloo_group_tried_again(endpoint: Callable[[], str]) -> Iterator[None]:
         if backend != "gloo" or world_size < 3:
             return make(backend, store, rank, world_size, *args, **kwargs)
         host, _, port = endpoint().rpartition(":")
-        return _connected(store, rank, world_size, host, int(port))
+        return gloo_of_all(store, rank, world_size, host, int(port))
 
     parallel._new_process_group_impl = tried_again
     try:
@@ -56,56 +127,24 @@ def gloo_group_tried_again(endpoint: Callable[[], str]) -> Iterator[None]:
         parallel._new_process_group_impl = make
 
 
-def _connected(store: Any, rank: int, size: int, host: str, port: int) -> Any:
-    outcome = ""
-    for attempt in range(ATTEMPTS):
-        key = f"{_KEY}/{attempt}"
-        _gather(store, f"{key}/here", size)
-        made, outcome = _attempt(rank, size, host, port, attempt)
-        store.add(f"{key}/failed", int(made is None))
-        _gather(store, f"{key}/ended", size)
-        failed = int(store.add(f"{key}/failed", 0))
-        if not failed:
-            return made
-        _logger.warning(
-            "gloo did not connect %d of %d ranks at attempt %d of %d (this rank: %s); all ranks "
-            "try again",
-            failed,
-            size,
-            attempt + 1,
-            ATTEMPTS,
-            outcome or "connected",
-        )
-    raise RuntimeError(
-        f"gloo could not connect the {size} ranks in {ATTEMPTS} attempts; on rank {rank} the last "
-        f"one: {outcome or 'connected'}. See that their machines reach each other on all TCP ports "
-        "(GLOO_SOCKET_IFNAME names the interface), and start again."
-    )
+def gloo_of_all(store: Any, rank: int, size: int, host: str, port: int) -> Any:
+    """The process group of all ranks."""
 
+    def make(attempt: int) -> Any:
+        # A connection of its own: what hangs still waits on it, and two threads mix up each
+        # other's answers.
+        own = core.TCPStore(host, port, False, 0)
+        number = _FIRST_NUMBER + attempt if attempt else 0
+        return core.ProcessGroupGloo.create(own, rank, size, number)
 
-def _attempt(rank: int, size: int, host: str, port: int, attempt: int) -> tuple[Any, str]:
-    """The group, or why there is none."""
-    number = 0 if attempt == 0 else _FIRST_NUMBER + attempt
-    made: list[Any] = []
-    errors: list[str] = []
+    def agree(attempt: int, fault: str) -> str:
+        store.add(f"{_KEY}/{attempt}/failed", int(bool(fault)))
+        _gather(store, f"{_KEY}/{attempt}/ended", size)
+        failed = int(store.add(f"{_KEY}/{attempt}/failed", 0))
+        return f"on {failed} of {size} ranks; rank {rank}: {fault or 'made'}" if failed else ""
 
-    def make() -> None:
-        try:
-            # A connection of its own: what hangs still waits on it, and two threads mix up each
-            # other's answers.
-            with native_call():
-                own = core.TCPStore(host, port, False, 0)
-                made.append(core.ProcessGroupGloo.create(own, rank, size, number))
-        except (RuntimeError, ValueError, OSError) as error:
-            errors.append(str(error).strip().splitlines()[-1])
-
-    thread = threading.Thread(target=make, name="connecting", daemon=True)
-    thread.start()
-    patience = PATIENCE + 2 * attempt + _PATIENCE_PER_RANK * size
-    thread.join(patience)
-    if made:
-        return made[0], ""
-    return None, errors[0] if errors else f"no answer within {patience:.0f} s"
+    _gather(store, f"{_KEY}/here", size)
+    return connected(range(size), make, agree)
 
 
 def _gather(store: Any, key: str, size: int) -> None:
@@ -114,7 +153,7 @@ def _gather(store: Any, key: str, size: int) -> None:
     arrived = int(store.add(key, 1))
     while arrived < size:
         if time.monotonic() > deadline:
-            raise RuntimeError(
+            raise SyncError(
                 f"only {arrived} of {size} ranks have started within {_GATHERING:.0f} s; the logs "
                 "of the others may say why"
             )

@@ -12,14 +12,12 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute._paddle import device
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._single_backward import SingleBackwardGuard
 from paddle_recompute.distributed import (
     is_distributed,
-    reduce_host_numbers,
+    reduce_numbers,
     run_collective,
-    scope_of,
 )
 from paddle_recompute.errors import DataError, StaticGraphError, SyncError
 
@@ -155,13 +153,10 @@ def agree_on_rows(tensors: Sequence[paddle.Tensor], group: Group | None) -> Rows
 
 def _numbers_of_ranks(numbers: list[int], group: Group | None) -> list[list[int]]:
     """Those of every rank, all below 2**53; waits for the hosts, not for a device."""
-    if dist.get_backend(group).lower() == "gloo":
-        return _all_gather(device.put([numbers], "int64"), group).tolist()  # type: ignore[no-any-return]
     ranks, width = dist.get_world_size(group), len(numbers)
     places: list[float] = [0.0] * (ranks * width)
     places[(own := dist.get_rank(group) * width) : own + width] = numbers
-    what, scope = "the gather of rows", scope_of(group)
-    sums = reduce_host_numbers(places, dist.ReduceOp.SUM, what, scope)
+    sums = reduce_numbers(places, "sum", "the gather of rows", group)
     return [[int(number) for number in sums[i * width :][:width]] for i in range(ranks)]
 
 

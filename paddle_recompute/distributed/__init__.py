@@ -1,16 +1,23 @@
-"""Ranks: signs of life, agreement, barriers, broadcasts, collectives that notice a dead peer."""
+"""Ranks: signs of life, agreement, barriers, broadcasts, collectives that notice a dead peer.
 
-from paddle_recompute.distributed import withdrawals
+`peers()` connects a rank once to the control server in rank 0 (`control_client`, `control_server`).
+What is compared at the start, and who died or failed, goes through it: ``peers().exchange``.
+What each step needs goes through collectives of the backend: with gloo in a lane (`gloo_lane`),
+on a device on its streams (`device_watch`); a few numbers by `reduce_numbers`, tensors by
+`run_collective`. Whoever waits, waits in ``peers().wait_until``, which a dead peer ends.
+"""
+
+from paddle_recompute.distributed import stop_request, withdrawals
 from paddle_recompute.distributed.agreement import (
     agree_on_options,
     agree_on_parameters,
     first_that_differs,
 )
-from paddle_recompute.distributed.control_client import peers
-from paddle_recompute.distributed.device_group import device_group
+from paddle_recompute.distributed.control_client import is_distributed, peers, scope_of
 from paddle_recompute.distributed.device_watch import watched_on_device
 from paddle_recompute.distributed.gloo_lane import lane_of
-from paddle_recompute.distributed.host_numbers import reduce_host_numbers
+from paddle_recompute.distributed.groups import device_group
+from paddle_recompute.distributed.numbers import are_equal, fingerprint, reduce_numbers
 from paddle_recompute.distributed.peer_state import Limits, Scope
 from paddle_recompute.distributed.ranks import (
     barrier,
@@ -18,10 +25,8 @@ from paddle_recompute.distributed.ranks import (
     buffers_of,
     ends_all_ranks,
     equal_buffers,
-    is_distributed,
     mean_over_ranks,
     run_collective,
-    scope_of,
     sum_over_ranks,
     values_of_ranks,
 )
@@ -33,20 +38,23 @@ __all__ = [
     "StopRequest",
     "agree_on_options",
     "agree_on_parameters",
+    "are_equal",
     "barrier",
     "broadcast_from_rank0",
     "buffers_of",
     "device_group",
     "ends_all_ranks",
     "equal_buffers",
+    "fingerprint",
     "first_that_differs",
     "is_distributed",
     "lane_of",
     "mean_over_ranks",
     "peers",
-    "reduce_host_numbers",
+    "reduce_numbers",
     "run_collective",
     "scope_of",
+    "stop_request",
     "sum_over_ranks",
     "values_of_ranks",
     "watched_on_device",

@@ -1,42 +1,21 @@
-"""Where ranks meet: whether all are here, whether they say the same, and who waits for whom.
-
-Each rank sends a digest of what it has to say. The contents are fetched only where the digests
-differ, from one rank for each of them, for the words of the error. So a meeting costs each rank one
-short message and one short answer, however many ranks there are.
-"""
+"""Where ranks meet: whether all are here and what each says, and who waits for whom."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from paddle_recompute.distributed.control_wire import Message, ranges
+from paddle_recompute.distributed.control_wire import Message
 
-MOST_CONTENTS = 8
-"""Of how many different contents the ranks are told. The message of an error has room for few."""
 SETTLED = 2
 """Ticks without any change after which ranks that wait at different places wait for each other."""
+_MOST_PLACES = 8
 
 Tell = Callable[[int, Message], None]
 
 
-@dataclass
-class _Said:
-    label: str
-    digest: str
-
-
-@dataclass
-class _Meeting:
-    """One that not all have come to yet, or whose contents are being fetched."""
-
-    arrived: dict[int, _Said] = field(default_factory=dict)
-    asked: dict[int, tuple[str, list[int]]] = field(default_factory=dict)
-    contents: dict[int, object] = field(default_factory=dict)
-
-
 class Meetings:
-    """All meetings of a run.
+    """The exchanges that not all ranks have arrived at yet.
 
     Args:
         tell: Sends a message to a rank.
@@ -44,61 +23,29 @@ class Meetings:
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
-        self._open: dict[str, _Meeting] = {}
+        self._arrived: dict[str, dict[int, Message]] = {}
 
-    def come(
-        self,
-        rank: int,
-        channel: str,
-        size: int,
-        label: str,
-        digest: str,
-        everything: bool = False,
-    ) -> None:
-        """`rank` is at a meeting of `size` ranks; the last one to come brings the answer."""
-        meeting = self._open.setdefault(channel, _Meeting())
-        meeting.arrived[rank] = _Said(label, digest)
-        if len(meeting.arrived) < size:
+    def arrive(self, rank: int, said: Message) -> None:
+        """`rank` is at the exchange; the last rank to arrive brings the answer to all.
+
+        The answer lists the ranks by what they say, at most ``said["most"]`` different things (0:
+        all of them), without the list of ranks where all say the same.
+        """
+        channel = said["channel"]
+        arrived = self._arrived.setdefault(channel, {})
+        arrived[rank] = said
+        if len(arrived) < said["size"]:
             return
-        arrived = meeting.arrived
-        by_content: dict[tuple[str, str], list[int]] = {}
+        del self._arrived[channel]
+        groups: dict[str, Message] = {}
         for one in sorted(arrived):
-            by_content.setdefault((arrived[one].label, arrived[one].digest), []).append(one)
-        if len(by_content) == 1:
-            del self._open[channel]
-            for one in arrived:
-                self._tell(one, {"kind": "met", "channel": channel})
-            return
-        most = None if everything else MOST_CONTENTS
-        for (said, _), ranks in [*by_content.items()][:most]:
-            meeting.asked[ranks[0]] = (said, ranks)
-        for one in meeting.asked:
-            self._tell(one, {"kind": "say", "channel": channel})
-
-    def take_content(self, rank: int, channel: str, content: object) -> None:
-        """What `rank` had to say, after it was asked."""
-        meeting = self._open.get(channel)
-        if meeting is None or rank not in meeting.asked:
-            return
-        meeting.contents[rank] = content
-        if len(meeting.contents) < len(meeting.asked):
-            return
-        del self._open[channel]
-        groups = [
-            {"label": label, "ranks": ranges(ranks), "content": meeting.contents[one]}
-            for one, (label, ranks) in meeting.asked.items()
-        ]
-        answer: Message = {"kind": "met", "channel": channel, "groups": groups}
-        for one in meeting.arrived:
-            self._tell(one, answer)
-
-
-@dataclass
-class _Wait:
-    serial: int
-    place: str
-    label: str
-    size: int
+            told = {"label": arrived[one]["label"], "value": arrived[one].get("value")}
+            groups.setdefault(json.dumps(told), {**told, "ranks": []})["ranks"].append(one)
+        listed = [*groups.values()][: said["most"] or None]
+        if len(groups) == 1:
+            listed[0]["ranks"] = None
+        for one in arrived:
+            self._tell(one, {"kind": "met", "channel": channel, "groups": listed})
 
 
 class Waits:
@@ -108,14 +55,14 @@ class Waits:
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
-        self._waits: dict[str, dict[int, _Wait]] = {}  # by the ranks that wait for each other
+        self._waits: dict[str, dict[int, Message]] = {}  # by the ranks that wait for each other
         self._unchanged: dict[str, int] = {}
 
-    def begin(self, rank: int, among: str, size: int, serial: int, place: str, label: str) -> None:
-        """`rank` waits for the ranks `among`, `size` of them."""
+    def begin(self, rank: int, said: Message) -> None:
+        """`rank` waits for the ranks ``said["among"]``, ``said["size"]`` of them."""
         self.end(rank)
-        self._waits.setdefault(among, {})[rank] = _Wait(serial, place, label, size)
-        self._unchanged[among] = 0
+        self._waits.setdefault(said["among"], {})[rank] = said
+        self._unchanged[said["among"]] = 0
 
     def end(self, rank: int) -> None:
         """`rank` does not wait any more."""
@@ -131,17 +78,14 @@ class Waits:
             self._unchanged[among] += 1
             if self._unchanged[among] != SETTLED:
                 continue
-            here = ranges([*waits])
             by_place: dict[str, list[int]] = {}
             for rank, wait in sorted(waits.items()):
-                by_place.setdefault(wait.place, []).append(rank)
-            size = min(wait.size for wait in waits.values())
-            apart = [
-                {"label": waits[ranks[0]].label, "ranks": ranges(ranks)}
-                for ranks in [*by_place.values()][:MOST_CONTENTS]
-            ]
+                by_place.setdefault(wait["place"], []).append(rank)
+            news: Message = {"kind": "waiting", "among": among, "ranks": sorted(waits)}
+            if len(waits) == min(wait["size"] for wait in waits.values()) and len(by_place) > 1:
+                news["apart"] = [
+                    {"label": waits[ranks[0]]["label"], "ranks": ranks}
+                    for ranks in [*by_place.values()][:_MOST_PLACES]
+                ]
             for rank, wait in waits.items():
-                news: Message = {"kind": "waiting", "among": among, "ranks": here}
-                if len(waits) == size and len(by_place) > 1:
-                    news |= {"serial": wait.serial, "apart": apart}
-                self._tell(rank, news)
+                self._tell(rank, {**news, "serial": wait["serial"]} if "apart" in news else news)

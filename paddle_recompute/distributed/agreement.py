@@ -26,7 +26,7 @@ def agree_on_options(
     Raises:
         SyncError: They are not; names the first that differs, and the ranks.
     """
-    said = peers().meet("the options of GradientSync", scope, dict(options))
+    said = peers().compare("the options of GradientSync", scope, dict(options))
     for name in options if said is not None else ():
         values = [one.content[name] for one in said or ()]
         if any(value != values[0] for value in values):
@@ -54,7 +54,7 @@ def agree_on_parameters(
     """
     shapes = [f"{list(parameter.shape)} {parameter.dtype}" for parameter in parameters]
     described = [f"'{name}' {shape}" for name, shape in zip(names, shapes, strict=True)]
-    said = peers().meet("the parameters of GradientSync", scope, described)
+    said = peers().compare("the parameters of GradientSync", scope, described)
     if said is None:
         return
     theirs: list[list[str]] = [one.content for one in said]
@@ -81,7 +81,7 @@ def first_that_differs(
     Copies every tensor to the host and computes its checksum: about 1 s per GB.
     """
     own = [zlib.crc32(tensor.numpy().tobytes()) for tensor in tensors]
-    said = peers().meet("the checksums of the tensors", scope, own)
+    said = peers().compare("the checksums of the tensors", scope, own)
     for index in range(len(tensors)) if said is not None else ():
         ranks_with: dict[int, list[int]] = {}
         for one in said or ():

@@ -2,7 +2,7 @@
 
 `peers()` connects this process, once, to the control server in rank 0 (`control_server`). A thread
 sends signs of life and records what the server says (`peer_state`). Code that waits for other ranks
-waits on a `threading.Event`, never in C++, and checks that record regularly: `ControlClient.wait`.
+waits on a `threading.Event`, never in C++, and checks that record: `ControlClient.wait_until`.
 So a rank that waits for a dead, stopped or failed peer ends with a `PeerError` that names the peer,
 instead of hanging or of being aborted by a collective.
 
@@ -38,9 +38,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.backward import hand_on, watch_backward
 from paddle_recompute._paddle.distributed import master_host, store_await, store_publish
@@ -56,6 +57,7 @@ CONTROL_KEY = "PADDLE_RECOMPUTE_CONTROL_KEY"
 is what rank 0 puts into Paddle's TCP store, which tells it to whoever can connect to the store.
 """
 _POLL = 0.1
+_MOST_CONTENTS = 8  # the message of an error has room for few
 _EXPLANATION = 5.0  # seconds to find out whose fault a failed collective is
 _PARTING = 10.0  # seconds for the server, on a busy machine, to pass on this rank's last words
 _RETURN = 5.0  # seconds for collectives to return when the process ends
@@ -69,19 +71,29 @@ Error = TypeVar("Error", bound=BaseException)
 
 @dataclass(frozen=True)
 class Said:
-    """What some of the ranks said at a meeting."""
+    """What some of the ranks said."""
 
     ranks: tuple[int, ...]
     content: Any
 
 
-class _Answer:
-    """That of the server, when all ranks are at a meeting."""
+class Watched(Protocol):
+    """A collective of a device; see `device_watch`."""
 
-    def __init__(self, content: Any) -> None:
-        self.content = content
+    what: str
+    scope: Scope
+    began: float
+
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+
+
+class _Answer:
+    """That of the server, when all ranks have arrived."""
+
+    def __init__(self) -> None:
         self.here = threading.Event()
-        self.message: Message = {}
+        self.groups: list[Message] = []
 
 
 class ControlClient:
@@ -105,47 +117,38 @@ class ControlClient:
         self._complaint_of_thread: str | None = None
         self._exit_code_is_1 = False
         self._ticks_stuck = 0
-        self._connected = threading.Event()
-        self._socket: socket.socket | None = None
+        self.watched: set[Watched] = set()
+        """Collectives of a device that have begun; the thread looks whether they wait in vain."""
         self._server: ControlServer | None = None  # in rank 0
         watch_backward()
+        self._socket = self._connect()
         threading.Thread(target=self._listen, name="peers", daemon=True).start()
-        self._await_connection()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_uncaught
         atexit.register(self._at_exit)
-        os.register_at_fork(after_in_child=self._close)
+        # A socket that a forked child held open would hide the end of this process.
+        os.register_at_fork(after_in_child=self._socket.close)
 
     # ------------------------------------------------------------------------------ waiting
 
-    def meet(
-        self,
-        label: str,
-        scope: Scope,
-        content: Any = None,
-        *,
-        lane: str = "main",
-        everything: bool = False,
-        tells: bool = False,
-    ) -> list[Said] | None:
-        """Wait for all ranks of `scope`, and compare what they say.
+    def exchange(
+        self, label: str, scope: Scope, value: Any = None, *, lane: str = "main", most: int = 0
+    ) -> list[Said]:
+        """Wait for all ranks of `scope`, and learn what each says.
 
-        One message to rank 0 and one back, however many ranks there are. Not for the steps of a
-        training: rank 0 serves all ranks.
+        One message to rank 0 and one back. Not for the steps of a training: rank 0 serves all
+        ranks.
 
         Args:
             label: What this is about; must be the same on all ranks.
             scope: The ranks.
-            content: What JSON can hold. Its digest travels, and itself only where they differ.
+            value: What JSON can hold.
             lane: Each thread that meets others has its own; that of the main thread is the same for
                 all scopes of the same ranks, so that a rank that is elsewhere is noticed.
-            everything: Whether all contents are wanted, however many there are; the same on all
-                ranks.
-            tells: As in `wait_until`; a meeting in the lane of the main thread always does.
+            most: How many different values are wanted; the same on all ranks. 0: all of them.
 
         Returns:
-            None where all have said the same; else who has said what, of at most 8 different
-            contents (without `everything`), in the order of the ranks.
+            The different values in the order of the first rank of each; one if all are the same.
 
         Raises:
             SyncError: The ranks are in different places of the program: their labels differ.
@@ -153,36 +156,29 @@ class ControlClient:
         """
         self.check(scope, label)
         channel = f"{scope.among}/{lane}"
-        answer = self._answers[channel] = _Answer(content)
-        self._send(
-            {
-                "kind": "meet",
-                "channel": channel,
-                "size": len(scope.ranks),
-                "label": label,
-                "digest": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
-                "everything": everything,
-            }
-        )
-        self.wait(answer.here, label, scope, tells=tells or lane == "main")
-        groups: list[Message] | None = answer.message.get("groups")
-        if groups is None:
-            return None
+        answer = self._answers[channel] = _Answer()
+        told = {"channel": channel, "size": len(scope.ranks), "label": label, "most": most}
+        self._send({"kind": "arrive", **told, "value": value})
+        self.wait_until(answer.here.wait, label, scope)
+        groups = answer.groups
         if len({group["label"] for group in groups}) > 1:
             raise self.fail(_apart(where(groups)))
-        return [Said(tuple(wire.ranks_in(one["ranks"])), one["content"]) for one in groups]
+        return [Said(tuple(one["ranks"] or scope.ranks), one["value"]) for one in groups]
 
-    def wait(
-        self,
-        event: threading.Event,
-        what: str,
-        scope: Scope,
-        *,
-        place: str | None = None,
-        tells: bool = True,
-    ) -> None:
-        """Return when `event` is set, by another thread of this process; see `wait_until`."""
-        self.wait_until(event.wait, what, scope, place=place, tells=tells)
+    def compare(self, label: str, scope: Scope, content: Any) -> list[Said] | None:
+        """Who says what, of at most 8 different contents; None where all ranks say the same.
+
+        A digest travels first, so it costs a short message where all say the same, and the content
+        from one rank for each digest where not. Arguments and errors as of `exchange`.
+        """
+        digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        groups = self.exchange(label, scope, digest, most=_MOST_CONTENTS)
+        if len(groups) == 1:
+            return None
+        asked = [group.ranks[0] for group in groups]
+        said = self.exchange(label, scope, content if self.rank in asked else None)
+        content_of = {rank: one.content for one in said for rank in one.ranks}
+        return [Said(group.ranks, content_of[group.ranks[0]]) for group in groups]
 
     def wait_until(
         self,
@@ -191,19 +187,16 @@ class ControlClient:
         scope: Scope,
         *,
         place: str | None = None,
-        tells: bool = True,
     ) -> None:
         """Return when something has come.
 
         Args:
             has_come: ``has_come(seconds)`` waits for it for so long at most, and says whether it
                 has come.
-            what: What one waits for, for messages.
+            what: What this rank waits for, for messages.
             scope: The ranks whose death or failure ends the wait.
-            place: The part of the program; ranks that wait in different ones wait for ever. None:
-                `what`.
-            tells: Whether the others are to know that this rank waits here, if it takes long. Only
-                one thread of a process may do so at a time.
+            place: The part of the program; ranks whose main threads wait in different ones wait for
+                ever, which they are told. None: `what`.
 
         Raises:
             PeerError: One of them has died, failed, fallen silent, or not come in time.
@@ -211,33 +204,22 @@ class ControlClient:
         """
         waited = 0.0
         began = time.monotonic()
+        announces = threading.current_thread() is threading.main_thread()
         serial = 0
         try:
             while not has_come(min(_POLL, max(waited, 0.002))):
                 waited = time.monotonic() - began
-                if tells and not serial and waited > TICK:
-                    serial = self._tell_wait(what, scope, place or what)
+                if announces and not serial and waited > TICK:
+                    serial = next(self._waits)
+                    told = {"among": scope.among, "size": len(scope.ranks), "serial": serial}
+                    self._send({"kind": "waits", "place": place or what, "label": what, **told})
                 error = self._trouble(scope, what, waited, serial)
                 if error is not None and not has_come(0.0):
                     hand_on(self.fail(error))
                     raise error
         finally:
             if serial:
-                self._send({"kind": "goes on"})
-
-    def ask_to_stop(self, number: int) -> None:
-        """Tell all ranks that this one was asked to stop; see `stop_request`."""
-        self._send({"kind": "stop", "number": number})
-
-    def is_asked_to_stop(self, number: int) -> bool:
-        """Whether some rank has told that."""
-        return number in self._peer_state.stop_requests
-
-    def _tell_wait(self, what: str, scope: Scope, place: str) -> int:
-        serial = next(self._waits)
-        told = {"among": scope.among, "size": len(scope.ranks), "serial": serial}
-        self._send({"kind": "waits", "place": place, "label": what, **told})
-        return serial
+                self._send({"kind": "wait ended"})
 
     def check(self, scope: Scope, what: str, *, waited: float = 0.0) -> None:
         """Raise if waiting for `what` from the ranks of `scope`, `waited` seconds so far, is in
@@ -336,36 +318,19 @@ class ControlClient:
         # The listener notes a closed connection when it has read all that the server said before:
         # it may have said why.
         with contextlib.suppress(OSError), self._sending:
-            assert self._socket is not None
             self._socket.sendall(wire.encode(message))
 
     # ----------------------------------------------------------------------------- listening
 
-    def _await_connection(self) -> None:
-        began = time.monotonic()
-        while not self._connected.wait(_POLL):
-            if self._peer_state.lost is not None:
-                raise PeerError(
-                    f"rank 0 cannot be reached, it may have died: {self._peer_state.lost}"
-                )
-            if time.monotonic() - began > self.limits.stall_timeout:
-                raise PeerError(
-                    f"rank 0 did not come within {self.limits.stall_timeout:.0f} s to where rank "
-                    f"{self.rank} waits for it; every rank of a run must call GradientSync, "
-                    "barrier or the like, rank 0 too"
-                )
-
     def _listen(self) -> None:
         """Send signs of life and note what the control server says, until the process ends."""
+        news = selectors.DefaultSelector()
+        news.register(self._socket, selectors.EVENT_READ)
+        reader, last_sign = wire.Reader(), time.monotonic()
         try:
-            self._socket = line = self._connect()
-            self._connected.set()
-            news = selectors.DefaultSelector()
-            news.register(line, selectors.EVENT_READ)
-            reader, last_sign = wire.Reader(), time.monotonic()
             while True:
                 if news.select(TICK):
-                    data = line.recv(1 << 16)
+                    data = self._socket.recv(1 << 16)
                     if not data:
                         raise ConnectionError("no more data")
                     self._peer_state.server_quiet = 0
@@ -376,14 +341,23 @@ class ControlClient:
                 if time.monotonic() - last_sign >= TICK:
                     last_sign = time.monotonic()
                     with contextlib.suppress(OSError), self._sending:
-                        line.sendall(wire.SIGN_OF_LIFE)
+                        self._socket.sendall(wire.SIGN_OF_LIFE)
+                    self._check_watched()
                     self._end_if_stuck()
-        # RuntimeError: the store's
-        except (OSError, RuntimeError, wire.ProtocolError) as error:
-            self._peer_state.lost = self._peer_state.lost or str(error)
+        except (OSError, wire.ProtocolError) as error:
+            self._peer_state.lost = str(error)
         while True:
             time.sleep(TICK)
             self._end_if_stuck()
+
+    def _check_watched(self) -> None:
+        for one in [*self.watched]:
+            if one.is_over():
+                self.watched.discard(one)
+                continue
+            error = self._trouble(one.scope, one.what, time.monotonic() - one.began)
+            if error is not None:
+                self.fail(error)
 
     def _end_if_stuck(self) -> None:
         """End the process some time after the run has failed, if its own code has not noticed."""
@@ -404,22 +378,30 @@ class ControlClient:
         if self.rank == 0:
             token = secrets.token_hex(32)
             self._server = ControlServer(host, _key(token), dist.get_world_size())
-            port = self._server.port
-            store_publish(_ADDRESS, json.dumps([port, token]))
-        else:
-            port, token = json.loads(store_await(_ADDRESS))
-        deadline = time.monotonic() + self.limits.peer_timeout
-        pause = 0.1
+            store_publish(_ADDRESS, json.dumps([self._server.port, token]))
+        patience = self.limits.stall_timeout
+        try:
+            told = store_await(_ADDRESS, patience)
+        except RuntimeError as error:  # the store's
+            raise PeerError(f"rank 0 cannot be reached, it may have died: {error}") from error
+        if told is None:
+            raise PeerError(
+                f"rank 0 did not come within {patience:.0f} s to where rank {self.rank} waits for "
+                "it; every rank of a run must call GradientSync, barrier or the like, rank 0 too"
+            )
+        port, token = json.loads(told)
+        patience = self.limits.peer_timeout
+        deadline, pause = time.monotonic() + patience, 0.1
         while True:
             try:
-                return wire.connected(host, port, self.rank, _key(token), self.limits.peer_timeout)
+                return wire.connected(host, port, self.rank, _key(token), patience)
             except OSError as error:
                 # Strangers may crowd at the door.
                 if time.monotonic() > deadline:
-                    raise ConnectionError(
-                        f"the control server at {host}:{port} did not let this rank in within "
-                        f"{self.limits.peer_timeout:.0f} s ({error}). If {CONTROL_KEY} is set, it "
-                        "must be the same on all machines"
+                    raise PeerError(
+                        f"rank 0 cannot be reached: the control server at {host}:{port} did not "
+                        f"let this rank in within {patience:.0f} s ({error}). If {CONTROL_KEY} is "
+                        "set, it must be the same on all machines"
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, 2.0)
@@ -428,21 +410,12 @@ class ControlClient:
         kind = message["kind"]
         if kind == "met":
             answer = self._answers[message["channel"]]
-            answer.message = message
+            answer.groups = message["groups"]
             answer.here.set()
-        elif kind == "say":
-            channel = message["channel"]
-            content = self._answers[channel].content
-            self._send({"kind": "content", "channel": channel, "content": content})
         elif kind == "heard":
             self._heard.set()
         else:
             self._peer_state.take(message)
-
-    def _close(self) -> None:
-        """In a forked child: a socket that it held open would hide the end of this process."""
-        if self._socket is not None:
-            self._socket.close()
 
 
 def _exit_now() -> None:
@@ -486,3 +459,14 @@ def peers() -> ControlClient:
     call it too.
     """
     return ControlClient(dist.get_rank())
+
+
+def is_distributed(group: Group | None = None) -> bool:
+    """Whether there is somebody to talk to: a group is set up and has more than one rank."""
+    return bool(dist.is_initialized()) and int(dist.get_world_size(group)) > 1
+
+
+def scope_of(group: Group | None) -> Scope:
+    """The ranks of `group` (None: all), as those who wait for each other."""
+    ranks = range(dist.get_world_size()) if group is None else group.ranks
+    return Scope(tuple(ranks), peers().limits)

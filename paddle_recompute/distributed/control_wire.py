@@ -5,7 +5,7 @@ own, and an HMAC-SHA256 of all of them under the key of the run. They are compar
 is parsed, and the key does not travel. The server answers the rank's challenge in the same way, so
 that no rank talks to a stranger who has taken the port.
 
-Afterwards a sign of life is one byte, and a message is a byte, its length in four bytes, and JSON.
+Afterwards a message is a line of JSON, and a sign of life is an empty line.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ import json
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
 
-SIGN_OF_LIFE = b"\0"
-_MESSAGE = b"\1"
-_LENGTH = struct.Struct(">I")
+SIGN_OF_LIFE = b"\n"
 LONGEST_MESSAGE = 2**24
 """Bytes. The longest are lists of parameters, where the ranks' lists differ."""
-
 CHALLENGE_BYTES = 32
 _HELLO = struct.Struct(">Q24s32s")
 HELLO_BYTES = _HELLO.size
 PROOF_BYTES = 32
+_FIELDS: dict[str, dict[str, type]] = {
+    "arrive": {"channel": str, "size": int, "label": str, "most": int},
+    "waits": {"among": str, "size": int, "serial": int, "place": str, "label": str},
+    "wait ended": {},
+    "failed": {"place": str, "message": str},
+    "left": {"place": str},
+}
+"""What a rank may say, and what must be in it."""
 
 
 class ProtocolError(Exception):
@@ -47,8 +51,8 @@ def hello(rank: int, challenge: bytes, key: bytes) -> bytes:
     return _HELLO.pack(rank, own, _proof(key, b"rank", challenge, own, rank))
 
 
-def rank_of(said: bytes, challenge: bytes, key: bytes) -> int | None:
-    """The rank that has said hello; None for a stranger. Constant time."""
+def authenticated_rank(said: bytes, challenge: bytes, key: bytes) -> int | None:
+    """The rank that has said hello; None if it does not have the key. Constant time."""
     rank, own, proof = _HELLO.unpack(said)
     return rank if hmac.compare_digest(proof, _proof(key, b"rank", challenge, own, rank)) else None
 
@@ -96,8 +100,35 @@ def _proof(key: bytes, side: bytes, challenge: bytes, own: bytes, rank: int) -> 
 
 def encode(message: Message) -> bytes:
     """`message` on the wire."""
-    content = json.dumps(message, separators=(",", ":")).encode()
-    return _MESSAGE + _LENGTH.pack(len(content)) + content
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in `line`.
+
+    Raises:
+        ProtocolError: There is none.
+    """
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ProtocolError(f"not JSON: {type(error).__name__}") from None
+    if not isinstance(message, dict):
+        raise ProtocolError("not a message")
+    return message
+
+
+def checked(message: Message) -> Message:
+    """`message` of a rank.
+
+    Raises:
+        ProtocolError: A rank says no such thing.
+    """
+    kind = message.get("kind")
+    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
+    if fields is None or any(type(message.get(name)) is not of for name, of in fields.items()):
+        raise ProtocolError(f"no such message: {kind}")
+    return message
 
 
 class Reader:
@@ -112,88 +143,8 @@ class Reader:
         Raises:
             ProtocolError: It is none of ours.
         """
-        if data == SIGN_OF_LIFE and not self._received:
-            return []
         self._received += data
-        messages = []
-        while self._received:
-            if self._received[:1] == SIGN_OF_LIFE:
-                del self._received[:1]
-                continue
-            if self._received[:1] != _MESSAGE:
-                raise ProtocolError("neither a sign of life nor a message")
-            if len(self._received) < 5:
-                break
-            (length,) = _LENGTH.unpack(self._received[1:5])
-            if length > LONGEST_MESSAGE:
-                raise ProtocolError(f"a message of {length} bytes")
-            if len(self._received) < 5 + length:
-                break
-            messages.append(_parsed(bytes(self._received[5 : 5 + length])))
-            del self._received[: 5 + length]
-        return messages
-
-
-def _parsed(content: bytes) -> Message:
-    try:
-        message = json.loads(content)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise ProtocolError(f"not JSON: {type(error).__name__}") from None
-    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-        raise ProtocolError("not a message")
-    return message
-
-
-def text_of(message: Message, name: str) -> str:
-    """A field that must be a text.
-
-    Raises:
-        ProtocolError: It is not there, or something else.
-    """
-    value = message.get(name)
-    if not isinstance(value, str):
-        raise ProtocolError(f"{name} is not a text")
-    return value
-
-
-def number_of(message: Message, name: str) -> int:
-    """A field that must be a whole number that is not negative.
-
-    Raises:
-        ProtocolError: It is not there, or something else.
-    """
-    value = message.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise ProtocolError(f"{name} is not a number")
-    return value
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """Ranks in few characters: ``0-1023``, ``0-3,7``, ``0-1016:8`` (each eighth)."""
-    told: list[str] = []
-    place = 0
-    ordered = sorted(ranks)
-    while place < len(ordered):
-        stride = ordered[place + 1] - ordered[place] if place + 1 < len(ordered) else 1
-        end = place
-        while end + 1 < len(ordered) and ordered[end + 1] - ordered[end] == stride:
-            end += 1
-        if stride > 1 and end - place < 2:  # two of them are no series
-            end = place
-        first, last = ordered[place], ordered[end]
-        if first == last:
-            told.append(str(first))
-        else:
-            told.append(f"{first}-{last}" + (f":{stride}" if stride > 1 else ""))
-        place = end + 1
-    return ",".join(told)
-
-
-def ranks_in(told: str) -> list[int]:
-    """The ranks that `ranges` has written down."""
-    ranks: list[int] = []
-    for part in filter(None, told.split(",")):
-        series, _, stride = part.partition(":")
-        first, _, last = series.partition("-")
-        ranks += range(int(first), int(last or first) + 1, int(stride or 1))
-    return ranks
+        if b"\n" not in data:
+            return []
+        *lines, self._received = self._received.split(b"\n")
+        return [decode(bytes(line)) for line in lines if line]

@@ -11,9 +11,9 @@ gloo (Paddle 2.6, 3.3) has four faults that show as soon as ranks are not in ste
 So a `GlooLane` has a thread and a group of its own. Before each collective the ranks compare, in a
 collective of two numbers, what comes next. If they are not at the same, the ranks say where they
 are, and all raise the same error. If that small collective fails because a rank comes late, the
-ranks wait for it at a meeting (`ControlClient.meet`), which has no such limit, make a new group,
-and try again: nothing has been summed yet. So nothing goes through rank 0 unless a rank is late by
-more than 30 s.
+ranks wait for it at an exchange (`ControlClient`), which has no such limit, make a new group, and
+try again: nothing has been summed yet. So nothing goes through rank 0 unless a rank is late by more
+than 30 s.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from paddle_recompute._paddle.backward import hand_on
 from paddle_recompute._paddle.distributed import all_reduce_numbers, is_from_gloo
 from paddle_recompute._paddle.native_calls import native_call
 from paddle_recompute.distributed.control_client import peers
-from paddle_recompute.distributed.gloo_group import make_gloo_group
+from paddle_recompute.distributed.groups import make_gloo_group
 from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import PeerError, SyncError
 
 Result = TypeVar("Result")
 
+MAIN_LANE = "main collectives"
+"""Those that the main thread waits for; buckets of gradients have a lane of their own."""
 MOST_RENEWALS = 20
 """New groups for one collective: with rank after rank late by more than 30 s."""
 _logger = logging.getLogger("paddle_recompute")
@@ -76,10 +78,8 @@ class Job(Generic[Result]):
             self.ended = time.perf_counter()
         except BaseException as error:
             self.error = error
-
-    def finish(self) -> None:
-        """Let `wait` return."""
-        self._done.set()
+        finally:
+            self._done.set()
 
     def wait(self) -> Result:
         """The result, when there is one.
@@ -88,15 +88,14 @@ class Job(Generic[Result]):
             PeerError: A rank will not come, or the collective failed.
             SyncError: The ranks are at different collectives.
         """
-        peers().wait(self._done, self.label, self.scope, place=self._place)
-        if self.error is None:
+        peers().wait_until(self._done.wait, self.label, self.scope, place=self._place)
+        error = self.error
+        if error is None:
             return self._result
-        if isinstance(self.error, SyncError):
-            hand_on(self.error)
-            raise self.error
-        explained = peers().explain(self.error, self.label, self.scope)
-        hand_on(explained)
-        raise explained from self.error
+        if not isinstance(error, SyncError):
+            error = peers().explain(error, self.label, self.scope)
+        hand_on(error)
+        raise error from (self.error if error is not self.error else None)
 
 
 class GlooLane:
@@ -160,7 +159,7 @@ class GlooLane:
         if low != -high:
             # The labels differ, or else the codes: one of the two raises.
             described = f"{job.label} ({job.code})" if job.code else job.label
-            peers().meet(described, job.scope, lane=self.name)
+            peers().exchange(described, job.scope, lane=self.name)
             raise SyncError(f"{job.label}: two descriptions have the same checksum by chance")
 
     def _renew(self, job: Job[Result], error: BaseException) -> None:
@@ -180,7 +179,6 @@ class GlooLane:
         while True:
             job = self._jobs.get()
             job.run(self)
-            job.finish()
             del job  # its tensors
 
 

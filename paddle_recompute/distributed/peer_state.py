@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from paddle_recompute.distributed.control_server import TICK
-from paddle_recompute.distributed.control_wire import Message, ranges, ranks_in
+from paddle_recompute.distributed.control_wire import Message
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Scope:
 
     @property
     def among(self) -> str:
-        """The ranks on the wire."""
-        return ranges(self.ranks)
+        """A short name of the ranks, the same on all of them."""
+        return hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -47,18 +48,16 @@ class PeerState:
         rank: This rank.
         lost: Why there is no connection to the control server any more; None while there is one.
         server_quiet: Ticks of this process since it last heard of the control server.
-        stop_requests: The numbers of those that some rank was asked.
     """
 
     rank: int
     lost: str | None = None
     server_quiet: int = 0
-    stop_requests: set[int] = field(default_factory=set)
     _cause: Message | None = None
     _silent: dict[int, float] = field(default_factory=dict)
     _waiting: dict[str, frozenset[int]] = field(default_factory=dict)
     _apart: tuple[int, str] | None = None
-    _left: dict[int, Message] = field(default_factory=dict)
+    _left: dict[int, str] = field(default_factory=dict)
 
     def take(self, message: Message) -> None:
         """Note what the control server says, or that this rank has failed."""
@@ -66,14 +65,12 @@ class PeerState:
         if kind == "silent":
             self._silent = {int(rank): float(s) for rank, s in message["seconds"].items()}
         elif kind == "waiting":
-            self._waiting[message["among"]] = frozenset(ranks_in(message["ranks"]))
+            self._waiting[message["among"]] = frozenset(message["ranks"])
             if "apart" in message:
                 self._apart = (message["serial"], where(message["apart"]))
-        elif kind == "stop":
-            self.stop_requests.add(message["number"])
         elif kind == "left":
-            for rank in ranks_in(message["ranks"]):
-                self._left.setdefault(rank, {**message, "rank": rank})
+            for rank, place in message["places"].items():
+                self._left.setdefault(int(rank), f"rank {rank} has ended {place}".rstrip())
         else:  # failed, or gone
             self._cause = self._cause or message
 
@@ -112,7 +109,7 @@ class PeerState:
             return cause
         if waited > 2 * TICK or patience is not None:
             for rank in sorted({0, *scope.ranks} & self._left.keys()):
-                return _described(self._left[rank])
+                return f"{self._left[rank]}; its log may say why"
         return self._silence(scope, patience) or self._lateness(scope, waited)
 
     def _silence(self, scope: Scope, patience: float | None) -> str | None:
@@ -142,11 +139,9 @@ class PeerState:
 
 def where(groups: list[Message]) -> str:
     """Which ranks are at which place: ``rank 0, 1 is at A, rank 2 is at B``."""
-    told = []
-    for group in groups:
-        ranks = ", ".join(map(str, ranks_in(group["ranks"])))
-        told.append(f"rank {ranks} is at {group['label']}")
-    return ", ".join(told)
+    return ", ".join(
+        f"rank {', '.join(map(str, group['ranks']))} is at {group['label']}" for group in groups
+    )
 
 
 def _described(end: Message) -> str:
@@ -156,6 +151,4 @@ def _described(end: Message) -> str:
             f"rank {rank} has died (its connection was closed): killed, crashed or out of memory; "
             "its log may say more"
         )
-    if end["kind"] == "left":
-        return f"rank {rank} has ended {end['place']}".rstrip() + "; its log may say why"
     return f"rank {rank} failed {end['place']}: {str(end['message']).rstrip('.')}"

@@ -15,30 +15,17 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute._paddle.distributed import all_reduce_numbers
 from paddle_recompute._paddle.layers import saved_buffers
+from paddle_recompute.distributed import stop_request
 from paddle_recompute.distributed.agreement import first_that_differs
-from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.control_client import is_distributed, peers, scope_of
 from paddle_recompute.distributed.device_watch import watched_on_device
-from paddle_recompute.distributed.gloo_lane import lane_of
+from paddle_recompute.distributed.gloo_lane import MAIN_LANE, lane_of
+from paddle_recompute.distributed.numbers import reduce_numbers
 from paddle_recompute.distributed.peer_state import Scope
 from paddle_recompute.errors import DivergenceError, SyncError
 
 Result = TypeVar("Result")
-
-MAIN_LANE = "main collectives"
-"""Those that the main thread waits for; buckets of gradients have a lane of their own."""
-
-
-def is_distributed(group: Group | None = None) -> bool:
-    """Whether there is somebody to talk to: a group is set up and has more than one rank."""
-    return bool(dist.is_initialized()) and int(dist.get_world_size(group)) > 1
-
-
-def scope_of(group: Group | None) -> Scope:
-    """The ranks of `group` (None: all), as those who wait for each other."""
-    ranks = range(dist.get_world_size()) if group is None else group.ranks
-    return Scope(tuple(ranks), peers().limits)
 
 
 def barrier(timeout: float | None = None) -> None:
@@ -60,7 +47,7 @@ def barrier(timeout: float | None = None) -> None:
         if timeout is not None:
             limits = dataclasses.replace(scope.limits, stall_timeout=timeout)
             scope = dataclasses.replace(scope, limits=limits)
-        peers().meet("barrier()", scope)
+        peers().exchange("barrier()", scope)
 
 
 @contextlib.contextmanager
@@ -187,37 +174,17 @@ def mean_over_ranks(value: float, group: Group | None = None) -> float:
 
 
 def sum_over_ranks(values: Sequence[float], what: str, group: Group | None = None) -> list[float]:
-    """The sums of numbers over the ranks of `group`, in float64, the same bits on all.
-
-    A collective of the group's backend, also while a Program is built; nothing goes through rank 0.
-
-    Args:
-        values: As many on every rank.
-        what: Names them, for messages; the same on every rank.
-        group: The ranks; None is all of them.
-
-    Raises:
-        PeerError: A rank has died, stopped or failed.
-        SyncError: Another rank does something else.
-    """
+    """The sums of numbers over the ranks of `group`; see `reduce_numbers`."""
     if not is_distributed(group):
         return list(values)
-    scope = scope_of(group)
-    if dist.get_backend(group).lower() == "gloo":
-        job = lane_of(scope, MAIN_LANE).begin(
-            lambda own: all_reduce_numbers(own, list(values), "sum"),
-            what,
-            scope,
-            code=f"{len(values)} numbers",
-        )
-        return job.wait()
-    with watched_on_device(what, scope):
-        return all_reduce_numbers(group or dist.get_group(0), list(values), "sum")
+    if group is not None:
+        return reduce_numbers(values, "sum", what, group)
+    *sums, total = reduce_numbers([*values, stop_request.asked()], "sum", what)
+    stop_request.hear_asked(total)
+    return sums
 
 
-def values_of_ranks(
-    value: Any, what: str, group: Group | None = None, *, lane: str = "main"
-) -> list[Any]:
+def values_of_ranks(value: Any, what: str, group: Group | None = None) -> list[Any]:
     """The `value` (for JSON) of every rank of `group`, in rank order.
 
     Through rank 0, and not for every step: where all values differ, each rank gets all of them.
@@ -226,7 +193,6 @@ def values_of_ranks(
         value: Of this rank; it may differ.
         what: Names the exchange, for messages; the same on every rank.
         group: The ranks; None is all of them.
-        lane: Another one for each thread but the main one, as in `ControlClient.meet`.
 
     Raises:
         PeerError: A rank has died, stopped or failed.
@@ -235,9 +201,9 @@ def values_of_ranks(
     if not is_distributed(group):
         return [value]
     scope = scope_of(group)
-    said = peers().meet(what, scope, value, lane=lane, everything=True)
-    by_rank = {rank: one.content for one in said or () for rank in one.ranks}
-    return [by_rank.get(rank, value) for rank in scope.ranks]
+    said = peers().exchange(what, scope, value)
+    by_rank = {rank: one.content for one in said for rank in one.ranks}
+    return [by_rank[rank] for rank in scope.ranks]
 
 
 def _tensors_of(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:

@@ -1,59 +1,43 @@
 """SIGTERM or SIGINT to any rank ends the run on all of them, after the same step.
 
-Nothing is asked of the network before that: a rank that was asked to stop says so to the control
-server, which tells the others. A thread of each rank then meets those of the others and says which
-step its rank is at. The ranks stop after the newest of these: none of them can be beyond it, since
-the main thread waits at the end of its step once the thread has noted it.
+A rank that was asked to stop says so with the numbers that all ranks sum next; each step has some
+(`sum_over_ranks`, and the agreement of `GradientSync`). So all ranks learn it in the same step, and
+nothing is asked of the network for it.
 """
 
 from __future__ import annotations
 
-import itertools
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-from paddle_recompute.distributed.control_client import peers
-from paddle_recompute.distributed.ranks import is_distributed, scope_of, values_of_ranks
-from paddle_recompute.errors import PeerError
+from paddle_recompute.distributed.control_client import is_distributed
+from paddle_recompute.distributed.numbers import reduce_numbers
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_POLL = 0.25
-_numbers = itertools.count()
+_NUMBERS = {signal.SIGTERM: 2.0**26, signal.SIGINT: 1.0}
+"""What a rank that has got a signal adds to the sum. Of different signals SIGTERM counts."""
 
 
 class StopRequest:
-    """Inside ``with``, the signals do not end the process: `after` says when the run is to end.
+    """Inside ``with``, the signals do not end the process: `is_due` says when the run is to end.
 
     A second SIGINT raises KeyboardInterrupt.
 
-    Args:
-        first_step: The step that is made next; the same on all ranks, which all make one of these.
-
     Attributes:
-        signal_number: Which signal it was; None while there was none.
+        signal_number: The signal after whose arrival all ranks stop; None while there is none.
     """
 
-    def __init__(self, first_step: int) -> None:
+    def __init__(self) -> None:
         self.signal_number: int | None = None
-        self._step = first_step
-        self._last: int | None = None
-        self._asked: int | None = None
-        self._is_held = False
-        self._lock = threading.Lock()
-        self._decided = threading.Event()
-        self._closed = threading.Event()
-        self._number = next(_numbers)
+        self.asked: int | None = None
+        """The signal that this rank has got."""
         self._before: dict[int, Any] = {}
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        if is_distributed():
-            self._thread = threading.Thread(target=self._watch, name="stop request", daemon=True)
-            self._thread.start()
+            self._before = {number: signal.signal(number, self._note) for number in _NUMBERS}
+        _current.append(self)
         return self
 
     def __exit__(
@@ -62,61 +46,43 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._closed.set()
+        _current.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._thread is not None:
-            self._thread.join(timeout=5)
 
-    def after(self, step: int) -> bool:
-        """Whether the run ends after `step`, which this rank has just made.
+    def is_due(self) -> bool:
+        """Whether the run ends after the step that was just made, on all ranks."""
+        if not is_distributed():
+            self.signal_number = self.asked
+        return self.signal_number is not None
 
-        Raises:
-            PeerError: The ranks were asked to stop, and one of them has died.
-        """
-        if self._thread is None:
-            self.signal_number = self._asked
-            return self._asked is not None
-        with self._lock:
-            if not self._is_held:
-                self._step = step + 1
-                return False
-        peers().wait(self._decided, "the agreement to stop", scope_of(None))
-        return self._last is not None and step >= self._last
-
-    def at_end(self) -> bool:
-        """Whether a rank was asked to stop in the last step. All ranks call it, in place of `after`
-        that step.
+    def is_due_at_end(self) -> bool:
+        """As `is_due`, of a signal that came at the very end of the last step too. All ranks call
+        it.
 
         Raises:
             PeerError: A rank has died.
         """
-        asked = [number for number in values_of_ranks(self._asked, "the end of training") if number]
-        self.signal_number = asked[0] if asked else None
-        return bool(asked)
+        if is_distributed():
+            hear_asked(*reduce_numbers([asked()], "sum", "the end of training"))
+        return self.is_due()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._asked == signal.SIGINT == number:
+        if self.asked == signal.SIGINT == number:
             raise KeyboardInterrupt
-        self._asked = self._asked or int(number)
+        self.asked = self.asked or int(number)
 
-    def _watch(self) -> None:
-        """In a thread: pass a signal on, take note of that of another rank, agree on a step."""
-        # A handler of a signal may not send: it may have interrupted what sends.
-        while self._asked is None and not peers().is_asked_to_stop(self._number):
-            if self._closed.wait(_POLL):
-                return
-        if self._asked is not None:
-            peers().ask_to_stop(self._number)
-        with self._lock:
-            self._is_held = True
-            step = self._step
-        label = f"stop request {self._number}"
-        try:
-            said = values_of_ranks([step, self._asked or 0], label, lane=label)
-        except PeerError:  # the main thread waits too, and raises it
-            return
-        self._last = max(last for last, _ in said)
-        # Of different signals SIGTERM counts.
-        self.signal_number = max(number for _, number in said)
-        self._decided.set()
+
+_current: list[StopRequest] = []
+
+
+def asked() -> float:
+    """What this rank adds to the next sum of numbers over all ranks."""
+    return max((_NUMBERS[signal.Signals(one.asked)] for one in _current if one.asked), default=0.0)
+
+
+def hear_asked(total: float) -> None:
+    """Note the sum over all ranks of `asked`."""
+    for one in _current if total else ():
+        number = signal.SIGTERM if total >= _NUMBERS[signal.SIGTERM] else signal.SIGINT
+        one.signal_number = int(number)

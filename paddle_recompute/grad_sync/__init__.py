@@ -1,22 +1,29 @@
-"""Gradient synchronization of data-parallel ranks, overlapped with the backward."""
+"""Gradient synchronization of data-parallel ranks, overlapped with the backward.
+
+`GradientSync.last_backward` arms `BucketedReduction`; hooks tell it which gradients are complete.
+A bucket (`_buckets`) whose gradients are all complete is joined, encoded (`_codec`) and sent
+(`_all_reduce`) while the backward runs; `finish` sends the rest, and the ranks agree in one small
+collective (`_agreement`) that what was sent is what there is. If not, they learn the order anew and
+send everything once more. Then the means are written into ``.grad``.
+"""
 
 from paddle_recompute.grad_sync._agreement import StepReport
-from paddle_recompute.grad_sync._pieces import (
-    GradientKeeper,
+from paddle_recompute.grad_sync._offloaded import (
+    OffloadedGradients,
     PieceSender,
     SentPiece,
     keep_elsewhere,
-    keeper_of,
+    owner_of,
 )
 from paddle_recompute.grad_sync.gradient_sync import GradientSync, SyncMode
 
 __all__ = [
-    "GradientKeeper",
     "GradientSync",
+    "OffloadedGradients",
     "PieceSender",
     "SentPiece",
     "StepReport",
     "SyncMode",
     "keep_elsewhere",
-    "keeper_of",
+    "owner_of",
 ]

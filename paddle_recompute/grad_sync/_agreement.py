@@ -1,18 +1,14 @@
 """What the ranks tell each other at the end of each step, in one small collective.
 
-Sixteen numbers of the hosts are summed: what has happened to the gradients, how many examples
-there were, a hash of what must be the same everywhere, and whether a rank has given up a Program.
-With them travels the loss; on a device in a collective of its own, which no host waits for.
-
-That a hash is the same is seen from the sums of its two halves and of their squares: n times the
-sum of squares is the square of the sum only where all n are equal. So where all goes well, nothing
-is listed by rank, and nothing goes through rank 0; where the hash differs, the ranks meet there and
-compare what they have.
+Fourteen numbers of the hosts are summed: what has happened to the gradients, how many examples
+there were, a fingerprint of what must be the same everywhere, whether a rank has given up a Program
+or was asked to stop. With them travels the loss; on a device in a collective of its own, which no
+host waits for. Where all goes well, nothing is listed by rank, and nothing goes through rank 0;
+where the fingerprint differs, the ranks meet there and compare what they have.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,43 +16,37 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import paddle
+from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle import device
 from paddle_recompute.distributed import (
     Scope,
     agree_on_options,
+    are_equal,
     buffers_of,
+    fingerprint,
     first_that_differs,
+    reduce_numbers,
+    scope_of,
+    stop_request,
     withdrawals,
 )
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._all_reduce import AllReducer
-from paddle_recompute.grad_sync._roll import Roll, agree_on_trained
+from paddle_recompute.grad_sync._all_reduce import LANE, AllReducer
+from paddle_recompute.grad_sync._parameters import ParameterList, agree_on_trained
 
 _logger = logging.getLogger("paddle_recompute")
 
-_HALF_OF_HASH = 20
-"""Bits; sums of squares of 8,192 ranks are exact in float64."""
 
-
-class Told(NamedTuple):
+class StepFlags(NamedTuple):
     """What has happened on some rank."""
 
-    late: bool = False
-    """A gradient was added to after it was sent."""
-    touched: bool = False
+    misfit: bool = False
+    """A gradient was added to after it was sent, or has no place in a bucket."""
+    changed_by_hand: bool = False
     """A gradient was changed by hand after it was sent."""
-    changed: bool = False
-    """Other parameters take part than in the step before."""
     missing: bool = False
-    """One that has a place in a bucket has no gradient."""
-    besides: bool = False
-    """There is a gradient without a place in a bucket."""
-    more: bool = False
-    """A gradient was added to more often than expected."""
-
-    @property
-    def concerns_presence(self) -> bool:
-        return self.late or self.touched or self.changed or self.missing or self.besides
+    """A parameter that has a place in a bucket has no gradient."""
 
 
 @dataclass
@@ -108,72 +98,83 @@ class Agreement:
     """The small collective of one `GradientSync`.
 
     Args:
-        roll: Which parameters take part must be the same everywhere.
-        scope: The ranks.
-        all_reducer: Takes what is sent in one order.
+        parameters: Which of them take part must be the same everywhere.
+        group: The ranks; None is all of them.
+        all_reducer: Takes the loss on a device.
     """
 
-    def __init__(self, roll: Roll, scope: Scope, all_reducer: AllReducer) -> None:
-        self._roll = roll
-        self._scope = scope
+    def __init__(
+        self, parameters: ParameterList, group: Group | None, all_reducer: AllReducer
+    ) -> None:
+        self._parameters = parameters
+        self._group = group
+        self._scope = scope_of(group)
         self._all_reducer = all_reducer
         withdrawals.tell_with(self)
 
     def reach(
-        self, own: Told, report: StepReport, label: Callable[[str], str]
-    ) -> tuple[Told, Agreed]:
+        self, own: StepFlags, report: StepReport, label: Callable[[str], str]
+    ) -> tuple[StepFlags, Agreed]:
         """What has happened on any rank, and the means.
 
         Raises:
             SyncError: The ranks do not train the same, or what `report` says must be the same is
                 not; the message names what differs.
         """
-        count = report.count or 0.0
+        count, loss, size = report.count or 0.0, report.loss(), len(self._scope.ranks)
         numbers = [
             *map(float, own),
-            *_halves(_hash(self._terms(report))),
-            *_halves(_hash(float(count).hex())),
+            *fingerprint(self._terms(report)),
+            *fingerprint(float(count).hex()),
             count,
             withdrawals.has_withdrawn(),
+            stop_request.asked() if self._group is None else 0.0,
         ]
         what = label("end of the backward")
-        sums, losses = self._all_reducer.sums(numbers, report.loss(), what, self._scope)
-        size = len(self._scope.ranks)
-        if not _is_one_number(sums[6:10], size):
+        if self._all_reducer.is_gloo:
+            *sums, mean, weighted = self.sums([*numbers, *loss.tolist()], what)
+            loss = device.put([mean, weighted], "float64")
+        else:
+            self._all_reducer.send(loss, what, what).wait()
+            sums = self.sums(numbers, what)
+        flags, total = StepFlags(*(flag > 0 for flag in sums[:3])), sums[11]
+        if not are_equal(sums[3:7], size):
             self._explain(report)
-        told = Told(*(flag > 0 for flag in sums[:6]))
-        differ = not _is_one_number(sums[10:14], size)
-        total = sums[14]
-        if sums[15] > 0:
+        differ = not are_equal(sums[7:11], size)
+        if sums[12] > 0:
             withdrawals.follow()
+        stop_request.hear_asked(sums[13])
         with paddle.no_grad():
-            loss = losses[1:] / total if differ else losses[:1] / size
-        return told, Agreed(total / size, differ, loss)
+            loss = loss[1:] / total if differ else loss[:1] / size
+        return flags, Agreed(total / size, differ, loss)
 
     def weight_of(self, count: float, label: str) -> float:
         """`count` relative to the mean over the ranks; 1 to the bit where all are the same."""
-        numbers = [*_halves(_hash(float(count).hex())), count]
-        nothing = paddle.zeros([0], "float64")
-        (*halves, total), _ = self._all_reducer.sums(numbers, nothing, label, self._scope)
+        *sums, total = self.sums([*fingerprint(float(count).hex()), count], label)
         size = len(self._scope.ranks)
-        return 1.0 if _is_one_number(halves, size) else count / (total / size)
+        return 1.0 if are_equal(sums, size) else count / (total / size)
 
-    def check_parameters(self, label: str) -> None:
-        """Check that the same parameters take part on all ranks; where they do, rank 0 has nothing
-        to do with it.
-        """
-        high, low = _split(self._roll.digest)
-        numbers = [high, -high, low, -low]
-        largest = self._all_reducer.largest(numbers, label, self._scope)
-        if largest[0] != -largest[1] or largest[2] != -largest[3]:
-            agree_on_trained(self._roll, self._scope)
+    def sums(self, numbers: Sequence[float], label: str) -> list[float]:
+        """The sum over the ranks of each of `numbers`."""
+        return reduce_numbers(numbers, "sum", label, self._group, lane=LANE)
+
+    def largest(self, numbers: Sequence[float], label: str) -> list[int]:
+        """The largest over the ranks of each of `numbers`, which are whole."""
+        largest = reduce_numbers(numbers, "max", label, self._group, lane=LANE)
+        return [int(number) for number in largest]
+
+    def without_gradient(self, label: str) -> frozenset[int]:
+        """The parameters that have a gradient on no rank."""
+        present = [gradient is not None for gradient in self._parameters.gradients]
+        anywhere = self.largest(present, label)
+        return frozenset(index for index, there in enumerate(anywhere) if not there)
 
     def _terms(self, report: StepReport) -> str:
         told = json.dumps(dict(report.terms), sort_keys=True)
-        return f"{self._roll.digest} {report.count is None} {told}"
+        return f"{self._parameters.digest} {report.count is None} {told}"
 
     def _explain(self, report: StepReport) -> None:
-        agree_on_trained(self._roll, self._scope)
+        agree_on_trained(self._parameters, self._scope)
         agree_on_options(report.terms, self._scope, of="TrainStep was called")
         raise SyncError(
             "the ranks do not do the same in this step: some call GradientSync through TrainStep, "
@@ -196,23 +197,3 @@ def warn_of_buffers(model: paddle.nn.Layer, scope: Scope, step: int) -> bool:
             ", ".join(map(str, ranks)),
         )
     return difference is not None
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-
-
-def _split(number: int) -> tuple[int, int]:
-    mask = (1 << _HALF_OF_HASH) - 1
-    return number & mask, (number >> _HALF_OF_HASH) & mask
-
-
-def _halves(number: int) -> Sequence[float]:
-    high, low = _split(number)
-    return high, high * high, low, low * low
-
-
-def _is_one_number(sums: Sequence[float], size: int) -> bool:
-    """Whether all ranks had the same number, from the sums over the ranks of its `_halves`."""
-    first, first_squares, second, second_squares = map(int, sums)
-    return first**2 == size * first_squares and second**2 == size * second_squares

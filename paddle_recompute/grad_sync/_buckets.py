@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import paddle
@@ -18,15 +19,20 @@ class Bucket:
     members: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def join(self, parameters: Sequence[paddle.Tensor], scale: float) -> paddle.Tensor:
-        """The members' gradients times `scale` in one flat tensor; zeros where one is None."""
-        parts = []
-        for index, size in zip(self.members, self.sizes, strict=True):
-            gradient = parameters[index].grad
-            if gradient is None:
-                parts.append(paddle.zeros([size], parameters[index].dtype))
-            else:
-                parts.append(gradient.reshape([-1]))
+    def join(
+        self, gradients: Sequence[paddle.Tensor | None], dtype: Any, scale: float
+    ) -> paddle.Tensor:
+        """The members' `gradients` times `scale` in one flat tensor; zeros where one is None.
+
+        Args:
+            gradients: One for each member.
+            dtype: That of the members.
+            scale: A factor.
+        """
+        parts = [
+            paddle.zeros([size], dtype) if gradient is None else gradient.reshape([-1])
+            for gradient, size in zip(gradients, self.sizes, strict=True)
+        ]
         return (paddle.concat(parts) if len(parts) > 1 else parts[0].clone()).scale_(scale)
 
     def split(self, flat: paddle.Tensor) -> list[paddle.Tensor]:

@@ -13,35 +13,33 @@ would get wrong without an error is mended or refused here:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute.distributed import Scope, run_collective
+from paddle_recompute.distributed import run_collective
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepReport, Told
-from paddle_recompute.grad_sync._all_reduce import all_reducer_of
-from paddle_recompute.grad_sync._roll import Roll, refuse_main_grad
+from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepFlags, StepReport
+from paddle_recompute.grad_sync._all_reduce import AllReducer
+from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_grad
 from paddle_recompute.grad_sync._timeline import Timeline
 
 _ADVICE = "Use sync mode 'fused' or 'overlap', which synchronize it."
 
 
 class FleetReduction:
-    """The mean over the ranks of the gradients of `roll`, one call of `finish` per step."""
+    """The mean over the ranks of the gradients of `listed`, one call of `finish` per step."""
 
     num_early = 0
     """Nothing is sent before the backward has ended."""
 
-    def __init__(self, roll: Roll, group: Group | None, scope: Scope) -> None:
-        self._roll = roll
+    def __init__(self, listed: ParameterList, group: Group | None) -> None:
+        self._listed = listed
         self._group = group
-        self._scope = scope
-        self._all_reducer = all_reducer_of(group, scope)
-        self._agreement = Agreement(roll, scope, self._all_reducer)
-        self._is_gloo = dist.get_backend(group).lower() == "gloo"
+        all_reducer = AllReducer(group)
+        self._is_gloo = all_reducer.is_gloo
+        self._agreement = Agreement(listed, group, all_reducer)
         self.timeline: Timeline | None = None
         """The last step's times; without buckets, as Paddle does not tell about them."""
         self._refuse_unsupported()
@@ -57,12 +55,12 @@ class FleetReduction:
     def finish(self, report: StepReport) -> Agreed:
         """Replace every gradient by the mean over the ranks."""
         backward_ended = time.perf_counter()
-        self._roll.read()
-        _, agreed = self._agreement.reach(Told(), report, self._label)
+        self._listed.read()
+        _, agreed = self._agreement.reach(StepFlags(), report, self._label)
         self._refuse_unsupported()
         if agreed.counts_differ and report.count is not None:
             with paddle.no_grad():
-                for gradient in self._roll.gradients:
+                for gradient in self._listed.gradients:
                     if gradient is not None:
                         gradient.scale_(report.count / agreed.count)
         parameters = self._with_gradient_anywhere()
@@ -71,17 +69,10 @@ class FleetReduction:
         self.timeline = Timeline(self._began, None, backward_ended, time.perf_counter(), ())
         return agreed
 
-    def residuals(self) -> dict[int, paddle.Tensor]:
-        """None: nothing is rounded."""
-        return {}
-
-    def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
-        """A checkpoint of a run with bf16: they are dropped."""
-
     def _refuse_unsupported(self) -> None:
-        roll = self._roll
-        for index in roll.trained:
-            parameter, name = roll.parameters[index], roll.names[index]
+        listed = self._listed
+        for index in listed.trained:
+            parameter, name = listed.parameters[index], listed.names[index]
             refuse_main_grad(parameter, name)
             if not hasattr(parameter, "trainable"):
                 raise SyncError(
@@ -93,6 +84,12 @@ class FleetReduction:
                     f"'{name}' is float16: gloo's sum of float16 is wrong, and sync mode 'fleet' "
                     f"sends gradients as they are. {_ADVICE}"
                 )
+            gradient = listed.gradients[index]
+            if gradient is not None and gradient.dtype != parameter.dtype:
+                raise SyncError(
+                    f"the gradient of '{name}' is {gradient.dtype}, and the parameter "
+                    f"{parameter.dtype}; the ranks sum gradients of one dtype. {_ADVICE}"
+                )
             if parameter.stop_gradient:  # it takes part, so it has a gradient
                 raise SyncError(
                     f"'{name}' has stop_gradient=True and a gradient, which "
@@ -101,27 +98,14 @@ class FleetReduction:
 
     def _with_gradient_anywhere(self) -> list[paddle.Tensor]:
         """The parameters that have a gradient on any rank, now on every rank."""
-        roll = self._roll
-        own = [_code_of(roll.gradients[index]) for index in roll.trained]
-        # The largest code of each, and the smallest.
-        numbers = [*(code or 0 for code in own), *(-(code or len(_DTYPES) + 1) for code in own)]
-        label = self._label("which gradients there are")
-        codes = [int(n) for n in self._all_reducer.largest(numbers, label, self._scope)]
-        found = []
-        for place, index in enumerate(roll.trained):
-            parameter = roll.parameters[index]
-            known = {
-                _DTYPES[c - 1] for c in (codes[place], -codes[place + len(own)]) if codes[place]
-            }
-            if len(known) > 1:
-                raise SyncError(
-                    f"the gradient of '{roll.names[index]}' has not the same dtype on all ranks: "
-                    f"{', '.join(sorted(known))}. Run the same backward on every rank."
-                )
-            if not known or not parameter.size:
+        listed, found = self._listed, []
+        without = self._agreement.without_gradient(self._label("which gradients there are"))
+        for index in listed.trained:
+            parameter = listed.parameters[index]
+            if index in without or not parameter.size:
                 continue
             if parameter.grad is None:
-                parameter.grad = paddle.zeros(parameter.shape, known.pop())
+                parameter.grad = paddle.zeros(parameter.shape, parameter.dtype)
             elif not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.contiguous()
             found.append(parameter)
@@ -147,13 +131,3 @@ class FleetReduction:
 
     def _label(self, what: str) -> str:
         return f"gradient sync of step {self._step}: {what}"
-
-
-_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-
-
-def _code_of(gradient: paddle.Tensor | None) -> int | None:
-    """A number for the dtype, from 1."""
-    if gradient is None:
-        return None
-    return _DTYPES.index(str(gradient.dtype).removeprefix("paddle.")) + 1

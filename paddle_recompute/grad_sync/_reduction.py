@@ -1,10 +1,10 @@
 """Bucketed all-reduce of gradients, while the backward is still running or after it.
 
 A hook on each parameter counts how often its gradient was added to. In the first step nothing is
-sent early: the counts and the order in which gradients became ready are learnt, and the ranks agree
-on them ("order prediction", Li et al. 2020, arXiv:2006.15704, section 6). From then on a bucket is
-sent as soon as every member was added to as often as expected; always in the agreed order, so the
-ranks cannot meet in different buckets. What was not sent when the backward ends is sent then.
+sent early: its counts, and the order in which gradients became ready, are what all ranks agree on
+("order prediction", Li et al. 2020, arXiv:2006.15704, section 6). From then on a bucket is sent as
+soon as every member was added to as often as expected; always in the agreed order, so the ranks
+cannot meet in different buckets. What was not sent when the backward ends is sent then.
 
 Recompute needs no special case: with saved-tensor hooks a parameter's hook fires once per backward,
 in the PyLayer form once per recomputed call, and the count that was learnt says which.
@@ -13,14 +13,11 @@ Whether buckets are sent early or all at the end, they are the same buckets: glo
 ranks in an order that depends on the place in the buffer, so with more than two ranks another
 layout would round differently.
 
-What has a ``.grad`` when the backward ends is part of it, whoever made it: a parameter that an
-earlier backward used, or that was frozen or did not exist when the order was learnt, is not in any
-bucket. Then a rank says so at the end, the ranks send what they have besides, and learn anew.
-
-The ``.grad`` of a parameter keeps this rank's own gradient until everything has arrived. So when a
-gradient is added to after its bucket was sent (the graph has changed), or changed by hand,
-nothing is lost: all ranks send everything again. So they do where the numbers of their examples
-turn out to differ.
+What has a ``.grad`` when the backward ends is part of it, whoever made it. That keeps this rank's
+own gradient until everything has arrived. So there is one recovery for whatever does not fit what
+was sent: a gradient that was added to after its bucket was sent (the graph has changed), was
+changed by hand, or has no place in a bucket (as all of them in the first step); examples whose
+numbers differ between the ranks. The ranks learn the order anew and send everything, once.
 """
 
 from __future__ import annotations
@@ -28,61 +25,71 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import paddle
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.gradients import make_unscaling_visible, on_gradient_added
-from paddle_recompute.distributed import Scope, peers
-from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepReport, Told
-from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask, all_reducer_of
+from paddle_recompute.distributed import peers, scope_of
+from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepFlags, StepReport
+from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._codec import Codec
-from paddle_recompute.grad_sync._roll import Roll, refuse_main_grad
+from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_grad
 from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
+_PRESENCE = "which gradients there are"
 _logger = logging.getLogger("paddle_recompute")
 
 
+class _Sending(NamedTuple):
+    """A bucket under way."""
+
+    bucket: Bucket
+    flat: paddle.Tensor
+    queued: float
+    task: AllReduceTask
+
+
 class BucketedReduction:
-    """The mean over the ranks of the gradients of `roll`, one call of `finish` per step."""
+    """The mean over the ranks of the gradients of `listed`, one call of `finish` per step."""
 
     def __init__(
         self,
-        roll: Roll,
+        listed: ParameterList,
         group: Group | None,
-        scope: Scope,
         *,
         bucket_bytes: int,
         first_bucket_bytes: int,
-        wire: Codec,
+        codec: Codec,
         early: bool,
-        always_exchange_presence: bool,
+        expects_unused: bool,
     ) -> None:
-        self._roll = roll
-        self._parameters = roll.parameters  # grows with it
-        self._scope = scope
+        self._listed = listed
+        self._parameters = listed.parameters  # grows with it
+        self._ranks = scope_of(group).ranks
         self._sizes = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
-        self._codec = wire
         self._early = early
-        self._always_exchange_presence = always_exchange_presence
-        self._expected: list[int] | None = None
-        """How often the last backward adds to each gradient; None: to be learnt."""
-        self._usual: dict[int, int] = {}  # the same, of parameters that one learning did not see
+        self._warns_of_unused = not expects_unused
+        self._codec = codec
+        self._all_reducer = AllReducer(group)
+        self._agreement = Agreement(listed, group, self._all_reducer)
+        self._expected: dict[int, int] = {}
+        """How often the last backward adds to each gradient."""
         self._buckets: list[Bucket] = []
+        """In the order in which they are sent; none before the first step has ended."""
         self._bucket_of: dict[int, int] = {}
-        self._all_reducer: AllReducer = all_reducer_of(group, scope)
-        self._agreement = Agreement(roll, scope, self._all_reducer)
         if early:
             watch_backward()
             make_unscaling_visible()
         self._hooked: set[int] = set()
         self._call_on_additions()
         self._armed = False
-        self._warned = False
+        self._under_way: list[_Sending] = []
         self._steps_unchanged = 0
         self._counts_differ = False
         """Whether the ranks had different numbers of examples in the last step. Then they tell each
@@ -100,29 +107,22 @@ class BucketedReduction:
         if self._counts_differ and report.count is not None:
             label = self._label("number of examples")
             self._weight = self._agreement.weight_of(report.count, label)
-        self._codec.begin()
         self._began = time.perf_counter()
         self._first_gradient: float | None = None
-        self._queued: list[tuple[float, int]] = []
         self._counts = [0] * len(self._parameters)
         self._order: list[int] = []
-        self._late: list[int] = []
-        self._next = 0
-        self._flats: list[paddle.Tensor] = []
-        self._tasks: list[AllReduceTask] = []
-        self._num_arrived = 0
+        self._late: int | None = None
+        self._unseen = [sum(i in self._expected for i in one.members) for one in self._buckets]
+        """Of each bucket, how many gradients are not complete yet."""
         self._sent = SentGradients()
-        expected = self._expected or []
-        self._missing = [
-            sum(bool(expected[index]) for index in bucket.members) if expected else 0
-            for bucket in self._buckets
-        ]
+        self._begin_sending()
         self._armed = True
 
     def disarm(self) -> None:
         """The backward failed."""
         self._armed = False
 
+    @paddle.no_grad()
     def finish(self, report: StepReport) -> Agreed:
         """Send what is left, wait for everything, and write the means into ``.grad``.
 
@@ -130,210 +130,179 @@ class BucketedReduction:
         """
         self._armed = False
         backward_ended = time.perf_counter()
-        self.num_early = self._next
-        changed = self._roll.read()
+        self.num_early = len(self._under_way)
+        changed = self._listed.read()
         self._call_on_additions()
-        gradients = self._roll.gradients
-        learns = self._expected is None
-        if learns:
-            self._learn()
-            changed = False
         self._send_rest()
-        missing = [i for i in self._bucket_of if gradients[i] is None]
-        own = Told(
-            late=bool(self._late),
-            touched=self._early and self._sent.is_changed(gradients),
-            changed=changed,
-            missing=bool(missing),
-            besides=any(
-                g is not None and i not in self._bucket_of and g.size
-                for i, g in enumerate(gradients)
-            ),
-            more=self._got_more_than_expected(),
-        )
-        told, agreed = self._agreement.reach(own, report, self._label)
-        self._warn_of_missing(missing)
+        own = self._flags()
+        flags, agreed = self._agreement.reach(own, report, self._label)
         self._wait()
-        nowhere = frozenset[int]()
-        if told.concerns_presence or self._always_exchange_presence:
-            nowhere = self._without_gradient_anywhere()
-        if told.touched:
+        if flags.changed_by_hand:
             self._stop_sending_early()
-        was_weighted = self._weight is not None
         self._counts_differ = agreed.counts_differ
-        if agreed.counts_differ and report.count is not None:
-            self._weight = report.count / agreed.count
-        if told.late or (told.touched and not learns):
-            self._plan([*self._bucket_of, *self._besides(nowhere)])
-            self._repeat()
-        elif agreed.counts_differ and not was_weighted:
-            if told.besides:
-                self._add_buckets(nowhere)
-            self._repeat()
-        elif told.besides:
-            self._add_buckets(nowhere)
+        is_unweighted = agreed.counts_differ and self._weight is None
+        if is_unweighted:
+            self._weight = (report.count or 0.0) / agreed.count
+        without_gradient: frozenset[int] = frozenset()
+        if flags.misfit or flags.changed_by_hand or is_unweighted or self._has_long_frozen(changed):
+            without_gradient = self._learn()
+            self._begin_sending()
             self._send_rest()
             self._wait()
-        if told.late or told.besides or told.more or self._has_long_frozen(told.changed):
-            self._expected = None
-        for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            bucket.split_into(self._parameters, flat, nowhere)
-        self._codec.commit(nowhere)
+        elif flags.missing:
+            without_gradient = self._agreement.without_gradient(self._label(_PRESENCE))
+        for sending in self._under_way:
+            mean = self._codec.decode(sending.flat, self._dtype(sending.bucket))
+            sending.bucket.split_into(self._parameters, mean, without_gradient)
+        self._codec.commit(without_gradient)
         self.timeline = self._timeline(backward_ended)
-        self._flats, self._tasks, self._sent = [], [], SentGradients()
+        self._under_way, self._sent = [], SentGradients()
         return agreed
-
-    def residuals(self) -> dict[int, paddle.Tensor]:
-        """The accumulated rounding error of each parameter, by index; flat tensors."""
-        return self._codec.residuals()
-
-    def set_residuals(self, residuals: Mapping[int, paddle.Tensor]) -> None:
-        """Replace all accumulated rounding errors."""
-        self._codec.set_residuals(residuals)
 
     # ------------------------------------------------------------------------------ sending
 
     def _call_on_additions(self) -> None:
-        for index in self._roll.trained:
+        for index in self._listed.trained:
             parameter = self._parameters[index]
             # Paddle refuses a hook on what is frozen, though it may still have a gradient.
             if index in self._hooked or parameter.stop_gradient:
                 continue
-            refuse_main_grad(parameter, self._roll.names[index])
-            method: weakref.WeakMethod[Callable[[int], None]]
-            method = weakref.WeakMethod(self._gradient_added)
-            _call_on_addition(parameter, method, index)
+            refuse_main_grad(parameter, self._listed.names[index])
+            on_gradient_added(parameter, partial(_tell, weakref.ref(self), index))
             self._hooked.add(index)
 
-    def _gradient_added(self, index: int) -> None:
+    def gradient_added(self, index: int) -> None:
         """A backward has added to the gradient of parameter `index`; called by its hook."""
         if not self._armed:
             return
         self._counts[index] += 1
+        self._order.append(index)
         if self._first_gradient is None:
             self._first_gradient = time.perf_counter()
-        if self._expected is None:
-            self._order.append(index)
-            if self._early:
-                self._sent.expect_end(index, self._parameters)
-            return
+        if not self._buckets and self._early:
+            self._sent.expect_end(index, self._parameters)
         bucket = self._bucket_of.get(index)
         if bucket is None:  # had no gradient on any rank so far
             return
-        if bucket < self._next:
-            self._late.append(index)
-        elif self._counts[index] == self._expected[index]:
-            self._missing[bucket] -= 1
-            while self._early and self._next < len(self._buckets) and not self._missing[self._next]:
+        if bucket < len(self._under_way):
+            self._late = index
+            self._sent.forget(index)
+        elif self._counts[index] == self._expected.get(index):
+            self._unseen[bucket] -= 1
+            while self._early and self._is_next_complete():
                 self._send_next()
+
+    def _is_next_complete(self) -> bool:
+        place = len(self._under_way)
+        return place < len(self._buckets) and not self._unseen[place]
+
+    def _begin_sending(self) -> None:
+        self._codec.begin()
+        self._under_way = []
 
     @paddle.no_grad()
     def _send_next(self) -> None:
-        bucket = self._buckets[self._next]
-        flat = bucket.join(self._parameters, (self._weight or 1.0) / len(self._scope.ranks))
-        if self._armed:  # from here on, it is not to change
-            for index in bucket.members:
-                self._sent.add(index, self._parameters[index].grad)
-        wire = self._codec.encode(flat, bucket)
-        self._flats.append(wire)
-        self._queued.append((time.perf_counter(), int(wire.size) * wire.element_size()))
-        label = f"bucket {self._next} of {len(self._buckets)} of step {self._step}"
-        self._tasks.append(self._all_reducer.send(wire, label, self._scope, self._place))
-        self._next += 1
+        place = len(self._under_way)
+        bucket = self._buckets[place]
+        gradients = [self._parameters[index].grad for index in bucket.members]
+        if self._armed:  # from here on, they are not to change
+            for index, gradient in zip(bucket.members, gradients, strict=True):
+                self._sent.add(index, gradient)
+        scale = (self._weight or 1.0) / len(self._ranks)
+        flat = bucket.join(gradients, self._dtype(bucket), scale)
+        flat = self._codec.encode(flat, bucket)
+        queued = time.perf_counter()
+        label = f"bucket {place} of {len(self._buckets)} of step {self._step}"
+        task = self._all_reducer.send(flat, label, f"gradient sync of step {self._step}")
+        self._under_way.append(_Sending(bucket, flat, queued, task))
 
     def _send_rest(self) -> None:
-        while self._next < len(self._buckets):
+        while len(self._under_way) < len(self._buckets):
             self._send_next()
 
-    @paddle.no_grad()
     def _wait(self) -> None:
-        for place in range(self._num_arrived, len(self._tasks)):
-            self._tasks[place].wait()
-            dtype = self._parameters[self._buckets[place].members[0]].dtype
-            self._flats[place] = self._codec.decode(self._flats[place], dtype)
-        self._num_arrived = len(self._tasks)
+        for sending in self._under_way:
+            sending.task.wait()
+
+    def _dtype(self, bucket: Bucket) -> Any:
+        return self._parameters[bucket.members[0]].dtype
 
     def _timeline(self, backward_ended: float) -> Timeline:
-        sent = zip(self._queued, self._tasks, strict=True)
         return Timeline(
             began=self._began,
             first_gradient=self._first_gradient,
             backward_ended=backward_ended,
             ended=time.perf_counter(),
             buckets=tuple(
-                BucketTimes(number, num_bytes, queued, task.started, task.ended)
-                for number, ((queued, num_bytes), task) in enumerate(sent)
+                BucketTimes(
+                    number,
+                    int(one.flat.size) * one.flat.element_size(),
+                    one.queued,
+                    one.task.started,
+                    one.task.ended,
+                )
+                for number, one in enumerate(self._under_way)
             ),
         )
 
     # ----------------------------------------------------------------------------- agreeing
 
-    def _learn(self) -> None:
-        """Agree on how often each gradient is added to, and in which order they become ready."""
-        self._agreement.check_parameters(self._label("parameters"))
-        counts = self._counts + [0] * (len(self._parameters) - len(self._counts))
+    def _flags(self) -> StepFlags:
+        """What has happened on this rank; says what the user should know of it."""
+        names, gradients = self._listed.names, self._listed.gradients
+        is_unplanned = any(
+            g is not None and i not in self._bucket_of and g.size for i, g in enumerate(gradients)
+        )
+        missing = [index for index in self._bucket_of if gradients[index] is None]
+        if self._late is not None:
+            _logger.warning(
+                "gradient sync: '%s' got a gradient after its bucket was sent: the graph is not "
+                "that of the step before. All gradients are sent again in this step (exact, but "
+                "serial), and the order is learnt anew.",
+                names[self._late],
+            )
+        trained = {*self._listed.trained}
+        unused = [index for index in missing if index in trained]  # what is frozen has none
+        if unused and self._warns_of_unused:
+            self._warns_of_unused = False
+            _logger.warning(
+                "gradient sync: '%s' has no gradient in this step although it had one before; it "
+                "counts as zero if another rank has one. With graphs that change, set "
+                "find_unused_parameters=True to be spared this message.",
+                names[unused[0]],
+            )
+        return StepFlags(
+            misfit=self._late is not None or is_unplanned,
+            changed_by_hand=self._early and self._sent.is_changed(gradients),
+            missing=bool(missing),
+        )
+
+    def _learn(self) -> frozenset[int]:
+        """Agree on the buckets, from how often and in which order gradients were added to in this
+        step; returns which parameters have a gradient on no rank.
+        """
+        without_gradient = self._agreement.without_gradient(self._label(_PRESENCE))
+        size = len(self._parameters)
         last = {index: position for position, index in enumerate(self._order)}
         # A gradient that did not come goes to the end, later parameters first.
-        ready = sorted(
-            range(len(self._parameters)), key=lambda i: (last.get(i, len(self._order)), -i)
-        )
-        present = [gradient is not None for gradient in self._roll.gradients]
-        is_first = peers().rank == self._scope.ranks[0]  # whose order all take over
-        learnt = self._all_reducer.largest(
-            [*counts, *present, *(ready if is_first else [0] * len(ready))],
+        order = sorted(range(size), key=lambda i: (last.get(i, len(self._order)), -i))
+        is_first = peers().rank == self._ranks[0]  # whose order all take over
+        learnt = self._agreement.largest(
+            [*self._counts, *[0] * (size - len(self._counts)), *(i * is_first for i in order)],
             self._label("order of gradients"),
-            self._scope,
         )
-        size = len(counts)
-        counts, presences, order = (
-            [int(number) for number in learnt[first : first + size]]
-            for first in (0, size, 2 * size)
-        )
-        here = {i for i, there in enumerate(presences) if there}
-        here |= self._bucket_of.keys() & set(self._roll.trained)
-        # One that has a place and is not used in this step may be in the next.
-        self._usual.update({i: count for i, count in enumerate(counts) if count})
-        self._expected = [self._usual.get(i, 0) for i in range(len(counts))]
-        self._plan([i for i in order if i in here or counts[i]])
-
-    def _plan(self, order: list[int]) -> None:
-        self._set_buckets(plan_buckets(self._parameters, order, **self._sizes))
-
-    def _set_buckets(self, buckets: list[Bucket]) -> None:
-        self._buckets = buckets
+        self._expected.update((i, count) for i, count in enumerate(learnt[:size]) if count)
+        # A parameter that has a place and is not used in this step may be in the next.
+        known = self._bucket_of.keys() & {*self._listed.trained}
+        planned = [i for i in learnt[size:] if i in known or i not in without_gradient]
+        self._buckets = plan_buckets(self._parameters, planned, **self._sizes)
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.members}
-        self._codec.plan(self._buckets)
-
-    def _got_more_than_expected(self) -> bool:
-        """Then a bucket could have left too early, or was kept for no reason."""
-        expected = self._expected or []
-        return any(
-            count > usual and index in self._bucket_of
-            for index, (count, usual) in enumerate(zip(self._counts, expected, strict=False))
-        )
+        return without_gradient
 
     def _has_long_frozen(self, changed: bool) -> bool:
         """Whether buckets have parameters that are not trained any more, not only in turn."""
         self._steps_unchanged = 0 if changed else self._steps_unchanged + 1
-        return self._steps_unchanged == 2 and not self._bucket_of.keys() <= {*self._roll.trained}
-
-    def _without_gradient_anywhere(self) -> frozenset[int]:
-        present = [float(gradient is not None) for gradient in self._roll.gradients]
-        label = self._label("which gradients there are")
-        anywhere = self._all_reducer.largest(present, label, self._scope)
-        return frozenset(i for i, there in enumerate(anywhere[: len(present)]) if not there)
-
-    @property
-    def _place(self) -> str:
-        return f"gradient sync of step {self._step}"
-
-    def _label(self, what: str) -> str:
-        return f"{self._place}: {what}"
-
-    def _besides(self, nowhere: frozenset[int]) -> list[int]:
-        """The parameters that have a gradient on some rank, and no place in a bucket."""
-        known = range(len(self._parameters))
-        return [i for i in known if i not in self._bucket_of and i not in nowhere]
+        return self._steps_unchanged == 2 and not self._bucket_of.keys() <= {*self._listed.trained}
 
     def _stop_sending_early(self) -> None:
         self._early = False
@@ -344,47 +313,12 @@ class BucketedReduction:
             "last_backward(), when they are the mean over the ranks."
         )
 
-    def _repeat(self) -> None:
-        """Send every bucket again, from gradients that are complete now."""
-        if self._late:
-            _logger.warning(
-                "gradient sync: '%s' got a gradient after its bucket was sent: the graph is not "
-                "that of the step before. All gradients are sent again in this step (exact, but "
-                "serial), and the order is learnt anew.",
-                self._roll.names[self._late[0]],
-            )
-        self._next, self._num_arrived = 0, 0
-        self._flats, self._tasks, self._queued = [], [], []
-        self._codec.begin()
-        self._send_rest()
-        self._wait()
-
-    def _add_buckets(self, nowhere: frozenset[int]) -> None:
-        """Make buckets for the gradients that none has a place for."""
-        besides = self._besides(nowhere)
-        self._set_buckets([*self._buckets, *plan_buckets(self._parameters, besides, **self._sizes)])
-
-    def _warn_of_missing(self, missing: list[int]) -> None:
-        trained = {*self._roll.trained}
-        missing = [index for index in missing if index in trained]  # what is frozen has none
-        if missing and not self._always_exchange_presence and not self._warned:
-            self._warned = True
-            _logger.warning(
-                "gradient sync: '%s' has no gradient in this step although it had one before; it "
-                "counts as zero if another rank has one. With graphs that change, set "
-                "find_unused_parameters=True to be spared this message.",
-                self._roll.names[missing[0]],
-            )
+    def _label(self, what: str) -> str:
+        return f"gradient sync of step {self._step}: {what}"
 
 
-def _call_on_addition(
-    parameter: paddle.Tensor, method: weakref.WeakMethod[Callable[[int], None]], index: int
-) -> None:
-    """Call ``method(index)`` after each addition to the gradient, while its owner lives."""
-
-    def added() -> None:
-        call = method()
-        if call is not None:
-            call(index)
-
-    on_gradient_added(parameter, added)
+def _tell(reduction: weakref.ref[BucketedReduction], index: int) -> None:
+    """The hook of a parameter, which may outlive the reduction."""
+    alive = reduction()
+    if alive is not None:
+        alive.gradient_added(index)

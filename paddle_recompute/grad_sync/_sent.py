@@ -35,6 +35,10 @@ class SentGradients:
         """`gradient` of parameter `index` was sent as it is now."""
         self._sent[index] = (gradient, _identity(gradient))
 
+    def forget(self, index: int) -> None:
+        """A backward has added to the gradient of parameter `index` since."""
+        self._sent.pop(index, None)
+
     def expect_end(self, index: int, parameters: Sequence[paddle.Tensor]) -> None:
         """A backward that runs has added to `index`: read its gradient when the backward ends."""
         self._unread.add(index)

@@ -21,11 +21,11 @@ from paddle_recompute.distributed import (
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.grad_sync._agreement import Agreed, StepReport, warn_of_buffers
-from paddle_recompute.grad_sync._codec import BFloat16Codec, Compression, ExactCodec
+from paddle_recompute.grad_sync._codec import Codec, Compression
 from paddle_recompute.grad_sync._fleet import FleetReduction
-from paddle_recompute.grad_sync._pieces import GradientKeeper, PieceSender
+from paddle_recompute.grad_sync._offloaded import OffloadedGradients, PieceSender
+from paddle_recompute.grad_sync._parameters import ParameterList, Source, agree_on_trained
 from paddle_recompute.grad_sync._reduction import BucketedReduction
-from paddle_recompute.grad_sync._roll import Roll, Source, agree_on_trained
 from paddle_recompute.grad_sync._timeline import Timeline
 
 SyncMode = Literal["auto", "fused", "overlap", "fleet"]
@@ -105,11 +105,11 @@ class GradientSync:
             ConfigError: An option has a value that is not allowed or contradicts another option.
             SyncError: The ranks' parameters differ in number, shape or dtype.
         """
-        _check_options(mode, compression, bucket_bytes, first_bucket_bytes)
-        _check_limits(peer_timeout, stall_timeout, check_every)
+        sizes = bucket_bytes, first_bucket_bytes
+        _check_options(mode, compression, sizes, (peer_timeout, stall_timeout), check_every)
         self._model = parameters if isinstance(parameters, paddle.nn.Layer) else None
         self._source = _source_of(parameters)
-        self._roll = Roll(self._source, structured=self._model is not None)
+        self._listed = ParameterList(self._source, structured=self._model is not None)
         self.group = group
         self.num_synchronized = 0
         """How many optimizer steps were synchronized so far."""
@@ -121,7 +121,7 @@ class GradientSync:
         self._reduction: BucketedReduction | FleetReduction | None = None
         self._check_every = check_every
         self._has_told_buffers = False
-        self._compression = compression
+        self._codec: Codec | None = None
         self._senders: dict[int, PieceSender] = {}
         self.mode, self.reason = _choose(mode, group)
         self.compression = compression
@@ -143,23 +143,20 @@ class GradientSync:
             },
             self._scope,
         )
-        agree_on_trained(self._roll, self._scope)
+        agree_on_trained(self._listed, self._scope)
         if self.mode == "fleet":
-            self._reduction = FleetReduction(self._roll, group, self._scope)
+            self._reduction = FleetReduction(self._listed, group)
             return
+        is_gloo = dist.get_backend(group).lower() == "gloo"
+        self._codec = Codec(compression, error_feedback=error_feedback, is_gloo=is_gloo)
         self._reduction = BucketedReduction(
-            self._roll,
+            self._listed,
             group,
-            self._scope,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
-            wire=(
-                ExactCodec(widen=dist.get_backend(group).lower() == "gloo")
-                if compression == "none"
-                else BFloat16Codec(error_feedback=error_feedback)
-            ),
+            codec=self._codec,
             early=self.mode == "overlap",
-            always_exchange_presence=find_unused_parameters,
+            expects_unused=find_unused_parameters,
         )
 
     @contextlib.contextmanager
@@ -195,25 +192,22 @@ class GradientSync:
 
     def _synchronized(self) -> Iterator[None]:
         if self._reduction is None:
-            yield from self._alone()
+            with self._offloaded_gradients():
+                yield
             return
         step = self.num_synchronized + 1
         peers().place = f"in step {step}"
         try:
             peers().check(self._scope, "the gradients")
             self._reduction.arm(step, self.report)
-            keepers = self._begin_keepers()
-            with self.no_sync():
-                yield
-            self.agreed = self._reduction.finish(self.report)
-            for keeper in keepers:
-                keeper.finish()
+            with self._offloaded_gradients():
+                with self.no_sync():
+                    yield
+                self.agreed = self._reduction.finish(self.report)
             if self._check_every is not None and step % self._check_every == 0:
                 self._check_parameters(step)
         except BaseException as error:
             self._reduction.disarm()
-            for keeper in self._roll.keepers.values():
-                keeper.abandon()
             if is_from_gloo(error):  # of a collective of the user's own: whose fault is it?
                 raise peers().explain(error, "a collective", self._scope) from error
             peers().fail(error)
@@ -227,42 +221,37 @@ class GradientSync:
         own = loss.detach().astype("float64").reshape([1]) / self.report.divisor
         self.report.losses.append(own)
 
-    def _alone(self) -> Iterator[None]:
-        """`_synchronized` in a single process."""
-        keepers = list(self._roll.keepers.values())
-        for keeper in keepers:
-            keeper.begin(None)
+    @contextlib.contextmanager
+    def _offloaded_gradients(self) -> Iterator[None]:
+        """Around the last backward, which those that have gradients elsewhere are told of."""
+        owners = list(self._listed.offloaded.values())
         try:
+            for owner in owners:
+                owner.begin(self._sender_of(owner) if self._reduction is not None else None)
             yield
+            for owner in owners:
+                owner.finish()
         except BaseException:
-            for keeper in keepers:
-                keeper.abandon()
+            for owner in owners:
+                owner.abandon()
             raise
-        for keeper in keepers:
-            keeper.finish()
 
-    def _begin_keepers(self) -> list[GradientKeeper]:
-        """Tell those who have gradients elsewhere that the last backward begins."""
-        keepers = list(self._roll.keepers.values())
-        for keeper in keepers:
-            if id(keeper) not in self._senders:
-                self._senders[id(keeper)] = self._sender_for(keeper)
-            keeper.begin(self._senders[id(keeper)])
-        return keepers
-
-    def _sender_for(self, keeper: GradientKeeper) -> PieceSender:
+    def _sender_of(self, owner: OffloadedGradients) -> PieceSender:
+        if id(owner) in self._senders:
+            return self._senders[id(owner)]
         if isinstance(self._model, paddle.DataParallel) or self.mode == "fleet":
             raise ConfigError(
                 "parameters that are offloaded are synchronized by GradientSync itself, a shard at "
                 "a time: give it the bare Layer instead of paddle.DataParallel, and another mode "
                 "than 'fleet'"
             )
-        if self._compression != "none":
+        if self.compression != "none":
             raise ConfigError(
-                f"compression {self._compression!r} is not supported for the gradients of "
+                f"compression {self.compression!r} is not supported for the gradients of "
                 "offloaded parameters; use 'none'"
             )
-        return PieceSender(keeper.parameters, self.group, self._scope)
+        sender = PieceSender(owner.parameters, self.group)
+        return self._senders.setdefault(id(owner), sender)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For the earlier backwards of a step; a ``paddle.DataParallel`` does not synchronize
@@ -282,8 +271,8 @@ class GradientSync:
             name of each parameter (its position, where a list of parameters was given). Empty
             otherwise. It does not depend on the buckets, so their size may change in between.
         """
-        residuals = self._reduction.residuals() if self._reduction is not None else {}
-        keys, parameters = self._keys(), self._roll.parameters
+        residuals = self._codec.residuals if self._codec is not None else {}
+        keys, parameters = self._keys(), self._listed.parameters
         return {
             "num_synchronized": self.num_synchronized,
             "residuals": {
@@ -300,16 +289,12 @@ class GradientSync:
         Raises:
             CheckpointError: `state` is of other parameters.
         """
-        shapes = {
-            key: (index, list(parameter.shape))
-            for index, (key, parameter) in enumerate(
-                zip(self._keys(), self._roll.parameters, strict=True)
-            )
-        }
+        index_of = {key: index for index, key in enumerate(self._keys())}
         residuals = {}
         for key, residual in state["residuals"].items():
-            index, shape = shapes.get(key, (-1, None))
-            if shape != list(residual.shape):
+            index = index_of.get(key)
+            shape = None if index is None else list(self._listed.parameters[index].shape)
+            if index is None or shape != list(residual.shape):
                 raise CheckpointError(
                     f"the gradient residual of '{key}' in the checkpoint has the shape "
                     f"{list(residual.shape)}; the parameter here "
@@ -318,8 +303,8 @@ class GradientSync:
                 )
             residuals[index] = paddle.to_tensor(residual).flatten()
         self.num_synchronized = int(state["num_synchronized"])
-        if self._reduction is not None:
-            self._reduction.set_residuals(residuals)
+        if self._codec is not None:
+            self._codec.set_residuals(residuals)
 
     @property
     def parameters(self) -> list[paddle.Tensor]:
@@ -344,16 +329,16 @@ class GradientSync:
         """Names for a checkpoint. Those that Paddle gives by itself count the Layers of a process,
         so they differ between runs.
         """
-        names = self._roll.names
-        return names if self._roll.structured else [str(index) for index in range(len(names))]
+        names = self._listed.names
+        return names if self._listed.structured else [str(index) for index in range(len(names))]
 
     def _check_parameters(self, step: int) -> None:
-        trained = self._roll.trained
-        parameters = [self._roll.parameters[index] for index in trained]
-        names = [self._roll.names[index] for index in trained]
-        for keeper in self._roll.keepers.values():
-            parameters += keeper.parameters
-            names += [parameter.name for parameter in keeper.parameters]
+        trained = self._listed.trained
+        parameters = [self._listed.parameters[index] for index in trained]
+        names = [self._listed.names[index] for index in trained]
+        for owner in self._listed.offloaded.values():
+            parameters += owner.parameters
+            names += [parameter.name for parameter in owner.parameters]
         difference = first_that_differs(parameters, self._scope)
         if difference is not None:
             index, ranks = difference
@@ -395,17 +380,13 @@ def _choose(mode: str, group: Group | None) -> tuple[str, str]:
     return mode, "as configured"
 
 
-def _check_limits(peer_timeout: float, stall_timeout: float, check_every: int | None) -> None:
-    if not 0 < peer_timeout <= stall_timeout:
-        raise ConfigError(
-            f"peer_timeout is {peer_timeout}, stall_timeout {stall_timeout} seconds; both must be "
-            "positive, and the first at most the second"
-        )
-    if check_every is not None and check_every < 1:
-        raise ConfigError(f"check_every is {check_every}; it must be at least 1, or None for never")
-
-
-def _check_options(mode: str, compression: str, bucket_bytes: int, first_bucket_bytes: int) -> None:
+def _check_options(
+    mode: str,
+    compression: str,
+    sizes: tuple[int, int],
+    limits: tuple[float, float],
+    check_every: int | None,
+) -> None:
     if mode not in MODES:
         raise ConfigError(
             f"sync mode {mode!r} does not exist; it is one of {', '.join(map(repr, MODES))}"
@@ -419,23 +400,23 @@ def _check_options(mode: str, compression: str, bucket_bytes: int, first_bucket_
         raise ConfigError(
             f"compression {compression!r} does not exist; it is one of 'none', 'bf16'"
         )
-    if bucket_bytes < 1 or first_bucket_bytes < 1:
-        raise ConfigError(
-            f"bucket_bytes is {bucket_bytes}, first_bucket_bytes {first_bucket_bytes}; both must "
-            "be positive"
-        )
-    if mode == "fleet":
-        _check_fleet(compression, bucket_bytes, first_bucket_bytes)
-
-
-def _check_fleet(compression: str, bucket_bytes: int, first_bucket_bytes: int) -> None:
-    if compression != "none":
+    if mode == "fleet" and compression != "none":
         raise ConfigError(
             f"compression {compression!r} is not supported by sync mode 'fleet', which sends "
             "gradients as they are; use 'none', or mode 'overlap'"
         )
-    if (bucket_bytes, first_bucket_bytes) != (BUCKET_BYTES, FIRST_BUCKET_BYTES):
+    told = f"bucket_bytes is {sizes[0]}, first_bucket_bytes {sizes[1]}"
+    if min(sizes) < 1:
+        raise ConfigError(f"{told}; both must be positive")
+    if mode == "fleet" and sizes != (BUCKET_BYTES, FIRST_BUCKET_BYTES):
         raise ConfigError(
-            f"bucket_bytes is {bucket_bytes}, first_bucket_bytes {first_bucket_bytes}; sync mode "
-            "'fleet' has buffers of Paddle's own size, 128 MiB. Remove both, or use mode 'fused'"
+            f"{told}; sync mode 'fleet' has buffers of Paddle's own size, 128 MiB. Remove both, or "
+            "use mode 'fused'"
         )
+    if not 0 < limits[0] <= limits[1]:
+        raise ConfigError(
+            f"peer_timeout is {limits[0]}, stall_timeout {limits[1]} seconds; both must be "
+            "positive, and the first at most the second"
+        )
+    if check_every is not None and check_every < 1:
+        raise ConfigError(f"check_every is {check_every}; it must be at least 1, or None for never")

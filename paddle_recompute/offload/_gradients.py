@@ -285,7 +285,7 @@ class ShardGradients:
 
 
 class ChainGradients:
-    """The gradients of all shards of a chain; a `GradientKeeper`.
+    """The gradients of all shards of a chain; `OffloadedGradients`.
 
     In the last backward of a step a shard's gradient is complete when it has seen as many backwards
     as in the step before; it is sent then, while the next shard computes, always in the order from

@@ -11,7 +11,7 @@ from paddle_recompute._paddle import device
 from paddle_recompute._paddle.layers import clip_of_optimizer, parameters_of_optimizer
 from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import ConfigError, OffloadError
-from paddle_recompute.grad_sync import keeper_of
+from paddle_recompute.grad_sync import owner_of
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._chain import Chain, Shard
 from paddle_recompute.offload._gradients import Finishing
@@ -44,7 +44,7 @@ class OffloadOptimizer:
         """
         self._chains = list(chains)
         self._parameter_list = list({id(p): p for p in parameters}.values())
-        rest = [p for p in self._parameter_list if keeper_of(p) is None]
+        rest = [p for p in self._parameter_list if owner_of(p) is None]
         self._rest = _checked(make(rest)) if rest else None
         self._of_shard = {
             id(shard): _checked(make(shard.gradients.parameters))

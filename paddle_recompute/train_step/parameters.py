@@ -11,7 +11,7 @@ from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import GradientSync, SyncMode, keeper_of
+from paddle_recompute.grad_sync import GradientSync, SyncMode, owner_of
 from paddle_recompute.offload import OffloadOptimizer
 
 _SHOWN = 5
@@ -65,7 +65,7 @@ def offload_optimizer(
     """
     if isinstance(optimizer, OffloadOptimizer):
         return optimizer
-    names = [p.name for p in model.parameters() if keeper_of(p) is not None]
+    names = [p.name for p in model.parameters() if owner_of(p) is not None]
     if names:
         raise ConfigError(
             f"{names[0]} is offloaded, and {type(optimizer).__name__} has its state on the device; "

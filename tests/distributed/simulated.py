@@ -40,8 +40,8 @@ class SimulatedRank:
     def live(self) -> None:
         self.socket.sendall(wire.SIGN_OF_LIFE)
 
-    def meet(self, digest: str, *, size: int, label: str = "x") -> None:
-        self.say(kind="meet", channel="c", size=size, label=label, digest=digest)
+    def arrive(self, digest: str, *, size: int, label: str = "x") -> None:
+        self.say(kind="arrive", channel="c", size=size, label=label, value=digest, most=0)
 
     def hear(self, within: float = 10.0, *, leave_out: str = "silent") -> wire.Message:
         """The next message; an empty one when the server has closed the line, or says nothing.

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from paddle_recompute.distributed.control_server import TICK, ControlServer
-from paddle_recompute.distributed.control_wire import ranges, ranks_in
 from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
 from tests.distributed.simulated import KEY, SimulatedRank
 
@@ -28,6 +27,12 @@ def clients(server: ControlServer) -> Iterator[list[SimulatedRank]]:
         client.end()
 
 
+def met(value: str) -> dict[str, Any]:
+    """The answer where all say the same."""
+    group = {"label": "x", "value": value, "ranks": None}
+    return {"kind": "met", "channel": "c", "groups": [group]}
+
+
 def test_a_stranger_is_shown_the_door(server: ControlServer) -> None:
     stranger = SimulatedRank(server, 1, key=b"guessed")
     assert not stranger.is_in and stranger.hear() == {}
@@ -40,42 +45,43 @@ def test_a_rank_that_does_not_exist_is_shown_the_door(server: ControlServer, ran
 
 def test_a_rank_can_connect_once_only(clients: list[SimulatedRank], server: ControlServer) -> None:
     assert not SimulatedRank(server, 2).is_in
-    clients[2].meet("same", size=1)
-    assert clients[2].hear() == {"kind": "met", "channel": "c"}
+    clients[2].arrive("same", size=1)
+    assert clients[2].hear() == met("same")
 
 
 def test_all_meet_when_the_last_has_come(clients: list[SimulatedRank]) -> None:
     for rank in (2, 0):
-        clients[rank].meet("same", size=3)
+        clients[rank].arrive("same", size=3)
     assert clients[0].hear(within=0.1) == {}
-    clients[1].meet("same", size=3)
+    clients[1].arrive("same", size=3)
     for client in clients:
-        assert client.hear() == {"kind": "met", "channel": "c"}
+        assert client.hear() == met("same")
 
 
-def test_contents_are_fetched_where_they_differ_from_one_rank_for_each(
-    clients: list[SimulatedRank],
-) -> None:
-    for client, digest in zip(clients, "aba", strict=True):
-        client.meet(digest, size=3)
-    for rank in (0, 1):
-        assert clients[rank].hear() == {"kind": "say", "channel": "c"}
-        clients[rank].say(kind="content", channel="c", content=f"of {rank}")
+def test_ranks_that_say_different_things_are_listed(clients: list[SimulatedRank]) -> None:
+    for client, value in zip(clients, "aba", strict=True):
+        client.arrive(value, size=3)
     for client in clients:
         assert client.hear()["groups"] == [
-            {"label": "x", "ranks": "0,2", "content": "of 0"},
-            {"label": "x", "ranks": "1", "content": "of 1"},
+            {"label": "x", "value": "a", "ranks": [0, 2]},
+            {"label": "x", "value": "b", "ranks": [1]},
         ]
 
 
+def test_no_more_different_things_are_listed_than_wanted(clients: list[SimulatedRank]) -> None:
+    for client, value in zip(clients, "abc", strict=True):
+        client.say(kind="arrive", channel="c", size=3, label="x", value=value, most=2)
+    for client in clients:
+        assert [group["value"] for group in client.hear()["groups"]] == ["a", "b"]
+
+
 def test_ranks_that_meet_for_different_things_are_told(clients: list[SimulatedRank]) -> None:
-    clients[0].meet("same", size=2, label="step 2")
-    clients[1].meet("same", size=2, label="barrier")
+    clients[0].arrive("same", size=2, label="step 2")
+    clients[1].arrive("same", size=2, label="barrier")
     for client in clients[:2]:
-        assert client.hear()["kind"] == "say"
-        client.say(kind="content", channel="c", content=None)
-    labels = [(group["label"], group["ranks"]) for group in clients[0].hear()["groups"]]
-    assert labels == [("step 2", "0"), ("barrier", "1")]
+        groups = client.hear()["groups"]
+        told = [(group["label"], group["ranks"]) for group in groups]
+        assert told == [("step 2", [0]), ("barrier", [1])]
 
 
 def test_the_first_failure_is_told_and_no_other(clients: list[SimulatedRank]) -> None:
@@ -99,10 +105,10 @@ def test_ranks_that_wait_at_different_places_are_told_when_nobody_goes_on(
     time.sleep(TICK / 2)
     clients[1].say(**waits("barrier"))
     told = clients[0].hear()
-    assert (told["kind"], told["serial"], told["ranks"]) == ("waiting", 7, "0-1")
+    assert (told["kind"], told["serial"], told["ranks"]) == ("waiting", 7, [0, 1])
     assert told["apart"] == [
-        {"label": "step 2: now", "ranks": "0"},
-        {"label": "barrier: now", "ranks": "1"},
+        {"label": "step 2: now", "ranks": [0]},
+        {"label": "barrier: now", "ranks": [1]},
     ]
     notes = PeerState(rank=0)
     notes.take(told)
@@ -116,16 +122,16 @@ def test_ranks_that_go_on_or_wait_at_one_place_are_not_apart(
     clients[0].say(**waits("step 2"))
     clients[1].say(**waits("step 2"))
     told = clients[0].hear()
-    assert told["ranks"] == "0-1" and "apart" not in told
-    clients[1].say(kind="goes on")
-    assert clients[0].hear() == {"kind": "waiting", "among": "0-1", "ranks": "0"}
+    assert told["ranks"] == [0, 1] and "apart" not in told
+    clients[1].say(kind="wait ended")
+    assert clients[0].hear() == {"kind": "waiting", "among": "0-1", "ranks": [0]}
 
 
 def test_an_end_is_announced_also_to_those_who_come_later(
     server: ControlServer, clients: list[SimulatedRank]
 ) -> None:
     clients[1].say(kind="left", place="after step 9")
-    assert clients[0].hear() == {"kind": "left", "ranks": "1", "place": "after step 9"}
+    assert clients[0].hear() == {"kind": "left", "places": {"1": "after step 9"}}
     clients[2].end()
     assert clients[0].hear() == {"kind": "gone", "rank": 2, "place": ""}
     late = SimulatedRank(server, 7)
@@ -141,18 +147,6 @@ def test_last_words_are_passed_on_before_they_are_acknowledged(
     assert [clients[1].hear()["kind"], clients[1].hear()["kind"]] == ["failed", "heard"]
 
 
-def test_a_request_to_stop_is_passed_on_once_however_many_ranks_were_asked(
-    server: ControlServer, clients: list[SimulatedRank]
-) -> None:
-    for client in clients:
-        client.say(kind="stop", number=3)
-    clients[0].meet("same", size=1)  # answered after what was said before
-    assert [clients[0].hear()["kind"], clients[0].hear()["kind"]] == ["stop", "met"]
-    clients[1].say(kind="stop", number=4)  # the next run of the same processes
-    assert clients[0].hear() == {"kind": "stop", "number": 4}
-    assert SimulatedRank(server, 7).hear() == {"kind": "stop", "number": 4}
-
-
 def test_silence_is_counted(clients: list[SimulatedRank]) -> None:
     silent: dict[str, float] = {}
     while silent.get("2", 0.0) < 3 * TICK:  # ends by the test's time limit, if at all
@@ -161,17 +155,9 @@ def test_silence_is_counted(clients: list[SimulatedRank]) -> None:
     assert "0" not in silent
 
 
-@pytest.mark.parametrize(
-    "ranks", [[], [5], [0, 1], [0, 2], [0, 2, 4], [0, 1, 2, 5, 8, 11, 30], list(range(0, 1024, 8))]
-)
-def test_ranks_are_written_in_few_characters(ranks: list[int]) -> None:
-    assert ranks_in(ranges(ranks)) == ranks
-    assert len(ranges(ranks)) < 20
-
-
 SCOPE = Scope((0, 1, 2), Limits(peer_timeout=5, stall_timeout=60))
 GONE = {"kind": "gone", "rank": 2, "place": ""}
-LEFT = {"kind": "left", "ranks": "1", "place": "after step 9"}
+LEFT = {"kind": "left", "places": {"1": "after step 9"}}
 FAILED = {"kind": "failed", "rank": 1, "place": "in step 4", "message": "KeyError: 'x'."}
 
 
@@ -184,7 +170,7 @@ def alive(**silent: float) -> dict[str, Any]:
     [
         ([], 59, None),
         ([], 61, "rank 1, 2 did not come within 61 s (stall_timeout)"),
-        ([{"kind": "waiting", "among": "0-2", "ranks": "0-1"}], 61, "rank 2 did not come"),
+        ([{"kind": "waiting", "among": SCOPE.among, "ranks": [0, 1]}], 61, "rank 2 did not come"),
         ([alive(r2=4.0)], 1, None),
         ([alive(r2=6.0)], 1, "rank 2 has shown no sign of life for 6 s"),
         ([alive(r2=6.0), alive()], 1, None),

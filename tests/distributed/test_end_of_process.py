@@ -73,7 +73,7 @@ def test_a_rank_ends_with_its_own_exit_code(
 def end_with_a_slow_peer() -> None:
     """Both ranks end well; rank 1 takes its time for it."""
     scope = scope_of(None)
-    peers().meet("the end", scope)
+    peers().exchange("the end", scope)
     if dist.get_rank() == 1:
         paddle.slow_end = SlowEnd(2.0)
 

@@ -12,7 +12,7 @@ SCOPE = Scope((0, 1), Limits(peer_timeout=30.0, stall_timeout=60.0))
 def heard(*, silent: float) -> PeerState:
     notes = PeerState(rank=0)
     notes.take({"kind": "silent", "seconds": {"1": silent}})
-    notes.take({"kind": "waiting", "among": "0-1", "ranks": "0"})
+    notes.take({"kind": "waiting", "among": SCOPE.among, "ranks": [0]})
     return notes
 
 
@@ -43,7 +43,7 @@ def test_an_end_in_good_order_is_a_reason_only_after_a_failure(
     patience: float | None, is_reason: bool
 ) -> None:
     notes = heard(silent=0.0)
-    notes.take({"kind": "left", "ranks": "1", "place": "in step 7"})
+    notes.take({"kind": "left", "places": {"1": "in step 7"}})
     trouble = notes.trouble(SCOPE, waited=0.0, patience=patience)
     assert (trouble is not None) == is_reason
     assert trouble is None or trouble == "rank 1 has ended in step 7; its log may say why"

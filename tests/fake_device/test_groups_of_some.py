@@ -7,9 +7,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_recompute._paddle import device
-from paddle_recompute.distributed import Scope, scope_of
+from paddle_recompute.distributed import reduce_numbers
 from paddle_recompute.grad_sync import PieceSender
-from paddle_recompute.grad_sync._all_reduce import StreamAllReducer
 from tests.fake_device import switches
 from tests.ranks import run_ranks
 
@@ -21,9 +20,8 @@ def two_of_three() -> dict[str, object]:
     group = dist.new_group(SOME)  # by all three, as Paddle wants it
     found: dict[str, object] = {}
     if rank in SOME:
-        scope = scope_of(group)
-        found["numbers"] = numbers_beside_a_computation(group, scope, rank)
-        found["pieces"] = [pieces(group, scope, rank), pieces(group, scope, rank)]
+        found["numbers"] = numbers_beside_a_computation(group, rank)
+        found["pieces"] = [pieces(group, rank), pieces(group, rank)]
     # Their groups have not moved the numbers that Paddle counts on each rank.
     later = dist.new_group([0, 1, 2])
     number = paddle.full([1], rank + 1.0)
@@ -32,20 +30,19 @@ def two_of_three() -> dict[str, object]:
 
 
 def numbers_beside_a_computation(
-    group: dist.communication.group.Group, scope: Scope, rank: int
+    group: dist.communication.group.Group, rank: int
 ) -> tuple[bool, list[float]]:
-    reducer = StreamAllReducer(group)
-    reducer.largest([0.0], "connecting", scope)
+    reduce_numbers([0.0], "max", "connecting", group)
     with switches.set_to(kernel_us=5_000_000):
         paddle.full([4], 1.0)
     computed = device.event_now()
-    largest = reducer.largest([rank, -rank], "largest", scope)
+    largest = reduce_numbers([rank, -rank], "max", "largest", group)
     return not computed.query(), largest
 
 
-def pieces(group: dist.communication.group.Group, scope: Scope, rank: int) -> list[float]:
+def pieces(group: dist.communication.group.Group, rank: int) -> list[float]:
     parameter = paddle.create_parameter([2], "float32")
-    sender = PieceSender([parameter], group, scope)
+    sender = PieceSender([parameter], group)
     sent = sender.send([parameter], [paddle.full([2], rank + 1.0)], "a piece")
     (mean,) = sent.wait()
     assert mean is not None

@@ -11,8 +11,10 @@ import paddle.distributed as dist
 
 from paddle_recompute._paddle import device
 from paddle_recompute.contrastive.gather import agree_on_rows
-from paddle_recompute.distributed import scope_of
-from paddle_recompute.grad_sync._all_reduce import all_reducer_of
+from paddle_recompute.distributed import reduce_numbers
+from paddle_recompute.grad_sync._agreement import Agreement, StepFlags, StepReport
+from paddle_recompute.grad_sync._all_reduce import AllReducer
+from paddle_recompute.grad_sync._parameters import ParameterList
 from tests.fake_device import switches
 from tests.ranks import run_ranks
 
@@ -21,15 +23,12 @@ SECOND = 1_000_000  # microseconds
 
 def numbers_beside_a_computation() -> tuple[bool, list[float], list[float], float]:
     rank = dist.get_rank()
-    scope = scope_of(None)
-    reducer = all_reducer_of(None, scope)
-    nothing = paddle.zeros([0], "float64")
-    reducer.largest([0.0], "connecting", scope)
+    reduce_numbers([0.0], "max", "connecting")
     with switches.set_to(kernel_us=5 * SECOND):
         slow = paddle.full([4], 1.0)
     computed = device.event_now()
-    largest = reducer.largest([rank, -rank], "largest", scope)
-    sums, _ = reducer.sums([1.0, rank + 2.0**40], nothing, "sums", scope)
+    largest = reduce_numbers([rank, -rank], "max", "largest")
+    sums = reduce_numbers([1.0, rank + 2.0**40], "sum", "sums")
     return not computed.query(), largest, sums, float(slow.sum())
 
 
@@ -39,19 +38,20 @@ def test_the_numbers_of_the_hosts_wait_for_no_computation() -> None:
 
 
 def test_the_loss_of_all_ranks_is_not_waited_for_either() -> None:
-    assert run_ranks(loss_beside_a_computation, 2) == [(True, 3.0)] * 2
+    assert run_ranks(loss_beside_a_computation, 2) == [(True, 1.5)] * 2
 
 
 def loss_beside_a_computation() -> tuple[bool, float]:
-    scope = scope_of(None)
-    reducer = all_reducer_of(None, scope)
-    own = paddle.full([1], dist.get_rank() + 1.0, "float64")
-    reducer.sums([0.0], paddle.zeros([1], "float64"), "connecting", scope)
+    reducer = AllReducer(None)
+    listed = ParameterList(lambda: [], structured=False)
+    agreement = Agreement(listed, None, reducer)
+    loss = paddle.full([1], dist.get_rank() + 1.0, "float64")
+    agreement.reach(StepFlags(), StepReport(), lambda what: "connecting")
     with switches.set_to(kernel_us=5 * SECOND):
         paddle.full([4], 1.0)
     computed = device.event_now()
-    _, total = reducer.sums([1.0], own, "sums", scope)
-    return not computed.query(), total.item()
+    _, agreed = agreement.reach(StepFlags(), StepReport(losses=[loss]), lambda what: "a step")
+    return not computed.query(), agreed.loss.item()
 
 
 def test_a_copy_from_the_host_waits_for_no_computation() -> None:

@@ -24,8 +24,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_recompute.distributed.control_client import peers
-from paddle_recompute.distributed.ranks import scope_of
+from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.recompute import recompute
 from tests.fuzz import budget
@@ -215,11 +214,7 @@ def run_step(parts: Parts, step: Step, sync: GradientSync | None) -> None:
 
 def mean_by_hand(parts: Parts) -> list[np.ndarray | None]:
     own = [None if w.grad is None else w.grad.numpy().tolist() for w in parts.parameters()]
-    said = peers().meet("gradients by hand", scope_of(None), own)
-    everywhere = [own] * RANKS
-    for one in said or ():
-        for rank in one.ranks:
-            everywhere[rank] = one.content
+    everywhere = values_of_ranks(own, "gradients by hand")
     means = []
     for theirs in zip(*everywhere, strict=True):
         there = [np.array(one, "float32") for one in theirs if one is not None]

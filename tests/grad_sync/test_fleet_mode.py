@@ -214,7 +214,7 @@ def a_dtype_that_differs() -> str:
     def step() -> None:
         with sync.last_backward():
             backward(a)
-            sync._roll.read = lambda: setattr(sync._roll, "gradients", [kind])
+            sync._listed.read = lambda: setattr(sync._listed, "gradients", [kind])
 
     kind = paddle.ones([2], ("float32", "float64")[dist.get_rank()])
     return message_of(step)
@@ -281,7 +281,7 @@ def failed_on_one_rank() -> list[str]:
 FAILURES: dict[Callable[[], str], str] = {
     frozen_with_a_gradient: "'b' has stop_gradient=True and a gradient",
     sparse: "the gradient of 'weight' is sparse",
-    a_dtype_that_differs: "has not the same dtype on all ranks: float32, float64",
+    a_dtype_that_differs: "is paddle.float64, and the parameter paddle.float32",
     unfrozen_on_one_rank: "do not synchronize the same parameters: number 1",
 }
 """In a step: they end the run."""

@@ -12,8 +12,9 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_recompute._paddle import distributed as paddle_distributed
+from paddle_recompute._paddle import start
 from paddle_recompute._paddle.distributed import make_gloo_group
-from paddle_recompute.distributed import gloo_group, gloo_lane, mean_over_ranks
+from paddle_recompute.distributed import gloo_lane, mean_over_ranks
 from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync import GradientSync
 from tests.ranks import run_ranks
@@ -72,7 +73,7 @@ def failing_attempts() -> dict[str, Any]:
     began = time.monotonic()
     with (
         mock.patch.object(paddle_distributed, "make_gloo_group", sometimes),
-        mock.patch.object(gloo_group, "PATIENCE", 1.0),
+        mock.patch.object(start, "PATIENCE", 1.0),
     ):
         found = train(GradientSync([parameter]), parameter)
     result = {"gradients": found, "numbers": calls, "seconds": time.monotonic() - began}
@@ -94,7 +95,6 @@ def failing_start() -> dict[str, Any]:
     """The group of all ranks: the first attempt fails on rank 1, the second hangs on rank 2."""
     from paddle.base import core
 
-    from paddle_recompute._paddle import start
     from paddle_recompute._paddle.distributed import _master_endpoint
 
     rank, calls = dist.get_rank(), []
@@ -118,7 +118,7 @@ def failing_start() -> dict[str, Any]:
         mock.patch.object(start._logger, "warning") as warned,
     ):
         store = core.create_or_get_global_tcp_store()
-        made = start._connected(store, rank, 3, host, int(port))
+        made = start.gloo_of_all(store, rank, 3, host, int(port))
     group = dist.communication.group.Group(rank, 77, [0, 1, 2], pg=made)
     number = paddle.to_tensor([rank + 1.0])
     dist.all_reduce(number, group=group)

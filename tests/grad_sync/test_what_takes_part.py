@@ -403,7 +403,7 @@ def test_check_every_looks_at_what_was_unfrozen() -> None:
 
 def test_what_stays_frozen_does_not_travel_for_ever(seen: Seen) -> None:
     for one in seen:
-        assert one["dropped"] == [11, 11, 11, 11, 11, 1, 1, 1]
+        assert one["dropped"] == [11, 11, 11, 11, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -204,11 +204,11 @@ def train(
     run.count()
     tell(Callback.on_start)
     try:
-        with StopRequest(run.done + 1) as stop:
+        with StopRequest() as stop:
             for step, epoch, micro_batches in run.timed(batches):
                 run.run_step(step, epoch, micro_batches)
                 tell(Callback.after_step)
-                run.stops = run.step < run.total and stop.after(run.step)
+                run.stops = run.step < run.total and stop.is_due()
                 if run.logs:
                     tell(Callback.on_log, run.record())
                 if run.saves:
@@ -216,7 +216,7 @@ def train(
                     tell(Callback.on_save)
                 if run.stops:
                     break
-            if run.stops or (run.done < run.total and stop.at_end()):
+            if run.stops or (run.done < run.total and stop.is_due_at_end()):
                 _stop(run, stop.signal_number)
     finally:
         tell(Callback.on_end)

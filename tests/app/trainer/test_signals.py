@@ -22,12 +22,16 @@ STEPS = 12
 # A step that takes long enough for a signal to come in the midst of the run.
 SLOW = """
 import os, sys, time, runpy
+from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import TrainStep
-made = TrainStep.__call__
-def slowly(self, *arguments, **named):
-    time.sleep(0.1)
-    return made(self, *arguments, **named)
-TrainStep.__call__ = slowly
+def slow_down(step):
+    made = step.__call__
+    def slowly(self, *arguments, **named):
+        time.sleep(0.1)
+        return made(self, *arguments, **named)
+    step.__call__ = slowly
+slow_down(TrainStep)
+slow_down(StaticTrainStep)
 """
 
 
@@ -118,9 +122,11 @@ def test_one_process_saves_its_step_and_goes_on_to_the_same_bits(tmp_path: Path)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("whom", ["launcher", "rank 1"])
-def test_a_signal_to_one_saves_on_all_ranks(tmp_path: Path, whom: str) -> None:
-    config = write_config(tmp_path, "run", train__resume="auto", **TWO)
+@pytest.mark.parametrize(
+    ("whom", "mode"), [("launcher", "dygraph"), ("rank 1", "dygraph"), ("rank 1", "static")]
+)
+def test_a_signal_to_one_saves_on_all_ranks(tmp_path: Path, whom: str, mode: str) -> None:
+    config = write_config(tmp_path, "run", train__resume="auto", mode=mode, **TWO)
     run = train(tmp_path, config)
     pids = pids_of_ranks(tmp_path / "run")
     wait_for_step(tmp_path / "run", 3)

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.app.trainer.metrics import read_metrics
 from paddle_recompute.contrastive import ContrastiveLoss
-from paddle_recompute.grad_sync._all_reduce import ThreadAllReducer
+from paddle_recompute.grad_sync._all_reduce import AllReducer
 from tests.app.trainer.test_trainer import numbers_of, tiny, weights_of, write_pairs
 from tests.ranks import run_ranks
 from tests.train_step.half_precision import pretended_gpu, rounded
@@ -66,7 +66,7 @@ def in_float16(loss: Any) -> Any:
 
 def train(folder: str) -> dict[str, dict[str, Any]]:
     """On a rank: each run; returns what it said, and how many numbers it sent in each step."""
-    sound_send = ThreadAllReducer.send
+    sound_send = AllReducer.send
     found = {}
     for name, changes in {"plain": {}, **COMBINED}.items():
         sent, shown = [], io.StringIO()
@@ -79,7 +79,7 @@ def train(folder: str) -> dict[str, dict[str, Any]]:
         with (
             pretended_gpu(),
             mock.patch.object(ContrastiveLoss, "forward", in_float16(ContrastiveLoss.forward)),
-            mock.patch.object(ThreadAllReducer, "send", send),
+            mock.patch.object(AllReducer, "send", send),
             contextlib.redirect_stdout(shown),
         ):
             Trainer(config).run()

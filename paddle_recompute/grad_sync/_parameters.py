@@ -10,13 +10,13 @@ import paddle
 from paddle_recompute._paddle.gradients import keeps_main_grad
 from paddle_recompute.distributed import Scope, agree_on_parameters
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._pieces import GradientKeeper, keeper_of
+from paddle_recompute.grad_sync._offloaded import OffloadedGradients, owner_of
 
 Source = Callable[[], Iterable[tuple[str, paddle.Tensor]]]
 """Lists name and parameter anew at each call."""
 
 
-class Roll:
+class ParameterList:
     """All parameters, frozen ones too. Each keeps its index for good, so plans stay valid.
 
     All ranks have the same indices as long as the same parameters joined in the same steps; which
@@ -35,7 +35,7 @@ class Roll:
         self.names: list[str] = []
         self.gradients: list[paddle.Tensor | None] = []
         """As they were when `read` was called."""
-        self.keepers: dict[int, GradientKeeper] = {}
+        self.offloaded: dict[int, OffloadedGradients] = {}
         """Who has the gradients that are not in ``.grad``; their parameters take no part here."""
         self.trained: tuple[int, ...] = ()
         """Indices of those that took part in the last step, in the order of the source."""
@@ -52,9 +52,9 @@ class Roll:
         self.gradients = [None] * len(self.parameters)
         trained: dict[int, None] = {}  # by identity: a tied weight is one
         for name, parameter in self._source():
-            keeper = keeper_of(parameter)
-            if keeper is not None:
-                self.keepers[id(keeper)] = keeper
+            owner = owner_of(parameter)
+            if owner is not None:
+                self.offloaded[id(owner)] = owner
                 continue
             index = self._index_of.get(id(parameter))
             if index is None:
@@ -72,17 +72,14 @@ class Roll:
         changed = tuple(trained) != self.trained
         self.trained = tuple(trained)
         if changed:
-            self.digest = self._digest()
+            # Names that Paddle gives by itself are left out: they may differ between the ranks.
+            described = [
+                f"{index} {self.names[index] if self.structured else ''} "
+                f"{list(self.parameters[index].shape)} {self.parameters[index].dtype}"
+                for index in self.trained
+            ]
+            self.digest = zlib.crc32("\n".join(described).encode())
         return changed
-
-    def _digest(self) -> int:
-        """Names that Paddle gives by itself are left out: they may differ between the ranks."""
-        told = [
-            f"{index} {self.names[index] if self.structured else ''} "
-            f"{list(self.parameters[index].shape)} {self.parameters[index].dtype}"
-            for index in self.trained
-        ]
-        return zlib.crc32("\n".join(told).encode())
 
     def _join(self, name: str, parameter: paddle.Tensor) -> int:
         index = self._index_of[id(parameter)] = len(self.parameters)
@@ -92,16 +89,16 @@ class Roll:
         return index
 
 
-def agree_on_trained(roll: Roll, scope: Scope) -> None:
+def agree_on_trained(parameters: ParameterList, scope: Scope) -> None:
     """Check that the same parameters take part on all ranks.
 
     Raises:
         SyncError: They do not; names the first parameter that differs, and the ranks.
     """
     agree_on_parameters(
-        [roll.names[index] for index in roll.trained],
-        [roll.parameters[index] for index in roll.trained],
-        structured=roll.structured,
+        [parameters.names[index] for index in parameters.trained],
+        [parameters.parameters[index] for index in parameters.trained],
+        structured=parameters.structured,
         scope=scope,
     )
 

@@ -1,0 +1,101 @@
+"""A few numbers that the hosts know, reduced over the ranks: sums, largest, whether all are equal.
+
+With gloo they travel in a lane (`gloo_lane`). On a device they have a group and a stream of their
+own, so a host waits for the other hosts, and for nothing that the device computes. It polls
+meanwhile: a peer that died would leave it waiting inside the driver, for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
+
+from paddle_recompute._paddle.device import HostNumbers
+from paddle_recompute._paddle.distributed import all_reduce_numbers
+from paddle_recompute.distributed.control_client import peers, scope_of
+from paddle_recompute.distributed.device_watch import watched_on_device
+from paddle_recompute.distributed.gloo_lane import MAIN_LANE, lane_of
+from paddle_recompute.distributed.groups import device_group
+
+_HALF_OF_HASH = 20
+"""Bits; sums of squares of 8,192 ranks are exact in float64."""
+
+
+def reduce_numbers(
+    values: Sequence[float],
+    operation: str,
+    what: str,
+    group: Group | None = None,
+    *,
+    lane: str = MAIN_LANE,
+) -> list[float]:
+    """Each of `values`, reduced over the ranks of `group` in float64: the same bits on all.
+
+    Also while a Program is built; nothing goes through rank 0. Every rank must call it equally
+    often, in the order of its other collectives.
+
+    Args:
+        values: As many on every rank.
+        operation: ``"sum"``, ``"min"`` or ``"max"``.
+        what: Names them, for messages; the same on every rank.
+        group: The ranks; None is all of them.
+        lane: The one that they travel in with gloo.
+
+    Raises:
+        PeerError: A rank has died, stopped, failed, or not come in time.
+        SyncError: Another rank does something else.
+    """
+    if not values:
+        return []
+    scope, place = scope_of(group), what.partition(":")[0]
+    if dist.get_backend(group).lower() == "gloo":
+        job = lane_of(scope, lane).begin(
+            lambda own: all_reduce_numbers(own, list(values), operation),
+            what,
+            scope,
+            place=place,
+            code=f"{len(values)} numbers",
+        )
+        return job.wait()
+    if not paddle.in_dynamic_mode():
+        with watched_on_device(what, scope):
+            return all_reduce_numbers(group or dist.get_group(0), list(values), operation)
+    beside = device_group(scope.ranks, "the numbers of the hosts")
+    reduction = getattr(dist.ReduceOp, operation.upper())
+    sent = HostNumbers(
+        values,
+        lambda tensor: dist.all_reduce(tensor, reduction, group=beside, sync_op=False).wait(),
+    )
+
+    def has_come(patience: float) -> bool:
+        deadline = time.monotonic() + patience
+        while not sent.has_come():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.0001)
+        return True
+
+    peers().wait_until(has_come, what, scope, place=place)
+    return sent.values()
+
+
+def fingerprint(text: str) -> list[float]:
+    """Four numbers from whose sums over the ranks `are_equal` sees whether all have this `text`."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    mask = (1 << _HALF_OF_HASH) - 1
+    low, high = number & mask, (number >> _HALF_OF_HASH) & mask
+    return [low, low * low, high, high * high]
+
+
+def are_equal(sums: Sequence[float], num_ranks: int) -> bool:
+    """Whether all ranks had the same text, from the sums over the ranks of its `fingerprint`.
+
+    n times the sum of squares is the square of the sum only where all n numbers are equal.
+    """
+    low, low_squares, high, high_squares = map(int, sums)
+    return low**2 == num_ranks * low_squares and high**2 == num_ranks * high_squares

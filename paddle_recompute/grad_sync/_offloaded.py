@@ -1,0 +1,134 @@
+"""Gradients that do not stay in ``.grad``, because their parameters are on the device by turns.
+
+Their owner collects them, has them summed a piece at a time, in an order of its own that is the
+same on all ranks, and gives them to the optimizer. `GradientSync` tells it which backward is the
+last one of a step, and leaves its parameters out of its own buckets.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
+
+from paddle_recompute.distributed import agree_on_parameters, device_group, reduce_numbers, scope_of
+from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
+from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
+from paddle_recompute.grad_sync._codec import Codec
+
+_OWNER = "_paddle_recompute_gradient_owner"
+
+
+class OffloadedGradients(Protocol):
+    """Has the gradients of some parameters somewhere else than in their ``.grad``."""
+
+    @property
+    def parameters(self) -> Sequence[paddle.Tensor]:
+        """Those parameters, in the same order on every rank."""
+
+    def begin(self, sender: PieceSender | None) -> None:
+        """The backward that follows is the last one of a step; None: there is one rank only."""
+
+    def finish(self) -> None:
+        """That backward has ended: the gradients become the mean over the ranks."""
+
+    def abandon(self) -> None:
+        """That backward has failed."""
+
+
+def keep_elsewhere(parameter: paddle.Tensor, owner: OffloadedGradients) -> None:
+    """From now on, `owner` has the gradient of `parameter`, as long as `owner` lives."""
+    setattr(parameter, _OWNER, weakref.ref(owner))
+
+
+def owner_of(parameter: paddle.Tensor) -> OffloadedGradients | None:
+    """Who has the gradient of `parameter`; None: it is in ``.grad``."""
+    owner: weakref.ref[OffloadedGradients] | None = getattr(parameter, _OWNER, None)
+    return owner() if owner is not None else None
+
+
+class PieceSender:
+    """Averages gradients over the ranks, a piece at a time, while the host goes on.
+
+    It has a lane, or a group of the device's backend, of its own, so that pieces and the buckets of
+    other gradients may be sent in any order beside each other.
+    """
+
+    def __init__(self, parameters: Sequence[paddle.Tensor], group: Group | None) -> None:
+        """Every rank of `group` must call this.
+
+        Raises:
+            SyncError: The ranks' parameters differ.
+        """
+        scope = scope_of(group)
+        agree_on_parameters([p.name for p in parameters], parameters, structured=False, scope=scope)
+        self._group = group
+        self._scale = 1.0 / len(scope.ranks)
+        # No other sender has it, so that two chains need not send in the same order.
+        _num_senders[scope.ranks] += 1
+        self._name = f"offloaded parameters {_num_senders[scope.ranks]}"
+        is_gloo = dist.get_backend(group).lower() == "gloo"
+        own = group if is_gloo else device_group(scope.ranks, self._name)
+        self._reducer = AllReducer(own, self._name)
+        self._codec = Codec("none", error_feedback=False, is_gloo=is_gloo)
+
+    @paddle.no_grad()
+    def send(
+        self,
+        parameters: Sequence[paddle.Tensor],
+        gradients: Sequence[paddle.Tensor | None],
+        label: str,
+    ) -> SentPiece:
+        """Begin to average `gradients`; None counts as zero.
+
+        Args:
+            parameters: Those whose gradients they are; the same on every rank.
+            gradients: One for each, freed when this returns if nobody else has them.
+            label: What they are, for messages; the same on every rank.
+        """
+        piece = SentPiece(parameters)
+        by_dtype = sorted(range(len(parameters)), key=lambda index: str(parameters[index].dtype))
+        for bucket in plan_buckets(
+            parameters, by_dtype, bucket_bytes=sys.maxsize, first_bucket_bytes=sys.maxsize
+        ):
+            dtype = parameters[bucket.members[0]].dtype
+            flat = bucket.join([gradients[i] for i in bucket.members], dtype, self._scale)
+            flat = self._codec.encode(flat, bucket)
+            task = self._reducer.send(
+                flat, f"{label} ({dtype})", "gradient sync of offloaded parameters"
+            )
+            piece.parts.append((bucket, flat, task))
+        return piece
+
+    def largest(self, numbers: Sequence[float], label: str) -> list[float]:
+        """The largest over the ranks of each of `numbers`, as many on every rank."""
+        return reduce_numbers(numbers, "max", label, self._group, lane=self._name)
+
+
+_num_senders: Counter[tuple[int, ...]] = Counter()
+
+
+class SentPiece:
+    """Gradients under way."""
+
+    def __init__(self, parameters: Sequence[paddle.Tensor]) -> None:
+        self._parameters = parameters
+        self.parts: list[tuple[Bucket, paddle.Tensor, AllReduceTask]] = []
+
+    @paddle.no_grad()
+    def wait(self) -> list[paddle.Tensor | None]:
+        """The means, of the dtypes of the parameters; None for parameters without elements."""
+        gradients: list[paddle.Tensor | None] = [None] * len(self._parameters)
+        for bucket, flat, task in self.parts:
+            task.wait()
+            flat = Codec.decode(flat, self._parameters[bucket.members[0]].dtype)
+            for index, piece in zip(bucket.members, bucket.split(flat), strict=True):
+                gradients[index] = piece.reshape(self._parameters[index].shape)
+        self.parts = []
+        return gradients
