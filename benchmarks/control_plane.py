@@ -94,7 +94,7 @@ class _Crowd:
         self.num_bytes += wire.CHALLENGE_BYTES + wire.HELLO_BYTES + wire.PROOF_BYTES
         return line
 
-    def meet(self, label: str) -> None:
+    def arrive(self, label: str) -> None:
         """All ranks meet; returns when all have the answer."""
         told = {"kind": "arrive", "channel": f"{'c' * 16}/main", "label": label, "most": 8}
         for line in self._lines:
@@ -130,7 +130,7 @@ def simulate(port: int, size: int) -> None:
     """The other process: does what it is told on standard input."""
     crowd = _Crowd(port, size)
     for number in range(MEETINGS_OF_A_START):
-        crowd.meet(f"meeting {number} of the start")
+        crowd.arrive(f"meeting {number} of the start")
     _say(crowd)
     crowd.num_bytes = 0
     crowd.live(SECONDS_OF_LIFE)

@@ -180,23 +180,16 @@ class ControlClient:
         content_of = {rank: one.content for one in said for rank in one.ranks}
         return [Said(group.ranks, content_of[group.ranks[0]]) for group in groups]
 
-    def wait_until(
-        self,
-        has_come: Callable[[float], bool],
-        what: str,
-        scope: Scope,
-        *,
-        place: str | None = None,
-    ) -> None:
+    def wait_until(self, has_come: Callable[[float], bool], what: str, scope: Scope) -> None:
         """Return when something has come.
 
         Args:
             has_come: ``has_come(seconds)`` waits for it for so long at most, and says whether it
                 has come.
-            what: What this rank waits for, for messages.
+            what: What this rank waits for, for messages. Up to a colon, it is the part of the
+                program; ranks whose main threads wait in different ones wait for ever, which they
+                are told.
             scope: The ranks whose death or failure ends the wait.
-            place: The part of the program; ranks whose main threads wait in different ones wait for
-                ever, which they are told. None: `what`.
 
         Raises:
             PeerError: One of them has died, failed, fallen silent, or not come in time.
@@ -211,8 +204,9 @@ class ControlClient:
                 waited = time.monotonic() - began
                 if announces and not serial and waited > TICK:
                     serial = next(self._waits)
-                    told = {"among": scope.among, "size": len(scope.ranks), "serial": serial}
-                    self._send({"kind": "waits", "place": place or what, "label": what, **told})
+                    told = {"label": what, "place": what.partition(":")[0], "serial": serial}
+                    told |= {"among": scope.among, "size": len(scope.ranks)}
+                    self._send({"kind": "waits", **told})
                 error = self._trouble(scope, what, waited, serial)
                 if error is not None and not has_come(0.0):
                     hand_on(self.fail(error))

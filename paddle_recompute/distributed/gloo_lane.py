@@ -54,7 +54,7 @@ class Job(Generic[Result]):
     """
 
     def __init__(
-        self, function: Callable[[Group], Result], label: str, scope: Scope, place: str, code: str
+        self, function: Callable[[Group], Result], label: str, scope: Scope, code: str
     ) -> None:
         self.started: float | None = None
         self.ended: float | None = None
@@ -62,7 +62,6 @@ class Job(Generic[Result]):
         self.scope = scope
         self.code = code
         self._function = function
-        self._place = place
         self._done = threading.Event()
         self._result: Result
         self.error: BaseException | None = None
@@ -88,7 +87,7 @@ class Job(Generic[Result]):
             PeerError: A rank will not come, or the collective failed.
             SyncError: The ranks are at different collectives.
         """
-        peers().wait_until(self._done.wait, self.label, self.scope, place=self._place)
+        peers().wait_until(self._done.wait, self.label, self.scope)
         error = self.error
         if error is None:
             return self._result
@@ -111,30 +110,23 @@ class GlooLane:
 
     def __init__(self, scope: Scope, name: str) -> None:
         self.name = name
+        self.scope = scope
         self.group: Group = make_gloo_group(scope, name)
         self._jobs: queue.SimpleQueue[Job[object]] = queue.SimpleQueue()
         self._broken: list[Group] = []  # to end one could wait for what still hangs in it
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def begin(
-        self,
-        function: Callable[[Group], Result],
-        label: str,
-        scope: Scope,
-        *,
-        place: str | None = None,
-        code: str = "",
+        self, function: Callable[[Group], Result], label: str, *, code: str = ""
     ) -> Job[Result]:
         """Call ``function(group)`` in the lane's thread, when all ranks are there.
 
         Args:
             function: The collectives. They may be in another group that nobody uses meanwhile.
-            label: What it is; the same on every rank.
-            scope: Whose death ends the wait for it.
-            place: The part of the program, as in `ControlClient.wait`.
+            label: What it is, as in `ControlClient.wait_until`; the same on every rank.
             code: What else must be the same on every rank, such as sizes.
         """
-        job = Job(function, label, scope, place or label, code)
+        job = Job(function, label, self.scope, code)
         self._jobs.put(job)  # type: ignore[arg-type]
         return job
 
@@ -193,4 +185,6 @@ def lane_of(scope: Scope, name: str) -> GlooLane:
     """
     if (scope.ranks, name) not in _lanes:
         _lanes[scope.ranks, name] = GlooLane(scope, name)
-    return _lanes[scope.ranks, name]
+    lane = _lanes[scope.ranks, name]
+    lane.scope = scope  # its limits may be new
+    return lane

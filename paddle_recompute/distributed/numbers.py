@@ -52,13 +52,11 @@ def reduce_numbers(
     """
     if not values:
         return []
-    scope, place = scope_of(group), what.partition(":")[0]
+    scope = scope_of(group)
     if dist.get_backend(group).lower() == "gloo":
         job = lane_of(scope, lane).begin(
             lambda own: all_reduce_numbers(own, list(values), operation),
             what,
-            scope,
-            place=place,
             code=f"{len(values)} numbers",
         )
         return job.wait()
@@ -80,7 +78,7 @@ def reduce_numbers(
             time.sleep(0.0001)
         return True
 
-    peers().wait_until(has_come, what, scope, place=place)
+    peers().wait_until(has_come, what, scope)
     return sent.values()
 
 

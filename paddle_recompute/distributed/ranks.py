@@ -88,8 +88,7 @@ def run_collective(function: Callable[[], Result], what: str, group: Group | Non
     if not is_distributed(group):
         return function()
     if dist.get_backend(group).lower() == "gloo":
-        scope = scope_of(group)
-        return lane_of(scope, MAIN_LANE).begin(lambda _: function(), what, scope).wait()
+        return lane_of(scope_of(group), MAIN_LANE).begin(lambda _: function(), what).wait()
     with watched_on_device(what, scope_of(group)):
         return function()
 

@@ -135,7 +135,7 @@ class Agreement:
             *sums, mean, weighted = self.sums([*numbers, *loss.tolist()], what)
             loss = device.put([mean, weighted], "float64")
         else:
-            self._all_reducer.send(loss, what, what).wait()
+            self._all_reducer.send(loss, what).wait()
             sums = self.sums(numbers, what)
         flags, total = StepFlags(*(flag > 0 for flag in sums[:3])), sums[11]
         if not are_equal(sums[3:7], size):

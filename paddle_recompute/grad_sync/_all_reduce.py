@@ -49,20 +49,17 @@ class AllReducer:
         if self.is_gloo:
             lane_of(self._scope, lane)  # made now, and not in the first step
 
-    def send(self, tensor: paddle.Tensor, label: str, place: str) -> AllReduceTask:
+    def send(self, tensor: paddle.Tensor, label: str) -> AllReduceTask:
         """Begin to sum `tensor` in place over the ranks, and return at once.
 
         Args:
             tensor: The same shape and dtype on every rank.
-            label: What it is, for messages; the same on every rank.
-            place: The part of the program, as in `ControlClient.wait_until`.
+            label: What it is, as in `ControlClient.wait_until`; the same on every rank.
         """
         if self.is_gloo:
             return lane_of(self._scope, self._lane).begin(
                 lambda group: dist.all_reduce(tensor, group=group),
                 label,
-                self._scope,
-                place=place,
                 code=f"{tensor.size} x {tensor.dtype}",
             )
         with watched_on_device(label, self._scope):

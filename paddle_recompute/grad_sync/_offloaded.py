@@ -100,9 +100,8 @@ class PieceSender:
             dtype = parameters[bucket.members[0]].dtype
             flat = bucket.join([gradients[i] for i in bucket.members], dtype, self._scale)
             flat = self._codec.encode(flat, bucket)
-            task = self._reducer.send(
-                flat, f"{label} ({dtype})", "gradient sync of offloaded parameters"
-            )
+            label_of_dtype = f"gradient sync of offloaded parameters: {label} ({dtype})"
+            task = self._reducer.send(flat, label_of_dtype)
             piece.parts.append((bucket, flat, task))
         return piece
 

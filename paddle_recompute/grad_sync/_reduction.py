@@ -212,8 +212,8 @@ class BucketedReduction:
         flat = bucket.join(gradients, self._dtype(bucket), scale)
         flat = self._codec.encode(flat, bucket)
         queued = time.perf_counter()
-        label = f"bucket {place} of {len(self._buckets)} of step {self._step}"
-        task = self._all_reducer.send(flat, label, f"gradient sync of step {self._step}")
+        label = self._label(f"bucket {place} of {len(self._buckets)}")
+        task = self._all_reducer.send(flat, label)
         self._under_way.append(_Sending(bucket, flat, queued, task))
 
     def _send_rest(self) -> None:
