@@ -82,8 +82,8 @@ from paddle_recompute._paddle.translation import (
 )
 from paddle_recompute._paddle.updates import (
     keeps_master_weights,
+    keeps_parameters_at_rate_0,
     learning_rate_times,
-    stands_still_at_rate_0,
     zero_if,
 )
 from paddle_recompute._paddle.writes import address_of, watch_writes
@@ -247,7 +247,7 @@ def test_optimizer_create_param_lr(kind: str) -> None:
     """At rate 0, with a gradient of 0, these optimizers leave a parameter as it is, bit by bit."""
     layer = paddle.nn.Linear(3, 3)
     optimizer = getattr(paddle.optimizer, kind)(0.1, parameters=layer.parameters())
-    assert stands_still_at_rate_0(optimizer)
+    assert keeps_parameters_at_rate_0(optimizer)
 
     def step(rate: float, gradient: float) -> Any:
         for parameter in layer.parameters():
@@ -260,7 +260,7 @@ def test_optimizer_create_param_lr(kind: str) -> None:
     assert moved == stood
     assert step(1.0, 0.0) != stood or kind == "SGD"
     assert "_create_param_lr" not in vars(optimizer)
-    assert not stands_still_at_rate_0(paddle.optimizer.RMSProp(0.1, parameters=[layer.bias]))
+    assert not keeps_parameters_at_rate_0(paddle.optimizer.RMSProp(0.1, parameters=[layer.bias]))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -96,25 +96,25 @@ def all_reduce_numbers(group: Group, values: Sequence[float], operation: str) ->
     is_gloo = group.backend.lower() == "gloo"
     place = core.CPUPlace() if is_gloo else framework._current_expected_place()
     # The tensor of the call before, of this thread: 3.3.1 never frees all of one that it makes.
-    numbers = _kept.by_count.pop(len(values), None) if is_gloo else None
+    numbers = _reused.by_count.pop(len(values), None) if is_gloo else None
     if numbers is None:
         numbers = core.eager.Tensor(own, place)
     else:
         numbers.get_tensor().set(own, place)
     group.process_group.all_reduce(numbers, operations[operation], True).wait()
     if is_gloo:  # not after an error: what has hung might still write to it
-        _kept.by_count[len(values)] = numbers
+        _reused.by_count[len(values)] = numbers
     return [float(value) for value in numbers.numpy()]
 
 
-class _Kept(threading.local):
+class _ReusedTensors(threading.local):
     """Tensors of this thread, to be used again."""
 
     def __init__(self) -> None:
         self.by_count: dict[int, core.eager.Tensor] = {}
 
 
-_kept = _Kept()
+_reused = _ReusedTensors()
 
 
 def is_from_gloo(error: BaseException) -> bool:

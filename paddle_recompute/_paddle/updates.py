@@ -14,7 +14,7 @@ from typing import Any
 
 import paddle
 
-_STILL_AT_RATE_0 = (
+_KEEPS_AT_RATE_0 = (
     paddle.optimizer.SGD,
     paddle.optimizer.Momentum,
     paddle.optimizer.Adam,
@@ -22,12 +22,12 @@ _STILL_AT_RATE_0 = (
 )
 
 
-def stands_still_at_rate_0(optimizer: Any) -> bool:
+def keeps_parameters_at_rate_0(optimizer: Any) -> bool:
     """Whether `optimizer` leaves parameters alone at learning rate 0 with gradients of 0.
 
     Not of a subclass, which may do anything; nor of RMSProp, whose momentum has the rate in it.
     """
-    return type(optimizer) in _STILL_AT_RATE_0
+    return type(optimizer) in _KEEPS_AT_RATE_0
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def learning_rate_times(optimizer: Any, factor: paddle.Tensor) -> Iterator[None]
     when an optimizer takes a tensor that says whether to update, and does not read it.
 
     Args:
-        optimizer: One that `stands_still_at_rate_0`.
+        optimizer: One that `keeps_parameters_at_rate_0`.
         factor: One number.
     """
     rate_of = optimizer._create_param_lr

@@ -118,9 +118,30 @@ class BucketedReduction:
         self._begin_sending()
         self._armed = True
 
-    def disarm(self) -> None:
-        """The backward failed."""
-        self._armed = False
+    def gradient_added(self, index: int) -> None:
+        """A backward has added to the gradient of parameter `index`; called by its hook."""
+        if not self._armed:
+            return
+        self._counts[index] += 1
+        self._order.append(index)
+        if self._first_gradient is None:
+            self._first_gradient = time.perf_counter()
+        if not self._buckets and self._early:
+            self._sent.expect_end(index, self._parameters)
+        bucket = self._bucket_of.get(index)
+        if bucket is None:  # had no gradient on any rank so far
+            return
+        if bucket < len(self._under_way):
+            self._late = index
+            self._sent.forget(index)
+        elif self._counts[index] == self._expected.get(index):
+            self._unseen[bucket] -= 1
+            while self._early and self._is_next_complete():
+                self._send_next()
+
+    def _is_next_complete(self) -> bool:
+        place = len(self._under_way)
+        return place < len(self._buckets) and not self._unseen[place]
 
     @paddle.no_grad()
     def finish(self, report: StepReport) -> Agreed:
@@ -159,6 +180,10 @@ class BucketedReduction:
         self._under_way, self._sent = [], SentGradients()
         return agreed
 
+    def disarm(self) -> None:
+        """The backward failed."""
+        self._armed = False
+
     # ------------------------------------------------------------------------------ sending
 
     def _call_on_additions(self) -> None:
@@ -170,31 +195,6 @@ class BucketedReduction:
             refuse_main_grad(parameter, self._listed.names[index])
             on_gradient_added(parameter, partial(_tell, weakref.ref(self), index))
             self._hooked.add(index)
-
-    def gradient_added(self, index: int) -> None:
-        """A backward has added to the gradient of parameter `index`; called by its hook."""
-        if not self._armed:
-            return
-        self._counts[index] += 1
-        self._order.append(index)
-        if self._first_gradient is None:
-            self._first_gradient = time.perf_counter()
-        if not self._buckets and self._early:
-            self._sent.expect_end(index, self._parameters)
-        bucket = self._bucket_of.get(index)
-        if bucket is None:  # had no gradient on any rank so far
-            return
-        if bucket < len(self._under_way):
-            self._late = index
-            self._sent.forget(index)
-        elif self._counts[index] == self._expected.get(index):
-            self._unseen[bucket] -= 1
-            while self._early and self._is_next_complete():
-                self._send_next()
-
-    def _is_next_complete(self) -> bool:
-        place = len(self._under_way)
-        return place < len(self._buckets) and not self._unseen[place]
 
     def _begin_sending(self) -> None:
         self._codec.begin()

@@ -29,7 +29,7 @@ from paddle_recompute.grad_sync._reduction import BucketedReduction
 from paddle_recompute.grad_sync._timeline import Timeline
 
 SyncMode = Literal["auto", "fused", "overlap", "fleet"]
-MODES = ("auto", "fused", "overlap", "fleet")
+SYNC_MODES = ("auto", "fused", "overlap", "fleet")
 MIB = 2**20
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * MIB, 1 * MIB
 
@@ -387,9 +387,9 @@ def _check_options(
     limits: tuple[float, float],
     check_every: int | None,
 ) -> None:
-    if mode not in MODES:
+    if mode not in SYNC_MODES:
         raise ConfigError(
-            f"sync mode {mode!r} does not exist; it is one of {', '.join(map(repr, MODES))}"
+            f"sync mode {mode!r} does not exist; it is one of {', '.join(map(repr, SYNC_MODES))}"
         )
     if compression == "fp16":
         raise ConfigError(

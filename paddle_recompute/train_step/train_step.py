@@ -12,7 +12,11 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.guarded import gradient_of
-from paddle_recompute._paddle.updates import learning_rate_times, stands_still_at_rate_0, zero_if
+from paddle_recompute._paddle.updates import (
+    keeps_parameters_at_rate_0,
+    learning_rate_times,
+    zero_if,
+)
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
 from paddle_recompute.errors import ConfigError
@@ -399,7 +403,7 @@ class TrainStep:
         return (
             self._scaler is not None
             or self._offloaded is not None
-            or not stands_still_at_rate_0(self._optimizer)
+            or not keeps_parameters_at_rate_0(self._optimizer)
         )
 
     def _is_finite_everywhere(self, loss: float, norm: float) -> bool:
