@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,19 +98,24 @@ def find_batch_size(
     divisors = [n for n in range(1, local_batch + 1) if local_batch % n == 0]
     signature = job.signature()
 
-    def planned(rows: int) -> RecomputePlan:
+    @functools.cache
+    def planned(rows: int) -> RecomputePlan | None:
         costs = extrapolated(probes, rows)
+        if solve(costs, budget) is None:
+            return None
         return make_plan(costs, budget, signature=signature, checkpoints=patterns)
 
     def fits(count: int) -> bool:
-        return solve(extrapolated(probes, divisors[count - 1]), budget) is not None
+        return planned(divisors[count - 1]) is not None
 
     while divisors and (count := largest_that_fits(fits, len(divisors))) is not None:
         rows = smallest_of_ranks(divisors[count - 1])
         divisors = [n for n in divisors if n < rows]
-        verified = _verified(replace(job, batch=with_rows(sample_batch, rows)), planned(rows))
-        if verified is not None:
-            plans = {n: planned(n) for n in divisors} | {rows: verified}
+        plan = planned(rows)
+        batch = with_rows(sample_batch, rows)
+        verified = plan and _verified(replace(job, batch=batch), plan)
+        if verified:
+            plans = {rows: verified} | {n: plan for n in divisors if (plan := planned(n))}
             fastest = min(plans, key=lambda n: plans[n].seconds / n)
             return BatchSize(rows, verified, local_batch // rows, fastest, plans[fastest])
     one_row = extrapolated(probes, 1)
