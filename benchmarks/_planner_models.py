@@ -132,7 +132,7 @@ class Case:
             None if cache is not None else self.loss,
             optimizer,
             cache,
-            accumulate_steps=self.accumulate_steps,
+            keeps_gradients=self.accumulate_steps > 1,
             checkpoints=self.checkpoints,
         )
 

@@ -20,8 +20,6 @@ from paddle_recompute._paddle import memory
 from paddle_recompute.app.config import Config
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
-    JOINED,
-    NESTED,
     PLAIN,
     Choice,
     Job,
@@ -44,7 +42,6 @@ CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
 class Dygraph:
     """Steps of a model in dygraph."""
 
-    units: tuple[str, ...] = (JOINED, NESTED)
     refine = False
     clock = staticmethod(time.process_time)
     """The machine is shared; a dygraph step is computed by this thread."""
@@ -120,7 +117,6 @@ class Dygraph:
 class Static:
     """Steps of Programs of a model: one Program at a time beside the plain one."""
 
-    units: tuple[str, ...] = (JOINED,)
     refine = True
     clock = staticmethod(time.perf_counter)
     """The threads of the executor wait actively, so CPU time says nothing."""
@@ -254,10 +250,9 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
         del warm, job
         job = Job(paddle.nn.Identity(), batch, case.loss)
         gc.collect()
-    units = (Static if mode == "static" else Dygraph).units
 
     def plan_of(choices: tuple[Choice, ...]) -> RecomputePlan:
-        return RecomputePlan(2**50, costs, choices, signature, case.checkpoints, segments=units)
+        return RecomputePlan(2**50, costs, choices, signature, case.checkpoints)
 
     plain = plan_of(uniform(costs, PLAIN))
     runs: Dygraph | Static = Static(case, job, rounds, plain) if mode == "static" else warm
@@ -270,7 +265,7 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     plain_peak = runs.peaks(plain)[0]
     if mode == "static":  # what a Program takes more or less than a step in dygraph
         costs = replace(costs, excess=plain_peak - plain.peak_bytes)
-    least = plan_of(smallest(costs, units=runs.units).choices)
+    least = plan_of(smallest(costs).choices)
     low = min(runs.peaks(least)[0], min(peaks.values()))
     plans: dict[str, RecomputePlan] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -290,7 +285,6 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
                 budget,
                 signature=signature,
                 checkpoints=case.checkpoints,
-                segments=runs.units,
                 least_factor=math.inf if runs.refine else 1.0,
             )
             row["solving"] = time.process_time() - start
@@ -299,8 +293,8 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
         except PlanError as error:
             rows[str(number)] = row | {"refused": str(error)[:200]}
             continue
-        found = solve(made.costs, budget, units=runs.units)
-        better = next_faster(made.costs, made.seconds, budget, units=runs.units)
+        found = solve(made.costs, budget)
+        better = next_faster(made.costs, made.seconds, budget)
         plans[str(number)] = made
         rows[str(number)] = row | {
             "tries": len(predicted),

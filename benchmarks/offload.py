@@ -31,7 +31,7 @@ from benchmarks._record import (
 )
 from paddle_recompute import OffloadSequential, TrainStep, recompute_wrapper
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.offload._storage import slots
+from paddle_recompute.recompute import slots
 
 LAYERS, HIDDEN, BATCH, LENGTH, SHARDS = 24, 384, 4, 32, 12
 

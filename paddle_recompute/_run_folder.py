@@ -33,7 +33,7 @@ CHECKPOINTS, METRICS, RECORD = "checkpoint", "metrics.jsonl", "result.json"
 MANIFEST = "manifest.json"
 """A folder of a checkpoint that has it is complete, whatever its name."""
 FOLDER = re.compile(r"step-(\d{1,18})")
-LEFT_OVER = re.compile(r"\.(?:unfinished|replaced)-step-(\d{1,18})")
+UNFINISHED = re.compile(r"\.unfinished-step-(\d{1,18})")
 """Folders that a run leaves if it is killed during a save."""
 PATIENCE = 2.0
 """Seconds for a process that was killed to be gone."""
@@ -188,12 +188,12 @@ def checkpoints_in(folder: Path, *, complete: bool = True) -> list[tuple[int, Pa
     found = []
     for path in folder.glob("*") if folder.is_dir() else ():
         if (step := step_of(path.name)) is not None:
-            found.append((step, 2, path))
-        elif (step := step_of(path.name, LEFT_OVER)) is not None and (
+            found.append((step, False, path))
+        elif (step := step_of(path.name, UNFINISHED)) is not None and (
             not complete or (path / MANIFEST).exists()
         ):
-            # .unfinished is newer than the .replaced of the same step.
-            found.append((step, int(path.name.startswith(".unfinished")), path))
+            # It is newer than a folder of the same step, which it was about to replace.
+            found.append((step, True, path))
     return [(step, path) for step, _, path in sorted(found, reverse=True)]
 
 

@@ -227,7 +227,7 @@ def test_files_are_named_by_structure(tmp_path: Path) -> None:
         f"{layer}.{kind}" for layer in "01" for kind in ("weight", "bias")
     }
     state = json.loads((folder / "state.json").read_text())
-    assert state == {"step": 1, "optimizer_tensors": len(moments)}
+    assert state == {"step": 1}
     assert folder.stat().st_mode & 0o777 == 0o755
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o644}
 
@@ -365,17 +365,12 @@ def test_a_complete_unfinished_folder_is_found_again(tmp_path: Path) -> None:
 
 
 def test_half_of_the_moments_is_refused(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 1)
-    file = checkpoint.folder / "optimizer.safetensors"
-    moments = load_file(file)
+    moments = load_file(save(tmp_path, 1).folder / "optimizer.safetensors")
     for dropped in ({"0.weight:moment2"}, set(list(moments)[::2])):
         half = {name: array for name, array in moments.items() if name not in dropped}
         parameters = dict(trained()[0].named_parameters())
         with pytest.raises(CheckpointError, match="the optimizer state lacks"):
             set_state_of(trained(steps=0)[1], parameters, half)
-        save_file(half, file)
-        with pytest.raises(CheckpointError, match=r"holds \d+ tensors, but 16 were saved"):
-            Checkpoint(checkpoint.folder, {"step": 1, "optimizer_tensors": 16}).optimizer_state()
 
 
 def test_a_moment_of_another_shape_is_refused(tmp_path: Path) -> None:
@@ -390,30 +385,10 @@ def test_a_moment_of_another_shape_is_refused(tmp_path: Path) -> None:
 # --------------------------------------------------------------------- those of earlier versions
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    model, optimizer = trained()
+def test_a_checkpoint_of_before_0_1_0_is_refused_with_what_to_do(tmp_path: Path) -> None:
     folder = tmp_path / "step-7"
     folder.mkdir()
-    paddle.save(model.state_dict(), str(folder / "model.pdparams"))
-    state = state_of(optimizer, dict(model.named_parameters()))
-    save_file(
-        {name: np.asarray(value) for name, value in state.items()},
-        folder / "optimizer.safetensors",
-    )
-    residuals = {"0.weight": np.ones(3, "float32")}
-    for rank in range(2):
-        paddle.save(
-            {"num_synchronized": 7, "residuals": residuals},
-            str(folder / f"sync_rank{rank}.pdparams"),
-        )
-    write_tokenizer(folder / "tokenizer.json")
+    paddle.save(trained()[0].state_dict(), str(folder / "model.pdparams"))
     (folder / "state.json").write_text('{"step": 7}')
-    found = find_checkpoint(tmp_path)
-    other, fresh = trained(steps=0)
-    load(found, other, fresh)
-    for left, right in zip(model.parameters(), other.parameters(), strict=True):
-        np.testing.assert_array_equal(left.numpy(), right.numpy())
-    assert found.has_sync_states
-    sync = found.sync_state(1)
-    np.testing.assert_array_equal(sync["residuals"]["0.weight"], residuals["0.weight"])
-    assert sync["num_synchronized"] == 7
+    with pytest.raises(CheckpointError, match=r"set model\.init_from: .*model\.pdparams"):
+        find_checkpoint(tmp_path)

@@ -15,8 +15,10 @@ Layout, below the run's output folder::
             state.json             step, configuration and other state of the trainer
             manifest.json          size and SHA-256 of each file above; written last
 
-Earlier versions wrote ``.pdparams`` files, which are pickles, and no manifest. These files are read
-by an unpickler that allows arrays only.
+`save_checkpoint` writes the files into a hidden folder, lists them in the manifest, and renames the
+folder. `find_checkpoint` opens the folders from the newest to the oldest, compares each file with
+the manifest, and returns the first `Checkpoint` without damage. That puts parameters and buffers
+back (`Checkpoint.load_into`) and hands out the optimizer's and the synchronization's state.
 
 A checkpoint holds no random state: the trainer draws the dropout masks of a step from (seed, step,
 rank). It holds no learning rate: the rate follows from the step.

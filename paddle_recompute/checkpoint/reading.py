@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from paddle_recompute._files import read_json
 from paddle_recompute._run_folder import checkpoints_in
 from paddle_recompute.checkpoint.manifest import check_manifest
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.weights import load_weights, read_pdparams
+from paddle_recompute.weights import load_weights
 
 TREE = "tree"
 """A key of a sync file's metadata. Its value is JSON with everything that is not an array."""
@@ -55,12 +54,12 @@ class Checkpoint:
     @property
     def weights_file(self) -> Path:
         """The parameters and buffers of the model."""
-        return self._arrays("model")
+        return self.folder / "model.safetensors"
 
     @property
     def has_sync_states(self) -> bool:
         """Whether the ranks saved state of their gradient synchronization."""
-        return self._arrays(sync_name(0)).exists()
+        return (self.folder / sync_file(0)).exists()
 
     def sync_state(self, rank: int) -> dict[str, Any]:
         """What `rank` gave as `sync_state` to `save_checkpoint`.
@@ -68,18 +67,7 @@ class Checkpoint:
         Raises:
             CheckpointError: The file is missing or damaged.
         """
-        file = self._arrays(sync_name(rank))
-        if file.suffix == ".safetensors":
-            return _read_sync_state(file)
-        if not file.is_file():
-            raise CheckpointError(f"{file}: cannot be read (there is no such file)")
-        try:
-            state = read_pdparams(file)
-        except CheckpointError as error:
-            raise CheckpointError(f"{file}: cannot be read ({error})") from error
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{file}: holds no state, which is a dict")
-        return state
+        return _read_sync_state(self.folder / sync_file(rank))
 
     def load_into(self, model: paddle.nn.Layer, loss: paddle.nn.Layer | None = None) -> None:
         """Put parameters and buffers back, bit by bit.
@@ -94,31 +82,20 @@ class Checkpoint:
         """
         load_weights(model, self.weights_file)
         if loss is not None and loss.parameters():
-            load_weights(loss, self._arrays("loss"))
+            load_weights(loss, self.folder / "loss.safetensors")
 
     def optimizer_state(self) -> dict[str, NDArray[Any]]:
         """What was given as `optimizer_state` to `save_checkpoint`.
 
         Raises:
-            CheckpointError: The file is damaged, or its number of tensors is not the number that
-                was saved.
+            CheckpointError: The file is damaged.
         """
         file = self.folder / "optimizer.safetensors"
         try:
             state: dict[str, NDArray[Any]] = load_file(file)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error})") from error
-        saved = self.state.get("optimizer_tensors")
-        if saved is not None and saved != len(state):
-            raise CheckpointError(
-                f"{file}: holds {len(state)} tensors, but {saved} were saved, so the file is of "
-                "another checkpoint; resume from an undamaged one"
-            )
         return state
-
-    def _arrays(self, name: str) -> Path:
-        old = self.folder / f"{name}.pdparams"
-        return old if old.exists() else self.folder / f"{name}.safetensors"
 
 
 def find_checkpoint(
@@ -164,14 +141,19 @@ def has_checkpoint(folder: Path) -> bool:
     return bool(checkpoints_in(folder))
 
 
-def sync_name(rank: int) -> str:
-    """The name of a rank's sync file, without its suffix."""
-    return f"sync_rank{rank}"
+def sync_file(rank: int) -> str:
+    """The name of a rank's sync file."""
+    return f"sync_rank{rank}.safetensors"
 
 
 def _open(folder: Path) -> Checkpoint:
-    is_of_earlier_version = (folder / "model.pdparams").exists()
-    digest = "" if is_of_earlier_version else check_manifest(folder)
+    old = folder / "model.pdparams"
+    if old.exists():
+        raise CheckpointError(
+            f"{folder}: was written before version 0.1.0 and cannot be resumed; set "
+            f"model.init_from: {old} to start a new run from its weights"
+        )
+    digest = check_manifest(folder)
     file = folder / "state.json"
     try:
         state = read_json(file)
@@ -180,7 +162,6 @@ def _open(folder: Path) -> Checkpoint:
             raise ValueError(f"step is {str(step)[:40]!r}, which is not a number of steps")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{file}: is damaged ({str(error)[:200] or error!r})") from error
-    digest = digest or hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
     return Checkpoint(folder, state, digest)
 
 

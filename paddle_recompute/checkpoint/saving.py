@@ -1,9 +1,8 @@
 """Write a checkpoint so that it is complete or absent, whenever the run is killed.
 
 All files are written into the folder ``.unfinished-step-300`` and flushed to the disk, then the
-manifest. Then the folder is renamed to ``step-300``. If a folder of that name exists (the same step
-of an earlier run), it is renamed to ``.replaced-step-300`` first and removed last. So there is a
-complete checkpoint at each moment. `find_checkpoint` knows all three names.
+manifest. Then a folder ``step-300`` of an earlier run is removed, and the new one gets its name. So
+there is a complete checkpoint at each moment. `find_checkpoint` knows both names.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import paddle
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from paddle_recompute._run_folder import LEFT_OVER, MANIFEST, step_of
+from paddle_recompute._run_folder import MANIFEST, UNFINISHED, step_of
 from paddle_recompute.checkpoint.manifest import write_manifest
-from paddle_recompute.checkpoint.reading import TREE, Checkpoint, sync_name
+from paddle_recompute.checkpoint.reading import TREE, Checkpoint, sync_file
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.weights import save_weights
 
@@ -68,7 +67,7 @@ def save_checkpoint(
     wait = barrier or _nothing
     try:
         if rank == 0:
-            _settle(folder)
+            _finish_interrupted_saves(folder)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
         wait()
@@ -79,7 +78,7 @@ def save_checkpoint(
                     "saves a file there: put train.output_dir on a disk that all machines "
                     "share, or set sync.error_feedback: false"
                 )
-            _save_sync_state(sync_state, unfinished / f"{sync_name(rank)}.safetensors")
+            _save_sync_state(sync_state, unfinished / sync_file(rank))
         wait()
         if rank != 0:
             return Checkpoint(final, state)
@@ -89,21 +88,16 @@ def save_checkpoint(
         arrays = {name: np.asarray(value) for name, value in optimizer_state.items()}
         save_file(arrays, unfinished / "optimizer.safetensors")
         save_tokenizer(unfinished / "tokenizer.json")
-        written = {**state, "optimizer_tensors": len(arrays)}
-        (unfinished / "state.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
+        (unfinished / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
         for path in unfinished.iterdir():
             path.chmod(0o644)  # safetensors makes its files unreadable for others
             _flush_to_disk(path)
         write_manifest(unfinished)
         unfinished.chmod(0o755)
         _flush_to_disk(unfinished)
-        replaced = folder / f".replaced-{final.name}"
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        unfinished.rename(final)
+        _replace(final, unfinished)
         _flush_to_disk(folder)
-        _sweep(folder, final, keep)
+        _remove_others(folder, final, keep)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{final}: cannot be written ({error}); earlier checkpoints are unchanged"
@@ -114,16 +108,22 @@ def save_checkpoint(
     return Checkpoint(final, state)
 
 
-def _settle(folder: Path) -> None:
-    """Rename complete folders that a killed run has left, if the step has no folder yet."""
-    left_over = [path for path in folder.glob(".*") if step_of(path.name, LEFT_OVER) is not None]
-    for path in sorted(left_over, reverse=True):  # .unfinished first: it is newer than .replaced
-        final = folder / f"step-{step_of(path.name, LEFT_OVER)}"
-        if (path / MANIFEST).exists() and not final.exists():
-            path.rename(final)
+def _finish_interrupted_saves(folder: Path) -> None:
+    """Give complete folders that a killed run has left their final names."""
+    for path in folder.glob(".*"):
+        step = step_of(path.name, UNFINISHED)
+        if step is not None and (path / MANIFEST).exists():
+            _replace(folder / f"step-{step}", path)
 
 
-def _sweep(folder: Path, newest: Path, keep: int) -> None:
+def _replace(final: Path, unfinished: Path) -> None:
+    """Rename `unfinished`, which is complete and found under either name."""
+    if final.exists():
+        shutil.rmtree(final)
+    unfinished.rename(final)
+
+
+def _remove_others(folder: Path, newest: Path, keep: int) -> None:
     """Remove left-over folders, and all checkpoints but the `keep` newest up to `newest`."""
     last = step_of(newest.name)
     assert last is not None
@@ -134,7 +134,7 @@ def _sweep(folder: Path, newest: Path, keep: int) -> None:
     kept = {f"step-{step}" for step in [one for one in steps if one <= last][:keep]}
     for other in folder.iterdir():
         is_checkpoint = step_of(other.name) is not None
-        if (is_checkpoint and other.name not in kept) or other.name.startswith((".unf", ".repl")):
+        if (is_checkpoint and other.name not in kept) or other.name.startswith(".unfinished-"):
             shutil.rmtree(other)
 
 

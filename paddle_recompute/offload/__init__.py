@@ -1,16 +1,24 @@
-"""Models larger than the device: parameters, gradients and optimizer state live off it."""
+"""Models larger than the device: parameters, gradients and optimizer state live off it.
 
-from paddle_recompute.offload._gradients import Finishing
+`OffloadSequential` and `offload_layers` send parameters away (`_cut`), each as an `Away` with a
+slot in host memory or a file, and cut their Layers into the shards of a `Chain`. A call of a shard
+(`_shard_call`) brings its parameters and keeps its inputs off the device; its backward runs it
+again. Gradients (`_gradients`) are complete, synchronized and off the device shard by shard.
+`OffloadOptimizer` brings each shard with its state for the update. `_rule` says what may be done
+with a parameter that is away.
+"""
+
+from paddle_recompute.offload._gradients import OnComplete
 from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload.named import OffloadReport, offload_layers, offloaded_optimizer
 from paddle_recompute.offload.optimizer import OffloadOptimizer
 from paddle_recompute.offload.sequential import OffloadSequential
 
 __all__ = [
-    "Finishing",
     "OffloadOptimizer",
     "OffloadReport",
     "OffloadSequential",
+    "OnComplete",
     "offload_layers",
     "offloaded_optimizer",
     "resident",

@@ -11,7 +11,7 @@ import paddle
 
 from paddle_recompute._paddle import guarded, travelling
 from paddle_recompute.errors import OffloadError
-from paddle_recompute.offload._storage import Slot
+from paddle_recompute.recompute import Slot
 from paddle_recompute.replay import Stamp, is_written_since, stamp_in_place, travels, watch_writes
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Away:
         """Another number after each write."""
         return self._num_written + (self.is_here and self._is_written())
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Take it off the device."""
         if not self.is_here or self._stays:
             return
@@ -77,37 +77,37 @@ class Away:
         self._arrived = None
         travelling.release_memory(self.tensor)
 
-    def leave_for_others(self) -> None:
-        """`leave`; graphs and views that the user has made keep the memory."""
+    def release_to_others(self) -> None:
+        """`release`; graphs and views that the user has made keep the memory."""
         self.write()
         self._arrived = None
         travelling.leave_memory(self.tensor)
 
-    def open(self) -> None:
+    def unguard(self) -> None:
         """Let a parameter, which is here, be used like any other."""
         guarded.unguard(self.tensor)
 
-    def close(self) -> None:
-        """End of `open`: the rule of `_rule` holds for it."""
+    def guard(self) -> None:
+        """End of `unguard`: the rule of `_rule` holds for it."""
         if not self._stays:
             guarded.guard(self.tensor)
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring it back."""
         if not self.is_here:
-            self._slot.begin()
+            self._slot.prefetch()
 
-    def drop(self) -> None:
-        """Forget what `begin` has begun."""
-        self._slot.drop()
+    def cancel_prefetch(self) -> None:
+        """Forget what `prefetch` has started."""
+        self._slot.cancel_prefetch()
 
-    def come(self) -> None:
+    def bring(self) -> None:
         """Bring it to the device."""
         if not self.is_here:
             travelling.take_memory(self.tensor, self._slot.read())
             self._arrived = stamp_in_place(self.tensor)
 
-    def touch(self) -> None:
+    def mark_written(self) -> None:
         """It was written to, in a way that nobody counts."""
         self._arrived = None
 
@@ -118,10 +118,10 @@ class Away:
             self._num_written += 1
             self._arrived = stamp_in_place(self.tensor)
 
-    def stay(self) -> None:
+    def bring_for_good(self) -> None:
         """Bring it to the device for good."""
-        self.come()
-        self.open()
+        self.bring()
+        self.unguard()
         self._stays = True
 
     def copy(self) -> paddle.Tensor:
@@ -158,6 +158,6 @@ def let_travel(parameter: paddle.Tensor, slot: Slot) -> Away:
     away = Away(parameter, slot)
     travels(parameter, away.content)
     setattr(parameter, _AWAY, away)
-    away.leave()
-    away.close()
+    away.release()
+    away.guard()
     return away

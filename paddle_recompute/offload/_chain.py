@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from paddle_recompute.grad_sync import keep_elsewhere
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._gradients import ChainGradients, ShardGradients
-from paddle_recompute.offload._storage import MakeSlot
+from paddle_recompute.recompute import MakeSlot
 
 
 class Shard:
@@ -38,12 +38,12 @@ class Shard:
         """Of the parameters."""
         return sum(int(p.tensor.size) * p.tensor.element_size() for p in self.parameters)
 
-    def come(self) -> None:
+    def bring(self) -> None:
         for away in self.parameters:
-            away.begin()
+            away.prefetch()
         for away in self.parameters:
-            away.come()
-            away.open()
+            away.bring()
+            away.unguard()
 
     @property
     def is_resident(self) -> bool:
@@ -53,7 +53,7 @@ class Shard:
     def reside(self) -> None:
         """Come to the device for the user, with the gradients."""
         if not self.is_resident:
-            self.come()
+            self.bring()
             self.gradients.lend()
         self._num_residents += 1
 
@@ -63,31 +63,31 @@ class Shard:
         if not self.is_resident:
             self.gradients.take_back()
             for away in self.parameters:
-                away.leave_for_others()
-                away.close()
+                away.release_to_others()
+                away.guard()
 
-    def close(self) -> None:
+    def guard(self) -> None:
         """What it was used for has ended; it is still here."""
         if not self.is_resident:
             for away in self.parameters:
-                away.close()
+                away.guard()
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         for away in self.parameters:
-            away.begin()
+            away.prefetch()
 
     def write(self) -> None:
         for away in self.parameters:
             away.write()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         if self.is_resident:
             return
         for away in self.parameters:
-            away.drop()
-            away.open()
-            away.leave()
-            away.close()
+            away.cancel_prefetch()
+            away.unguard()
+            away.release()
+            away.guard()
 
 
 class Chain:
@@ -117,7 +117,7 @@ class Chain:
         for shard in self.shards:
             for away in shard.parameters:
                 keep_elsewhere(away.tensor, self.gradients)
-            shard.leave()
+            shard.release()
 
     @contextlib.contextmanager
     def use(self, index: int, then: Sequence[int] = ()) -> Iterator[None]:
@@ -134,19 +134,19 @@ class Chain:
             left = self.shards[self._here or 0]
             self._here = None
             self.gradients.collect(left.gradients)
-            left.leave()
-        self.shards[index].come()
+            left.release()
+        self.shards[index].bring()
         self._here = index
         for other, shard in enumerate(self.shards):
             if other != index and other not in then:
                 for away in shard.parameters:
-                    away.drop()
+                    away.cancel_prefetch()
         for other in then:
-            self.shards[other].begin()
+            self.shards[other].prefetch()
         try:
             yield
         finally:
-            self.shards[index].close()
+            self.shards[index].guard()
 
     @contextlib.contextmanager
     def resident(self, indices: Iterable[int]) -> Iterator[None]:
@@ -162,11 +162,11 @@ class Chain:
             for shard in come:
                 shard.end_reside()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Have no shard on the device, and none on its way."""
         for shard in self.shards:
             self.gradients.collect(shard.gradients)
-            shard.leave()
+            shard.release()
         self._here = None
 
     def note_backward(self, index: int) -> None:

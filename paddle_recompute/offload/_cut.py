@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 import paddle
 
 from paddle_recompute._paddle.layers import own_parameters, statistics_among_parameters
-from paddle_recompute.errors import OffloadError
+from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.offload._away import Away, away_of, let_travel
+from paddle_recompute.offload._chain import Chain
 from paddle_recompute.offload._rule import enforce
-from paddle_recompute.offload._storage import MakeSlot
+from paddle_recompute.recompute import MakeSlot
 
 
 def num_bytes(layer: paddle.nn.Layer) -> int:
@@ -47,17 +49,62 @@ def send_away(
                     "another chain of Layers; a Layer can be in one. Put the Layers of both into "
                     "one chain, or leave what they share out of both"
                 )
-            before.stay()  # that chain is gone
+            before.bring_for_good()  # that chain is gone
         away[id(parameter)] = let_travel(parameter, make_slot())
 
 
-def bring_back(away: dict[int, Away]) -> None:
-    """Bring to the device what `send_away` has taken."""
-    for one in away.values():
-        one.stay()
+@contextlib.contextmanager
+def sent_away() -> Iterator[dict[int, Away]]:
+    """A dict for `send_away`; if the body fails, what it has taken comes back to the device."""
+    away: dict[int, Away] = {}
+    try:
+        yield away
+    except BaseException:
+        for one in away.values():
+            one.bring_for_good()
+        raise
 
 
-def owned(
+def chain_of(
+    layers: Sequence[paddle.nn.Layer],
+    num_shards: int,
+    away: dict[int, Away],
+    make_slot: MakeSlot,
+    *,
+    prefetch: int = 1,
+    names: Sequence[str] | None = None,
+) -> tuple[Chain, list[range]]:
+    """`layers`, whose parameters are in `away`, in shards of which the largest is small.
+
+    Args:
+        layers: In the order of the forward.
+        num_shards: Into how many shards they are cut.
+        away: From `send_away`.
+        make_slot: As in `send_away`.
+        prefetch: As in `Chain`.
+        names: Of the layers, for messages; None: their numbers.
+
+    Returns:
+        The chain, and the places of each shard's Layers.
+
+    Raises:
+        ConfigError: There are more shards than Layers.
+    """
+    if num_shards > len(layers):
+        raise ConfigError(
+            f"num_shards is {num_shards}, and there are {len(layers)} Layers; a shard has at least "
+            "one"
+        )
+    ranges = cut([num_bytes(layer) for layer in layers], num_shards)
+    names = names or [f"Layer {place}" for place in range(len(layers))]
+    groups = [
+        (f"shard {number} of {num_shards} ({names[part[0]]} to {names[part[-1]]})", own)
+        for number, (part, own) in enumerate(zip(ranges, _owned(layers, ranges, away), strict=True))
+    ]
+    return Chain(groups, away.values(), make_slot, prefetch=prefetch), ranges
+
+
+def _owned(
     layers: Sequence[paddle.nn.Layer], ranges: Sequence[range], away: dict[int, Away]
 ) -> list[list[Away]]:
     """The parameters that each shard has for itself; those of several come back for good."""
@@ -71,7 +118,7 @@ def owned(
         if len(users[key]) == 1:
             found[users[key].pop()].append(one)
         else:
-            one.stay()
+            one.bring_for_good()
     return found
 
 

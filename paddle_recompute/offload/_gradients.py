@@ -11,13 +11,13 @@ from paddle_recompute._paddle import travelling
 from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import PieceSender, SentPiece
-from paddle_recompute.offload._storage import MakeSlot, Slot
+from paddle_recompute.recompute import MakeSlot, Slot
 
 _HALF = (paddle.float16, paddle.bfloat16)
 
 
 @dataclass(frozen=True)
-class Finishing:
+class OnComplete:
     """What is done to a gradient when it is complete.
 
     Attributes:
@@ -31,7 +31,7 @@ class Finishing:
     norm_dtype: str | None = None
 
 
-class _Kept:
+class _StoredGradients:
     """Sums of gradients by the index of their parameter, off the device.
 
     Attributes:
@@ -86,16 +86,16 @@ class _Kept:
         assert total is not None
         self.put(index, total)
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         for index in self.present - self._zero - self.shown.keys():
-            self._slots[index].begin()
+            self._slots[index].prefetch()
 
     def forget(self, index: int) -> None:
         self.present.discard(index)
         self._zero.discard(index)
         self.shown.pop(index, None)
         if index in self._slots:
-            self._slots[index].drop()
+            self._slots[index].cancel_prefetch()
 
 
 class ShardGradients:
@@ -118,8 +118,8 @@ class ShardGradients:
         self.present_here: set[int] = set()
         """The indices of the parameters that have a gradient on this rank."""
         self.is_lent = False
-        self._kept = _Kept(self.parameters, make_slot)
-        self._late = _Kept(self.parameters, make_slot)
+        self._kept = _StoredGradients(self.parameters, make_slot)
+        self._late = _StoredGradients(self.parameters, make_slot)
 
     @property
     def present(self) -> set[int]:
@@ -169,7 +169,7 @@ class ShardGradients:
         now on is late.
         """
         kept = self._late if self.is_sent else self._kept
-        kept.begin()
+        kept.prefetch()
         totals = [kept.with_added(i, taken.pop(i, None)) for i in range(len(self.parameters))]
         self.present_here |= {i for i, total in enumerate(totals) if total is not None}
         kept.present = set()
@@ -177,7 +177,7 @@ class ShardGradients:
         return totals
 
     @paddle.no_grad()
-    def complete(self, gradients: list[paddle.Tensor | None], how: Finishing) -> None:
+    def complete(self, gradients: list[paddle.Tensor | None], how: OnComplete) -> None:
         """Keep `gradients`, which are the means over the ranks, finished; the list is emptied."""
         for index in range(len(gradients)):
             gradient, gradients[index] = gradients[index], None
@@ -201,9 +201,9 @@ class ShardGradients:
         for index in indices:
             self.squares.pop(index, None)
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring the gradients back."""
-        self._kept.begin()
+        self._kept.prefetch()
 
     @paddle.no_grad()
     def give(self, factor: float | None) -> None:
@@ -294,7 +294,7 @@ class ChainGradients:
 
     def __init__(self, shards: Sequence[ShardGradients]) -> None:
         self._order = list(reversed(shards))
-        self.finishing = Finishing()
+        self.on_complete = OnComplete()
         self._armed = False
         self._sender: PieceSender | None = None
         self._expected: list[int] | None = None
@@ -351,7 +351,7 @@ class ChainGradients:
         for shard in kept:
             if not shard.is_sent:
                 self._complete(shard, {})
-        self._settle()
+        self._take_sent()
         self._armed = False
         counts = [shard.num_backwards for shard in self._order]
         late = [bool(shard.late) for shard in self._order]
@@ -374,7 +374,7 @@ class ChainGradients:
         for shard, is_late in zip(self._order, late, strict=True):
             if is_late:
                 self._complete(shard, {})
-                self._settle()
+                self._take_sent()
 
     def _is_next(self, shard: ShardGradients) -> bool:
         if self._expected is None or self._order[self._next] is not shard:
@@ -384,13 +384,13 @@ class ChainGradients:
     def _complete(self, shard: ShardGradients, taken: dict[int, paddle.Tensor]) -> None:
         totals = shard.totals(taken)
         if self._sender is None:
-            shard.complete(totals, self.finishing)
+            shard.complete(totals, self.on_complete)
             return
-        self._settle()  # no more than one shard's gradients travel
+        self._take_sent()  # no more than one shard's gradients travel
         sent = self._sender.send(shard.parameters, totals, f"gradients of {shard.name}")
         self._under_way = shard, sent
 
-    def _settle(self) -> None:
+    def _take_sent(self) -> None:
         if self._under_way is not None:
             (shard, sent), self._under_way = self._under_way, None
-            shard.complete(sent.wait(), self.finishing)
+            shard.complete(sent.wait(), self.on_complete)

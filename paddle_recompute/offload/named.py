@@ -11,13 +11,11 @@ from paddle_recompute._paddle.layers import own_parameters
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import ConfigError, OffloadError, SelectionError
-from paddle_recompute.offload import _passage
-from paddle_recompute.offload._away import Away
+from paddle_recompute.offload import _shard_call
 from paddle_recompute.offload._chain import Chain
-from paddle_recompute.offload._cut import bring_back, cut, num_bytes, owned, send_away
+from paddle_recompute.offload._cut import chain_of, send_away, sent_away
 from paddle_recompute.offload._resident import chains_of
 from paddle_recompute.offload._state import show_values_in_state_dict
-from paddle_recompute.offload._storage import slots
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
 from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute import (
@@ -27,6 +25,7 @@ from paddle_recompute.recompute import (
     find_blocks,
     layers_matching,
     replace_class,
+    slots,
 )
 
 
@@ -71,7 +70,7 @@ class OffloadedLayer(WrappedLayer):
             raise OffloadError(
                 "an offloaded Layer cannot be called in a Program; use mode: dygraph"
             )
-        return _passage.run(
+        return _shard_call.run(
             self._offload_chain,
             self._offload_shard,
             super().__call__,
@@ -123,24 +122,14 @@ def offload_layers(model: paddle.nn.Layer, config: RecomputeConfig) -> OffloadRe
         names = layers_matching(model, config.checkpoints)
     found = dict(model.named_sublayers())
     layers = [found[name] for name in names]
-    _check(names, layers, config.num_shards)
+    _check_not_wrapped(names, layers)
     make_slot = slots(place, None)
-    ranges = cut([num_bytes(layer) for layer in layers], config.num_shards)
-    shards = tuple(tuple(names[part.start : part.stop]) for part in ranges)
-    away: dict[int, Away] = {}
     others = _others(model, layers)
-    try:
+    with sent_away() as away:
         for layer in layers:
             send_away(layer, away, make_slot, but=others)
-    except BaseException:
-        bring_back(away)
-        raise
-    parameters = owned(layers, ranges, away)
-    groups = [
-        (f"shard {number} ({', '.join(names)})", own)
-        for number, (names, own) in enumerate(zip(shards, parameters, strict=True))
-    ]
-    chain = Chain(groups, away.values(), make_slot, prefetch=1)
+        chain, ranges = chain_of(layers, config.num_shards, away, make_slot, names=names)
+    shards = tuple(tuple(names[part.start : part.stop]) for part in ranges)
     for number, part in enumerate(ranges):
         for layer in layers[part.start : part.stop]:
             layer._offload_chain = chain
@@ -177,15 +166,10 @@ def _others(model: paddle.nn.Layer, layers: list[paddle.nn.Layer]) -> set[int]:
     }
 
 
-def _check(names: list[str], layers: list[paddle.nn.Layer], num_shards: int) -> None:
+def _check_not_wrapped(names: list[str], layers: list[paddle.nn.Layer]) -> None:
     for name, layer in zip(names, layers, strict=True):
         if isinstance(layer, WrappedLayer):
             raise SelectionError(
                 f"checkpoints selects '{name}', which is wrapped already; an offloaded "
                 "Layer is recomputed by itself"
             )
-    if num_shards > len(layers):
-        raise ConfigError(
-            f"num_shards is {num_shards}, and checkpoints selects "
-            f"{len(layers)} Layers; a shard has at least one"
-        )

@@ -14,7 +14,7 @@ from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.grad_sync import owner_of
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._chain import Chain, Shard
-from paddle_recompute.offload._gradients import Finishing
+from paddle_recompute.offload._gradients import OnComplete
 from paddle_recompute.offload._state import on_host
 
 MakeOptimizer = Callable[[list[paddle.Tensor]], paddle.optimizer.Optimizer]
@@ -62,7 +62,7 @@ class OffloadOptimizer:
 
     # ------------------------------------------------------------------------- for TrainStep
 
-    def finish_with(self, finishing: Finishing) -> None:
+    def finish_with(self, on_complete: OnComplete) -> None:
         """What is done to each gradient of the step when it is complete.
 
         Raises:
@@ -74,7 +74,7 @@ class OffloadOptimizer:
                     "TrainStep was called inside of resident(), where the gradients are in .grad "
                     "and are not measured with their shards; call it outside"
                 )
-            chain.gradients.finishing = finishing
+            chain.gradients.on_complete = on_complete
 
     def squares(self) -> dict[int, paddle.Tensor]:
         """The sum of squares of each offloaded gradient by the id of its parameter; scalars."""
@@ -160,7 +160,7 @@ class OffloadOptimizer:
         for shard, optimizer in self._shards():
             own = {parameter.name for parameter in shard.gradients.parameters}
             for away in shard.state:
-                away.come()
+                away.bring()
             optimizer.set_state_dict(_of(state, owners, own))
             # Before its first step an optimizer has master weights alone; the rest of the given
             # state waits, where it is, until the accumulators are made.
@@ -179,20 +179,20 @@ class OffloadOptimizer:
         if not shard.parameters:
             return
         optimizer = self._of_shard[id(shard)]
-        shard.gradients.begin()
+        shard.gradients.prefetch()
         for away in shard.state:
-            away.begin()
+            away.prefetch()
         for away in shard.state:
-            away.come()
+            away.bring()
         following = chain.shards[index - 1] if index > 0 and chain.prefetch else None
         if following is not None:
             for away in following.state:
-                away.begin()
+                away.prefetch()
         shard.gradients.give(self._factor)
         optimizer.step()
         shard.gradients.end_step()
         if following is not None:  # now, as the gradients of two shards would raise the peak
-            following.gradients.begin()
+            following.gradients.prefetch()
         shard.has_stepped = True
         self._let_state_leave(shard, optimizer)
         shard.write()
@@ -205,8 +205,8 @@ class OffloadOptimizer:
         for tensor in _tensors_of(optimizer, only_masters):
             away = known.get(id(tensor)) or Away(tensor, shard.make_slot())
             shard.state.append(away)
-            away.touch()
-            away.leave()
+            away.mark_written()
+            away.release()
 
 
 def _checked(optimizer: paddle.optimizer.Optimizer) -> paddle.optimizer.Optimizer:

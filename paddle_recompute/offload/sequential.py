@@ -9,15 +9,13 @@ from typing import Any, TypeAlias
 import paddle
 
 from paddle_recompute.errors import ConfigError, OffloadError
-from paddle_recompute.offload import _passage
+from paddle_recompute.offload import _shard_call
 from paddle_recompute.offload._away import Away
-from paddle_recompute.offload._chain import Chain
-from paddle_recompute.offload._cut import bring_back, cut, num_bytes, owned, send_away
+from paddle_recompute.offload._cut import chain_of, send_away, sent_away
 from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload._state import show_values_in_state_dict
-from paddle_recompute.offload._storage import PLACES, Place, slots
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
-from paddle_recompute.recompute import OFFLOADS
+from paddle_recompute.recompute import OFFLOADS, PLACES, Place, slots
 
 LayerOrFactory: TypeAlias = paddle.nn.Layer | Callable[[], paddle.nn.Layer]
 
@@ -94,25 +92,11 @@ class OffloadSequential(paddle.nn.Sequential):
         super().__init__()
         _check(num_shards, offload, num_microbatches, prefetch)
         make_slot = slots(offload, offload_folder)
-        away: dict[int, Away] = {}
-        try:
+        with sent_away() as away:
             self._add(layers, make_slot, away)
-            if num_shards > len(self):
-                raise ConfigError(
-                    f"num_shards is {num_shards}, and the chain has {len(self)} Layers; a shard "
-                    "has at least one"
-                )
-        except BaseException:
-            bring_back(away)
-            raise
-        self._cuts = cut([num_bytes(layer) for layer in self], num_shards)
-        groups = [
-            (f"shard {number} of {num_shards} (Layers {part[0]} to {part[-1]})", own)
-            for number, (part, own) in enumerate(
-                zip(self._cuts, owned(list(self), self._cuts, away), strict=True)
+            self._offload_chain, self._cuts = chain_of(
+                list(self), num_shards, away, make_slot, prefetch=prefetch
             )
-        ]
-        self._offload_chain = Chain(groups, away.values(), make_slot, prefetch=prefetch)
         self._storage = OFFLOADS[offload]
         self._num_microbatches = num_microbatches
         self._checkpoint = checkpoint_activations
@@ -131,7 +115,7 @@ class OffloadSequential(paddle.nn.Sequential):
         members = list(self)
         for number, part in enumerate(self._cuts):
             given = outputs if isinstance(outputs, tuple) else (outputs,)
-            outputs = _passage.run(
+            outputs = _shard_call.run(
                 self._offload_chain,
                 number,
                 _Consecutive(members[part.start : part.stop]),

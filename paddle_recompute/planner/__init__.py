@@ -1,8 +1,15 @@
-"""What to recompute so that a step stays within a budget of bytes, and costs the least time."""
+"""What to recompute so that a step stays within a budget of bytes, and costs the least time.
+
+A `Job` (model, batch, loss) is measured: `skeleton` runs its step without the insides of its
+blocks, `measure` each kind of call alone, under each option. Together they are `StepCosts`, plain
+data. `simulate` tells from them the bytes and seconds of a step under choices, event by event;
+`solve` finds the fastest choices within a budget. They make a `RecomputePlan`, which treats the
+calls of a model; `planning` measures a step under it, and plans anew for what was too much.
+"""
 
 from paddle_recompute.planner.batch_size import costs_of_batch, extrapolated, probe
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
-from paddle_recompute.planner.find_batch import BatchSize, find_batch_size
+from paddle_recompute.planner.find_batch import BatchSize, find_batch_size, largest_that_fits
 from paddle_recompute.planner.front import next_faster, smallest
 from paddle_recompute.planner.job import Job
 from paddle_recompute.planner.offloaded import Offloaded, offloaded
@@ -15,13 +22,12 @@ from paddle_recompute.planner.planning import (
 )
 from paddle_recompute.planner.policies import choices_of_policy, every, segments, uniform
 from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
-from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
+from paddle_recompute.planner.simulate import JOINED, Choice, Timeline, simulate
 from paddle_recompute.planner.solve import Solution, solve
 
 __all__ = [
     "JOINED",
     "MOST_CORRECTIONS",
-    "NESTED",
     "PLAIN",
     "WHOLE",
     "BatchSize",
@@ -39,6 +45,7 @@ __all__ = [
     "every",
     "extrapolated",
     "find_batch_size",
+    "largest_that_fits",
     "make_plan",
     "maximum",
     "next_faster",

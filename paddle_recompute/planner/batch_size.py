@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,22 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute.errors import PlanError
-from paddle_recompute.planner.costs import PLAIN, CallCost, Event, OptionCost, StepCosts
+from paddle_recompute.planner.costs import (
+    BYTES,
+    PLAIN,
+    CallCost,
+    Merge,
+    StepCosts,
+    combined,
+    have_same_calls,
+)
 from paddle_recompute.planner.job import Job, check_count
 from paddle_recompute.planner.step_costs import Progress
+
+AtRows = Callable[[Sequence[int], Sequence[int], int], float]
+"""``bytes_at(sizes, values, rows)``: the value at `rows` rows, from those at three sizes."""
+_SCALED = {"base", "held", "frees_input", "input_bytes", "output_bytes", *BYTES}
+"""Fields with bytes that grow with the rows."""
 
 
 def rows_of(batch: Any) -> int:
@@ -69,75 +82,34 @@ def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
         PlanError: The probes are of steps with different calls.
     """
     sizes, known = list(probes), list(probes.values())
-    first = known[0]
-    if any(
-        [(c.layer, c.number) for c in one.calls] != [(c.layer, c.number) for c in first.calls]
-        or len(one.events) != len(first.events)
-        for one in known
-    ):
+    if not have_same_calls(known):
         raise PlanError("the step makes other calls with another batch, so it cannot be scaled")
 
-    def scaled(read: Callable[[StepCosts], int]) -> int:
-        return round(_quadratic(sizes, [read(one) for one in known], rows))
+    def scaled(bytes_at: AtRows) -> Merge:
+        def merge(name: str, values: Sequence[Any]) -> Any:
+            if name in ("seconds", "forward_seconds"):
+                # In proportion: a line through two short times would be all noise.
+                return values[-1] * rows / sizes[-1]
+            return round(bytes_at(sizes, values, rows)) if name in _SCALED else values[0]
 
-    def straight(read: Callable[[StepCosts], int]) -> int:
-        return round(_line(sizes, [read(one) for one in known], rows))
+        return merge
 
-    def seconds(read: Callable[[StepCosts], float]) -> float:
-        # In proportion: a line through two short times would be all noise.
-        return read(known[-1]) * rows / sizes[-1]
-
-    def option(place: int, name: str) -> OptionCost:
-        own = first.calls[place].options[name]
-
-        def cost(one: StepCosts) -> OptionCost:
-            return one.calls[place].options[name]
-
+    def call(several: Sequence[CallCost]) -> CallCost:
         # The peak of a block for a few rows may be that of its weights' gradients: a parabola would
         # take the change to that of its activations for a bend. What it keeps has no such change,
         # and bends only if rows meet inside the block.
-        kept = [one.calls[place].options[PLAIN].kept for one in known]
-        bytes_of = straight if _is_straight(sizes, kept) else scaled
-        return replace(
-            own,
-            kept=bytes_of(lambda one: cost(one).kept),
-            forward_peak=bytes_of(lambda one: cost(one).forward_peak),
-            backward_peak=bytes_of(lambda one: cost(one).backward_peak),
-            seconds=seconds(lambda one: cost(one).seconds),
-            forward_seconds=seconds(lambda one: cost(one).forward_seconds),
-        )
+        kept = [one.options[PLAIN].kept for one in several]
+        of_options = scaled(_line if _is_straight(sizes, kept) else _quadratic)
+        options = combined([one.options for one in several], of_options, "options")
+        found: CallCost = combined(several, scaled(_quadratic))
+        return replace(found, options=options)
 
-    def call(place: int, own: CallCost) -> CallCost:
-        names = set.intersection(*(set(one.calls[place].options) for one in known))
-        return replace(
-            own,
-            input_bytes=scaled(lambda one: one.calls[place].input_bytes),
-            output_bytes=scaled(lambda one: one.calls[place].output_bytes),
-            options={name: option(place, name) for name in own.options if name in names},
-        )
-
-    def event(place: int, own: Event) -> Event:
-        return replace(
-            own,
-            before=scaled(lambda one: one.events[place].before),
-            enter=scaled(lambda one: one.events[place].enter),
-            leave=scaled(lambda one: one.events[place].leave),
-            seconds=seconds(lambda one: one.events[place].seconds),
-        )
-
-    return replace(
-        first,
-        base=scaled(lambda one: one.base),
-        held={
-            name: scaled(lambda one, name=name: one.held[name])  # type: ignore[misc]
-            for name in first.held
-        },
-        calls=tuple(call(place, own) for place, own in enumerate(first.calls)),
-        events=tuple(event(place, own) for place, own in enumerate(first.events)),
-    )
+    step: StepCosts = combined(known, scaled(_quadratic))
+    calls = tuple(call(several) for several in zip(*(one.calls for one in known), strict=True))
+    return replace(step, calls=calls)
 
 
-def _quadratic(sizes: list[int], values: list[int], at: int) -> float:
+def _quadratic(sizes: Sequence[int], values: Sequence[int], at: int) -> float:
     """The parabola through three points; a straight line where they are nearly on one.
 
     Three points of a peak may be on different branches of a maximum; a bend that is small against
@@ -149,16 +121,16 @@ def _quadratic(sizes: list[int], values: list[int], at: int) -> float:
     return line + _bend(sizes, values) * (at - sizes[1]) * (at - sizes[2])
 
 
-def _line(sizes: list[int], values: list[int], at: int) -> float:
+def _line(sizes: Sequence[int], values: Sequence[int], at: int) -> float:
     """The straight line through the points of the two largest sizes."""
     (_, b, c), (_, y, z) = sizes, values
     return z + (z - y) / (c - b) * (at - c)
 
 
-def _bend(sizes: list[int], values: list[int]) -> float:
+def _bend(sizes: Sequence[int], values: Sequence[int]) -> float:
     (a, b, c), (x, y, z) = sizes, values
     return ((z - y) / (c - b) - (y - x) / (b - a)) / (c - a)
 
 
-def _is_straight(sizes: list[int], values: list[int]) -> bool:
+def _is_straight(sizes: Sequence[int], values: Sequence[int]) -> bool:
     return abs(_bend(sizes, values)) * (sizes[2] - sizes[0]) ** 2 < 1e-3 * max(abs(values[2]), 1)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import paddle
 
-from paddle_recompute._paddle.layers import children_of
-from paddle_recompute.errors import PlanError, SelectionError
+from paddle_recompute.errors import PlanError
 from paddle_recompute.options import AUTO
 from paddle_recompute.recompute import find_blocks, layers_matching
 
@@ -20,26 +19,21 @@ def planned_blocks(
     Args:
         model: Any Layer.
         checkpoints: Patterns as in ``recompute.checkpoints``. None or ``auto``: the repeated
-            blocks that `apply_recompute` finds; without any, the children with parameters.
+            blocks that `apply_recompute` finds.
 
     Raises:
-        PlanError: There are none.
-        SelectionError: A pattern matches nothing.
+        PlanError: The patterns select no Layer.
+        SelectionError: A pattern matches nothing, or the model has no repeated blocks.
     """
     layers = dict(model.named_sublayers(include_self=True))
-    if checkpoints is not None and list(checkpoints) != [AUTO]:
-        names = layers_matching(model, list(checkpoints))
-        if not names:
-            raise PlanError(
-                f"checkpoints {list(checkpoints)} select functions only; a plan is made for the "
-                "calls of Layers: name the blocks, and their cheap parts are found"
-            )
+    if checkpoints is None or list(checkpoints) == [AUTO]:
+        names = [name for one in find_blocks(model) for name in one.names]
     else:
-        try:
-            names = [name for one in find_blocks(model) for name in one.names]
-        except SelectionError:
-            names = [name for name, child in children_of(model) if child.parameters()]
+        names = layers_matching(model, list(checkpoints))
     if not names:
-        raise PlanError("the model has no Layers that could be blocks; name them in checkpoints")
+        raise PlanError(
+            f"checkpoints {checkpoints} select functions only; a plan is made for the calls of "
+            "Layers: name the blocks, and their cheap parts are found"
+        )
     # A Layer with several names is in the model once, under the first of them.
     return {name: layers[name] for name in names if name in layers}

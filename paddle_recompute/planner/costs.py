@@ -10,8 +10,8 @@ apart (`OptionCost`), and `simulate` puts the two together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from paddle_recompute.errors import PlanError
@@ -21,6 +21,8 @@ PLAIN = "plain"
 WHOLE = "whole"
 OFFLOADED = "offloaded"
 """Recomputed whole, from an input that waits off the device."""
+BYTES = ("before", "enter", "leave", "kept", "forward_peak", "backward_peak", "repeated")
+"""Fields of `Event` and `OptionCost` that more rows, or another rank, may raise."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class OptionCost:
         offers_output: Whether later calls need not keep the output: it is computed again for them.
         takes_offers: Whether the call asks for such outputs instead of keeping its input.
         frees_input: Bytes of its inputs that it does not keep, because it keeps a copy of them.
-        again: Bytes that are computed again and held on to in its backward, between its operators.
+        repeated: Bytes that are computed again and held in its backward, between its operators.
         kept_by_plain: Whether the plain call keeps the same bytes, and more: masks, in a Program.
     """
 
@@ -52,10 +54,10 @@ class OptionCost:
     takes_offers: bool = False
     kept_by_plain: bool = False
     frees_input: int = 0
-    again: int = 0
+    repeated: int = 0
 
 
-def held_again(cost: OptionCost, plain: OptionCost) -> int:
+def held_for_repetition(cost: OptionCost, plain: OptionCost) -> int:
     """What the backward holds beyond what the call has kept and what the plain one takes there."""
     return max(0, cost.backward_peak - cost.kept - (plain.backward_peak - plain.kept))
 
@@ -137,7 +139,6 @@ class StepCosts:
     calls: tuple[CallCost, ...]
     events: tuple[Event, ...]
     excess: int = 0
-    notes: tuple[str, ...] = field(default_factory=tuple)
     offload: Offload | None = None
     keeps_gradients: bool = False
 
@@ -168,7 +169,7 @@ class StepCosts:
             for call in data["calls"]
         )
         events = tuple(Event(**event) for event in data["events"])
-        return cls(**{**data, "calls": calls, "events": events, "notes": tuple(data["notes"])})
+        return cls(**{**data, "calls": calls, "events": events})
 
 
 class Gradients:
@@ -198,55 +199,60 @@ class Gradients:
                 del self._present[name]
 
 
+Merge = Callable[[str, Sequence[Any]], Any]
+"""``merge(name, values)``: one value out of those that several costs have in the field `name`."""
+
+
+def combined(several: Sequence[Any], merge: Merge, name: str = "") -> Any:
+    """Costs of the same structure as one: each number, text or None in them is merged.
+
+    Args:
+        several: `StepCosts`, or parts of them. What not all of them have, such as an option, is
+            left out.
+        merge: For each value.
+        name: Of the field that they are from.
+    """
+    first = several[0]
+    if isinstance(first, (StepCosts, CallCost, OptionCost, Event)):
+        parts = {one.name: [getattr(own, one.name) for own in several] for one in fields(first)}
+        return replace(first, **{key: combined(own, merge, key) for key, own in parts.items()})
+    if isinstance(first, dict):
+        common = [key for key in first if all(key in own for own in several)]
+        return {key: combined([own[key] for own in several], merge, name) for key in common}
+    if isinstance(first, tuple):
+        return tuple(combined(own, merge, name) for own in zip(*several, strict=True))
+    return merge(name, several)
+
+
+def have_same_calls(several: Sequence[StepCosts]) -> bool:
+    """Whether the steps consist of the same calls and events."""
+    described = [
+        (
+            [(call.layer, call.number) for call in one.calls],
+            [(event.kind, event.call) for event in one.events],
+        )
+        for one in several
+    ]
+    return all(one == described[0] for one in described)
+
+
 def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:
     """The largest of the ranks' figures, one by one.
 
     Raises:
         PlanError: The ranks' steps consist of different calls.
     """
-    first = everywhere[0]
-    described = [
-        [(c.layer, c.number, sorted(c.options)) for c in one.calls]
-        + [(e.kind, e.call, []) for e in one.events]
-        for one in everywhere
-    ]
-    if any(one != described[0] for one in described):
+    options = [[sorted(call.options) for call in one.calls] for one in everywhere]
+    if not have_same_calls(everywhere) or any(one != options[0] for one in options):
         raise PlanError(
             "the steps of the ranks consist of different calls, so that no plan fits them all; "
             "build the model in the same way, and give batches of the same structure, on every rank"
         )
 
-    def largest(items: Sequence[Any], names: Sequence[str]) -> Any:
-        return replace(
-            items[0], **{name: max(getattr(one, name) for one in items) for name in names}
-        )
+    def largest(name: str, values: Sequence[Any]) -> Any:
+        if name == "frees_input":
+            return min(values)
+        has_largest = name in ("base", "seconds", "forward_seconds", *BYTES)
+        return max(values) if has_largest else values[0]
 
-    calls = []
-    for place, call in enumerate(first.calls):
-        same = [one.calls[place] for one in everywhere]
-        options = {
-            name: replace(
-                largest(
-                    [one.options[name] for one in same],
-                    (
-                        "kept",
-                        "forward_peak",
-                        "backward_peak",
-                        "seconds",
-                        "forward_seconds",
-                        "again",
-                    ),
-                ),
-                frees_input=min(one.options[name].frees_input for one in same),
-            )
-            for name in call.options
-        }
-        calls.append(replace(call, options=options))
-    names = ("before", "enter", "leave", "seconds")
-    events = [
-        largest([one.events[place] for one in everywhere], names)
-        for place in range(len(first.events))
-    ]
-    return replace(
-        first, base=max(one.base for one in everywhere), calls=tuple(calls), events=tuple(events)
-    )
+    return combined(everywhere, largest)  # type: ignore[no-any-return]

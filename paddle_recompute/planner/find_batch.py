@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,26 +96,59 @@ def find_batch_size(
     patterns = None if checkpoints is None else tuple(checkpoints)
     probes = probe(job, progress)
     divisors = [n for n in range(1, local_batch + 1) if local_batch % n == 0]
+    signature = job.signature()
 
-    def solved(rows: int) -> RecomputePlan | None:
+    @functools.cache
+    def planned(rows: int) -> RecomputePlan | None:
         costs = extrapolated(probes, rows)
-        solution = solve(costs, budget)
-        if solution is None:
+        if solve(costs, budget) is None:
             return None
-        return make_plan(costs, budget, signature=job.signature(), checkpoints=patterns)
+        return make_plan(costs, budget, signature=signature, checkpoints=patterns)
 
-    fitting = {rows: plan for rows in divisors if (plan := solved(rows)) is not None}
-    while fitting:
-        rows = smallest_of_ranks(max(fitting))
-        verified = _verified(replace(job, batch=with_rows(sample_batch, rows)), fitting[rows])
-        if verified is not None:
-            fitting[rows] = verified
-            fastest = min(fitting, key=lambda n: fitting[n].seconds / n)
-            return BatchSize(rows, verified, local_batch // rows, fastest, fitting[fastest])
-        fitting = {n: plan for n, plan in fitting.items() if n < rows}
+    def fits(count: int) -> bool:
+        return planned(divisors[count - 1]) is not None
+
+    while divisors and (count := largest_that_fits(fits, len(divisors))) is not None:
+        rows = smallest_of_ranks(divisors[count - 1])
+        divisors = [n for n in divisors if n < rows]
+        plan = planned(rows)
+        batch = with_rows(sample_batch, rows)
+        verified = plan and _verified(replace(job, batch=batch), plan)
+        if verified:
+            plans = {rows: verified} | {n: plan for n in divisors if (plan := planned(n))}
+            fastest = min(plans, key=lambda n: plans[n].seconds / n)
+            return BatchSize(rows, verified, local_batch // rows, fastest, plans[fastest])
     one_row = extrapolated(probes, 1)
     why = infeasible(one_row, budget, smallest(one_row))
     raise PlanError(f"{why}. This is for a batch of one row")
+
+
+def largest_that_fits(
+    fits: Callable[[int], bool], most: int, *, least: int = 1, close: int | None = None
+) -> int | None:
+    """The largest whole number from `least` to `most` that fits, if all below it do too.
+
+    Numbers are doubled until they do not fit, so that little more than the largest is tried.
+
+    Args:
+        fits: Whether a number fits.
+        most: The largest that is tried.
+        least: The first that is tried.
+        close: The result may be too small by its ``1 / close``; None: it is exact.
+
+    Returns:
+        None: not even `least` fits.
+    """
+    if not fits(least):
+        return None
+    low, high = least, 2 * least
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > max(1, low // close if close else 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _verified(job: Job, plan: RecomputePlan) -> RecomputePlan | None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.policies import uniform
-from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, simulate
+from paddle_recompute.planner.simulate import Choice, simulate
 from paddle_recompute.planner.solve import Solution, solve
 
 
-def smallest(costs: StepCosts, *, units: Sequence[str] = (JOINED, NESTED)) -> Solution:
+def smallest(costs: StepCosts) -> Solution:
     """The choices with the smallest peak, found by bisection of the budget."""
     uniforms = (uniform(costs, WHOLE), uniform(costs, OFFLOADED))
     best = min((Solution(one, simulate(costs, one)) for one in uniforms), key=lambda one: one.peak)
     low, high = costs.base, best.peak
     while high - low > max(1, (high - costs.base) // 4096):
         middle = (low + high) // 2
-        found = solve(costs, middle, units=units)
+        found = solve(costs, middle)
         if found is None:
             low = middle
         else:
@@ -25,9 +23,7 @@ def smallest(costs: StepCosts, *, units: Sequence[str] = (JOINED, NESTED)) -> So
     return best
 
 
-def next_faster(
-    costs: StepCosts, seconds: float, budget: int, *, units: Sequence[str] = (JOINED, NESTED)
-) -> Solution | None:
+def next_faster(costs: StepCosts, seconds: float, budget: int) -> Solution | None:
     """The solution of the smallest budget above `budget` that takes less than `seconds`.
 
     None: nothing is faster. Between `budget` and its peak no choice of the options lies, so bytes
@@ -40,7 +36,7 @@ def next_faster(
     low, high = budget, best.peak
     while high - low > max(1, (best.peak - costs.base) // 4096):
         middle = (low + high) // 2
-        found = solve(costs, middle, units=units)
+        found = solve(costs, middle)
         if found is not None and found.seconds < seconds * (1 - 1e-9):
             best, high = found, min(found.peak, middle)
         else:

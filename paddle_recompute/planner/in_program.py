@@ -13,7 +13,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute.errors import PlanError
-from paddle_recompute.planner.costs import PLAIN, WHOLE, OptionCost, held_again
+from paddle_recompute.planner.costs import PLAIN, WHOLE, OptionCost, held_for_repetition
 
 Treatments = Mapping[str, Callable[[paddle.nn.Layer], object]]
 """By option: wraps what it recomputes of the Layer that it is given."""
@@ -61,5 +61,5 @@ def costs_in_program(
             offers_output=False,
             kept_by_plain=option == WHOLE,
         )
-        costs[option] = replace(in_program, again=held_again(in_program, plain))
+        costs[option] = replace(in_program, repeated=held_for_repetition(in_program, plain))
     return costs

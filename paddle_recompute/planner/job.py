@@ -51,8 +51,8 @@ class Job:
         optimizer: Its moments are part of the memory; None: there are none.
         grad_cache: Computes the gradient chunk by chunk instead of `loss_fn`.
         sync: Its communication is kept out of the measurement.
-        besides: More bytes that every step begins with, by what they are: communication buckets,
-            batches that wait.
+        extra_bytes: More bytes that every step begins with, by what they are: communication
+            buckets, batches that wait.
         keeps_gradients: Whether gradients are there when a micro-batch begins.
             ``optimizer.clear_grad()`` sets them to zero and keeps them (Paddle's default), and
             micro-batches add to those before them. False only for a loop with
@@ -70,7 +70,7 @@ class Job:
     optimizer: paddle.optimizer.Optimizer | None = None
     grad_cache: GradCache | None = None
     sync: GradientSync | None = None
-    besides: Mapping[str, int] = field(default_factory=dict)
+    extra_bytes: Mapping[str, int] = field(default_factory=dict)
     keeps_gradients: bool = True
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -176,7 +176,7 @@ class Job:
             "batch": sum(map(_bytes, _nested.tensors_in(self.batch))),
             "moments": 0,
             "masters": 0,
-            **self.besides,
+            **self.extra_bytes,
         }
         if self.optimizer is not None:
             name = type(self.optimizer).__name__

@@ -20,7 +20,7 @@ from paddle_recompute._paddle.amp import amp_state_of
 from paddle_recompute._paddle.layers import is_initialized
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, OptionCost, held_again
+from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, OptionCost, held_for_repetition
 from paddle_recompute.planner.in_program import MeasureCall, costs_in_program
 from paddle_recompute.planner.skeleton import HostTensor, RecordedCall
 from paddle_recompute.recompute import (
@@ -171,8 +171,8 @@ class MeasuredCall:
         }
         # What a part computes again goes as soon as the operator has it.
         for option in {WHOLE, OFFLOADED} & costs.keys():
-            again = held_again(costs[option], costs[PLAIN])
-            costs[option] = replace(costs[option], again=again)
+            again = held_for_repetition(costs[option], costs[PLAIN])
+            costs[option] = replace(costs[option], repeated=again)
         if self._in_program:
             return costs_in_program(costs, self._in_program, self._freed_in_program())
         if self._offload == "host" and OFFLOADED in costs:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, CallCost, OptionCost, StepCosts
-from paddle_recompute.planner.simulate import JOINED, NESTED, Choice
+from paddle_recompute.planner.simulate import JOINED, Choice
 
 
 def is_partial(option: str) -> bool:
     """Whether `option` recomputes parts of a Layer."""
-    return option not in (PLAIN, WHOLE, OFFLOADED, JOINED, NESTED)
+    return option not in (PLAIN, WHOLE, OFFLOADED, JOINED)
 
 
 def layers_called_again(costs: StepCosts) -> set[str]:

@@ -16,10 +16,10 @@ from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.options import RecomputeConfig, byte_count
 from paddle_recompute.planner.batch_size import costs_of_batch
-from paddle_recompute.planner.costs import StepCosts
+from paddle_recompute.planner.costs import WHOLE, StepCosts
 from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.job import Job, LossFn
-from paddle_recompute.planner.policies import by_hand, choices_of_policy
+from paddle_recompute.planner.policies import choices_of_policy, uniform
 from paddle_recompute.planner.recompute_plan import (
     MOST_CORRECTIONS,
     RecomputePlan,
@@ -45,7 +45,7 @@ class MemoryEstimate:
         seconds: Of forward and backward.
         parts: What the peak is made of, in bytes by name.
         timeline: Bytes at each point of the step.
-        binds: The point of the peak.
+        peak_at: The point of the step where the peak is.
         costs: What was measured.
     """
 
@@ -53,7 +53,7 @@ class MemoryEstimate:
     seconds: float
     parts: dict[str, int]
     timeline: Timeline
-    binds: str
+    peak_at: str
     costs: StepCosts
 
     @classmethod
@@ -80,7 +80,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         lines = [
             f"a step takes {format_bytes(self.peak_bytes)} and {self.seconds * 1e3:.1f} ms; the "
-            f"{self.binds} binds"
+            f"{self.peak_at} binds"
         ]
         lines += [f"  {name}: {format_bytes(size)}" for name, size in self.parts.items() if size]
         return "\n".join(lines)
@@ -117,7 +117,7 @@ def estimate(
         batch_size: Rows of the batch, if not those of `sample_batch`: smaller ones are measured.
         checkpoints: Patterns of the blocks; None: those of `recompute`, or they are found.
         progress: Is told (done, total) of the calls that are measured.
-        **options: More of `Job`: ``besides``, ``keeps_gradients``, ``autocast``, ``offload``.
+        **options: More of `Job`: ``extra_bytes``, ``keeps_gradients``, ``autocast``, ``offload``.
 
     Raises:
         ConfigError: `batch_size` is no number of rows.
@@ -264,7 +264,7 @@ def within_budget(
     """The plan whose measured step is within the budget: `found`, or one that is made anew.
 
     What a step took more than predicted counts as held in the next plan. Before the budget is
-    refused, the plan with the smallest peak and the policies by hand that keep least are measured.
+    refused, the plan with the smallest peak and that with all blocks recomputed are measured.
 
     Args:
         found: The first plan.
@@ -299,11 +299,11 @@ def within_budget(
             break
         if found.hash in measured:
             break
-    least = smallest(found.costs, units=found.segments)
+    least = smallest(found.costs)
     if not within:
         # Which of these takes least, the costs do not say: of a Program, or of blocks whose losses
         # are summed, so that all of them are computed again at once.
-        for choices in (least.choices, *by_hand(found.costs, found.segments)):
+        for choices in (least.choices, uniform(found.costs, WHOLE)):
             low = replace(found, choices=choices)
             if low.hash not in measured:
                 fits(low)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
 
 from paddle_recompute.errors import PlanError
 from paddle_recompute.options import RecomputeConfig
@@ -44,13 +43,6 @@ def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> tuple
         count = round(math.sqrt(layers)) if config.segments == "auto" else config.segments
         return segments(costs, count)
     raise PlanError(f"policy: {config.policy} is not a policy by hand; use plan()")
-
-
-def by_hand(costs: StepCosts, units: Sequence[str]) -> Iterator[tuple[Choice, ...]]:
-    """What keeps least of the policies by hand: everything whole, and segments of root length."""
-    yield uniform(costs, WHOLE)
-    if JOINED in units:
-        yield segments(costs, round(math.sqrt(len({call.layer for call in costs.calls}))))
 
 
 def every(costs: StepCosts, n: int) -> tuple[Choice, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import paddle
 
@@ -21,11 +21,25 @@ from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.measure import parts_of_options
 from paddle_recompute.planner.offloaded import offloaded
 from paddle_recompute.planner.partial_options import is_partial
-from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
+from paddle_recompute.planner.simulate import (
+    JOINED,
+    Choice,
+    Timeline,
+    own_option,
+    seconds_of,
+    simulate,
+)
 from paddle_recompute.planner.solve import Solution, solve
-from paddle_recompute.recompute import Unit, is_treated, treat_calls, treat_parts, undo_recompute
+from paddle_recompute.recompute import (
+    PartOption,
+    Unit,
+    is_treated,
+    treat_calls,
+    treat_parts,
+    undo_recompute,
+)
 
-FORMAT = 1
+FORMAT = 2
 MOST_CORRECTIONS = 3
 """How often a plan whose measured step was above the budget is made anew."""
 
@@ -44,7 +58,6 @@ class RecomputePlan:
             otherwise the choices were made as for a chain, and the simulation judged them.
         measured_bytes: The peak of a step that was measured under the plan; None: none was.
         preserve_rng_state: As in `recompute`.
-        segments: The kinds of segments that are allowed.
     """
 
     memory_budget: int
@@ -55,7 +68,6 @@ class RecomputePlan:
     exact: bool = True
     measured_bytes: int | None = None
     preserve_rng_state: bool = True
-    segments: tuple[str, ...] = (JOINED, NESTED)
 
     @property
     def timeline(self) -> Timeline:
@@ -120,27 +132,23 @@ class RecomputePlan:
     def _units(self) -> list[Unit]:
         units: dict[Unit, None] = {}
         for choice in self.choices:
-            if choice.option in (WHOLE, OFFLOADED, JOINED, NESTED):
+            if choice.option in (WHOLE, OFFLOADED, JOINED):
                 calls = self.costs.calls[choice.first : choice.last + 1]
-                units[
-                    Unit(
-                        tuple(call.layer for call in calls),
-                        tuple(call.number for call in calls),
-                        choice.option == NESTED,
-                        self.costs.offload if choice.option == OFFLOADED else None,
-                    )
-                ] = None
+                unit = Unit(
+                    tuple(call.layer for call in calls),
+                    tuple(call.number for call in calls),
+                    offload=self.costs.offload if choice.option == OFFLOADED else None,
+                )
+                units[unit] = None
         return list(units)
 
     def _parts(self, blocks: dict[str, paddle.nn.Layer]) -> list[str]:
         names: dict[str, None] = {}
         for choice in self.choices:
-            if not is_partial(choice.option):
-                continue
-            for call in self.costs.calls[choice.first : choice.last + 1]:
-                parts = parts_of_options(blocks[call.layer])
-                option: Any = choice.option
-                names.update({f"{call.layer}.{part}": None for part in parts[option]})
+            if is_partial(choice.option):
+                layer = self.costs.calls[choice.first].layer
+                parts = parts_of_options(blocks[layer])[cast(PartOption, choice.option)]
+                names.update({f"{layer}.{part}": None for part in parts})
         return list(names)
 
     # ----------------------------------------------------------------------------- correct
@@ -157,7 +165,6 @@ class RecomputePlan:
             signature=self.signature,
             checkpoints=self.checkpoints,
             preserve_rng_state=self.preserve_rng_state,
-            segments=self.segments,
         )
 
     @property
@@ -179,7 +186,6 @@ class RecomputePlan:
             "preserve_rng_state": self.preserve_rng_state,
             "choices": [asdict(choice) for choice in self.choices],
             "costs": self.costs.to_dict(),
-            "segments": self.segments,
         }
 
     @classmethod
@@ -198,7 +204,6 @@ class RecomputePlan:
                 costs=StepCosts.from_dict(rest.pop("costs")),
                 choices=tuple(Choice(**choice) for choice in rest.pop("choices")),
                 checkpoints=None if checkpoints is None else tuple(checkpoints),
-                segments=tuple(rest.pop("segments")),
                 **rest,
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -256,7 +261,7 @@ class RecomputePlan:
                 "  the backward is not the reverse of the forward: chosen as for a chain, judged "
                 "by simulation"
             )
-        least = smallest(self.costs, units=self.segments)
+        least = smallest(self.costs)
         lines.append(
             f"  smallest feasible budget {format_bytes(least.peak)}, with "
             f"{(least.seconds - self.costs.seconds) * 1e3:+.1f} ms"
@@ -272,7 +277,7 @@ class RecomputePlan:
     def _next(self) -> Solution | None:
         """The fastest solution of a budget that is larger by a tenth."""
         room = self.memory_budget - self.costs.base
-        found = solve(self.costs, self.memory_budget + max(1, room // 10), units=self.segments)
+        found = solve(self.costs, self.memory_budget + max(1, room // 10))
         return found if found is not None and found.seconds < self.seconds else None
 
     def _runs(self) -> Iterator[str]:
@@ -294,20 +299,15 @@ class RecomputePlan:
             if option == PLAIN:
                 yield f"{names}: {PLAIN}"
                 continue
-            chosen = sum(_kept_alone(call, option) for call in calls)
+            chosen = sum(_kept_alone(call, own_option(run[0])) for call in calls)
             plain = sum(_kept_alone(call, PLAIN) for call in calls)
             seconds = sum(call.options[PLAIN].seconds for call in calls)
-            extra = self._seconds_of(run) - seconds
+            extra = sum(seconds_of(self.costs.calls, one) for one in run) - seconds
             yield (f"{names}: {option}, {format_bytes(chosen - plain)} for {extra * 1e3:+.1f} ms")
-
-    def _seconds_of(self, run: Sequence[Choice]) -> float:
-        from paddle_recompute.planner.simulate import seconds_of
-
-        return sum(seconds_of(self.costs.calls, choice) for choice in run)
 
 
 def _kept_alone(call: Any, option: str) -> int:
-    cost = call.options[WHOLE if option in (JOINED, NESTED) else option]
+    cost = call.options[option]
     return int(cost.kept - (cost.frees_input if option == OFFLOADED else 0))
 
 
@@ -318,7 +318,6 @@ def make_plan(
     signature: str,
     checkpoints: tuple[str, ...] | None = None,
     preserve_rng_state: bool = True,
-    segments: tuple[str, ...] = (JOINED, NESTED),
     least_factor: float = 1.0,
 ) -> RecomputePlan:
     """Solve, and say in words if there is no solution.
@@ -329,17 +328,16 @@ def make_plan(
         signature: As in `RecomputePlan`.
         checkpoints: As in `RecomputePlan`.
         preserve_rng_state: As in `RecomputePlan`.
-        segments: As in `RecomputePlan`.
         least_factor: Where nothing is predicted to stay within the budget, the plan with the
             smallest peak, if that is at most so many times the budget: it may take less.
 
     Raises:
         PlanError: Nothing stays within the budget.
     """
-    solution = solve(costs, memory_budget, units=segments)
+    solution = solve(costs, memory_budget)
     if solution is None:
         # Where the graph is not a chain, the solver may miss what fits.
-        solution = smallest(costs, units=segments)
+        solution = smallest(costs)
         if solution.peak > least_factor * memory_budget:
             raise PlanError(infeasible(costs, memory_budget, solution))
     return RecomputePlan(
@@ -350,7 +348,6 @@ def make_plan(
         checkpoints,
         solution.exact,
         preserve_rng_state=preserve_rng_state,
-        segments=segments,
     )
 
 

@@ -21,7 +21,7 @@ from paddle_recompute.planner.costs import (
 )
 
 JOINED = "joined"
-NESTED = "nested"
+"""Neighbouring calls that are recomputed together: a segment."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class Choice:
     Attributes:
         first: Number of the first call.
         last: Number of the last call; the same for an option of one call.
-        option: One of the measured options; `JOINED`, a segment that is recomputed together; or
-            `NESTED`, a segment whose calls are each recomputed once more while it is repeated.
+        option: One of the measured options, or `JOINED`.
     """
 
     first: int
@@ -89,20 +88,15 @@ def simulate(costs: StepCosts, choices: Sequence[Choice]) -> Timeline:
 def seconds_of(calls: Sequence[CallCost], choice: Choice) -> float:
     """Seconds of the calls of `choice`, forward and backward."""
     own = calls[choice.first : choice.last + 1]
-    if choice.option not in (JOINED, NESTED):
-        return sum(call.options[choice.option].seconds for call in own)
-    whole = sum(call.options[WHOLE].seconds for call in own)
-    if choice.option == JOINED:
-        return whole
-    return whole + sum(call.options[PLAIN].forward_seconds for call in own)
+    return sum(call.options[own_option(choice)].seconds for call in own)
 
 
 def own_option(choice: Choice) -> str:
     """The option whose measured costs a single call of `choice` has."""
-    return WHOLE if choice.option in (JOINED, NESTED) else choice.option
+    return WHOLE if choice.option == JOINED else choice.option
 
 
-class Kept:
+class KeptBytes:
     """What each call adds to the level of the skeleton, between its forward and its backward."""
 
     def __init__(self, costs: StepCosts, choices: Sequence[Choice]) -> None:
@@ -118,14 +112,12 @@ class Kept:
     def gives_up_input(self, call: int) -> bool:
         """Whether the input of `call` does not stay, and is computed again in the backward."""
         choice, before = self.choice[call], self.calls[call].follows
-        if choice.option in (JOINED, NESTED) and call > choice.first:
+        if choice.option == JOINED and call > choice.first:
             return True
         if before is None or not self.cost(call).takes_offers:
             return False
         # A segment computes its outputs again for nobody.
-        return self.choice[before].option not in (JOINED, NESTED) and (
-            self.cost(before).offers_output
-        )
+        return self.choice[before].option != JOINED and self.cost(before).offers_output
 
     def bytes(self, call: int) -> int:
         """From the end of its forward on, above the skeleton."""
@@ -147,13 +139,11 @@ def given_up_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> 
     return calls[number].input_bytes - freed_bytes(calls, number, cost)
 
 
-def repeated_bytes(calls: Sequence[CallCost], number: int, option: str, first: int) -> int:
+def repeated_bytes(calls: Sequence[CallCost], number: int, first: int) -> int:
     """What a call of a segment from `first` on keeps when the segment has run again."""
     whole = calls[number].options[WHOLE]
-    if option == NESTED:
-        return whole.kept
     kept = calls[number].options[PLAIN].kept + (0 if whole.kept_by_plain else whole.kept)
-    return kept - freed_again(calls, number, option, first)
+    return kept - freed_again(calls, number, JOINED, first)
 
 
 def freed_again(calls: Sequence[CallCost], number: int, option: str, first: int) -> int:
@@ -161,7 +151,7 @@ def freed_again(calls: Sequence[CallCost], number: int, option: str, first: int)
     if option == JOINED and number == first:  # the segment holds it
         return 0
     # A call that is recomputed whole gives its input to the plain call that it repeats.
-    repeated = PLAIN if option in (WHOLE, JOINED, NESTED) else option
+    repeated = PLAIN if option in (WHOLE, JOINED) else option
     return freed_bytes(calls, number, calls[number].options[repeated])
 
 
@@ -171,7 +161,7 @@ def freed_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int
 
 
 def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
-    calls, kept = costs.calls, Kept(costs, choices)
+    calls, kept = costs.calls, KeptBytes(costs, choices)
     base = costs.base + costs.excess
     above = 0  # bytes of the calls, above the skeleton
     live: dict[int, int] = {}  # what each call of a segment that runs again keeps
@@ -198,31 +188,30 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
             above -= kept.bytes(number)
             continue
         level -= call.output_bytes  # its gradient, which is part of the measured peak
-        if choice.option not in (JOINED, NESTED):
+        if choice.option != JOINED:
             change = -kept.bytes(number)
         elif number < choice.last:
             change = -live.pop(number)
-            cost = call.options[PLAIN if choice.option == JOINED else WHOLE]
+            cost = call.options[PLAIN]
         else:
             change = -sum(kept.bytes(inner) for inner in range(choice.first, number + 1))
             for inner in range(choice.first, number):
                 plain = calls[inner].options[PLAIN]
-                if choice.option == JOINED:
-                    yield Point(
-                        f"second forward of {calls[inner].name}",
-                        level + change + plain.forward_peak,
-                        gradients,
-                        above + change,
-                        plain.forward_peak,
-                    )
-                live[inner] = repeated_bytes(calls, inner, choice.option, choice.first)
+                yield Point(
+                    f"second forward of {calls[inner].name}",
+                    level + change + plain.forward_peak,
+                    gradients,
+                    above + change,
+                    plain.forward_peak,
+                )
+                live[inner] = repeated_bytes(calls, inner, choice.first)
                 change += live[inner]
         above += change
         # The operators of calls that do not depend on each other take turns.
         inside = sum(running.values()) + cost.backward_peak
         inside -= freed_again(calls, number, choice.option, choice.first)
         if number in seen_to_end:
-            running[number] = cost.kept + cost.again
+            running[number] = cost.kept + cost.repeated
         where = f"backward of {call.name}"
         yield Point(where, level + change + inside, gradients, above, inside)
         present.add(number)

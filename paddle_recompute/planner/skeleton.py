@@ -226,7 +226,7 @@ class _Recorder:
         weakref.finalize(holder, self._dropped, place)
         passed = passed if isinstance(passed, (tuple, list)) else (passed,)
         outputs = _nested.map_leaves(
-            lambda leaf: passed[leaf.position] if isinstance(leaf, _Place) else leaf,
+            lambda leaf: passed[leaf.position] if isinstance(leaf, _OutputPosition) else leaf,
             holder.outputs,
         )
         holder.outputs = None
@@ -357,7 +357,7 @@ class _Holder:
     outputs: Any = None
 
 
-class _Place:
+class _OutputPosition:
     """Stands for an output tensor."""
 
     def __init__(self, position: int) -> None:
@@ -377,13 +377,13 @@ class _Pass(paddle.autograd.PyLayer):
         given = {id(tensor) for tensor in _nested.tensors_in(holder.inputs)}
         passed: list[paddle.Tensor] = []
 
-        def put(leaf: Any) -> Any:
+        def replaced(leaf: Any) -> Any:
             if not _nested.is_tensor(leaf) or id(leaf) in given or not leaf.is_floating_point():
                 return leaf
             passed.append(leaf)
-            return _Place(len(passed) - 1)
+            return _OutputPosition(len(passed) - 1)
 
-        holder.outputs = _nested.map_leaves(put, result)
+        holder.outputs = _nested.map_leaves(replaced, result)
         # A block that hands its input on (LayerDrop) has no backward; Paddle wants an output.
         return tuple(passed) or paddle.zeros([1])
 

@@ -6,8 +6,8 @@ one number of bytes. A label is such a number with the seconds it costs. Labels 
 beats in both are dropped, and nothing is rounded: the best of all choices is found, where a budget
 of bytes is given as it is (no slots).
 
-The units are: one call with one of its measured options, a segment that is recomputed together
-(`JOINED`), and a segment whose calls are recomputed once more while it is repeated (`NESTED`).
+The units are: one call with one of its measured options, and a segment that is recomputed together
+(`JOINED`).
 
 Where the backward is not the reverse of the forward (two towers that take turns), what is there
 during a *forward* is not what the labels say. `solve` then lets `simulate` judge, and lowers the
@@ -22,8 +22,7 @@ References:
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +32,6 @@ from paddle_recompute.planner.costs import PLAIN, WHOLE, Gradients, StepCosts
 from paddle_recompute.planner.partial_options import alike, layers_called_again, without_parts
 from paddle_recompute.planner.simulate import (
     JOINED,
-    NESTED,
     Choice,
     Timeline,
     freed_again,
@@ -75,25 +73,22 @@ class Solution:
         return self.timeline.seconds
 
 
-def solve(
-    costs: StepCosts, budget: int, *, units: Sequence[str] = (JOINED, NESTED)
-) -> Solution | None:
+def solve(costs: StepCosts, budget: int) -> Solution | None:
     """The fastest choices with a simulated peak of at most `budget` bytes; None if there are none.
 
     Args:
         costs: Of the step.
         budget: In bytes, parameters and moments included.
-        units: Which segments are allowed beside the options of one call.
     """
-    found = _solved(costs, budget, units)
+    found = _solved(costs, budget)
     repeated = layers_called_again(costs)
     if found is None or not repeated:
         return found
-    without = _solved(without_parts(costs, repeated), budget, units)
+    without = _solved(without_parts(costs, repeated), budget)
     return found if without is None or found.seconds <= without.seconds else without
 
 
-def _solved(costs: StepCosts, budget: int, units: Sequence[str]) -> Solution | None:
+def _solved(costs: StepCosts, budget: int) -> Solution | None:
     plain = tuple(Choice(number, number, PLAIN) for number in range(len(costs.calls)))
     timeline = simulate(costs, plain)
     if timeline.peak.bytes <= budget:  # nothing is faster, and something may seem to be as fast
@@ -104,7 +99,7 @@ def _solved(costs: StepCosts, budget: int, units: Sequence[str]) -> Solution | N
     def within(limit: int) -> Solution | None:
         found: dict[int, Choice] = {}
         for group in groups:
-            of_group = _solve_group(group, limit - costs.base - costs.excess, units)
+            of_group = _solve_group(group, limit - costs.base - costs.excess)
             if of_group is None:
                 return None
             found.update(of_group)
@@ -254,10 +249,10 @@ class _Unit:
     offers: bool
 
 
-def _solve_group(group: _Group, room: int, units: Sequence[str]) -> dict[int, Choice] | None:
+def _solve_group(group: _Group, room: int) -> dict[int, Choice] | None:
     """The choices by the number of their first call; None if the budget is too small."""
     ending: list[list[_Unit]] = [_single_units(group, place) for place in range(len(group.order))]
-    for unit in _segment_units(group, room, units):
+    for unit in _segment_units(group, room):
         ending[unit.last].append(unit)
     # A few labels give a bound, which then leaves few of all.
     fast = _best(group, room, ending, FEW_LABELS, np.inf)
@@ -286,13 +281,10 @@ def _best(
                     kept = unit.kept - (unit.given_up if state else 0)
                     new[unit.offers].append(_Extended(unit, state, earlier, first, last, kept))
         frontier.append([_Labels.joined(candidates, most) for candidates in new])
-    ends = [labels for labels in frontier[size] if len(labels.kept)]
+    ends = [state for state in (0, 1) if len(frontier[size][state].kept)]
     if not ends:
         return None
-    state = min(
-        (state for state in (0, 1) if len(frontier[size][state].kept)),
-        key=lambda state: float(frontier[size][state].seconds.min()),
-    )
+    state = min(ends, key=lambda state: float(frontier[size][state].seconds.min()))
     index = int(np.argmin(frontier[size][state].seconds))
     best_seconds = float(frontier[size][state].seconds[index])
     chosen: dict[int, Choice] = {}
@@ -426,65 +418,57 @@ def _undominated(units: list[_Unit]) -> list[_Unit]:
     ]
 
 
-def _segment_units(group: _Group, room: int, allowed: Sequence[str]) -> list[_Unit]:
+def _segment_units(group: _Group, room: int) -> list[_Unit]:
     """Segments of at least two calls, each of which continues the one before it."""
-    calls = [group.costs.calls[number] for number in group.order]
+    every, order = group.costs.calls, group.order
+    calls = [every[number] for number in order]
     found = []
-    for first, option in itertools.product(range(len(calls)), allowed):
-        if WHOLE not in calls[first].options:
+    for first, start in enumerate(calls):
+        if WHOLE not in start.options:
             continue
-        every, number = group.costs.calls, group.order[first]
-        kept = kept_bytes(every, number, calls[first].options[WHOLE])
-        seconds = calls[first].options[WHOLE].seconds
-        if option == NESTED:
-            seconds += calls[first].options[PLAIN].forward_seconds
+        number, own_first = order[first], start.options[WHOLE]
+        kept, seconds = kept_bytes(every, number, own_first), own_first.seconds
         ahead = 0  # the peaks of the forwards after the first
         again = 0  # what the calls before keep when the segment has run again
         highest_again = 0  # the peak of their second forwards, above the level of the backward
         inner = 0  # the peaks of their backwards
+        follows = first > 0 and start.follows == order[first - 1]
+        given_up = given_up_bytes(every, number, own_first) if follows else 0
+        ahead_first = group.forward[first] + own_first.forward_peak
         for place in range(first + 1, len(calls)):
             before, call = calls[place - 1], calls[place]
             continues = (
-                call.follows == group.order[place - 1]
-                and group.order[place] == group.order[place - 1] + 1
+                call.follows == order[place - 1]
+                and order[place] == order[place - 1] + 1
                 and WHOLE in call.options
             )
             if not continues:
                 break
-            plain, whole = before.options[PLAIN], before.options[WHOLE]
-            keeps = repeated_bytes(every, group.order[place - 1], option, number)
-            step_back = plain if option == JOINED else whole
-            freed = freed_again(every, group.order[place - 1], option, number)
+            plain, own = before.options[PLAIN], call.options[WHOLE]
+            keeps = repeated_bytes(every, order[place - 1], number)
+            freed = freed_again(every, order[place - 1], JOINED, number)
             inner = max(
                 inner,
-                group.backward[place - 1] + again + step_back.backward_peak - freed,
+                group.backward[place - 1] + again + plain.backward_peak - freed,
                 group.before_backward[place - 1] + again + keeps,
             )
-            if option == JOINED:
-                highest_again = max(highest_again, again + plain.forward_peak)
+            highest_again = max(highest_again, again + plain.forward_peak)
             again += keeps
-            own = call.options[WHOLE]
             ahead = max(
                 ahead,
                 group.before_forward[place] + kept,
                 group.forward[place] + kept + own.forward_peak,
             )
-            kept += kept_bytes(every, group.order[place], own)
-            kept -= given_up_bytes(every, group.order[place], own)
+            kept += kept_bytes(every, order[place], own)
+            kept -= given_up_bytes(every, order[place], own)
             seconds += own.seconds
-            if option == NESTED:
-                seconds += call.options[PLAIN].forward_seconds
-            freed = freed_again(every, group.order[place], option, number)
+            freed = freed_again(every, order[place], JOINED, number)
             back = group.backward[place] + max(highest_again, again + own.backward_peak - freed)
-            follows = first > 0 and calls[first].follows == group.order[first - 1]
-            own_first = calls[first].options[WHOLE]
-            given_up = given_up_bytes(every, number, own_first) if follows else 0
             if max(ahead - given_up, inner) > room:
                 break  # a longer one reaches higher
-            ahead_first = group.forward[first] + calls[first].options[WHOLE].forward_peak
             above = max(group.before_forward[first], ahead_first, back, inner)
             later = max(ahead, group.before_backward[place] + kept)
             reach = _reach(int(above), int(later), given_up)
             if min(reach) <= room:
-                found.append(_Unit(first, place, option, reach, kept, seconds, given_up, False))
+                found.append(_Unit(first, place, JOINED, reach, kept, seconds, given_up, False))
     return found

@@ -7,8 +7,9 @@ that a configuration selects.
 
 from paddle_recompute.recompute._auto import find_blocks
 from paddle_recompute.recompute._hooks import innermost
-from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, Kept, SomeOnHost
+from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
 from paddle_recompute.recompute._plainly import called_plainly, wrapped_layers
+from paddle_recompute.recompute._storage import PLACES, MakeSlot, Place, Slot, slots
 from paddle_recompute.recompute.function import (
     Offload,
     RecomputeOptions,
@@ -44,14 +45,17 @@ from paddle_recompute.replay import is_recomputing
 
 __all__ = [
     "OFFLOADS",
+    "PLACES",
     "InputStorage",
-    "Kept",
+    "MakeSlot",
     "Offload",
     "PartOption",
+    "Place",
     "RecomputeLayer",
     "RecomputeOptions",
     "RecomputeReport",
     "RecomputedFunction",
+    "Slot",
     "SomeOnHost",
     "Unit",
     "WrappedLayer",
@@ -71,6 +75,7 @@ __all__ = [
     "recompute_wrapper",
     "replace_class",
     "run_recomputed",
+    "slots",
     "treat_calls",
     "treat_parts",
     "undo_recompute",

@@ -8,7 +8,6 @@ memory or time and changes no number.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,14 +27,11 @@ class Turn:
     Attributes:
         recomputed: False: the call is a plain one.
         segment: The segment that it belongs to, and its position there.
-        nested: Whether the call is recomputed inside the segment once more, so that the repetition
-            of the segment keeps the input of the call alone.
         offload: Where its inputs wait; None: where those of the Layer do.
     """
 
     recomputed: bool = True
     segment: tuple[Segment, int] | None = None
-    nested: bool = False
     offload: Offload | None = None
 
 
@@ -77,12 +73,4 @@ class Turns:
             return function(*args, **kwargs)
         if turn.offload is not None:
             options = replace(options, offload=turn.offload)
-        if turn.nested:
-            function = functools.partial(_once_more, function, options, name)
         return run_recomputed(function, args, kwargs, options, name=name, segment=turn.segment)
-
-
-def _once_more(
-    function: Callable[..., Any], options: RecomputeOptions, name: str, *args: Any, **kwargs: Any
-) -> Any:
-    return run_recomputed(function, args, kwargs, options, name=name)

@@ -31,13 +31,11 @@ class Unit:
     Attributes:
         layers: Names of the Layers, in the order of the calls; one name: a call of its own.
         calls: For each of them, which of its calls in a step, from 0.
-        nested: Whether each call is recomputed once more inside the repetition of the unit.
         offload: Where the inputs of a call of its own wait, as in `recompute`.
     """
 
     layers: tuple[str, ...]
     calls: tuple[int, ...]
-    nested: bool = False
     offload: Offload | None = None
 
 
@@ -64,7 +62,6 @@ def treat_calls(
             own = turns.setdefault(name, [Turn(recomputed=False)] * num_calls[name])
             own[call] = Turn(
                 segment=(segment, position) if segment is not None else None,
-                nested=unit.nested,
                 offload=unit.offload,
             )
     options = RecomputeOptions(preserve_rng_state)

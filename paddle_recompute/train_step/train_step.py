@@ -21,7 +21,7 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode
-from paddle_recompute.offload import Finishing, OffloadOptimizer
+from paddle_recompute.offload import OffloadOptimizer, OnComplete
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
 from paddle_recompute.train_step.clipping import scale_to_norm
@@ -238,7 +238,7 @@ class TrainStep:
         if self._offloaded is not None:
             is_double = any(p.dtype == paddle.float64 for p in self._trained)
             self._offloaded.finish_with(
-                Finishing(
+                OnComplete(
                     loss_scale,
                     widen=self._amp is not None,
                     norm_dtype="float64" if is_double else "float32",

@@ -58,11 +58,12 @@ def test_the_inputs_of_the_block_before_are_on_their_way() -> None:
     kept = [storage.keep(paddle.full([64], float(value))) for value in range(4)]
     with switches.set_to(copy_us=50_000):
         last = kept[3].load()
-        ahead = kept[2]._ahead
+        ahead = kept[2]._slot._arriving
         assert isinstance(ahead, device.Arriving) and not ahead._done.query()
-        assert kept[1]._ahead is None  # one for each that is taken, so the device does not fill up
+        # One for each that is taken, so the device does not fill up.
+        assert kept[1]._slot._arriving is None
         assert kept[2].load().tolist() == [2.0] * 64
-        assert kept[1]._ahead is not None
+        assert kept[1]._slot._arriving is not None
     assert last.tolist() == [3.0] * 64
 
 
@@ -71,8 +72,8 @@ def test_a_block_with_several_inputs_is_prefetched_whole() -> None:
     before = [storage.keep(paddle.full([8], float(value))) for value in range(3)]
     now = [storage.keep(paddle.full([8], 10.0 + value)) for value in range(3)]
     assert [one.load().tolist()[0] for one in now] == [10, 11, 12]
-    assert all(one._ahead is not None for one in before)
-    assert now[0]._ahead is None  # it has been here already
+    assert all(one._slot._arriving is not None for one in before)
+    assert now[0]._slot._arriving is None  # it has been here already
 
 
 def test_one_that_nobody_takes_is_not_written_to_afterwards() -> None:

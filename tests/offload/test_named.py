@@ -68,7 +68,7 @@ def five_steps(config: RecomputeConfig | None) -> tuple[dict[str, np.ndarray], l
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"offload_parameters": "host"}, {"num_shards": 4, "checkpoints": "auto"}],
+    [{}, {"offload_parameters": "host"}, {"num_shards": 4, "checkpoints": ["auto"]}],
     ids=str,
 )
 def test_five_steps_give_the_bits_of_the_plain_model(changes: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def test_the_report_names_the_shards() -> None:
 
 
 def test_what_cannot_be_offloaded_is_refused() -> None:
-    with pytest.raises(ConfigError, match="selects 4 Layers"):
+    with pytest.raises(ConfigError, match="there are 4 Layers"):
         offload_layers(Tagger(), section(num_shards=5))
     model = Tagger()
     recompute_wrapper(model.encoder.layers[1])

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from paddle_recompute.planner.costs import CallCost, Event, OptionCost, StepCosts
-from paddle_recompute.planner.simulate import Choice
+from paddle_recompute.planner.simulate import JOINED, Choice
 
 OPTIONS = ("plain", "selective", "whole")
 
@@ -81,13 +81,13 @@ def _events(sizes: Sequence[int]) -> Iterator[Event]:
     yield Event("end", -1, level + 200, level + 50, level + 50)
 
 
-def every_choice(length: int, options: Sequence[str], units: Sequence[str]) -> Iterator[tuple]:  # type: ignore[type-arg]
-    """All ways to cover `length` calls."""
+def every_choice(length: int, options: Sequence[str]) -> Iterator[tuple[Choice, ...]]:
+    """All ways to treat `length` calls, in segments too."""
     if length == 0:
         yield ()
         return
     for last in range(1, length + 1):
         start = length - last
-        for rest in every_choice(start, options, units):
-            for option in options if last == 1 else units:
+        for rest in every_choice(start, options):
+            for option in options if last == 1 else (JOINED,):
                 yield (*rest, Choice(start, length - 1, option))

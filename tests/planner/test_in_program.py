@@ -28,7 +28,7 @@ def test_an_option_differs_from_the_plain_call_as_in_a_program() -> None:
     assert [costs[name].backward_peak for name in FOUND] == [2000, 1900, 2100]
     assert [costs[name].seconds for name in FOUND] == [1.0, 1.2, 1.6]
     assert [costs[name].keeps_output for name in FOUND] == [False, True, False]
-    assert [costs[name].again for name in FOUND] == [0, 300, 1000]
+    assert [costs[name].repeated for name in FOUND] == [0, 300, 1000]
 
 
 def test_an_input_that_the_plain_call_gives_up_is_held_for_the_whole_one() -> None:

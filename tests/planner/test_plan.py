@@ -17,17 +17,18 @@ import pytest
 from paddle_recompute import (
     ContrastiveLoss,
     GradCache,
+    RecomputeConfig,
     RecomputePlan,
     TrainStep,
+    apply_recompute,
     estimate,
     find_batch_size,
     plan,
 )
 from paddle_recompute._paddle import memory
-from paddle_recompute.errors import ConfigError, PlanError
+from paddle_recompute.errors import ConfigError, PlanError, SelectionError
 from paddle_recompute.planner import (
     JOINED,
-    NESTED,
     Choice,
     Job,
     StepCosts,
@@ -198,18 +199,34 @@ def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
             assert predicted - measured <= 3 * above * CLOSE * measured, option
 
 
-@pytest.mark.parametrize("option", [JOINED, NESTED])
-def test_segments_are_predicted(option: str) -> None:
+def test_segments_are_predicted() -> None:
     job = job_of("encoder")
     costs = job.measure()
     for choices in (
-        [Choice(0, 1, option), Choice(2, 3, option)],
-        [Choice(0, 0, "plain"), Choice(1, 3, option)],
-        [Choice(0, 3, option)],
+        [Choice(0, 1, JOINED), Choice(2, 3, JOINED)],
+        [Choice(0, 0, "plain"), Choice(1, 3, JOINED)],
+        [Choice(0, 3, JOINED)],
     ):
         predicted = simulate(costs, choices).peak.bytes
         measured = measured_peak(job, make(costs, choices, job))
         assert abs(predicted - measured) <= EXACT
+
+
+@pytest.mark.parametrize("segments", [1, 2, "auto"])
+@pytest.mark.parametrize("name", ["encoder", "lstm"])
+def test_the_policy_of_segments_is_predicted(name: str, segments: Any) -> None:
+    job = job_of(name)
+    config = RecomputeConfig(policy="segments", segments=segments)
+    found = estimate(job.model, job.batch, job.loss_fn, recompute=config)
+    report = apply_recompute(job.model, config)
+    report.stop_watching()
+    for _ in range(2):
+        gc.collect()
+        before = memory.current_bytes()
+        memory.reset_peak()
+        job.step()
+        peak = memory.peak_bytes() - before
+    assert abs(found.costs.base + peak - found.peak_bytes) <= EXACT
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -229,13 +246,13 @@ def test_a_plan_stays_within_its_budget_and_uses_it(name: str) -> None:
 
 MIXTURES = {
     # An LSTM keeps a copy of its input instead of it; a norm at the end is computed again.
-    "lstm": ("ssss", "PssW", "sJJs", "PNNs", "PWsW", "NNWs"),
+    "lstm": ("ssss", "PssW", "sJJs", "PWsW", "sWWs"),
     # The second pass has the addresses of the first.
     "gradient cache": ("ssss", "PsWW", "sAss", "JJsS", "WPSs"),
     # The mask stays, as some block keeps it; what each keeps of its input is its own.
     "one mask": ("PPPW", "WPPP", "PWWP", "JJPP", "WWWW"),
 }
-OPTION = {"P": "plain", "s": "selective", "W": "whole", "A": "attention", "J": JOINED, "N": NESTED}
+OPTION = {"P": "plain", "s": "selective", "W": "whole", "A": "attention", "J": JOINED}
 OPTION["S"] = "selective+attention"
 
 
@@ -247,11 +264,10 @@ def test_neighbours_with_different_options_are_predicted(name: str) -> None:
         choices = []
         for start in range(0, len(costs.calls), 4):
             for place, letter in enumerate(mixture):
-                if letter in "JN" and place and mixture[place - 1] == letter:
+                if letter == "J" and place and mixture[place - 1] == letter:
                     continue
-                length = mixture.count(letter) if letter in "JN" else 1
-                first = start + place
-                choices.append(Choice(first, first + length - 1, OPTION[letter]))
+                last = place + mixture.count(letter) - 1 if letter == "J" else place
+                choices.append(Choice(start + place, start + last, OPTION[letter]))
         predicted = simulate(costs, choices).peak.bytes - costs.base
         measured = measured_peak(job, make(costs, choices, job)) - costs.base
         assert -0.5 * CLOSE * measured <= predicted - measured <= 3 * CLOSE * measured, mixture
@@ -562,6 +578,22 @@ def test_what_cannot_be_planned_is_refused(what: str) -> None:
         call(job_of("encoder"))
 
 
+@pytest.mark.parametrize("checkpoints", [None, ["auto"]])
+def test_blocks_are_found_by_the_same_rule_as_elsewhere(checkpoints: Any) -> None:
+    model, batch = (
+        paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 2)),
+        paddle.ones([2, 4]),
+    )
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return model(batch).square().mean()
+
+    with pytest.raises(SelectionError, match="finds no repeated blocks"):
+        estimate(model, batch, loss_fn, checkpoints=checkpoints)
+    found = estimate(model, batch, loss_fn, checkpoints=["*"])
+    assert [call.layer for call in found.costs.calls] == ["0", "1"]
+
+
 @pytest.mark.parametrize("budget", ["8 bananas", None, True, 0, -1, float("nan")])
 def test_what_is_no_number_of_bytes_is_refused_before_anything_is_measured(budget: Any) -> None:
     def never(model: Any, batch: Any) -> Any:
@@ -733,7 +765,7 @@ def test_the_parts_of_a_layer_are_recomputed_in_all_its_calls() -> None:
         assert found is not None
         options: dict[str, set[str]] = {}
         for choice in found.choices:
-            if choice.option not in ("whole", JOINED, NESTED):
+            if choice.option not in ("whole", JOINED):
                 options.setdefault(costs.calls[choice.first].layer, set()).add(choice.option)
         assert all(len(own) == 1 for own in options.values())
         seen += sum(own != {"plain"} for own in options.values())

@@ -11,8 +11,6 @@ import pytest
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
-    JOINED,
-    NESTED,
     Choice,
     make_plan,
     next_faster,
@@ -26,25 +24,21 @@ ROUNDING = 1e-9
 """Sums of the same seconds in another order."""
 
 
-@pytest.mark.parametrize(
-    "length, units", [(8, ()), (7, (JOINED,)), (6, (JOINED, NESTED)), (5, (NESTED,))]
-)
+@pytest.mark.parametrize("length", [5, 7])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_finds_the_fastest_of_all_choices(
-    length: int, units: tuple[str, ...], seed: int
-) -> None:
+def test_it_finds_the_fastest_of_all_choices(length: int, seed: int) -> None:
     costs = chain(length, seed)
     every = [
         (found.peak.bytes, found.seconds)
-        for choices in every_choice(length, OPTIONS, units)
+        for choices in every_choice(length, OPTIONS)
         for found in [simulate(costs, choices)]
     ]
     lowest = min(peak for peak, _ in every)
     plain = simulate(costs, [Choice(n, n, "plain") for n in range(length)]).peak.bytes
-    assert solve(costs, lowest - 1, units=units) is None
+    assert solve(costs, lowest - 1) is None
     for tenth in range(11):
         budget = lowest + (plain - lowest) * tenth // 10
-        found = solve(costs, budget, units=units)
+        found = solve(costs, budget)
         assert found is not None and found.exact
         assert found.peak <= budget
         fastest = min(seconds for peak, seconds in every if peak <= budget)
@@ -53,18 +47,16 @@ def test_it_finds_the_fastest_of_all_choices(
 
 def test_the_smallest_budget_is_the_smallest_peak_of_all_choices() -> None:
     costs = chain(6, 4)
-    lowest = min(simulate(costs, c).peak.bytes for c in every_choice(6, OPTIONS, (JOINED, NESTED)))
+    lowest = min(simulate(costs, choices).peak.bytes for choices in every_choice(6, OPTIONS))
     assert smallest(costs).peak == lowest
 
 
-@pytest.mark.parametrize("units", [(JOINED,), (JOINED, NESTED), ()])
-def test_the_smallest_budget_of_an_error_is_one_that_can_be_met(units: tuple[str, ...]) -> None:
-    """Also for a Program, whose segments are not nested."""
+def test_the_smallest_budget_of_an_error_is_one_that_can_be_met() -> None:
     costs = chain(6, 4)
     with pytest.raises(PlanError) as error:
-        make_plan(costs, 1, signature="", segments=units)
+        make_plan(costs, 1, signature="")
     named = int(str(error.value).partition("(")[2].partition(" bytes")[0])
-    found = make_plan(costs, named, signature="", segments=units)
+    found = make_plan(costs, named, signature="")
     assert f"smallest feasible budget {format_bytes(named)}," in str(found)
 
 
@@ -115,7 +107,7 @@ def test_between_a_plan_and_the_next_faster_one_there_is_nothing() -> None:
     costs = chain(6, 5)
     peaks = sorted(
         (found.peak.bytes, found.seconds)
-        for choices in every_choice(6, OPTIONS, (JOINED, NESTED))
+        for choices in every_choice(6, OPTIONS)
         for found in [simulate(costs, choices)]
     )
     budget = (smallest(costs).peak + peaks[-1][0]) // 2

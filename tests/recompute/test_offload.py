@@ -15,7 +15,7 @@ import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.recompute import _offload
+from paddle_recompute.recompute import _offload, _storage
 from paddle_recompute.recompute._offload import OFFLOADS
 from tests.recompute.contract import leaf, plain
 
@@ -221,11 +221,11 @@ def test_a_block_with_several_inputs_reads_each_once(
 ) -> None:
     """And reads the inputs of the block before ahead, as many as it has itself."""
     reads: list[int] = []
-    read = _offload._SpillFile.read
+    read = _storage._File.read_into
     monkeypatch.setattr(
-        _offload._SpillFile,
-        "read",
-        lambda self, offset, size: (reads.append(offset), read(self, offset, size))[1],
+        _storage._File,
+        "read_into",
+        lambda self, data, offset: (reads.append(offset), read(self, data, offset))[1],
     )
     x, scale = leaf(4, 4), paddle.full([4, 4], 0.5)
     y = x * 2
@@ -267,6 +267,8 @@ def test_the_tensor_before_is_read_while_one_is_used() -> None:
     storage = OFFLOADS["disk"]
     first, second = storage.keep(paddle.ones([3])), storage.keep(paddle.full([3], 2.0))
     assert second.load().tolist() == [2.0, 2.0, 2.0]
-    assert first._ahead is not None, "nothing was read ahead"
-    assert first._ahead.result() == np.ones(3, "float32").tobytes()
+    assert first._slot._arriving is not None, "nothing was read ahead"
+    values, done = first._slot._arriving
+    done.result()
+    assert values.tolist() == [1.0, 1.0, 1.0]
     assert first.load().tolist() == [1.0, 1.0, 1.0]

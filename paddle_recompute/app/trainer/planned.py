@@ -31,8 +31,6 @@ from paddle_recompute.app.trainer.objective import Chunks, Objective
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.planner import (
-    JOINED,
-    NESTED,
     PLAIN,
     WHOLE,
     Job,
@@ -93,8 +91,6 @@ class BudgetPlanner:
             signature=signature,
             checkpoints=tuple(self._config.recompute.checkpoints),
             preserve_rng_state=self._config.recompute.preserve_rng_state,
-            # The passes over a Program repeat a call once.
-            segments=(JOINED,) if static else (JOINED, NESTED),
             least_factor=math.inf if static else 1.0,
         )
 
@@ -159,11 +155,11 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     batch = largest_batch(config, vocab_size, chunks)
     of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
     k_steps = config.strategy.gradient_merge_configs.k_steps
-    besides = {"batches that wait": of_batch * (k_steps * (1 + BATCHES_AHEAD) - 1)}
+    extra_bytes = {"batches that wait": of_batch * (k_steps * (1 + BATCHES_AHEAD) - 1)}
     if config.world_size > 1:
-        besides["communication buckets"] = config.strategy.fuse_grad_size_in_MB * 2**20
-        besides["communication buckets"] = min(
-            besides["communication buckets"],
+        extra_bytes["communication buckets"] = config.strategy.fuse_grad_size_in_MB * 2**20
+        extra_bytes["communication buckets"] = min(
+            extra_bytes["communication buckets"],
             sum(int(p.size * p.element_size()) for p in model.parameters()),
         )
     return Job(
@@ -172,7 +168,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
         None,
         build_optimizer(config.optimizer, model, config.learning_rate, objective.loss.parameters()),
         objective.cache(model),
-        besides=besides,
+        extra_bytes=extra_bytes,
         keeps_gradients=k_steps > 1,
         checkpoints=config.recompute.checkpoints,
         autocast=lambda: _autocast(config),

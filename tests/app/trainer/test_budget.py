@@ -19,7 +19,7 @@ from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.app.trainer.planned import BudgetPlanner
 from paddle_recompute.app.trainer.planned_steps import PlannedSteps
 from paddle_recompute.errors import ConfigError, PlanError
-from paddle_recompute.planner import JOINED, RecomputePlan, smallest
+from paddle_recompute.planner import RecomputePlan, smallest
 from paddle_recompute.static_graph import ProgramCalls
 from tests.app.trainer.test_trainer import tiny
 from tests.ranks import ROOT
@@ -110,7 +110,7 @@ def test_a_run_stays_within_its_budget(
         monkeypatch.setattr(planned, "measure_step", lambda _, plan, **__: plan.peak_bytes)
         config = tiny(tmp_path, mode=mode, **SIZES, **budget_of(2**30))
         found, high, _ = BudgetPlanner(config, 100, say=print).make(Chunks())
-        low = smallest(found.costs, units=(JOINED,)).peak
+        low = smallest(found.costs).peak
     budget = low + (high - low) // 2
     of_plan = run(tmp_path, mode=mode, **budget_of(budget))
     assert losses(tmp_path) == of_whole[:4]  # the same bits, whatever is recomputed

@@ -92,14 +92,9 @@ def test_moments_without_a_tensor_are_refused(folder: Path) -> None:
     whole = load_file(file)
     for kept in ({}, dict(list(whole.items())[::2])):
         save_file(kept, file)
-        for has_count in (True, False):
-            if not has_count:
-                state = json.loads((checkpoint / "state.json").read_text())
-                state.pop("optimizer_tensors", None)
-                (checkpoint / "state.json").write_text(json.dumps(state))
-            write_manifest(checkpoint)
-            with pytest.raises(CheckpointError, match=r"holds no tensor|were saved|lacks"):
-                Trainer(tiny(folder, train__max_steps=3, train__resume=True)).run()
+        write_manifest(checkpoint)
+        with pytest.raises(CheckpointError, match=r"holds no tensor|lacks"):
+            Trainer(tiny(folder, train__max_steps=3, train__resume=True)).run()
 
 
 BAD_STATES: dict[str, Any] = {

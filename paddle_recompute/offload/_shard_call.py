@@ -63,11 +63,11 @@ def run(
     watch_writes()
     inputs = (args, kwargs)
     parts = _Parts.of(inputs, num_microbatches)
-    passage = _Passage(chain, index, name, checkpoint)
+    call_of_shard = _ShardCall(chain, index, name, checkpoint)
     with chain.use(index, following):
         shard.gradients.begin_backward()
-        outputs = passage.first(function, parts, storage)
-    return passage.attach(inputs, outputs)
+        outputs = call_of_shard.first(function, parts, storage)
+    return call_of_shard.attach(inputs, outputs)
 
 
 class _Parts:
@@ -112,7 +112,7 @@ class _Parts:
         return _nested.map_tensors(lambda _: next(joined), outputs[0])
 
 
-class _Passage:
+class _ShardCall:
     """What the backward of one call needs."""
 
     def __init__(self, chain: Chain, index: int, name: str, checkpoint: bool) -> None:
@@ -153,7 +153,7 @@ class _Passage:
             return _nested.map_tensors(lambda t: t.detach(), joined)
 
     def attach(self, inputs: Any, outputs: Any) -> Any:
-        """`outputs` with a gradient history that leads to `inputs` through this passage."""
+        """`outputs` with a gradient history that leads to `inputs` through this call."""
         tensors = list(_nested.tensors_in(inputs))
         made = list(_nested.tensors_in(outputs))
         own = self._own = [place for place in range(len(made)) if place not in self._passed]
@@ -305,17 +305,17 @@ class _Boundary(PyLayer):
 
     @staticmethod
     def forward(
-        ctx: Any, passage: _Passage, anchor: paddle.Tensor, *inputs: paddle.Tensor
+        ctx: Any, call_of_shard: _ShardCall, anchor: paddle.Tensor, *inputs: paddle.Tensor
     ) -> tuple[paddle.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.passage = passage
-        made, passage._made = passage._made, ()
+        ctx.call_of_shard = call_of_shard
+        made, call_of_shard._made = call_of_shard._made, ()
         return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         try:
-            of_inputs = ctx.passage.backward(list(gradients))
+            of_inputs = ctx.call_of_shard.backward(list(gradients))
         except BaseException as error:
             hand_on(error)
             raise

@@ -29,11 +29,11 @@ class Slot(Protocol):
     def write(self, tensor: paddle.Tensor) -> None:
         """Keep a copy of `tensor`; it may be freed or changed when this returns."""
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring the tensor back; `read` then takes less time."""
 
-    def drop(self) -> None:
-        """Forget what `begin` has begun."""
+    def cancel_prefetch(self) -> None:
+        """Forget what `prefetch` has started."""
 
     def read(self) -> paddle.Tensor:
         """A new tensor on the device that the written one was on."""
@@ -45,17 +45,19 @@ class Slot(Protocol):
 MakeSlot = Callable[[], Slot]
 
 
-def slots(place: Place, folder: str | None) -> MakeSlot:
+def slots(place: Place, folder: str | None, *, reads_into_tensors: bool = True) -> MakeSlot:
     """What makes a `Slot` in `place`; those of one call share a file.
 
     Args:
         place: ``"host"`` or ``"disk"``.
         folder: Where the file is; None: where Python puts temporary files.
+        reads_into_tensors: Whether what is read ahead from the disk goes straight into a tensor
+            where the device is a CPU, without a copy.
     """
     if place == "host":
         return _HostSlot
     file = _File(folder)
-    return lambda: _DiskSlot(file)
+    return lambda: _DiskSlot(file, reads_into_tensors)
 
 
 class _HostSlot:
@@ -67,23 +69,23 @@ class _HostSlot:
         self._arriving: device.Arriving | None = None
 
     def write(self, tensor: paddle.Tensor) -> None:
-        self.drop()
+        self.cancel_prefetch()
         on_host = device.is_on_host(tensor)
         self._copy = over_same_memory(tensor) if on_host else device.to_host(tensor.detach())
         self._place = None if on_host else tensor.place
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         if self._arriving is None and self._place is not None:
             self._arriving = device.Arriving(self._copy, self._place)
 
-    def drop(self) -> None:
+    def cancel_prefetch(self) -> None:
         self._arriving = None
 
     def read(self) -> paddle.Tensor:
         assert self._copy is not None
         if self._place is None:
             return over_same_memory(self._copy)
-        self.begin()
+        self.prefetch()
         arriving, self._arriving = self._arriving, None
         assert arriving is not None
         return arriving.tensor()
@@ -147,9 +149,9 @@ class _File:
         return OffloadError(
             f"the disk of {self._folder!r} is full: the offload file has "
             f"{format_bytes(self._end)} and needs {format_bytes(num_bytes)} more, of which "
-            f"{format_bytes(stat.f_bavail * stat.f_frsize)} are free. Parameters, gradients and "
-            "optimizer state of the chain all are in it (AdamW: 16 bytes per parameter). Choose "
-            "another folder: offload_folder, or the variable TMPDIR"
+            f"{format_bytes(stat.f_bavail * stat.f_frsize)} are free. With offload_parameters, "
+            "parameters, gradients and optimizer state all are in it (AdamW: 16 bytes per "
+            "parameter). Choose another folder: offload_folder, or the variable TMPDIR"
         )
 
 
@@ -159,8 +161,9 @@ _reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paddle_recompute
 class _DiskSlot:
     """A place in a `_File`. A thread reads ahead."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: _File, reads_into_tensors: bool) -> None:
         self._file = file
+        self._reads_into_tensors = reads_into_tensors
         self._offset = 0
         self._capacity = -1
         self._shape: list[int] = []
@@ -169,7 +172,7 @@ class _DiskSlot:
         self._arriving: tuple[Any, Future[None]] | None = None
 
     def write(self, tensor: paddle.Tensor) -> None:
-        self.drop()
+        self.cancel_prefetch()
         host = tensor if device.is_on_host(tensor) else device.to_host(tensor.detach())
         if not host.is_contiguous():
             host = host.contiguous()
@@ -180,18 +183,18 @@ class _DiskSlot:
             self._capacity = len(data)
         self._file.write(data, self._offset)
 
-    def begin(self) -> None:
+    def prefetch(self) -> None:
         if self._arriving is None:
             memory, data = self._empty()
             self._arriving = memory, _reader.submit(self._file.read_into, data, self._offset)
 
-    def drop(self) -> None:
+    def cancel_prefetch(self) -> None:
         if self._arriving is not None:
             self._arriving[1].exception()  # its memory must not be written any more
             self._arriving = None
 
     def read(self) -> paddle.Tensor:
-        self.begin()
+        self.prefetch()
         assert self._arriving is not None
         memory, done = self._arriving
         self._arriving = None
@@ -206,8 +209,9 @@ class _DiskSlot:
         return values
 
     def _empty(self) -> tuple[Any, memoryview]:
-        """Memory of the host for the tensor: the tensor's own, where it is one of the CPU."""
-        if self._place.is_cpu_place() and str(paddle.get_device()) == "cpu":
+        """Memory of the host for the tensor; maybe its own, where it is one of the CPU."""
+        is_cpu = self._place.is_cpu_place() and str(paddle.get_device()) == "cpu"
+        if is_cpu and self._reads_into_tensors:
             tensor = paddle.empty(self._shape, self._dtype)
             return tensor, _bytes_of(tensor)
         values = np.empty(self._shape, _numpy_dtype(self._dtype))

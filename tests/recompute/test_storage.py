@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute.offload import _storage
+from paddle_recompute.recompute import _storage
 
 
 @pytest.mark.parametrize("device", ["cpu", "another"])
@@ -29,7 +29,7 @@ def test_the_thread_that_reads_ahead_keeps_the_memory_that_it_writes_to(
     monkeypatch.setattr(_storage._File, "read_into", read_into)
     slot = _storage.slots("disk", None)()
     slot.write(paddle.arange(1000.0))
-    slot.begin()
+    slot.prefetch()
     is_alive = weakref.ref(slot._arriving[0])  # a Tensor of the CPU, or else an array
     del slot
     gc.collect()
