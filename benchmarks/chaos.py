@@ -30,6 +30,7 @@ from safetensors.numpy import load_file
 from benchmarks._record import RESULTS, table, write_record
 from paddle_recompute.checkpoint import find_checkpoint
 from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.ranks import ranks_started_by
 
 ROOT = RESULTS.parent.parent
 WAYS: dict[str, dict[str, Any]] = {
@@ -110,14 +111,11 @@ def wait_and_kill(
             raise subprocess.TimeoutExpired(run.args, PATIENCE)
         time.sleep(0.005)
     time.sleep(chance.random() * 0.3)
-    pids = {
-        f"rank {path.suffix[1:]}": int(path.read_text() or 0)
-        for path in (folder / "logs").glob("pid.*")
-    }
+    pids = {f"rank {rank}": pid for rank, pid in ranks_started_by(run.pid).items()}
     victims = {**pids, "launcher": run.pid}
     name = chance.choice(sorted(victims))
     in_save = any((folder / "checkpoint").glob(".unfinished*"))
-    if run.poll() is not None or not victims[name]:
+    if run.poll() is not None:
         return None
     try:
         os.kill(victims[name], signal.SIGKILL)

@@ -67,7 +67,7 @@ def launch(config: Path, folder: Path, port: int, restarts: int) -> subprocess.P
         "--master", f"etcd://127.0.0.1:{port}", "--nnodes", 1, "--nproc_per_node", 2,
         "--elastic_level", 1, "--max_restart", restarts, "--job_id", "restarted",
         "--log_dir", folder / "killed" / "logs",
-        ROOT / "paddle_recompute" / "cli" / "__main__.py", "train", "--config", config,
+        ROOT / "paddle_recompute" / "__main__.py", "train", "--config", config,
         # etcd3 0.12 was generated for protobuf 3; only the implementation in Python reads it.
         PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="python",
     )  # fmt: skip

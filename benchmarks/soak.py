@@ -26,6 +26,7 @@ import yaml
 from benchmarks._record import table, write_record
 from benchmarks.chaos import COMMON, ROOT, newest
 from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.ranks import ranks_started_by
 
 SECONDS_OF_A_RUN = 3.0
 """Between two looks."""
@@ -44,25 +45,14 @@ def figures(pid: int) -> tuple[float, int, int] | None:
     return int(found["VmRSS"].split()[0]) / 1024, int(found["Threads"]), descriptors
 
 
-def ranks_of(folder: Path) -> dict[int, int]:
-    """The process of each rank."""
-    found = {}
-    for path in (folder / "logs").glob("pid.*"):
-        try:
-            found[int(path.suffix[1:])] = int(path.read_text())
-        except (OSError, ValueError):
-            continue
-    return found
-
-
 def named(ranks: dict[int, int]) -> list[tuple[str, int]]:
     """The processes with the names of the table."""
     return [(f"rank {rank}", pid) for rank, pid in sorted(ranks.items())]
 
 
-def hurt(kind: str, folder: Path, chance: random.Random) -> None:
+def hurt(kind: str, command: int, folder: Path, chance: random.Random) -> None:
     """One fault."""
-    pids = list(ranks_of(folder).values())
+    pids = list(ranks_started_by(command).values())
     if not pids:
         return
     victim = chance.choice(pids)
@@ -120,12 +110,12 @@ def main() -> None:
             time.sleep(SECONDS_OF_A_RUN)
             saves |= {path.name for path in (folder / "run" / "checkpoint").glob("step-*")}
             now = time.monotonic() - began
-            for who, pid in [("launcher", run.pid), *named(ranks_of(folder / "run"))]:
+            for who, pid in [("launcher", run.pid), *named(ranks_started_by(run.pid))]:
                 if (found := figures(pid)) is not None:
                     seen.setdefault((who, pid), []).append((now, *found))
             if len(given) < options.faults and now > next_fault and newest(folder / "run"):
                 kind = FAULTS[len(given) % len(FAULTS)]
-                hurt(kind, folder / "run", chance)
+                hurt(kind, run.pid, folder / "run", chance)
                 given.append(kind)
                 print(f"{now:.0f} s, step {newest(folder / 'run')}: {kind}", flush=True)
                 next_fault += seconds / (options.faults + 1)

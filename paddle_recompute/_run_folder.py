@@ -53,26 +53,19 @@ os.register_at_fork(after_in_child=_leave_locks)
 
 
 @contextlib.contextmanager
-def hold(
-    folder: Path,
-    say: Callable[[str], object],
-    *,
-    machine: int = 0,
-    for_ranks: bool = False,
-) -> Iterator[None]:
+def hold(folder: Path, say: Callable[[str], object], *, for_ranks: bool = False) -> Iterator[None]:
     """Inside, no other run writes into `folder`, which is made.
 
     Args:
         folder: ``train.output_dir``.
         say: Shows the user a sentence.
-        machine: Number of this machine; each has logs of its own in the folder.
         for_ranks: Whether ranks that are started inside write there, for this process.
 
     Raises:
         ConfigError: Another run holds it, or it cannot be made.
     """
     make_folder(folder)
-    path = folder.resolve() / (f".lock{machine}" if machine else ".lock")
+    path = folder.resolve() / ".lock"
     is_rank = os.environ.get(_HELD) == str(path)
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -21,6 +21,7 @@ one. A test whose worker leaves its process unusable, or measures what a process
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import os
@@ -73,6 +74,18 @@ def rank_environment(rank: int, ports: list[int]) -> dict[str, str]:
         "PADDLE_DISTRI_BACKEND": "gloo",
         **device,
     }
+
+
+def ranks_started_by(command: int) -> dict[int, int]:
+    """The process of each rank that the main thread of the process `command` has started."""
+    found = {}
+    with contextlib.suppress(OSError):  # one of them has ended meanwhile
+        for pid in Path(f"/proc/{command}/task/{command}/children").read_text().split():
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, value = variable.partition(b"=")
+                if name == b"PADDLE_TRAINER_ID":
+                    found[int(value)] = int(pid)
+    return found
 
 
 def run_ranks(

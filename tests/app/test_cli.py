@@ -89,8 +89,13 @@ def test_eight_gpus_on_a_machine_with_none() -> None:
     assert_one_paragraph(result, "asks for 8 GPUs", "launch.device=cpu")
 
 
-def test_two_machines_without_their_address() -> None:
-    assert_one_paragraph(run("--config", TINY, "launch.num_nodes=2"), "--master HOST:PORT")
+def test_several_machines_are_for_paddles_launcher() -> None:
+    words = ("fleetrun --master HOST:PORT", "paddle-recompute train")
+    assert_one_paragraph(run("--config", TINY, "launch.num_nodes=2"), *words)
+    for option in (["--master", "10.0.0.1:6170"], ["--rank", "1"]):
+        result = run("--config", TINY, *option)
+        assert result.exit_code == 2
+        assert all(word in result.stderr for word in (option[0], *words))
 
 
 def test_a_missing_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,33 +183,20 @@ def test_under_fleetrun_the_first_rank_alone_prints_the_record(
 def test_more_ranks_are_given_the_same_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched: list[tuple[Sequence[str], str | None, int]] = []
+    launched: list[tuple[Sequence[str], int]] = []
 
-    def launch(
-        config: Config,
-        command: Sequence[str],
-        *,
-        master: str | None,
-        node_rank: int,
-        max_restart: int,
-    ) -> None:
-        launched.append((command, master, node_rank))
+    def launch(config: Config, command: Sequence[str], *, max_restart: int) -> None:
+        launched.append((command, max_restart))
         config.train.output_dir.mkdir(exist_ok=True)
         (config.train.output_dir / "result.json").write_text('{"mrr": 0.5,\n "名": "é"}\n')
 
     monkeypatch.setattr(cli._train, "launch_with_restarts", launch)
     overrides = [f"train.output_dir={tmp_path / 'run'}", "train.max_steps=50"]
-    result = run("--config", TINY, *overrides)
+    result = run("--config", TINY, "--max-restart", "3", *overrides)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1]) == {"mrr": 0.5, "名": "é"}
     again = ["-m", "paddle_recompute", "train", "--config", str(TINY), *overrides]
-    assert launched == [(again, None, 0)]
-
-    machines = ["launch.num_nodes=2", "--master", "10.0.0.1:6170", "--rank", "1"]
-    result = run("--config", TINY, *overrides, *machines)
-    assert result.exit_code == 0, result.output
-    assert "mrr" not in result.stdout  # the first machine prints it
-    assert launched[1][1:] == ("10.0.0.1:6170", 1)
+    assert launched == [(again, 3)]
 
 
 @pytest.mark.timeout(180)

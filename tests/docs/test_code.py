@@ -177,8 +177,9 @@ def test_commands_are_accepted(line: str, run_yaml: str) -> None:
         assert re.search(rf"^{arguments[0]}:", makefile, re.MULTILINE)
         return
     if program == "fleetrun":
-        assert arguments[0] == "--nproc_per_node"
-        _, _, program, *arguments = arguments
+        while arguments[0] in ("--master", "--nnodes", "--rank", "--nproc_per_node"):
+            arguments = arguments[2:]
+        program, *arguments = arguments
     if program.endswith(".py"):
         assert (ROOT / program).exists()
         load_config(arguments[0], arguments[1:])

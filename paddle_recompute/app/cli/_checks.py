@@ -10,10 +10,8 @@ from typing import Any
 
 import click
 
-from paddle_recompute._files import read_json
-from paddle_recompute._installed import require_paddle
 from paddle_recompute._run_folder import hold
-from paddle_recompute.app.cli._process import prepare_one_process
+from paddle_recompute.app.cli._process import configured, prepare_one_process, run_on_ranks
 from paddle_recompute.app.config import Config, load_config
 from paddle_recompute.app.launch import (
     errors_in_one_paragraph,
@@ -22,23 +20,21 @@ from paddle_recompute.app.launch import (
     launch,
     prepare_rank,
     require_paddle_and_devices,
-    speed_settings,
 )
-from paddle_recompute.errors import ConfigError, LaunchError
+from paddle_recompute.errors import ConfigError
 
 
 @click.command()
-@click.option("--config", "config_file", required=True, metavar="FILE", help="A YAML file.")
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Optimizer steps of each training run.",
+@configured(
+    click.option(
+        "--steps",
+        type=click.IntRange(min=1),
+        default=5,
+        show_default=True,
+        help="Optimizer steps of each training run.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the tables."),
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the tables.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def parity(
     config_file: str, steps: int, as_json: bool, debug: bool, overrides: tuple[str, ...]
 ) -> None:
@@ -67,13 +63,15 @@ def parity(
 
 
 @click.command()
-@click.option("--config", "config_file", metavar="FILE", help="A YAML file.")
-@click.option("--self-test", "runs_self_test", is_flag=True, help="Test the library instead.")
-@click.option("--output", metavar="FILE", help="Where the report goes, as JSON.")
-@click.option("--device", default=None, help="With --self-test: gpu, cpu, ...")
-@click.option("--parity", "compares_modes", is_flag=True, help="Also as the command parity does.")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@configured(
+    click.option("--self-test", "runs_self_test", is_flag=True, help="Test the library instead."),
+    click.option("--output", metavar="FILE", help="Where the report goes, as JSON."),
+    click.option("--device", default=None, help="With --self-test: gpu, cpu, ..."),
+    click.option(
+        "--parity", "compares_modes", is_flag=True, help="Also as the command parity does."
+    ),
+    required=False,
+)
 def doctor(
     config_file: str | None,
     runs_self_test: bool,
@@ -92,11 +90,9 @@ def doctor(
     contract on this device and writes paddle_recompute_self_test.json.
     """
     if is_launched():
-        from paddle_recompute.app.examination import examine
-
         prepare_rank()
         assert config_file is not None
-        examine(load_config(config_file, overrides), say=click.echo)
+        _examine(load_config(config_file, overrides))
         return
     with errors_in_one_paragraph(debug):
         if runs_self_test:
@@ -115,7 +111,13 @@ def doctor(
         if compares_modes and is_rank():
             raise ConfigError("--parity starts processes of its own: call it without fleetrun")
         config = load_config(config_file, overrides)
-        report = _examined(config, config_file, overrides)
+        report = run_on_ranks(
+            config,
+            ["doctor", "--config", config_file, *overrides],
+            _examine,
+            start=_launch,
+            result="doctor.json",
+        )
         if compares_modes:
             from paddle_recompute.app import parity as modes
 
@@ -137,24 +139,12 @@ def _refuse(*, config_file: str | None, parity: bool, overrides: tuple[str, ...]
         raise ConfigError(f"{given[0]}: has no effect with --self-test; remove one of them")
 
 
-def _examined(config: Config, config_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """The report of this process, or of the ranks that it starts."""
-    if is_rank() or config.world_size == 1:
-        chosen = speed_settings(config.launch.num_ranks, os.environ, device=config.launch.device)
-        os.environ.update(chosen)
-        if is_rank():
-            require_paddle()
-        else:
-            require_paddle_and_devices(config)
-        from paddle_recompute.app.examination import examine
+def _examine(config: Config) -> dict[str, Any]:
+    from paddle_recompute.app.examination import examine
 
-        return examine(config, say=click.echo)
-    again = ["-m", "paddle_recompute", "doctor", "--config", config_file, *overrides]
+    return examine(config, say=click.echo)
+
+
+def _launch(config: Config, command: list[str]) -> None:
     with hold(config.train.output_dir, click.echo):  # a run that trains there has its logs there
-        launch(config, again)
-    file = config.train.output_dir / "doctor.json"
-    try:
-        found = read_json(file)
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"{file}: cannot read the report of rank 0 ({error})") from error
-    return dict(found)
+        launch(config, command)

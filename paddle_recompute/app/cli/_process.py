@@ -1,13 +1,49 @@
-"""The process of a command that starts no ranks."""
+"""The processes of a command: this one alone, or ranks that it starts."""
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
+from typing import Any
 
+import click
+
+from paddle_recompute._files import read_json
 from paddle_recompute._installed import require_paddle
-from paddle_recompute.app.launch import speed_settings
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.launch import (
+    is_rank,
+    require_paddle_and_devices,
+    speed_settings,
+    start_line,
+)
+from paddle_recompute.errors import LaunchError
+
+
+def configured(*options: Callable[[Any], Any], required: bool = True) -> Callable[[Any], Any]:
+    """Decorates a command with ``--config``, `options`, ``--debug`` and the overrides."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(
+            (
+                click.option(
+                    "--config",
+                    "config_file",
+                    required=required,
+                    metavar="FILE",
+                    help="A YAML file.",
+                ),
+                *options,
+                click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+                click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
+            )
+        ):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def prepare_one_process() -> None:
@@ -17,3 +53,40 @@ def prepare_one_process() -> None:
     # Paddle's remarks at import (ccache, OMP_NUM_THREADS) have nothing to do with the command.
     with redirect_stderr(io.StringIO()):
         import paddle  # noqa: F401
+
+
+def run_on_ranks(
+    config: Config,
+    arguments: Sequence[str],
+    act: Callable[[Config], Any],
+    *,
+    start: Callable[[Config, list[str]], None],
+    result: str,
+) -> Any:
+    """What `act` returns, in this process if it is a rank or the only one.
+
+    Args:
+        config: Says how many ranks.
+        arguments: Of this command, for the ranks.
+        act: Does the work of a rank; Paddle is imported there.
+        start: Runs a command of Python on all ranks of this machine.
+        result: The file in ``train.output_dir`` in which rank 0 leaves what `act` returns.
+
+    Raises:
+        LaunchError: Ranks cannot be started or failed, or the result cannot be read.
+    """
+    if not is_rank() and config.world_size > 1:
+        start(config, ["-m", "paddle_recompute", *arguments])
+        file = config.train.output_dir / result
+        try:
+            return read_json(file)
+        except (OSError, ValueError) as error:
+            raise LaunchError(f"{file}: cannot read what rank 0 has written ({error})") from error
+    chosen = speed_settings(config.launch.num_ranks, os.environ, device=config.launch.device)
+    os.environ.update(chosen)
+    if is_rank():
+        require_paddle()
+    else:
+        require_paddle_and_devices(config)
+        click.echo(start_line(config, chosen))
+    return act(config)

@@ -1,4 +1,4 @@
-"""What a rank that `launch` started does for it: leave its error in a file, and end with it.
+"""What a rank that `launch` started does for it: leave its error in a file.
 
 Python's own way of telling an error, a traceback on standard error, would reach the launcher as
 text in a log. So the rank writes the error to ``error.<rank>.json`` in the log folder, and the
@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -32,7 +31,7 @@ class RankError:
     """An exception that ended a rank.
 
     Attributes:
-        rank: Number of the rank on its machine.
+        rank: Number of the rank.
         time: Seconds of the clock that all processes of a machine share and that never jumps.
         message: What the exception says, with its type unless it is one of the library's own.
         is_users: Whether it is one of the library's own, meant for the user's eyes.
@@ -58,11 +57,7 @@ def is_launched() -> bool:
 
 def prepare_rank() -> None:
     """To be called first in a process that `launch` started."""
-    die_with_parent(signal.SIGKILL)
     sys.excepthook = leave_error
-    folder = Path(os.environ[LOG_DIR])
-    with contextlib.suppress(OSError):  # a full disk: then a signal to the launcher ends the rank
-        (folder / f"pid.{_rank_on_machine()}").write_text(str(os.getpid()))
     if ON_TERMINAL in os.environ:
         sys.stderr = _TerminalStream(sys.stderr)
 
@@ -81,20 +76,10 @@ def read_errors(log_dir: Path) -> list[RankError]:
 def die_with_parent(signal_number: int) -> None:
     """Ask Linux to send this process `signal_number` when the one that started it is gone.
 
-    Nothing else is told of a parent that was killed with SIGKILL; its ranks would train on.
+    Nothing else tells of a parent that was killed with SIGKILL; its ranks would train on.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal_number))
-
-
-def signal_ranks(log_dir: Path, number: int) -> bool:
-    """Send a signal to every rank that runs; False where none could be found."""
-    found = False
-    for path in log_dir.glob("pid.*"):
-        with contextlib.suppress(OSError, ValueError):
-            os.kill(int(path.read_text()), number)
-            found = True
-    return found
 
 
 def leave_error(
@@ -106,7 +91,7 @@ def leave_error(
     """
     is_users = isinstance(error, PaddleRecomputeError)
     left = RankError(
-        rank=_rank_on_machine(),
+        rank=int(os.environ["PADDLE_TRAINER_ID"]),
         time=time.monotonic(),
         message=str(error) if is_users else f"{kind.__name__}: {error}",
         is_users=is_users,
@@ -124,10 +109,6 @@ def leave_error(
     except OSError as fault:
         with contextlib.suppress(OSError):
             sys.stderr.write(f"{left.traceback}({path} cannot be written: {fault.strerror})\n")
-
-
-def _rank_on_machine() -> int:
-    return int(os.environ.get("PADDLE_RANK_IN_NODE", "0"))
 
 
 class _TerminalStream:

@@ -1,24 +1,22 @@
-"""Start the ranks of a run with Paddle's own launcher, show what rank 0 says, explain a failure.
+"""Start the ranks of a run on this machine, show what rank 0 says, explain a failure.
 
-The ranks are started, watched and ended by ``python -m paddle.distributed.launch`` (``fleetrun``).
-This module gives it the right arguments and environment, keeps its remarks in a file, copies the
-output of rank 0 to the terminal as it is written, and, where a rank fails, finds out which was
-the first and what it has to say.
+Each rank is a process with the ``PADDLE_*`` variables that Paddle's launcher would give it, and a
+log of its own. The first that fails ends the others.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -31,21 +29,16 @@ from paddle_recompute.app.launch._rank_process import (
     RankError,
     die_with_parent,
     read_errors,
-    signal_ranks,
 )
 from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
 from paddle_recompute.errors import LaunchError, StoppedError
 
 _POLL_SECONDS = 0.1
-_STOP_SECONDS = 20.0  # the launcher gives the ranks a few seconds to end before it kills them
+_PATIENCE = 5.0
+"""Seconds for the other ranks to end after one has failed, and again after they are told to."""
 _SAVE_SECONDS = 600.0
 """For the step that runs and the checkpoint that is written after a signal."""
 _TAIL_LINES = 30
-_FAILED_RANK = re.compile(r"^Container rank (\d+) status failed .* code (-?\d+) log ", re.MULTILINE)
-
-# The launcher takes these variables over its own arguments, which are given here.
-_LAUNCHER_VARIABLES = ("PADDLE_LOG_DIR", "PADDLE_LOG_OVERWRITE", "PADDLE_NPROC_PER_NODE")
-_CLUSTER_VARIABLES = ("PADDLE_MASTER", "PADDLE_NNODES", "PADDLE_RANK", "PADDLE_DEVICES")
 
 
 class RankFailedError(LaunchError):
@@ -78,27 +71,16 @@ def start_line(config: Config, chosen: Mapping[str, str]) -> str:
     return ", ".join([what, *(f"{name}={value}" for name, value in chosen.items())])
 
 
-def log_folder(config: Config, node_rank: int = 0) -> Path:
-    """Where the ranks' logs go; each machine has a folder of its own, as disks may be shared."""
-    folder = config.train.output_dir.absolute() / "logs"
-    return folder if config.launch.num_nodes == 1 else folder / f"node{node_rank}"
-
-
-def launch(
-    config: Config, command: Sequence[str], *, master: str | None = None, node_rank: int = 0
-) -> None:
+def launch(config: Config, command: Sequence[str]) -> None:
     """Run ``python COMMAND`` on ``config.launch.num_ranks`` ranks of this machine, to their end.
 
-    What rank 0 of the machine writes appears on standard output while it runs. SIGTERM, SIGHUP and
-    Ctrl-C go to the ranks, which finish their step, save it and end; a second one ends them at
-    once.
+    What rank 0 writes appears on standard output while it runs. SIGTERM, SIGHUP and Ctrl-C go to
+    the ranks, which finish their step, save it and end; a second one ends them at once.
 
     Args:
         config: Says how many ranks, on which device, and where the logs go.
         command: Arguments for the Python interpreter; each rank calls
             `paddle_recompute.app.launch._rank_process.prepare_rank` first.
-        master: ``"host:port"`` of the first machine; needed with several, the same on all.
-        node_rank: Number of this machine, from 0; the one with the address `master` is 0.
 
     Raises:
         DependencyError: There is no Paddle, or it is too old.
@@ -108,23 +90,23 @@ def launch(
         LaunchError: The ranks cannot be started here.
     """
     require_paddle_and_devices(config)
-    _check_machines(config, master, node_rank)
-    log_dir = log_folder(config, node_rank)
+    _require_one_machine(config)
+    log_dir = config.train.output_dir.absolute() / "logs"
     _remove_old_logs(log_dir)
     environment, chosen = _environment(config, log_dir)
-    ranks = config.launch.num_ranks
     print(f"{start_line(config, chosen)}, logs in {log_dir}", flush=True)
-    arguments = ["--nproc_per_node", str(ranks), "--log_dir", str(log_dir)]
-    arguments += ["--log_overwrite", "True", "--enable_gpu_log", "False"]
-    if master is not None:
-        nodes = config.launch.num_nodes
-        arguments += ["--master", master, "--nnodes", str(nodes), "--rank", str(node_rank)]
-    # A training script that does not end in .py is run as a program: here Python itself, so that
-    # a command can be "-m module". Not with --backend gloo: that is for Paddle's older launcher.
-    launcher = [sys.executable, "-m", "paddle.distributed.launch", *arguments]
-    code = _run([*launcher, sys.executable, "-u", *command], environment, log_dir)
-    if code:
-        raise _failure(log_dir, ranks, code)
+    ranks: list[subprocess.Popen[bytes]] = []
+    logs = [log_dir / f"workerlog.{rank}" for rank in range(config.launch.num_ranks)]
+    with _signals_as_exit(), logs[0].open("w+b") as said:
+        try:
+            for log, own in zip(logs, _environments(config, environment), strict=True):
+                ranks.append(_start(command, own, log))
+            failed = _run(ranks, said)
+        finally:
+            _end(ranks, said)
+            _add_tracebacks(log_dir)
+    if failed is not None:
+        raise _failure(log_dir, failed, [rank.returncode for rank in ranks])
 
 
 def require_paddle_and_devices(config: Config) -> None:
@@ -162,50 +144,57 @@ def require_paddle_and_devices(config: Config) -> None:
         )
 
 
-def _check_machines(config: Config, master: str | None, node_rank: int) -> None:
-    nodes = config.launch.num_nodes
-    if nodes > 1 and master is None:
+def _require_one_machine(config: Config) -> None:
+    nodes, ranks = config.launch.num_nodes, config.launch.num_ranks
+    if nodes > 1:
         raise LaunchError(
-            f"the configuration asks for {nodes} machines (launch.num_nodes); run the command on "
-            f"every machine with --master HOST:PORT (address of the first machine and a free port "
-            f"there) and --rank N, 0 to {nodes - 1}"
-        )
-    if nodes == 1 and master is not None:
-        raise LaunchError(
-            "--master is for several machines, and launch.num_nodes is 1; remove it, or set "
-            "launch.num_nodes"
-        )
-    if not 0 <= node_rank < nodes:
-        raise LaunchError(
-            f"--rank is the number of this machine, 0 to {nodes - 1} with launch.num_nodes: "
-            f"{nodes}; received {node_rank}"
+            f"the configuration asks for {nodes} machines (launch.num_nodes); run on every machine "
+            f"fleetrun --master HOST:PORT --nnodes {nodes} --rank N --nproc_per_node {ranks} "
+            "paddle-recompute train --config FILE, with the address of the first machine and a "
+            f"free port there, and N from 0 to {nodes - 1}; launch.num_nodes=1 trains on this one"
         )
 
 
 def _environment(config: Config, log_dir: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The launcher's variables, and those among them that were chosen here for speed."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in (*_LAUNCHER_VARIABLES, *_CLUSTER_VARIABLES)
-    }
+    """The variables of all ranks, and those among them that were chosen here for speed."""
+    environment = dict(os.environ)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # Paddle would prefer them to PADDLE_MASTER
+        environment.pop(name, None)
     chosen = speed_settings(config.launch.num_ranks, environment, device=config.launch.device)
     environment |= chosen | quiet_settings(environment) | {LOG_DIR: str(log_dir)}
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         environment |= {"COLUMNS": str(size.columns), "LINES": str(size.lines), ON_TERMINAL: "1"}
-    if config.launch.device == "cpu":
-        # On a machine with fewer GPUs than ranks the launcher would look for one for each rank.
-        # These need not exist: nothing but the launcher reads them before the rank takes the CPU.
-        labels = ",".join(str(rank) for rank in range(config.launch.num_ranks))
-        environment |= {"PADDLE_DISTRI_BACKEND": "gloo", "CUDA_VISIBLE_DEVICES": labels}
     return environment, chosen
+
+
+def _environments(config: Config, common: dict[str, str]) -> Iterator[dict[str, str]]:
+    """The variables of each rank: `common`, and those that Paddle's launcher (2.6, 3.x) sets."""
+    with ExitStack() as bound:
+        sockets = [bound.enter_context(socket.socket()) for _ in range(config.launch.num_ranks + 1)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        master, *endpoints = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    on_device = {"PADDLE_DISTRI_BACKEND": "gloo"} if config.launch.device == "cpu" else {}
+    for rank, endpoint in enumerate(endpoints):
+        if config.launch.device == "gpu":
+            on_device = {"FLAGS_selected_gpus": str(rank)}  # among those that are visible
+        yield {
+            **common,
+            **on_device,
+            "PADDLE_MASTER": master,
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(len(endpoints)),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_CURRENT_ENDPOINT": endpoint,
+            "PADDLE_RANK_IN_NODE": str(rank),
+        }
 
 
 def _remove_old_logs(log_dir: Path) -> None:
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        for pattern in ("workerlog.*", "error.*.json", "pid.*", "launcher.log"):
+        for pattern in ("workerlog.*", "error.*.json"):
             for path in log_dir.glob(pattern):
                 path.unlink()
     except OSError as error:
@@ -214,45 +203,65 @@ def _remove_old_logs(log_dir: Path) -> None:
         ) from error
 
 
-def _run(command: list[str], environment: dict[str, str], log_dir: Path) -> int:
-    """Run the launcher to its end; returns its exit code."""
-    launcher_log = log_dir / "launcher.log"
-    with launcher_log.open("wb") as log, _signals_as_exit():
-        launcher = subprocess.Popen(
-            command,
+def _start(
+    command: Sequence[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-u", *command],
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            # Ctrl-C is for this process alone, which then ends the launcher in good order.
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C is for this process alone, which tells the ranks
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )
-        try:
-            with _copying(log_dir / "workerlog.0") as copy:
-                try:
-                    _wait(launcher, copy)
-                except (SystemExit, KeyboardInterrupt) as asked:
-                    is_by_keyboard = isinstance(asked, KeyboardInterrupt)
-                    number = signal.SIGINT if is_by_keyboard else signal.SIGTERM
-                    if signal_ranks(log_dir, number):
-                        _wait(launcher, copy, _SAVE_SECONDS)
-                    raise
-        finally:
-            _stop(launcher)
-            _complete_logs(log_dir)
-    return launcher.returncode
+
+
+def _run(ranks: list[subprocess.Popen[bytes]], said: BinaryIO) -> int | None:
+    """Wait for the ranks; returns the number of the first that failed."""
+    try:
+        return _wait(ranks, said)
+    except (SystemExit, KeyboardInterrupt) as asked:
+        is_by_keyboard = isinstance(asked, KeyboardInterrupt)
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT if is_by_keyboard else signal.SIGTERM)
+        _wait(ranks, said, _SAVE_SECONDS)
+        raise
 
 
 def _wait(
-    launcher: subprocess.Popen[bytes], copy: Callable[[], None], seconds: float = math.inf
-) -> None:
-    """Copy what rank 0 writes until the launcher has ended, or so many seconds are over."""
+    ranks: list[subprocess.Popen[bytes]], said: BinaryIO, seconds: float = math.inf
+) -> int | None:
+    """Copy what rank 0 writes until all ranks have ended, or so many seconds are over, or one has
+    failed, whose number is returned, and the others had time to end.
+    """
+    failed = None
     deadline = time.monotonic() + seconds
-    while launcher.poll() is None and time.monotonic() < deadline:
-        copy()
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if new := said.read():
+            sys.stdout.flush()
+            sys.stdout.buffer.write(new)
+            sys.stdout.buffer.flush()
+        if failed is None and any(codes):
+            failed = next(rank for rank, code in enumerate(codes) if code)
+            deadline = min(deadline, time.monotonic() + _PATIENCE)
+        if None not in codes or time.monotonic() > deadline:
+            return failed
         time.sleep(_POLL_SECONDS)
-    copy()
+
+
+def _end(ranks: list[subprocess.Popen[bytes]], said: BinaryIO) -> None:
+    """End the ranks that still run; those that do not end when they are told to are killed."""
+    try:
+        for rank in ranks:
+            rank.terminate()
+        _wait(ranks, said, _PATIENCE)
+    finally:  # also where the user presses Ctrl-C again
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 @contextmanager
@@ -270,61 +279,14 @@ def _signals_as_exit() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _copying(path: Path) -> Iterator[Callable[[], None]]:
-    """Gives a function that copies what `path` has gained to standard output."""
-    log: BinaryIO | None = None
-
-    def copy() -> None:
-        nonlocal log
-        if log is None and path.exists():
-            log = path.open("rb")
-        if log is not None and (new := log.read()):
-            sys.stdout.flush()
-            sys.stdout.buffer.write(new)
-            sys.stdout.buffer.flush()
-
-    try:
-        yield copy
-    finally:
-        if log is not None:
-            log.close()
-
-
-def _stop(launcher: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends the ranks; a rank dies with it where it is killed."""
-    if launcher.poll() is None:
-        launcher.terminate()
-        try:
-            launcher.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:  # also where the user presses Ctrl-C again
-            launcher.kill()
-            launcher.wait()
-
-
-def _complete_logs(log_dir: Path) -> None:
-    """Add the tracebacks to the ranks' logs, and remove every copy of the environment.
-
-    The launcher writes all variables, and with them whatever secret is among them, beside logs
-    that people attach to bug reports (2.6: into its own output as well).
-    """
-    for pattern in ("envlog.*", "backup_env.*.json", "default.*.log", "pid.*"):
-        for path in log_dir.glob(pattern):
-            path.unlink()
+def _add_tracebacks(log_dir: Path) -> None:
     with suppress(OSError):  # the folder is gone, or the disk is full: `_failure` says so
-        own = log_dir / "launcher.log"
-        lines = own.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = "".join(line for line in lines if not line.startswith("env {"))
-        if len(kept) < own.stat().st_size:
-            own.write_text(kept, "utf-8")
         for error in read_errors(log_dir):
             with (log_dir / f"workerlog.{error.rank}").open("a", encoding="utf-8") as log:
                 log.write(error.traceback)
 
 
-def _failure(log_dir: Path, num_ranks: int, code: int) -> LaunchError | StoppedError:
+def _failure(log_dir: Path, failed: int, codes: list[int]) -> LaunchError | StoppedError:
     """The error that tells what went wrong first."""
     errors = read_errors(log_dir)
     if errors and errors[0].exit_code is not None:
@@ -333,7 +295,7 @@ def _failure(log_dir: Path, num_ranks: int, code: int) -> LaunchError | StoppedE
         return RankRefusedError(errors[0])
     if errors:
         first = errors[0]
-        silent = sorted(set(range(num_ranks)) - {error.rank for error in errors})
+        silent = sorted(set(range(len(codes))) - {error.rank for error in errors})
         log = log_dir / f"workerlog.{first.rank}"
         text = f"rank {first.rank} failed; {_end_of(log)}"
         if silent:
@@ -343,21 +305,13 @@ def _failure(log_dir: Path, num_ranks: int, code: int) -> LaunchError | StoppedE
             )
         return RankFailedError(text)
     if (fault := _fault_of_disk(log_dir)) is not None:
-        return RankFailedError(f"the ranks failed with code {code}, and {fault}")
-    launcher_log = log_dir / "launcher.log"
-    said = launcher_log.read_text(encoding="utf-8", errors="replace")
-    dead = _FAILED_RANK.search(said)
-    if dead is None:
-        return RankFailedError(
-            f"Paddle's launcher failed with code {code}; {_end_of(launcher_log)}"
-        )
-    rank, rank_code = int(dead[1]), int(dead[2])
-    how = f"ended with code {rank_code}"
-    if rank_code < 0:
-        how = f"was ended by {signal.Signals(-rank_code).name}"
-        if -rank_code == signal.SIGKILL:
+        return RankFailedError(f"rank {failed} failed with code {codes[failed]}, and {fault}")
+    how = f"ended with code {codes[failed]}"
+    if codes[failed] < 0:
+        how = f"was ended by {signal.Signals(-codes[failed]).name}"
+        if codes[failed] == -signal.SIGKILL:
             how += ", which the system sends where memory runs out"
-    return RankFailedError(f"rank {rank} {how}; {_end_of(log_dir / f'workerlog.{rank}')}")
+    return RankFailedError(f"rank {failed} {how}; {_end_of(log_dir / f'workerlog.{failed}')}")
 
 
 def _fault_of_disk(log_dir: Path) -> str | None:

@@ -18,14 +18,7 @@ _AGAIN = ("PeerError", "OutOfMemoryError")
 """Own errors of a rank after which another start may go well."""
 
 
-def launch_with_restarts(
-    config: Config,
-    command: Sequence[str],
-    *,
-    master: str | None = None,
-    node_rank: int = 0,
-    max_restart: int = 0,
-) -> None:
+def launch_with_restarts(config: Config, command: Sequence[str], *, max_restart: int = 0) -> None:
     """As `launch`, and `max_restart` times again, from the last checkpoint, when a rank dies.
 
     A rank that refuses the configuration, the data or the checkpoint ends the run.
@@ -35,21 +28,16 @@ def launch_with_restarts(
             would write over. No rank was started.
     """
     settings = config.train
-    with hold(settings.output_dir, click.echo, machine=node_rank, for_ranks=True):
-        if node_rank == 0:
-            check_may_start(
-                settings.output_dir, resume=settings.resume, overwrite=settings.overwrite
-            )
-        _launch_with_restarts(config, command, master, node_rank, max_restart)
+    with hold(settings.output_dir, click.echo, for_ranks=True):
+        check_may_start(settings.output_dir, resume=settings.resume, overwrite=settings.overwrite)
+        _launch_with_restarts(config, command, max_restart)
 
 
-def _launch_with_restarts(
-    config: Config, command: Sequence[str], master: str | None, node_rank: int, max_restart: int
-) -> None:
+def _launch_with_restarts(config: Config, command: Sequence[str], max_restart: int) -> None:
     before = _checkpoints(config)
     for attempt in range(max_restart + 1):
         try:
-            launch(config, command, master=master, node_rank=node_rank)
+            launch(config, command)
             return
         except (RankFailedError, RankRefusedError) as error:
             died = isinstance(error, RankFailedError) or error.kind in _AGAIN

@@ -16,7 +16,7 @@ RANK = int(os.environ["PADDLE_TRAINER_ID"])
 
 def settings() -> None:
     """Tell what the rank was given."""
-    names = ("PADDLE_TRAINERS_NUM", "OMP_NUM_THREADS", "PADDLE_DISTRI_BACKEND")
+    names = ("PADDLE_TRAINERS_NUM", "OMP_NUM_THREADS", "PADDLE_DISTRI_BACKEND", "MASTER_ADDR")
     print(f"rank {RANK}", *(f"{name}={os.environ.get(name)}" for name in names))
 
 

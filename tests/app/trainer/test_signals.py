@@ -16,7 +16,7 @@ import yaml
 
 from paddle_recompute.checkpoint import find_checkpoint
 from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
-from tests.ranks import ROOT
+from tests.ranks import ROOT, ranks_started_by
 
 STEPS = 12
 # A step that takes long enough for a signal to come in the midst of the run.
@@ -93,12 +93,11 @@ def wait_for_step(folder: Path, step: int) -> None:
     pytest.fail(f"no step {step}")
 
 
-def pids_of_ranks(folder: Path) -> dict[int, int]:
+def pids_of_ranks(command: int) -> dict[int, int]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = {int(path.suffix[1:]): path.read_text() for path in folder.glob("logs/pid.*")}
-        if len(found) == 2 and all(found.values()):
-            return {rank: int(text) for rank, text in found.items()}
+        if len(found := ranks_started_by(command)) == 2:
+            return found
         time.sleep(0.05)
     pytest.fail("no ranks")
 
@@ -128,7 +127,7 @@ def test_one_process_saves_its_step_and_goes_on_to_the_same_bits(tmp_path: Path)
 def test_a_signal_to_one_saves_on_all_ranks(tmp_path: Path, whom: str, mode: str) -> None:
     config = write_config(tmp_path, "run", train__resume="auto", mode=mode, **TWO)
     run = train(tmp_path, config)
-    pids = pids_of_ranks(tmp_path / "run")
+    pids = pids_of_ranks(run.pid)
     wait_for_step(tmp_path / "run", 3)
     os.kill(run.pid if whom == "launcher" else pids[int(whom[-1])], signal.SIGTERM)
     output = run.communicate(timeout=60)[0]
@@ -142,7 +141,7 @@ def test_a_signal_to_one_saves_on_all_ranks(tmp_path: Path, whom: str, mode: str
 def test_ranks_are_started_again_where_one_was_killed(tmp_path: Path) -> None:
     config = write_config(tmp_path, "run", **TWO, train__save_every=2)
     run = train(tmp_path, config, "--max_restart", "1")
-    pids = pids_of_ranks(tmp_path / "run")
+    pids = pids_of_ranks(run.pid)
     wait_for_step(tmp_path / "run", 4)
     os.kill(pids[1], signal.SIGKILL)
     output = run.communicate(timeout=120)[0]
