@@ -303,16 +303,9 @@ def _update(
 
 def _plain_strategy(recipe: Recipe) -> Any:
     """The strategy of the update: it has no forward to recompute or cast."""
-    config = recipe.config
-    off = {"amp": False, "gradient_merge": False}
-    return distributed_strategy(
-        config.model_copy(
-            update={
-                "strategy": config.strategy.model_copy(update=off),
-                "recompute": config.recompute.model_copy(update={"enable": False}),
-            }
-        )
-    )
+    strategy = distributed_strategy(recipe.config)
+    strategy.amp = strategy.gradient_merge = strategy.recompute = False
+    return strategy
 
 
 def _add_parameters_of_loss(

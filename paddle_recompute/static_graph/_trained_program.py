@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from paddle_recompute._paddle.static import native, training
 from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.recompute.program import backend
 from paddle_recompute.static_graph._feeds import Feeds
 from paddle_recompute.train_step import NOT_UPDATED
 
@@ -200,7 +199,7 @@ class TrainedProgram:
     @property
     def exchanges_gradients(self) -> bool:
         """Whether `gradients` are means over the ranks: fleet (2.6) exchanges them in place."""
-        return is_distributed() and backend().has_fleet and not self.merges
+        return is_distributed() and native().HAS_FLEET and not self.merges
 
     @property
     def explained(self) -> paddle.static.Program:
@@ -234,7 +233,7 @@ class TrainedProgram:
             losses.append(loss)
             for name, gradient in zip(self.gradients, found, strict=True):
                 sums[name] = sums[name] + gradient if name in sums else gradient
-        if self.merges and is_distributed() and backend().has_fleet:  # it divides the loss
+        if self.merges and is_distributed() and native().HAS_FLEET:  # it divides the loss
             num_ranks = np.float32(paddle.distributed.get_world_size())
             sums = {name: gradient * num_ranks for name, gradient in sums.items()}
         return np.array(losses, "float32").reshape([-1]), sums
