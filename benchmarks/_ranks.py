@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._network import Host
-from paddle_recompute.launch._rank_process import die_with_parent
-from paddle_recompute.launch._rank_settings import quiet_settings, speed_settings
+from paddle_recompute.app.launch._rank_process import die_with_parent
+from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_PORT = 23456

@@ -19,9 +19,10 @@ import paddle
 import paddle.distributed as dist
 
 from benchmarks._network import Host, set_rate
-from paddle_recompute.config import ModelConfig, RecomputeConfig
+from paddle_recompute.app.config import ModelConfig
+from paddle_recompute.app.encoder.ernie import ErnieEncoder
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.models.ernie import ErnieEncoder
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute
 
 ARTICLE = "no_sync + fused_allreduce_gradients"

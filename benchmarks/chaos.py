@@ -29,7 +29,7 @@ from safetensors.numpy import load_file
 
 from benchmarks._record import RESULTS, table, write_record
 from paddle_recompute.checkpoint import find_checkpoint
-from tests.trainer.test_trainer import tiny, write_pairs
+from tests.app.trainer.test_trainer import tiny, write_pairs
 
 ROOT = RESULTS.parent.parent
 WAYS: dict[str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ def start_python(log: Path, *arguments: object, **variables: str) -> subprocess.
 
 def start(config: Path, log: Path) -> subprocess.Popen[bytes]:
     """The command, once."""
-    return start_python(log, "-m", "paddle_recompute.cli", "train", "--config", config)
+    return start_python(log, "-m", "paddle_recompute", "train", "--config", config)
 
 
 def begin(name: str, changes: dict[str, Any], steps: int, folder: Path) -> Path:

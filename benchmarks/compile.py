@@ -31,7 +31,7 @@ from benchmarks._record import (
 )
 from paddle_recompute import RecomputeConfig, TrainStep, apply_recompute, build_model, compile_model
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.config import ModelConfig
+from paddle_recompute.app.config import ModelConfig
 
 IS_26 = paddle.__version__.startswith("2.6")
 SHAPES: dict[str, dict[str, Any]] = {

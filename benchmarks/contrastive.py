@@ -32,9 +32,9 @@ from benchmarks._record import (
 )
 from paddle_recompute import ContrastiveLoss, GradCache, load_config
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.config import Config
-from paddle_recompute.data import build_loader, prepare_data
-from paddle_recompute.models import build_model
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.data import build_loader, prepare_data
+from paddle_recompute.app.encoder import build_model
 from paddle_recompute.train_step.optimizer import build_optimizer
 
 CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
@@ -69,7 +69,7 @@ def make_step(
     """
     paddle.seed(0)
     model = build_model(config.model, vocab_size)
-    optimizer = build_optimizer(config, model, 1e-4)
+    optimizer = build_optimizer(config.optimizer, model, 1e-4)
     loss = ContrastiveLoss(config.contrastive.temperature, tile=tile, normalize=True)
 
     def encode(ids: paddle.Tensor) -> Any:

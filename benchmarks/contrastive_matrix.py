@@ -30,7 +30,7 @@ from benchmarks._network import loopback
 from benchmarks._ranks import run_ranks_patiently
 from benchmarks._record import table, write_record
 from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, load_config
-from paddle_recompute.models import build_model
+from paddle_recompute.app.encoder import build_model
 
 CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
 PAIRS, LENGTH, WORDS, TILE = 48, 12, 500, 7

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paddle_recompute.launch._rank_settings import quiet_settings, speed_settings
+from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
 
 # Those of `paddle-recompute train`, for both sides; Paddle's import sets what is not set before.
 os.environ.update(speed_settings(1, os.environ, device="cpu"))
@@ -39,9 +39,9 @@ from benchmarks._record import ratios, table, write_record
 from benchmarks._side_by_side import WARM_UP_PAIRS, Array, Side, serve
 from paddle_recompute import ContrastiveLoss, GradCache, load_config
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.config import Config
-from paddle_recompute.data import build_loader, prepare_data
-from paddle_recompute.models import build_model
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.data import build_loader, prepare_data
+from paddle_recompute.app.encoder import build_model
 from paddle_recompute.train_step.optimizer import build_optimizer
 
 CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
@@ -112,7 +112,7 @@ class PaddleStep:
 
     def __init__(self, config: Config, model: paddle.nn.Layer, chunks: dict[str, int]) -> None:
         self._model = model
-        self._optimizer = build_optimizer(config, model, LEARNING_RATE)
+        self._optimizer = build_optimizer(config.optimizer, model, LEARNING_RATE)
         # Theirs is in stripes too where it is cached, and one matrix where it is not.
         tile = TILE if chunks else None
         self._loss = ContrastiveLoss(config.contrastive.temperature, tile=tile, normalize=True)

@@ -35,9 +35,9 @@ from safetensors.numpy import load_file
 
 from benchmarks._failures_rank import KINDS, PLACES, Fault, checksum, run
 from benchmarks._record import table, write_record
+from tests.app.trainer.test_trainer import write_pairs
 from tests.forked_ranks import start
 from tests.ranks import free_ports, rank_environment
-from tests.trainer.test_trainer import write_pairs
 
 STEPS = 12
 FAILURES_OF_A_RUN = 5

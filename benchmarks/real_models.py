@@ -19,7 +19,7 @@ import paddle
 
 from benchmarks._record import in_own_process, table, write_record
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute
 
 

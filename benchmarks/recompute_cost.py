@@ -26,7 +26,7 @@ from benchmarks._record import (
     write_record,
 )
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute
 
 LAYERS, HIDDEN, BATCH, LENGTH = 12, 256, 16, 64

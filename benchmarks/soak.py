@@ -25,7 +25,7 @@ import yaml
 
 from benchmarks._record import table, write_record
 from benchmarks.chaos import COMMON, ROOT, newest
-from tests.trainer.test_trainer import tiny, write_pairs
+from tests.app.trainer.test_trainer import tiny, write_pairs
 
 SECONDS_OF_A_RUN = 3.0
 """Between two looks."""
@@ -102,7 +102,7 @@ def main() -> None:
                     "train__log_every": 50, "train__output_dir": str(folder / "run")}  # fmt: skip
         config = folder / "run.yaml"
         config.write_text(yaml.safe_dump(tiny(folder, **settings).to_dict()))
-        command = [sys.executable, "-m", "paddle_recompute.cli", "train", "--config", str(config),
+        command = [sys.executable, "-m", "paddle_recompute", "train", "--config", str(config),
                    "--max-restart", "100"]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         began = time.monotonic()

@@ -27,7 +27,7 @@ from benchmarks._record import in_own_process, paired_seconds, ratios, table, wr
 from benchmarks.recompute_cost import BATCH, BLOCKS, CHEAP, HIDDEN, LENGTH, make_encoder
 from paddle_recompute import static_graph
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -35,7 +35,7 @@ def main() -> None:
     model = paddle.nn.Sequential(
         paddle.nn.Linear(16, 64), paddle.nn.GELU(), paddle.nn.Linear(64, 1)
     )
-    optimizer = build_optimizer(config, model, RATES[arguments.optimizer])
+    optimizer = build_optimizer(config.optimizer, model, RATES[arguments.optimizer])
     step = TrainStep(
         model,
         optimizer,

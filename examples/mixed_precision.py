@@ -14,8 +14,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute import TrainStep, load_config
-from paddle_recompute.config import AmpConfigs
+from paddle_recompute import AmpConfigs, TrainStep, load_config
 from paddle_recompute.static_graph import StaticTrainStep
 
 YAML = Path(__file__).parents[1] / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"

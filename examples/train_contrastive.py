@@ -19,9 +19,9 @@ from paddle_recompute import (
     build_model,
     load_config,
 )
-from paddle_recompute.data import build_loader, prepare_data
+from paddle_recompute.app.data import build_loader, prepare_data
+from paddle_recompute.app.retrieval.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.distributed import barrier, broadcast_from_rank0
-from paddle_recompute.retrieval.evaluation import encode_texts, retrieval_metrics
 from paddle_recompute.train_step.optimizer import build_optimizer, build_schedule
 
 dist.init_parallel_env()
@@ -54,10 +54,12 @@ how = {"loss_fn": lambda model, pairs: contrastive(*(model(pairs[side]) for side
 if section.is_chunked:
     size, tokens = section.chunk_size, section.chunk_tokens
     how = {"grad_cache": GradCache(model, contrastive, chunk_size=size, chunk_tokens=tokens)}
-schedule = build_schedule(config, train.max_steps)
+schedule = build_schedule(
+    config.learning_rate, train.max_steps, warmup_steps=train.warmup_steps, decay=train.decay
+)
 train_step = TrainStep(
     model,
-    build_optimizer(config, model, schedule, contrastive.parameters()),
+    build_optimizer(config.optimizer, model, schedule, contrastive.parameters()),
     accumulate_steps=batch // part,
     clip_grad_norm=train.clip_grad_norm,
     **how,

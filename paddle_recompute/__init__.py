@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paddle_recompute import errors, static_graph
-    from paddle_recompute.config import Config, RecomputeConfig, load_config
+    from paddle_recompute.app.config import Config, load_config
+    from paddle_recompute.app.encoder import build_model
+    from paddle_recompute.app.trainer import Trainer
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.doctor import DoctorReport, doctor
     from paddle_recompute.grad_sync import GradientSync
-    from paddle_recompute.models import build_model
     from paddle_recompute.offload import OffloadSequential
+    from paddle_recompute.options import AmpConfigs, RecomputeConfig
     from paddle_recompute.patch import patch_fleet, unpatch_fleet
     from paddle_recompute.planner import (
         BatchSize,
@@ -50,11 +52,11 @@ if TYPE_CHECKING:
         recompute_wrapper,
     )
     from paddle_recompute.train_step import CompileReport, TrainStep, compile_model
-    from paddle_recompute.trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AmpConfigs",
     "BatchSize",
     "CompileReport",
     "Config",
@@ -92,9 +94,10 @@ __all__ = [
 
 # Where each public name lives; those in the first table are usable without Paddle.
 _WITHOUT_PADDLE = {
-    "Config": "config",
-    "RecomputeConfig": "config",
-    "load_config": "config",
+    "Config": "app.config",
+    "AmpConfigs": "options",
+    "RecomputeConfig": "options",
+    "load_config": "app.config",
 }
 _WITH_PADDLE = {
     "CompileReport": "train_step",
@@ -109,10 +112,10 @@ _WITH_PADDLE = {
     "RecomputePlan": "planner",
     "RecomputeReport": "recompute",
     "TrainStep": "train_step",
-    "Trainer": "trainer",
+    "Trainer": "app.trainer",
     "all_gather_with_grad": "contrastive",
     "apply_recompute": "recompute",
-    "build_model": "models",
+    "build_model": "app.encoder",
     "compile_model": "train_step",
     "doctor": "doctor",
     "estimate": "planner",
@@ -131,7 +134,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used (PEP 562).
 
     Raises:
-        DependencyError: The name needs Paddle, which is missing or too old.
+        DependencyError: The name needs Paddle, which is missing or too old; or it belongs to the
+            application, whose packages are missing.
     """
     if name == "errors":
         return importlib.import_module("paddle_recompute.errors")
@@ -144,6 +148,10 @@ def __getattr__(name: str) -> Any:
         from paddle_recompute._installed import require_paddle
 
         require_paddle()
+    if home.startswith("app."):
+        from paddle_recompute._installed import require_application
+
+        require_application(name)
     value = getattr(importlib.import_module(f"paddle_recompute.{home}"), name)
     globals()[name] = value
     return value

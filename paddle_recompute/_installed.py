@@ -1,9 +1,10 @@
-"""Whether the installed Paddle can be used, and what to install if not."""
+"""Are Paddle and the packages of the application installed, and how to get them."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from importlib import import_module
 from pathlib import Path
 
 from paddle_recompute.errors import DependencyError
@@ -32,6 +33,25 @@ def require_paddle() -> None:
     # A build of Paddle's development branch calls itself 0.0.0: it is newer than any release.
     if numbers and (0, 0, 0) < tuple(map(int, numbers.groups())) < OLDEST_PADDLE:
         raise DependencyError(f"PaddlePaddle {received} is too old; {_REMEDY}")
+
+
+def require_application(name: str) -> None:
+    """Check that what the application is made of is installed, or say how to install it.
+
+    Args:
+        name: What was asked for.
+
+    Raises:
+        DependencyError: A package is missing.
+    """
+    for package in ("click", "pydantic", "tqdm", "yaml"):
+        try:
+            import_module(package)
+        except ModuleNotFoundError as error:
+            raise DependencyError(
+                f"{name} belongs to the application, which needs {package}; "
+                "pip install 'paddle-recompute[train]'"
+            ) from error
 
 
 def _installed_version() -> str | None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("paddle_recompute.trainer", "paddle_recompute.integrations", "pytest")
+MODULES = ("paddle_recompute.app.trainer", "paddle_recompute.integrations", "pytest")
 
 
 class ForkedProcess:

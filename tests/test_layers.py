@@ -12,11 +12,16 @@ import pytest
 from tests.ranks import ROOT
 
 PACKAGE = "paddle_recompute"
+APPLICATION = "app"
+"""The folder of the application; everything else is the library."""
+FORBIDDEN = {"pydantic", "yaml", "click", "tqdm", "tokenizers", "matplotlib"}
+"""What the library does not import: the dependencies of the application."""
 OPEN_ROOMS = {"_paddle"}
 """Rooms whose modules are imported directly."""
 FOR_ALL = {"errors"}
 """On the lowest floor too, there are errors to raise."""
 MOST_LOOSE_MODULES = 6
+MOST_FOLDERS = 16
 BRANCHING = {"_paddle/static/__init__.py", "recompute/program/_backend.py"}
 """The modules that may ask which representation Paddle builds Programs in."""
 QUESTIONS = {"representation", "use_pir_api", "in_pir_mode", "in_pir_executor_mode"}
@@ -26,11 +31,11 @@ QUESTIONS = {"representation", "use_pir_api", "in_pir_mode", "in_pir_executor_mo
 def floors() -> dict[str, int]:
     """The floor of each room, as CONTRIBUTING.md declares it."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", text, flags=re.MULTILINE)
     return {
-        room.rstrip("/"): int(floor)
+        room.rstrip("/").replace("/", "."): int(floor)
         for floor, rooms in rows
-        for room in re.findall(r"`(\w+/?)`", rooms)
+        for room in re.findall(r"`([\w/]+)`", rooms)
     }
 
 
@@ -70,7 +75,11 @@ def _binds(path: Path, name: str) -> bool:
 
 
 def room_of(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
+    """``recompute``, ``app.trainer``; empty for the package, its ``__main__`` and ``app``."""
+    names = module.split(".")[1:]
+    if names[:1] == [APPLICATION]:
+        return ".".join(names[:2]) if len(names) > 1 else ""
+    return "" if names[:1] in ([], ["__main__"]) else names[0]
 
 
 def breaches(root: Path) -> list[str]:
@@ -89,9 +98,28 @@ def breaches(root: Path) -> list[str]:
             if room not in FOR_ALL and floor_of[room] >= floor_of[own]:
                 found.append(f"{where}: floor {floor_of[room]}, from floor {floor_of[own]}")
             is_package = known[target].name == "__init__.py"
-            is_loose = target.count(".") == 1
+            is_loose = target == f"{PACKAGE}.{room}"
             if room not in OPEN_ROOMS and not (is_package or is_loose):
                 found.append(f"{where}: past the __init__ of {room}")
+    return found
+
+
+def forbidden_imports(root: Path) -> list[str]:
+    """Every import of a package of `FORBIDDEN` in the library, inside functions too."""
+    found = []
+    for module, path in modules(root).items():
+        if f"{module}.".startswith(f"{PACKAGE}.{APPLICATION}."):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            for name in names:
+                if name.split(".")[0] in FORBIDDEN:
+                    found.append(f"{path.relative_to(root)}:{node.lineno} imports {name}")
     return found
 
 
@@ -132,12 +160,36 @@ def test_every_import_points_down_and_through_the_door() -> None:
 
 def test_the_table_and_the_folders_name_the_same_rooms() -> None:
     rooms = {room_of(module) for module in modules(ROOT)} - {""}
-    assert rooms == floors().keys() - {"examples"}
+    assert rooms == floors().keys()
 
 
-def test_few_loose_modules() -> None:
-    loose = [path.name for path in (ROOT / PACKAGE).glob("*.py") if path.name != "__init__.py"]
+def test_the_whole_library_lies_below_the_application() -> None:
+    lowest = min(floor for room, floor in floors().items() if room.startswith(APPLICATION))
+    library = {room: floor for room, floor in floors().items() if not room.startswith(APPLICATION)}
+    assert max(library.values()) < lowest
+
+
+def test_few_folders_and_few_loose_modules() -> None:
+    folders = [path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py")]
+    assert len(folders) <= MOST_FOLDERS, folders
+    loose = {path.stem for path in (ROOT / PACKAGE).glob("*.py")} - {"__init__", "__main__"}
     assert len(loose) <= MOST_LOOSE_MODULES, loose
+
+
+def test_the_library_needs_nothing_of_the_application() -> None:
+    assert not forbidden_imports(ROOT)
+
+
+@pytest.mark.parametrize(
+    "planted", ["import yaml", "def f():\n    from matplotlib import pyplot", "import tqdm.auto"]
+)
+def test_a_planted_dependency_is_found(tmp_path: Path, planted: str) -> None:
+    for room in ("grad_sync", "app/trainer"):
+        module = tmp_path / PACKAGE / room / "new.py"
+        module.parent.mkdir(parents=True)
+        module.write_text(f"{planted}\n", encoding="utf-8")
+    (found,) = forbidden_imports(tmp_path)
+    assert found.startswith("paddle_recompute/grad_sync/new.py")
 
 
 def test_every_room_says_its_idea() -> None:
@@ -148,9 +200,12 @@ def test_every_room_says_its_idea() -> None:
 @pytest.mark.parametrize(
     "planted, told",
     [
-        ("from paddle_recompute.trainer import Trainer", "floor 7, from floor 3"),
-        ("def f():\n    from paddle_recompute.trainer import Trainer", "floor 7, from floor 3"),
-        ("import paddle_recompute.grad_sync", "floor 3, from floor 3"),
+        ("from paddle_recompute.app.trainer import Trainer", "floor 11, from floor 2"),
+        (
+            "def f():\n    from paddle_recompute.app.trainer import Trainer",
+            "floor 11, from floor 2",
+        ),
+        ("import paddle_recompute.grad_sync", "floor 2, from floor 2"),
         ("from paddle_recompute.replay.call import Call", "past the __init__ of replay"),
     ],
 )

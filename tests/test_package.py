@@ -27,7 +27,7 @@ before = dict(os.environ)
 import paddle_recompute
 heavy = {"paddle", "numpy", "matplotlib", "tokenizers"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-from paddle_recompute import cli
+from paddle_recompute.app import cli
 paddle_recompute.load_config("fleet_configs/contrastive_ernie-tiny_2cpu.yaml")
 assert "paddle" not in sys.modules
 assert os.environ == before
@@ -57,6 +57,13 @@ def test_what_type_checkers_see_is_what_is_imported() -> None:
     homes = paddle_recompute._WITHOUT_PADDLE | paddle_recompute._WITH_PADDLE
     assert seen == {**homes, "errors": "", "static_graph": ""}
     assert sorted([*seen, "__version__"]) == sorted(paddle_recompute.__all__)
+
+
+def test_the_library_works_without_the_packages_of_the_application() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.library_alone"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_recompute_is_the_function_whatever_was_imported_before() -> None:
@@ -146,7 +153,7 @@ def test_make_says_in_one_line_that_it_finds_no_python(
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the loader of glibc")
 def test_zlib_is_not_bound_to_paddles_own() -> None:
     """Paddle 2.6.2 has a zlib of its own, with which the system's must not be mixed."""
-    code = "from paddle_recompute.models import build_model; import PIL._imaging, zlib"
+    code = "from paddle_recompute.app.encoder import build_model; import PIL._imaging, zlib"
     environment = {**os.environ, "LD_DEBUG": "bindings"}
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environment

@@ -37,7 +37,14 @@ def main(repo: Path) -> None:
     for path in configs:
         paddle_recompute.load_config(path)
 
-    command = [sys.executable, "-m", "paddle_recompute.cli", "train", "--config", "nowhere.yaml"]
+    command = [
+        sys.executable,
+        "-m",
+        "paddle_recompute",
+        "train",
+        "--config",
+        "nowhere.yaml",
+    ]
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 2 and "nowhere.yaml" in refused.stderr, refused
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
-from paddle_recompute._json_files import read_json
+from paddle_recompute._files import read_json, written_whole
 from paddle_recompute._run_folder import MANIFEST
 from paddle_recompute.errors import CheckpointError
 
@@ -30,13 +29,8 @@ def write_manifest(folder: Path) -> None:
         for path in sorted(folder.iterdir())
         if path.name != MANIFEST
     }
-    unfinished = folder / f".{MANIFEST}"
-    with unfinished.open("w", encoding="utf-8") as file:
-        json.dump({"version": _VERSION, "files": files}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.chmod(0o644)
-    unfinished.rename(folder / MANIFEST)
+    with written_whole(folder / MANIFEST) as unfinished:
+        unfinished.write_text(json.dumps({"version": _VERSION, "files": files}, indent=2))
 
 
 def check_manifest(folder: Path) -> str:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
-from paddle_recompute._json_files import read_json
+from paddle_recompute._files import read_json
 from paddle_recompute._run_folder import checkpoints_in
 from paddle_recompute.checkpoint.manifest import check_manifest
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.models import load_weights, read_pdparams
+from paddle_recompute.weights import load_weights, read_pdparams
 
 TREE = "tree"
 """A key of a sync file's metadata. Its value is JSON with everything that is not an array."""

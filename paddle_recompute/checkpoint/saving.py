@@ -24,7 +24,7 @@ from paddle_recompute._run_folder import LEFT_OVER, MANIFEST, step_of
 from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.checkpoint.reading import TREE, Checkpoint, sync_name
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.models import save_weights
+from paddle_recompute.weights import save_weights
 
 
 def save_checkpoint(

@@ -9,7 +9,6 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.doctor import across_ranks, checks
@@ -18,6 +17,7 @@ from paddle_recompute.doctor.observation import LossError, Observation, State, o
 from paddle_recompute.doctor.report import DoctorReport
 from paddle_recompute.errors import PaddleRecomputeError
 from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import apply_recompute, called_plainly, wrapped_layers
 
 CHUNKED = 1e-4

@@ -16,10 +16,10 @@ import paddle
 from paddle import nn
 
 from paddle_recompute import _paddle
-from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache
 from paddle_recompute.doctor.examination import doctor
 from paddle_recompute.errors import RecomputeError
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import recompute
 
 Run = Callable[..., Any]

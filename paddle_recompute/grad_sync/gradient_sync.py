@@ -11,7 +11,6 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute import _paddle
-from paddle_recompute.config import Config
 from paddle_recompute.distributed import (
     Limits,
     agree_on_options,
@@ -161,23 +160,6 @@ class GradientSync:
             ),
             early=self.mode == "overlap",
             always_exchange_presence=find_unused_parameters,
-        )
-
-    @classmethod
-    def from_config(cls, model: paddle.nn.Layer, config: Config) -> GradientSync:
-        """Make the `GradientSync` that the sections ``sync`` and ``strategy`` configure."""
-        own_buckets = config.sync.mode != "fleet"
-        size = config.strategy.fuse_grad_size_in_MB * MIB
-        return cls(
-            model,
-            mode=config.sync.mode,
-            bucket_bytes=size if own_buckets else BUCKET_BYTES,
-            compression=config.sync.compression,
-            error_feedback=config.sync.error_feedback,
-            find_unused_parameters=config.strategy.find_unused_parameters,
-            peer_timeout=config.sync.peer_timeout,
-            stall_timeout=config.sync.stall_timeout,
-            check_every=config.sync.check_every,
         )
 
     @contextlib.contextmanager

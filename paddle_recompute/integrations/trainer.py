@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import paddle
 
-from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.distributed import broadcast_from_rank0, is_distributed
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import RecomputeReport, apply_recompute
 
 _logger = logging.getLogger("paddle_recompute")

@@ -9,7 +9,6 @@ import paddle
 
 from paddle_recompute import _paddle
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.config import AUTO, RecomputeConfig
 from paddle_recompute.errors import ConfigError, OffloadError, SelectionError
 from paddle_recompute.offload import _passage
 from paddle_recompute.offload._away import Away
@@ -19,6 +18,7 @@ from paddle_recompute.offload._resident import chains_of
 from paddle_recompute.offload._state import show_values_in_state_dict
 from paddle_recompute.offload._storage import slots
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
+from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute import (
     OFFLOADS,
     InputStorage,

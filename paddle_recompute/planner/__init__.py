@@ -13,9 +13,8 @@ from paddle_recompute.planner.planning import (
     verified,
     within_budget,
 )
-from paddle_recompute.planner.policies import choices_of_policy, uniform
+from paddle_recompute.planner.policies import choices_of_policy, every, segments, uniform
 from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
-from paddle_recompute.planner.report import Row, budget_of_card, rows_of, table, write
 from paddle_recompute.planner.simulate import JOINED, NESTED, Choice, Timeline, simulate
 from paddle_recompute.planner.solve import Solution, solve
 
@@ -31,14 +30,13 @@ __all__ = [
     "MemoryEstimate",
     "Offloaded",
     "RecomputePlan",
-    "Row",
     "Solution",
     "StepCosts",
     "Timeline",
-    "budget_of_card",
     "choices_of_policy",
     "costs_of_batch",
     "estimate",
+    "every",
     "extrapolated",
     "find_batch_size",
     "make_plan",
@@ -47,13 +45,11 @@ __all__ = [
     "offloaded",
     "plan",
     "probe",
-    "rows_of",
+    "segments",
     "simulate",
     "smallest",
     "solve",
-    "table",
     "uniform",
     "verified",
     "within_budget",
-    "write",
 ]

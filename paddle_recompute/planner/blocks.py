@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.config import AUTO
 from paddle_recompute.errors import PlanError, SelectionError
+from paddle_recompute.options import AUTO
 from paddle_recompute.recompute import find_blocks, layers_matching
 
 

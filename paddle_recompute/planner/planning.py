@@ -11,10 +11,10 @@ import paddle
 
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.config import RecomputeConfig, byte_count
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.options import RecomputeConfig, byte_count
 from paddle_recompute.planner.batch_size import costs_of_batch
 from paddle_recompute.planner.costs import StepCosts
 from paddle_recompute.planner.front import smallest
@@ -276,18 +276,16 @@ def within_budget(
         PlanError: Nothing stays within the budget.
     """
     budget = found.memory_budget
-    best: RecomputePlan | None = None
     measured: dict[str, int] = {}
+    within: list[RecomputePlan] = []
 
     def fits(one: RecomputePlan) -> bool:
-        """Measure a plan, and whether it is within the budget; the fastest such one is the best."""
-        nonlocal best
+        """Measure a plan, and whether it is within the budget."""
         taken = measured[one.hash] = peak(one)
         if taken > budget:
             return False
-        if best is None or one.seconds < best.seconds:
-            excess = one.costs.excess + (taken - one.peak_bytes if refine else 0)
-            best = replace(one, measured_bytes=taken, costs=replace(one.costs, excess=excess))
+        excess = one.costs.excess + (taken - one.peak_bytes if refine else 0)
+        within.append(replace(one, measured_bytes=taken, costs=replace(one.costs, excess=excess)))
         return True
 
     for _ in range(1 + MOST_CORRECTIONS):
@@ -301,18 +299,17 @@ def within_budget(
             break
         if found.hash in measured:
             break
-    if best is not None:
-        return best
-    # Which of these takes least, the costs do not say: of a Program, or of blocks whose losses are
-    # summed, so that all of them are computed again at once.
     least = smallest(found.costs, units=found.segments)
-    for choices in (least.choices, *by_hand(found.costs, found.segments)):
-        low = replace(found, choices=choices)
-        if low.hash not in measured:
-            fits(low)
-    if best is not None:
-        return best
-    raise PlanError(infeasible(found.costs, budget, least, measured.values()))
+    if not within:
+        # Which of these takes least, the costs do not say: of a Program, or of blocks whose losses
+        # are summed, so that all of them are computed again at once.
+        for choices in (least.choices, *by_hand(found.costs, found.segments)):
+            low = replace(found, choices=choices)
+            if low.hash not in measured:
+                fits(low)
+    if not within:
+        raise PlanError(infeasible(found.costs, budget, least, measured.values()))
+    return min(within, key=lambda one: one.seconds)
 
 
 def measured_peak(job: Job, found: RecomputePlan) -> int:

@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import PlanError
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, CallCost, StepCosts
 from paddle_recompute.planner.simulate import JOINED, Choice
 

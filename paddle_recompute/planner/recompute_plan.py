@@ -12,7 +12,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._json_files import read_json
+from paddle_recompute._files import read_json
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks

@@ -15,8 +15,8 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.config import AUTO, RecomputeConfig
 from paddle_recompute.errors import RecomputeError, SelectionError
+from paddle_recompute.options import AUTO, RecomputeConfig
 from paddle_recompute.recompute._auto import find_blocks, is_container
 from paddle_recompute.recompute._first_step import FirstStep
 from paddle_recompute.recompute._fleet import FleetRecomputeLayer, wrap_with_fleet

@@ -14,9 +14,9 @@ from paddle.optimizer import lr
 
 from paddle_recompute._paddle.static import buffers, native, training
 from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
-from paddle_recompute.config import Config
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
 from paddle_recompute.recompute import apply_recompute, is_treated, undo_recompute
+from paddle_recompute.static_graph.options import StaticConfig
 from paddle_recompute.train_step import OF_LOSS, decayed_parameters, make_optimizer
 
 
@@ -26,7 +26,7 @@ class Recipe:
     names are the same in each.
 
     Attributes:
-        config: The configuration.
+        config: What it trains with.
         model_fn: Returns the model, a Layer.
         schedule: The learning rate.
         recompute_with: Wraps parts of the model; None: as ``config.recompute`` says.
@@ -34,7 +34,7 @@ class Recipe:
             knows zeros only.
     """
 
-    config: Config
+    config: StaticConfig
     model_fn: Callable[[], paddle.nn.Layer]
     schedule: lr.LRScheduler | float
     recompute_with: Callable[[paddle.nn.Layer], object] | None
@@ -82,15 +82,18 @@ class Recipe:
 
     def mixed_precision(self) -> contextlib.AbstractContextManager[None]:
         """Around what is added to a Program in mixed precision, if there is one."""
-        amp = self.config.strategy.amp_configs if self.config.strategy.amp else None
-        lists = amp.model_dump(include={"custom_white_list", "custom_black_list"}) if amp else {}
-        return training.building_in(amp.dtype if amp is not None else None, **lists)
+        amp = self.config.amp
+        if amp is None:
+            return training.building_in(None)
+        lists = amp.custom_white_list, amp.custom_black_list
+        return training.building_in(
+            amp.dtype, custom_white_list=lists[0], custom_black_list=lists[1]
+        )
 
     @property
     def dtype(self) -> str | None:
         """In which operators compute in mixed precision; None without."""
-        strategy = self.config.strategy
-        return strategy.amp_configs.dtype if strategy.amp else None
+        return self.config.amp.dtype if self.config.amp is not None else None
 
     def optimizer(
         self, model: paddle.nn.Layer, loss: Any, startup: paddle.static.Program
@@ -104,13 +107,17 @@ class Recipe:
         """
         parameters = trained_parameters(model)
         clip = training.GradientNorm(
-            self.config.train.clip_grad_norm or math.inf,
+            self.config.clip_grad_norm or math.inf,
             [parameter.name for parameter in parameters],
             loss,
             startup,
         )
         made = make_optimizer(
-            self.config, self.schedule, parameters, decayed_parameters(model), grad_clip=clip
+            self.config.optimizer,
+            self.schedule,
+            parameters,
+            decayed_parameters(model),
+            grad_clip=clip,
         )
         return made, clip.norm
 

@@ -16,13 +16,13 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.static import training
 from paddle_recompute._paddle.static.marks import has_marks
-from paddle_recompute.config import Config
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph._building import Recipe, trained_parameters
 from paddle_recompute.static_graph._feeds import Feeds
 from paddle_recompute.static_graph._trained_program import ScopeState
 from paddle_recompute.static_graph.minimize import append_gradients
+from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
 from paddle_recompute.static_graph.strategy import distributed_strategy
 
 _BALLAST = "ballast"
@@ -60,7 +60,10 @@ class ProgramCalls:
         model_fn: As that of `StaticTrainStep`; called once for each Program.
     """
 
-    def __init__(self, config: Config, model_fn: Callable[[], paddle.nn.Layer]) -> None:
+    def __init__(
+        self, config: StaticConfig | HasStaticConfig, model_fn: Callable[[], paddle.nn.Layer]
+    ) -> None:
+        config = static_config(config)
         self._recipe = Recipe(config, model_fn, 0.0, None)
         self._strategy = distributed_strategy(config)
         self._strategy.recompute_configs = {"checkpoints": []}

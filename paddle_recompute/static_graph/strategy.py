@@ -1,27 +1,26 @@
-"""Translate the configuration to a ``fleet.DistributedStrategy``, and check it for static mode."""
+"""What a Program trains with, as a ``fleet.DistributedStrategy``; what it cannot honour."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import paddle
 
 from paddle_recompute._paddle.static import native
-from paddle_recompute.config import Config, RecomputeConfig, SyncConfig
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer, hands_on
 from paddle_recompute.static_graph._request import NO_LOSS_SCALE
+from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
 
 if TYPE_CHECKING:
     from paddle.distributed import fleet
 
 _MIB = 2**20
-_LIMITS = ("peer_timeout", "stall_timeout")
-"""The settings of ``sync`` that hold for a Program, too: how long to wait for other ranks."""
 
 
 def distributed_strategy(
-    config: Config, model: paddle.nn.Layer | None = None
+    config: StaticConfig | HasStaticConfig, model: paddle.nn.Layer | None = None
 ) -> fleet.DistributedStrategy:
     """The strategy that `config` describes, for `static_graph.minimize`.
 
@@ -30,7 +29,7 @@ def distributed_strategy(
     Program is changed.
 
     Args:
-        config: Its sections ``recompute`` and ``strategy`` are read; ``sync`` is checked.
+        config: What the Program trains with; or a `Config`, whose mode is not read.
         model: The model that `apply_recompute` wrapped. None: the strategy has no names, which
             means every wrapped Layer and every `mark_checkpoint` of the Program.
 
@@ -54,48 +53,43 @@ def distributed_strategy(
     """
     from paddle.distributed import fleet
 
-    check_static(config)
-    wanted = config.strategy
+    wanted = static_config(config)
+    check_static(wanted)
     strategy = fleet.DistributedStrategy()
     strategy.find_unused_parameters = wanted.find_unused_parameters
     strategy.fuse_grad_size_in_MB = wanted.fuse_grad_size_in_MB
     if model is not None and native().HAS_FLEET:
         strategy.fuse_grad_size_in_num = _gradients_per_buffer(model, wanted.fuse_grad_size_in_MB)
-    if config.recompute.enable:
+    if wanted.recompute.enable:
         strategy.recompute = True
         strategy.recompute_configs = {"checkpoints": _wrapped_names(model)}
     if wanted.amp:
         strategy.amp = True
-        given = wanted.amp_configs.model_dump(exclude={"dtype", "level"})
-        is_bfloat16 = wanted.amp_configs.dtype == "bfloat16"
+        given = {k: v for k, v in asdict(wanted.amp).items() if k not in ("dtype", "level")}
+        is_bfloat16 = wanted.amp.dtype == "bfloat16"
         strategy.amp_configs = {**given, **(NO_LOSS_SCALE if is_bfloat16 else {})}
-    if wanted.gradient_merge:
+    if wanted.accumulate_steps > 1:
         strategy.gradient_merge = True
-        strategy.gradient_merge_configs = wanted.gradient_merge_configs.model_dump()
+        strategy.gradient_merge_configs = {"k_steps": wanted.accumulate_steps, "avg": True}
     return strategy
 
 
-def check_static(config: Config) -> None:
+def check_static(config: StaticConfig | HasStaticConfig) -> None:
     """Check that a static graph can honour `config`.
 
     Raises:
         ConfigError: It cannot; the message lists every such setting.
     """
-    faults = [
-        *_recompute_faults(config.recompute),
-        *_sync_faults(config.sync),
-    ]
-    if config.strategy.amp and config.strategy.amp_configs.level != "O1":
-        faults.append(
-            "strategy.amp_configs.level: a static graph is trained at level O1, with parameters in "
-            "float32; set level: O1"
-        )
+    faults = faults_in_static(static_config(config))
     if faults:
-        raise ConfigError("mode: static cannot honour:\n" + "\n".join(f"  {one}" for one in faults))
+        raise ConfigError(
+            "a static graph cannot honour:\n" + "\n".join(f"  {one}" for one in faults)
+        )
 
 
-def _recompute_faults(recompute: RecomputeConfig) -> list[str]:
-    faults = []
+def faults_in_static(config: StaticConfig) -> list[str]:
+    """A sentence for every setting that a static graph cannot honour."""
+    recompute, faults = config.recompute, []
     if recompute.enable and recompute.engine != "paddle_recompute":
         faults.append(
             f"recompute.engine: {recompute.engine}: Paddle's own recompute loses gradients in a "
@@ -111,17 +105,12 @@ def _recompute_faults(recompute: RecomputeConfig) -> list[str]:
             "recompute.preserve_rng_state: false: a Program always reuses the dropout mask of the "
             "first forward; remove the setting"
         )
+    if config.amp is not None and config.amp.level != "O1":
+        faults.append(
+            "strategy.amp_configs.level: a static graph is trained at level O1, with parameters in "
+            "float32; set level: O1"
+        )
     return faults
-
-
-def _sync_faults(sync: SyncConfig) -> list[str]:
-    given, default = sync.model_dump(), SyncConfig().model_dump()
-    return [
-        f"sync.{name}: {given[name]}: Paddle's own operators exchange the gradients of a Program, "
-        "in float32, without this setting; remove it"
-        for name in given
-        if given[name] != default[name] and name not in _LIMITS
-    ]
 
 
 def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:

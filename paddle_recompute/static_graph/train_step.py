@@ -15,7 +15,6 @@ from paddle.optimizer import lr
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import ranks, training
-from paddle_recompute.config import Config
 from paddle_recompute.distributed import (
     Limits,
     ends_all_ranks,
@@ -49,6 +48,7 @@ from paddle_recompute.static_graph._trained_program import (
     as_array,
 )
 from paddle_recompute.static_graph.minimize import minimize
+from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
 from paddle_recompute.train_step import OF_LOSS, StepResult
 
@@ -70,8 +70,7 @@ class StaticTrainStep:
     `grad_cache` before it, but a gradient norm after it.
 
     Args:
-        config: ``recompute``, ``strategy`` and ``train`` are read, and of ``sync`` how long to wait
-            for other ranks; the rest of it is checked.
+        config: What it trains with; or a `Config`, whose model, data and batch are not read.
         model_fn: Returns the model, a Layer; called once for each Program, while it is built (with
             `grad_cache` there are three at least). Its weights are drawn from Paddle's generator in
             `build`, or set by `set_state_dict`. On several ranks rank 0's drawn weights are used.
@@ -118,7 +117,7 @@ class StaticTrainStep:
 
     def __init__(
         self,
-        config: Config,
+        config: StaticConfig | HasStaticConfig,
         model_fn: Callable[[], paddle.nn.Layer],
         loss_fn: Callable[[Any, Any], Any] | None = None,
         *,
@@ -131,16 +130,17 @@ class StaticTrainStep:
         recompute_with: Callable[[paddle.nn.Layer], object] | None = None,
         verify: bool = True,
     ) -> None:
+        config = static_config(config)
         check_static(config)
-        if config.strategy.amp and config.strategy.amp_configs.dtype != "bfloat16":
+        if config.amp is not None and config.amp.dtype != "bfloat16":
             raise ConfigError(
                 "strategy.amp_configs.dtype: received float16, which needs a loss scale; "
                 "StaticTrainStep has none. Set dtype: bfloat16"
             )
         _check_ranks()
         if is_distributed():
-            peers().limits = Limits(config.sync.peer_timeout, config.sync.stall_timeout)
-        _check_loss(config, loss_fn, grad_cache)
+            peers().limits = Limits(config.peer_timeout, config.stall_timeout)
+        _check_loss(loss_fn, grad_cache)
         self._config = config
         self._recipe = Recipe(
             config,
@@ -154,7 +154,7 @@ class StaticTrainStep:
             loss = grad_cache.loss
         self._input_spec = input_spec
         self._num_examples = num_examples
-        self._accumulate_steps = config.strategy.gradient_merge_configs.k_steps
+        self._accumulate_steps = config.accumulate_steps
         self._model = model
         self._loss = loss
         self._built: TrainedProgram | CachedProgram | None = None
@@ -380,17 +380,11 @@ class StaticTrainStep:
         )
 
 
-def _check_loss(config: Config, loss_fn: Any, grad_cache: ProgramCache | None) -> None:
+def _check_loss(loss_fn: Any, grad_cache: ProgramCache | None) -> None:
     if (loss_fn is None) == (grad_cache is None):
         raise ConfigError(
             f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; give "
             "one of them: a gradient cache has a loss of its own"
-        )
-    if grad_cache is None and (config.contrastive.chunk_size or config.contrastive.chunk_tokens):
-        raise ConfigError(
-            "the configuration sets contrastive.chunk_size or chunk_tokens, but loss_fn encodes "
-            "all pairs at once; give grad_cache=ProgramCache(...) instead of loss_fn, or remove "
-            "the setting"
         )
 
 

@@ -4,6 +4,7 @@ from paddle_recompute.train_step.backward import inputs_of_cache
 from paddle_recompute.train_step.compiling import CompileReport, compile_model
 from paddle_recompute.train_step.mixed_precision import check_device
 from paddle_recompute.train_step.optimizer import (
+    OptimizerConfig,
     build_optimizer,
     build_schedule,
     decayed_parameters,
@@ -16,6 +17,7 @@ __all__ = [
     "NOT_UPDATED",
     "OF_LOSS",
     "CompileReport",
+    "OptimizerConfig",
     "Step",
     "StepResult",
     "TrainStep",

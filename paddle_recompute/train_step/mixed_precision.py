@@ -29,9 +29,9 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.config import AmpConfigs
 from paddle_recompute.errors import ConfigError, DivergenceError
 from paddle_recompute.offload import OffloadOptimizer
+from paddle_recompute.options import AmpConfigs
 
 MAX_SKIPS_IN_A_ROW = 50
 """After so many steps without an update the loss scale is not what is wrong."""

@@ -1,27 +1,57 @@
-"""The optimizer and its learning rate, as the configuration asks for them."""
+"""The optimizer and its learning rate."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import paddle
 from paddle.incubate.optimizer import LarsMomentumOptimizer
 from paddle.optimizer import AdamW, Lamb, lr
 
-from paddle_recompute.config import Config
 from paddle_recompute.offload import OffloadOptimizer, offloaded_optimizer
+from paddle_recompute.options import Options
 from paddle_recompute.train_step.step import OF_LOSS
 
 LARS_MOMENTUM = 0.9
-"""``strategy.lars_configs`` has none: fleet takes it from the Momentum that it replaces."""
+"""``lars_configs`` has none: fleet takes it from the Momentum that it replaces."""
 
 
-def build_schedule(config: Config, total_steps: int) -> lr.LRScheduler:
-    r"""The learning rate of every step: a linear warm-up, then the decay of the configuration.
+@dataclass(frozen=True)
+class OptimizerConfig(Options):
+    """AdamW, or what fleet makes of it: Paddle's Lamb or LarsMomentum.
 
-    With the peak p, W = max(1, ``train.warmup_steps``) and T steps in all, step s has the rate
+    Attributes:
+        name: Which one.
+        weight_decay: Its weight decay; AdamW decays no bias, LayerNorm, loss or temperature.
+        exclude_from_weight_decay: Parameters without weight decay, by Paddle's names: ends of them
+            (``.b_0``) for Lamb, parts of them (``layer_norm``) for LARS.
+        lars_coeff: The trust coefficient of LARS.
+        lars_epsilon: Added to the denominator of its trust ratio.
+
+    Raises:
+        ConfigError: A value is not allowed.
+    """
+
+    name: Literal["adamw", "lamb", "lars"] = "adamw"
+    weight_decay: float = field(default=0.01, metadata={"at_least": 0})
+    exclude_from_weight_decay: list[str] = field(default_factory=list)
+    lars_coeff: float = field(default=0.001, metadata={"above": 0})
+    lars_epsilon: float = field(default=0.0, metadata={"at_least": 0})
+
+
+def build_schedule(
+    peak: float,
+    total_steps: int,
+    *,
+    warmup_steps: int = 0,
+    decay: Literal["linear", "cosine", "constant"] = "linear",
+) -> lr.LRScheduler:
+    r"""The learning rate of every step: a linear warm-up, then a decay.
+
+    With the peak p, W = max(1, `warmup_steps`) and T steps in all, step s has the rate
 
     .. math::
 
@@ -39,13 +69,15 @@ def build_schedule(config: Config, total_steps: int) -> lr.LRScheduler:
     is longer than the run (W > T) ends at ``p * T / W``.
 
     Args:
-        config: ``config.learning_rate`` is the peak, ``config.train`` has the rest.
+        peak: The highest rate.
         total_steps: Optimizer steps of the whole run.
+        warmup_steps: Optimizer steps until the peak.
+        decay: What follows the warm-up.
 
     Returns:
         A scheduler at the first step; ``step()`` is to be called after each optimizer step.
     """
-    warmup, decay = max(1, config.train.warmup_steps), config.train.decay
+    warmup = max(1, warmup_steps)
 
     def share_of_peak(steps_done: int) -> float:
         step = steps_done + 1
@@ -57,11 +89,11 @@ def build_schedule(config: Config, total_steps: int) -> lr.LRScheduler:
             return (1 - math.cos(math.pi * left)) / 2
         return left if decay == "linear" else 1.0
 
-    return lr.LambdaDecay(config.learning_rate, share_of_peak)
+    return lr.LambdaDecay(peak, share_of_peak)
 
 
 def build_optimizer(
-    config: Config,
+    options: OptimizerConfig,
     model: paddle.nn.Layer,
     schedule: lr.LRScheduler | float,
     besides: Iterable[paddle.Tensor] = (),
@@ -71,7 +103,7 @@ def build_optimizer(
     Clipping is the train step's: it must see the gradients of all ranks together.
 
     Args:
-        config: ``config.train`` has the weight decay.
+        options: Which optimizer.
         model: Its parameters are trained.
         schedule: The learning rate.
         besides: More parameters to train, which AdamW does not decay: those of the loss.
@@ -79,23 +111,23 @@ def build_optimizer(
     decayed = decayed_parameters(model)
 
     def make(parameters: list[paddle.Tensor]) -> paddle.optimizer.Optimizer:
-        return make_optimizer(config, schedule, parameters, decayed)
+        return make_optimizer(options, schedule, parameters, decayed)
 
     parameters = [p for p in [*model.parameters(), *besides] if not p.stop_gradient]
     return offloaded_optimizer(model, parameters, make) or make(parameters)
 
 
 def make_optimizer(
-    config: Config,
+    options: OptimizerConfig,
     schedule: lr.LRScheduler | float,
     parameters: list[paddle.Tensor],
     decayed: frozenset[str],
     grad_clip: Any = None,
 ) -> paddle.optimizer.Optimizer:
-    """AdamW, or what ``strategy.lamb`` or ``strategy.lars`` makes of it, as fleet does.
+    """The optimizer that `options` describe.
 
     Args:
-        config: ``config.strategy`` names the optimizer, ``config.train`` has AdamW's weight decay.
+        options: Which optimizer.
         schedule: The learning rate.
         parameters: What it updates, in dygraph or of a Program.
         decayed: Paddle's names of the parameters that AdamW decays.
@@ -105,28 +137,30 @@ def make_optimizer(
         You et al. 2017, "Large Batch Training of Convolutional Networks", arXiv:1708.03888 (LARS);
         You et al. 2019, "Large Batch Optimization for Deep Learning", arXiv:1904.00962 (LAMB).
     """
-    strategy = config.strategy
-    if strategy.lamb:
-        ends = tuple(strategy.lamb_configs.exclude_from_weight_decay)
+    if options.name == "lamb":
+        ends = tuple(options.exclude_from_weight_decay)
         return Lamb(
             learning_rate=schedule,
-            lamb_weight_decay=strategy.lamb_configs.lamb_weight_decay,
+            lamb_weight_decay=options.weight_decay,
             parameters=parameters,
             grad_clip=grad_clip,
             exclude_from_weight_decay_fn=(lambda one: one.name.endswith(ends)) if ends else None,
         )
-    if strategy.lars:
+    if options.name == "lars":
         return LarsMomentumOptimizer(
             learning_rate=schedule,
             momentum=LARS_MOMENTUM,
             parameter_list=parameters,
             grad_clip=grad_clip,
-            **strategy.lars_configs.model_dump(),
+            lars_coeff=options.lars_coeff,
+            lars_weight_decay=options.weight_decay,
+            epsilon=options.lars_epsilon,
+            exclude_from_weight_decay=options.exclude_from_weight_decay,
         )
     return AdamW(
         learning_rate=schedule,
         parameters=parameters,
-        weight_decay=config.train.weight_decay,
+        weight_decay=options.weight_decay,
         apply_decay_param_fun=decayed.__contains__,
         grad_clip=grad_clip,
     )

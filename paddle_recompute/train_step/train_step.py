@@ -11,12 +11,12 @@ from typing import Any
 import paddle
 
 from paddle_recompute import _paddle
-from paddle_recompute.config import AmpConfigs
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
 from paddle_recompute.errors import ConfigError, DivergenceError
 from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode
 from paddle_recompute.offload import Finishing, OffloadOptimizer
+from paddle_recompute.options import AmpConfigs
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
 from paddle_recompute.train_step.mixed_precision import MixedPrecision, to_float32
 from paddle_recompute.train_step.optimizer_state import (

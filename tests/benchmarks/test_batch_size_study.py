@@ -31,8 +31,8 @@ from benchmarks._libreoffice import (
     read_mined,
     split_by_page,
 )
-from paddle_recompute.data import Pair
-from paddle_recompute.data.split import normal_form
+from paddle_recompute.app.data import Pair
+from paddle_recompute.app.data.split import normal_form
 from paddle_recompute.errors import DataError
 
 PAGE = """

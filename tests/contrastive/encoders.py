@@ -10,7 +10,7 @@ import paddle
 import paddle.nn.functional as F
 
 from paddle_recompute import ContrastiveLoss
-from paddle_recompute.models.ernie import PADDED_SCORE
+from paddle_recompute.app.encoder.ernie import PADDED_SCORE
 
 BATCH, LENGTH, WIDTH, WORDS = 24, 10, 16, 50
 

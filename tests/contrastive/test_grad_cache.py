@@ -12,8 +12,8 @@ import paddle.nn.functional as F
 import pytest
 
 from paddle_recompute import ContrastiveLoss, GradCache, apply_recompute
-from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.contrastive._chunks import by_length, joined
+from paddle_recompute.options import RecomputeConfig
 from tests.contrastive.encoders import (
     BATCH,
     WIDTH,

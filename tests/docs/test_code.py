@@ -14,8 +14,9 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from paddle_recompute import cli, load_config
+from paddle_recompute import load_config
 from paddle_recompute._paddle.memory import can_reset_peak
+from paddle_recompute.app import cli
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.static_graph import check_static
 from tests.docs.pages import ENGLISH, Page, all_blocks

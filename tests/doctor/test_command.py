@@ -13,10 +13,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from paddle_recompute import cli, parity
-from tests.parity.test_command import fake_runs
+from paddle_recompute.app import cli, parity
+from tests.app.parity.test_command import fake_runs
+from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.ranks import ROOT
-from tests.trainer.test_trainer import tiny, write_pairs
 
 OWN = '''
 import os
@@ -66,7 +66,7 @@ def run(folder: Path, *arguments: str, **changes: Any) -> tuple[int, str, dict[s
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(tiny(folder).to_dict()))
     done = subprocess.run(
-        [sys.executable, "-m", "paddle_recompute.cli", "doctor", "--config", str(file),
+        [sys.executable, "-m", "paddle_recompute", "doctor", "--config", str(file),
          "--output", str(folder / "report.json"), *arguments],
         cwd=folder,
         env={name: value for name, value in os.environ.items() if not name.startswith("PADDLE_")}
@@ -128,7 +128,7 @@ def test_a_warning_is_shown_and_the_exit_code_is_0(ranks: int, tmp_path: Path) -
 def test_the_two_modes_are_compared_on_request(
     spoiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runs of parity are replaced; tests/parity trains them."""
+    """The runs of parity are replaced; tests/app/parity trains them."""
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
     monkeypatch.setattr(parity, "_train", fake_runs(spoiled))

@@ -13,11 +13,11 @@ from typing import Any
 import paddle
 
 from paddle_recompute import Trainer
+from paddle_recompute.app.trainer.planned_steps import PlannedSteps
 from paddle_recompute.planner import RecomputePlan
-from paddle_recompute.trainer.planned_steps import PlannedSteps
+from tests.app.trainer.test_trainer import tiny
 from tests.fake_device import switches
 from tests.fake_device.selected import NAME
-from tests.trainer.test_trainer import tiny
 
 SIZES: dict[str, Any] = {
     "model__hidden_size": 64,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import paddle.distributed as dist
 
+from paddle_recompute.app.retrieval import retrieval_metrics
 from paddle_recompute.doctor.across_ranks import mean_of_ranks
 from paddle_recompute.errors import SyncError
-from paddle_recompute.retrieval import retrieval_metrics
 from tests.ranks import run_ranks
 
 

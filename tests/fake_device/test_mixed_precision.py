@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from paddle_recompute import TrainStep, recompute
-from paddle_recompute.config import AmpConfigs
+from paddle_recompute.options import AmpConfigs
 from tests.recompute.contract import plain
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paddle_recompute.config import AmpConfigs
 from paddle_recompute.errors import ConfigError
+from paddle_recompute.options import AmpConfigs
 from tests.fake_device import switches
 from tests.offload.chains import assert_same_bits, offloaded, plain, train
 from tests.ranks import ROOT

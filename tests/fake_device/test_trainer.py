@@ -10,10 +10,10 @@ import paddle
 import pytest
 
 from paddle_recompute._paddle import memory
+from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
-from paddle_recompute.trainer import Trainer
+from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.ranks import run_ranks
-from tests.trainer.test_trainer import tiny, write_pairs
 
 
 def train(folder: str) -> dict[str, Any]:

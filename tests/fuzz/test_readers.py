@@ -20,15 +20,15 @@ import paddle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paddle_recompute.app.config import load_config
+from paddle_recompute.app.data import load_tokenizer, read_pairs
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.checkpoint.manifest import write_manifest
-from paddle_recompute.config import load_config
-from paddle_recompute.data import load_tokenizer, read_pairs
 from paddle_recompute.errors import PaddleRecomputeError
-from paddle_recompute.models import load_weights, read_pdparams
 from paddle_recompute.planner import RecomputePlan
-from tests.config.bad_files import BAD_FILES, GOOD
-from tests.data.test_limits import TOKENIZERS
+from paddle_recompute.weights import load_weights, read_pdparams
+from tests.app.config.bad_files import BAD_FILES, GOOD
+from tests.app.data.test_limits import TOKENIZERS
 from tests.test_checkpoint import STATES, save
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-readers-"))

@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from paddle_recompute import TrainStep, apply_recompute
-from paddle_recompute.config import Config
+from paddle_recompute.app.config import Config
 from paddle_recompute.errors import PaddleRecomputeError
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step.optimizer import build_optimizer
@@ -84,7 +84,7 @@ def in_dygraph(number: int, *, moved: bool = False) -> Trained:
             for one in model.parameters():
                 one.set_value(one * (1 + 2.0**-23))
     apply_recompute(model, settings.recompute)
-    optimizer = build_optimizer(settings, model, settings.learning_rate)
+    optimizer = build_optimizer(settings.optimizer, model, settings.learning_rate)
     step = TrainStep(
         model,
         optimizer,

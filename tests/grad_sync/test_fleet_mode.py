@@ -16,7 +16,7 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from paddle_recompute.config import Config
+from paddle_recompute.app.config import Config, sync_arguments
 from paddle_recompute.errors import ConfigError, PaddleRecomputeError, PeerError, SyncError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.train_step import TrainStep
@@ -436,7 +436,9 @@ def test_a_configuration_asks_for_it() -> None:
             },  # strategy.fuse_grad_size_in_MB has another default than ours
         }
     )
-    assert GradientSync.from_config(paddle.nn.Linear(2, 2), config).mode == "none"  # one process
+    assert (
+        GradientSync(paddle.nn.Linear(2, 2), **sync_arguments(config)).mode == "none"
+    )  # one process
 
 
 def test_one_process_does_not_communicate() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from paddle_recompute import OffloadSequential, TrainStep
 from paddle_recompute._paddle.travelling import has_memory
-from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload import OffloadOptimizer, offload_layers, resident
+from paddle_recompute.options import RecomputeConfig
 
 WIDTH = 4
 

@@ -13,13 +13,13 @@ import pytest
 
 from paddle_recompute import TrainStep
 from paddle_recompute._paddle.travelling import has_memory
-from paddle_recompute.config import RecomputeConfig
+from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import ConfigError, OffloadError, SelectionError
 from paddle_recompute.offload import offload_layers, offloaded_optimizer
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.recompute import recompute_wrapper
-from paddle_recompute.trainer import Trainer
+from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
 from tests.offload.chains import BATCH, LENGTH, VOCABULARY, WIDTH, adamw, assert_same_bits
-from tests.trainer.test_trainer import assert_same_run, tiny, write_pairs
 
 
 class Tagger(paddle.nn.Layer):

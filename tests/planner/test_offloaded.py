@@ -10,9 +10,9 @@ import pytest
 
 from paddle_recompute import TrainStep
 from paddle_recompute._paddle import memory
-from paddle_recompute.config import RecomputeConfig
 from paddle_recompute.errors import PlanError
 from paddle_recompute.offload import offload_layers, offloaded_optimizer
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.planner import Job, make_plan, offloaded, smallest
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +50,7 @@ def test_the_predicted_peak_is_nearly_that_of_a_step(rows: int) -> None:
     held = memory.current_bytes()  # of other tests
     model = model_of()
     section = {"enable": True, "checkpoints": ["layers.*"], "offload_parameters": "disk"}
-    offload_layers(model, RecomputeConfig.model_validate(section | {"num_shards": LAYERS}))
+    offload_layers(model, RecomputeConfig(**section, num_shards=LAYERS))
     optimizer = offloaded_optimizer(model, model.parameters(), adamw)
     step = TrainStep(model, optimizer, loss_fn=loss_fn)
     step([batch]), step([batch])

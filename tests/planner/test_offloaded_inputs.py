@@ -12,14 +12,14 @@ import pytest
 
 from paddle_recompute import RecomputePlan, plan
 from paddle_recompute._paddle import memory
+from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.planner import Choice, Job, StepCosts, make_plan, smallest, uniform
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.simulate import simulate
-from paddle_recompute.trainer import Trainer
+from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.planner.test_plan import EXACT, gradients_of, job_of, make
-from tests.trainer.test_trainer import tiny, write_pairs
 
 pytestmark = pytest.mark.skipif(not memory.can_reset_peak(), reason="plans need Paddle 3")
 

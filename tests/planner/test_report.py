@@ -8,10 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from paddle_recompute._paddle import memory
-from paddle_recompute.cli import main
+from paddle_recompute.app.cli import main
+from paddle_recompute.app.memory_page import budget_of_card
+from paddle_recompute.app.trainer import what_if
 from paddle_recompute.errors import PlanError
-from paddle_recompute.planner import RecomputePlan, budget_of_card
-from paddle_recompute.trainer import what_if
+from paddle_recompute.planner import RecomputePlan
 from tests.ranks import ROOT
 
 CONFIG = str(ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml")

@@ -11,9 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from paddle_recompute import RecomputeConfig, _paddle, apply_recompute, recompute
-from paddle_recompute.config import ModelConfig
+from paddle_recompute.app.config import ModelConfig
+from paddle_recompute.app.encoder import build_model
 from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
-from paddle_recompute.models import build_model
 from paddle_recompute.recompute import function
 from tests.recompute.contract import leaf
 

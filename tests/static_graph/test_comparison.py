@@ -15,7 +15,7 @@ from paddle import nn
 from paddle.nn import functional
 
 from paddle_recompute._paddle import memory
-from paddle_recompute.config import Config
+from paddle_recompute.app.config import Config
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute import wrapped_layers
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep

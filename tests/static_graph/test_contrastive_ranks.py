@@ -143,7 +143,7 @@ def test_negatives_of_all_ranks(ranks: list[dict[str, Any]], name: str) -> None:
     model.set_state_dict(
         {key: paddle.to_tensor(one) for key, one in one_process.state_dict()["model"].items()}
     )
-    optimizer = build_optimizer(config, model, config.learning_rate)
+    optimizer = build_optimizer(config.optimizer, model, config.learning_rate)
     dygraph = TrainStep(
         model,
         optimizer,

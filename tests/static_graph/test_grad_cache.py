@@ -14,7 +14,7 @@ from paddle.static import InputSpec
 
 from paddle_recompute import ContrastiveLoss, GradCache, TrainStep, apply_recompute
 from paddle_recompute._paddle import memory
-from paddle_recompute.config import Config
+from paddle_recompute.app.config import Config
 from paddle_recompute.contrastive import _chunked_encoder
 from paddle_recompute.errors import (
     ConfigError,
@@ -115,7 +115,7 @@ def compared(
         apply_recompute(model, config.recompute)
     theirs = TrainStep(
         model,
-        build_optimizer(config, model, config.learning_rate, loss.parameters()),
+        build_optimizer(config.optimizer, model, config.learning_rate, loss.parameters()),
         grad_cache=GradCache(encoders(model), loss, **chunks),
         clip_grad_norm=config.train.clip_grad_norm,
         accumulate_steps=config.strategy.gradient_merge_configs.k_steps,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import paddle
 import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute
-from paddle_recompute.config import StrategyConfig, SyncConfig
-from paddle_recompute.config._section import Section
+from paddle_recompute.app.config import StrategyConfig, SyncConfig
+from paddle_recompute.app.config._section import Section, subsection
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph import distributed_strategy
 from paddle_recompute.static_graph._request import amp_dtype
@@ -94,13 +95,14 @@ BY_THE_OPTIMIZER = {
     *("lars", "lars_configs.lars_coeff", "lars_configs.lars_weight_decay"),
     *("lars_configs.epsilon", "lars_configs.exclude_from_weight_decay"),
 }
-"""The run makes that optimizer itself (tests/trainer/test_lamb_lars.py), in both modes."""
+"""The run makes that optimizer itself (tests/app/trainer/test_lamb_lars.py), in both modes."""
 
 
 def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from leaves(field.annotation, f"{prefix}{name}.")
+    for name in section.model_fields:
+        inner = subsection(section, name)
+        if inner is not None:
+            yield from leaves(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
@@ -134,7 +136,7 @@ def test_field_reaches_the_strategy(path: str) -> None:
 def test_field_for_the_static_graph_alone_reaches_the_strategy(path: str) -> None:
     config, value = config_of("strategy.amp=true"), STATIC_ONLY[path]
     name = path.removeprefix("amp_configs.")
-    amp_configs = config.strategy.amp_configs.model_copy(update={name: value})
+    amp_configs = replace(config.strategy.amp_configs, **{name: value})
     fields = config.strategy.model_copy(update={"amp_configs": amp_configs})
     strategy = distributed_strategy(config.model_copy(update={"strategy": fields}))
     assert type(value)(strategy.amp_configs[name]) == value

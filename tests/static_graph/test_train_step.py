@@ -15,7 +15,7 @@ from paddle.static import InputSpec
 
 import paddle_recompute
 from paddle_recompute import TrainStep, apply_recompute
-from paddle_recompute.config import Config
+from paddle_recompute.app.config import Config
 from paddle_recompute.errors import (
     CheckpointError,
     ConfigError,
@@ -124,7 +124,7 @@ def dygraph_step(*overrides: str) -> tuple[paddle.nn.Layer, Any, TrainStep]:
     paddle.seed(12)
     model = Encoder()
     apply_recompute(model, config.recompute)
-    optimizer = build_optimizer(config, model, config.learning_rate)
+    optimizer = build_optimizer(config.optimizer, model, config.learning_rate)
     step = TrainStep(model, optimizer, loss_fn=loss_of, clip_grad_norm=config.train.clip_grad_norm)
     return model, optimizer, step
 
@@ -217,7 +217,7 @@ def test_shared_frozen_and_unused_parameters_are_those_of_dygraph() -> None:
     paddle.seed(12)
     model = Odd()
     apply_recompute(model, config.recompute)
-    optimizer = build_optimizer(config, model, config.learning_rate)
+    optimizer = build_optimizer(config.optimizer, model, config.learning_rate)
     theirs = TrainStep(model, optimizer, loss_fn=loss_of, clip_grad_norm=1.0)
     ours = static_step("recompute.checkpoints=['layers.1']", model=Odd)
     ours.set_state_dict({"model": model.state_dict()})

@@ -11,8 +11,8 @@ import paddle
 import pytest
 
 from paddle_recompute import ContrastiveLoss, GradCache, recompute
-from paddle_recompute.config import AmpConfigs
 from paddle_recompute.errors import DivergenceError, RecomputeError
+from paddle_recompute.options import AmpConfigs
 from paddle_recompute.replay import is_recomputing
 from paddle_recompute.train_step import TrainStep
 from tests.host_reads import counted

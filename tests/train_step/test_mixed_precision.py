@@ -7,6 +7,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import pytest
 from paddle.base.layer_helper import LayerHelper
 
 from paddle_recompute.checkpoint import find_checkpoint, save_checkpoint
-from paddle_recompute.config import AmpConfigs
 from paddle_recompute.errors import ConfigError, DivergenceError
 from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.options import AmpConfigs
 from paddle_recompute.train_step import StepResult, TrainStep, mixed_precision
 from paddle_recompute.train_step.mixed_precision import LossScaler
 from paddle_recompute.train_step.optimizer_state import set_state_of, state_of
@@ -252,7 +253,7 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(gpu: None) -> None:
     assert not math.isfinite(results[0].grad_norm) and math.isfinite(results[-1].grad_norm)
     # What was skipped left no trace: the step is the first of an optimizer with that scale.
     fresh = linear()
-    lower = amp.model_copy(update={"init_loss_scaling": results[-1].loss_scale})
+    lower = replace(amp, init_loss_scaling=results[-1].loss_scale)
     step_of(fresh, lower, clip_grad_norm=1.0)[0]([batch()])
     assert_equal(values_of(model), values_of(fresh))
 
@@ -425,7 +426,7 @@ def test_gradients_are_unscaled_in_float32(gpu: None, amp: AmpConfigs) -> None:
         model,
         optimizer,
         loss_fn=lambda model, x: loss_of_gate(model, x) * 1e-8,
-        amp=amp.model_copy(update={"level": "O2"}),
+        amp=replace(amp, level="O2"),
     )
     result = step([paddle.ones([4, 8])])
     # bfloat16 has 8 bits, and Paddle 2.6 cuts off the rest instead of rounding.

@@ -9,12 +9,12 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute.config import Config
+from paddle_recompute.app.config import Config, schedule_of
+from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import TrainStep
 from paddle_recompute.train_step.optimizer import (
     build_optimizer,
-    build_schedule,
     decayed_parameters,
 )
 
@@ -30,7 +30,7 @@ def config(**train: Any) -> Config:
 
 
 def rates(total: int, **train: Any) -> list[float]:
-    schedule = build_schedule(config(**train), total)
+    schedule = schedule_of(config(**train), total)
     found = []
     for _ in range(total):
         found.append(schedule())
@@ -95,10 +95,8 @@ def test_the_rate_is_what_a_step_moves_by(
     decay: str, warmup: int, total: int, mode: str, resumed_after: int | None
 ) -> None:
     settings = config(decay=decay, warmup_steps=warmup, weight_decay=0.0)
-    settings = settings.model_copy(
-        update={"recompute": settings.recompute.model_copy(update={"enable": False})}
-    )
-    schedule = build_schedule(settings, total)
+    settings = settings.model_copy(update={"recompute": RecomputeConfig(enable=False)})
+    schedule = schedule_of(settings, total)
     batch = paddle.ones([4, 1])
     paddle.seed(0)
     model = paddle.nn.Linear(1, 1, bias_attr=False)
@@ -112,7 +110,7 @@ def test_the_rate_is_what_a_step_moves_by(
         )
         step.build(batch)
     else:
-        optimizer = build_optimizer(settings, model, schedule)
+        optimizer = build_optimizer(settings.optimizer, model, schedule)
         step = TrainStep(model, optimizer, loss_fn=mean_of_weights)
 
     def weight() -> float:
@@ -122,7 +120,7 @@ def test_the_rate_is_what_a_step_moves_by(
     moved = []
     for number in range(total):
         if number == resumed_after:  # as Trainer does: made again, not restored
-            again = build_schedule(settings, total)
+            again = schedule_of(settings, total)
             for _ in range(number):
                 again.step()
             assert again.state_dict() == schedule.state_dict()
@@ -160,7 +158,7 @@ def test_decay_reaches_only_those_parameters() -> None:
     paddle.seed(0)  # sums of weights that nearly cancel would tell their ratio badly
     model = Block()
     before = {name: parameter.numpy() for name, parameter in model.named_parameters()}
-    optimizer = build_optimizer(config(weight_decay=0.5), model, 0.5)
+    optimizer = build_optimizer(config(weight_decay=0.5).optimizer, model, 0.5)
     sum(parameter.sum() * 0.0 for parameter in model.parameters()).backward()
     optimizer.step()
     factors = {
@@ -175,5 +173,5 @@ def test_decay_reaches_only_those_parameters() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     model = Block()
     model.embedding.weight.stop_gradient = True
-    optimizer = build_optimizer(config(), model, 0.5)
+    optimizer = build_optimizer(config().optimizer, model, 0.5)
     assert len(optimizer._parameter_list) == len(model.parameters()) - 1

@@ -10,7 +10,7 @@ import paddle
 import pytest
 from paddle.distributed import fleet
 
-from paddle_recompute.config import Config
+from paddle_recompute.app.config import Config
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import NOT_UPDATED, TrainStep

@@ -12,10 +12,10 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute.config import AmpConfigs, RecomputeConfig
 from paddle_recompute.distributed import broadcast_from_rank0
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync
+from paddle_recompute.options import AmpConfigs, RecomputeConfig
 from paddle_recompute.recompute import apply_recompute
 from paddle_recompute.train_step import TrainStep
 from tests.ranks import run_ranks

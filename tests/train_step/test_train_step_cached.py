@@ -12,8 +12,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, TrainStep
-from paddle_recompute.config import AmpConfigs
 from paddle_recompute.errors import ConfigError, DataError
+from paddle_recompute.options import AmpConfigs
 from tests.ranks import run_ranks
 from tests.train_step.half_precision import pretended_gpu, rounded
 

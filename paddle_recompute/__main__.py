@@ -1,0 +1,23 @@
+"""``python -m paddle_recompute``: the command ``paddle-recompute``, where it is not on the PATH."""
+
+from __future__ import annotations
+
+import sys
+
+from paddle_recompute._installed import require_application
+from paddle_recompute.errors import DependencyError
+
+
+def main() -> None:
+    """Run the command."""
+    try:
+        require_application("the command paddle-recompute")
+    except DependencyError as error:
+        sys.exit(f"Error: {error}")
+    from paddle_recompute.app.cli import main as command
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

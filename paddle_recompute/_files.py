@@ -1,0 +1,92 @@
+"""Files: written whole or not at all, and JSON of strangers read within limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from paddle_recompute.errors import OutputError
+
+LARGEST = 64 << 20
+"""Bytes of a file that is read, unless the caller says otherwise."""
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Gives a path to write to. At the end its bytes are on disk, and it is renamed to `path`.
+
+    Whoever reads `path` finds the old file or the new one, each complete, also after a kill.
+
+    Raises:
+        OSError: It cannot be written; `path` is as before.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as folder:
+        unfinished = Path(folder) / path.name
+        yield unfinished
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, a file of a run is written.
+
+    Raises:
+        OutputError: It cannot be.
+    """
+    try:
+        yield
+    except OSError as error:
+        gone = "" if path.parent.is_dir() else ", the folder is gone"
+        raise OutputError(
+            f"{path}: cannot be written ({error.strerror or error}{gone}); free the disk or put "
+            "the folder back, and go on with train.resume=auto"
+        ) from error
+
+
+def read_json(path: Path, *, largest: int = LARGEST) -> Any:
+    """What a JSON file of at most `largest` bytes holds; numbers are finite.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no such file; the message says why, in a few words.
+    """
+    with path.open("rb") as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"larger than {largest} bytes")
+    return parse_json(content)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """The value that `content` stands for; numbers are finite.
+
+    Raises:
+        ValueError: It is none; the message says why, in a few words.
+    """
+    try:
+        return json.loads(content, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason}") from None
+    except MemoryError:
+        raise ValueError("needs more memory than there is") from None
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"a number as large as {digits[:20]}")
+    return number

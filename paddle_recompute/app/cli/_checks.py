@@ -1,0 +1,160 @@
+"""``parity`` and ``doctor``: checks before a training run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paddle_recompute._files import read_json
+from paddle_recompute._installed import require_paddle
+from paddle_recompute._run_folder import hold
+from paddle_recompute.app.cli._process import prepare_one_process
+from paddle_recompute.app.config import Config, load_config
+from paddle_recompute.app.launch import (
+    errors_in_one_paragraph,
+    is_launched,
+    is_rank,
+    launch,
+    prepare_rank,
+    require_paddle_and_devices,
+    speed_settings,
+)
+from paddle_recompute.errors import ConfigError, LaunchError
+
+
+@click.command()
+@click.option("--config", "config_file", required=True, metavar="FILE", help="A YAML file.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Optimizer steps of each training run.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the tables.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def parity(
+    config_file: str, steps: int, as_json: bool, debug: bool, overrides: tuple[str, ...]
+) -> None:
+    """Check that dygraph and the static graph train the same from FILE.
+
+    For example: paddle-recompute parity --config run.yaml --steps 10
+
+    Trains the first steps in both modes, with and without recompute, on one process and on
+    launch.num_ranks ranks, from the same weights on the same pairs. Compares losses, gradients and
+    parameters. Exits with code 1 if they differ by more than the tolerance, and names the first
+    parameter that differs.
+
+    The runs named "fleet" are the reference: dygraph with Paddle's own recompute and gradient
+    synchronization (recompute.engine: fleet, sync.mode: fleet). Dygraph with recompute must equal
+    the reference bit by bit on up to two ranks. If fleet cannot train FILE, the report says why.
+    """
+    with errors_in_one_paragraph(debug, "interrupted; all processes have ended"):
+        config = load_config(config_file, overrides)
+        require_paddle_and_devices(config)
+        from paddle_recompute.app.parity import parity as compare_modes
+
+        report = compare_modes(config, steps=steps)
+        click.echo(json.dumps(report.to_dict()) if as_json else str(report))
+        if report.faults:
+            sys.exit(1)
+
+
+@click.command()
+@click.option("--config", "config_file", metavar="FILE", help="A YAML file.")
+@click.option("--self-test", "runs_self_test", is_flag=True, help="Test the library instead.")
+@click.option("--output", metavar="FILE", help="Where the report goes, as JSON.")
+@click.option("--device", default=None, help="With --self-test: gpu, cpu, ...")
+@click.option("--parity", "compares_modes", is_flag=True, help="Also as the command parity does.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def doctor(
+    config_file: str | None,
+    runs_self_test: bool,
+    output: str | None,
+    device: str | None,
+    compares_modes: bool,
+    debug: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Compare the wrapped model with the plain one on one batch, before training.
+
+    For example: paddle-recompute doctor --config run.yaml
+
+    Names the first sublayer that differs. Exits with code 1 if a fault is found. A warning, such as
+    a parameter that the loss does not use, leaves the code 0. --self-test runs the library's
+    contract on this device and writes paddle_recompute_self_test.json.
+    """
+    if is_launched():
+        from paddle_recompute.app.examination import examine
+
+        prepare_rank()
+        assert config_file is not None
+        examine(load_config(config_file, overrides), say=click.echo)
+        return
+    with errors_in_one_paragraph(debug):
+        if runs_self_test:
+            _refuse(config_file=config_file, parity=compares_modes, overrides=overrides)
+            prepare_one_process()
+            from paddle_recompute.app.examination import write_self_test
+
+            file = Path(output or "paddle_recompute_self_test.json")
+            if not write_self_test(file, device=device, say=click.echo):
+                sys.exit(1)
+            return
+        if config_file is None:
+            raise ConfigError("doctor needs --config FILE, or --self-test")
+        if device is not None:
+            raise ConfigError("--device is for --self-test; with --config set launch.device")
+        if compares_modes and is_rank():
+            raise ConfigError("--parity starts processes of its own: call it without fleetrun")
+        config = load_config(config_file, overrides)
+        report = _examined(config, config_file, overrides)
+        if compares_modes:
+            from paddle_recompute.app import parity as modes
+
+            compared = modes.parity(config, steps=2)
+            click.echo(str(compared))
+            report["parity"] = compared.to_dict()
+            report["ok"] &= not compared.faults
+        if output and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
+            from paddle_recompute.app.examination import write_report
+
+            write_report(Path(output), report)
+        if not report["ok"]:
+            sys.exit(1)
+
+
+def _refuse(*, config_file: str | None, parity: bool, overrides: tuple[str, ...]) -> None:
+    given = ["--config"] * bool(config_file) + ["--parity"] * parity + list(overrides)
+    if given:
+        raise ConfigError(f"{given[0]}: has no effect with --self-test; remove one of them")
+
+
+def _examined(config: Config, config_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The report of this process, or of the ranks that it starts."""
+    if is_rank() or config.world_size == 1:
+        chosen = speed_settings(config.launch.num_ranks, os.environ, device=config.launch.device)
+        os.environ.update(chosen)
+        if is_rank():
+            require_paddle()
+        else:
+            require_paddle_and_devices(config)
+        from paddle_recompute.app.examination import examine
+
+        return examine(config, say=click.echo)
+    again = ["-m", "paddle_recompute", "doctor", "--config", config_file, *overrides]
+    with hold(config.train.output_dir, click.echo):  # a run that trains there has its logs there
+        launch(config, again)
+    file = config.train.output_dir / "doctor.json"
+    try:
+        found = read_json(file)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"{file}: cannot read the report of rank 0 ({error})") from error
+    return dict(found)

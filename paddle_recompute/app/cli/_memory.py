@@ -1,0 +1,123 @@
+"""``estimate`` and ``plan``: the bytes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from paddle_recompute.app.cli._process import prepare_one_process
+from paddle_recompute.app.config import load_config
+from paddle_recompute.app.launch import errors_in_one_paragraph
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.options import byte_count
+
+
+def _memory_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that `estimate` and `plan` have in common."""
+    for decorate in reversed(
+        [
+            click.option(
+                "--config", "config_file", required=True, metavar="FILE", help="A YAML file."
+            ),
+            click.option(
+                "--memory-budget",
+                metavar="BYTES|CARD",
+                help="8GiB, or a card such as A100-40G, less 1.5 GiB for driver and libraries.",
+            ),
+            click.option(
+                "--what-if",
+                default="",
+                metavar="NAME=N,...",
+                help="Another step: batch (pairs of all ranks), gpus (ranks), length (tokens of a "
+                "positive), layers.",
+            ),
+            click.option(
+                "--output",
+                metavar="FOLDER",
+                help="Write memory.png, memory.html and, with a budget, plan.json there.",
+            ),
+            click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+            click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
+        ]
+    ):
+        command = decorate(command)
+    return command
+
+
+@click.command()
+@_memory_options
+def estimate(
+    config_file: str,
+    memory_budget: str | None,
+    what_if: str,
+    output: str | None,
+    debug: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Show what a step of FILE takes under each policy: peak, extra time, largest batch.
+
+    For example: paddle-recompute estimate --config run.yaml --what-if batch=4096,gpus=8
+
+    The calls of the blocks are measured on small batches in this process; no data is read.
+    """
+    _show_memory(config_file, memory_budget, what_if, output, debug, overrides, needs_budget=False)
+
+
+@click.command()
+@_memory_options
+def plan(
+    config_file: str,
+    memory_budget: str | None,
+    what_if: str,
+    output: str | None,
+    debug: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Choose what is recomputed so that a step of FILE stays within a budget.
+
+    For example: paddle-recompute plan --config run.yaml --memory-budget 8GiB --output memory
+
+    To train with it, set recompute.policy: budget and recompute.memory_budget.
+    """
+    _show_memory(config_file, memory_budget, what_if, output, debug, overrides, needs_budget=True)
+
+
+def _show_memory(
+    config_file: str,
+    memory_budget: str | None,
+    changes: str,
+    output: str | None,
+    debug: bool,
+    overrides: tuple[str, ...],
+    *,
+    needs_budget: bool,
+) -> None:
+    with errors_in_one_paragraph(debug, "interrupted"):
+        prepare_one_process()
+        from paddle_recompute.app.memory_page import budget_of_card
+        from paddle_recompute.app.trainer import memory_report, what_if
+
+        config = load_config(config_file, [*overrides, *what_if(changes)])
+        budget = config.recompute.memory_budget
+        if memory_budget is not None:
+            is_size = memory_budget.strip()[:1].isdigit()
+            budget = byte_count(memory_budget) if is_size else budget_of_card(memory_budget)
+        if needs_budget and budget is None:
+            raise ConfigError(
+                "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
+            )
+        folder = Path(output) if output is not None else None
+        with tqdm(unit="call", desc="measure", disable=None) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.n = done
+                bar.refresh()
+
+            report = memory_report(config, budget=budget, folder=folder, progress=show)
+        click.echo(report.text)
+        for path in report.files:
+            click.echo(f"written: {path}")

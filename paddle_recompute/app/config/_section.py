@@ -1,0 +1,246 @@
+"""The base of every section of the configuration: it finds all faults, not only the first.
+
+Pydantic checks each field alone and runs a check of *several* fields only once every one of them
+is sound. `Section` runs such checks (`rules`) on the values that are sound. So one message can
+report both a wrong type and an impossible batch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import (
+    CoreSchema,
+    no_info_plain_validator_function,
+    plain_serializer_function_ser_schema,
+)
+
+from paddle_recompute.options import Options, Rule
+
+MISSING = "missing"  # pydantic's error type for a required field that is not given
+FAULT = "fault"  # error type of everything else that is worded here
+
+
+class Values:
+    """The values without a fault of one section, by dotted path; rules read them.
+
+    Reading a value that is faulty, or missing, ends the rule that asked (it was reported already).
+    """
+
+    def __init__(self, section: type[Section], sound: dict[str, Any]) -> None:
+        self._section = section
+        self._sound = sound
+
+    def __getitem__(self, path: str) -> Any:
+        names = path.split(".")
+        section: type[Section] | None = self._section
+        for name in names:
+            if section is None or name not in section.model_fields:
+                raise AssertionError(f"{self._section.__name__} has no field {path!r}")
+            section = subsection(section, name)
+        value: Any = self._sound
+        for name in names:
+            if name not in value:
+                raise NotSound(path)
+            value = value[name]
+        return value
+
+
+class NotSound(Exception):
+    """A rule asked for a value that is itself at fault."""
+
+
+class Holds:
+    """Annotates a field that holds options of the library: YAML's values are checked as `section`.
+
+    Args:
+        section: What YAML may hold for these options, with the same names.
+    """
+
+    def __init__(self, section: type[Section]) -> None:
+        self.section = section
+
+    def __get_pydantic_core_schema__(self, options: type[Options], handler: Any) -> CoreSchema:
+        """Pydantic's hook: how a value of the field is read."""
+
+        def read(given: Any) -> Options:
+            if isinstance(given, options):
+                return given
+            found = self.section.model_validate(given)
+            return options(**{name: getattr(found, name) for name in self.section.model_fields})
+
+        return no_info_plain_validator_function(
+            read, serialization=plain_serializer_function_ser_schema(asdict)
+        )
+
+
+class Section(BaseModel):
+    """One mapping of the configuration file: typed, frozen, unknown keys refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    # Keys that a reader may well expect here, with the words that say why they are refused.
+    refused_keys: ClassVar[Mapping[str, str]] = {}
+    # The same for values: {field: {value: words}}.
+    refused_values: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
+    # The field that fills others in: while it is faulty, nobody is told that those are missing.
+    filled_in_by: ClassVar[str | None] = None
+
+    @classmethod
+    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Fill in what follows from other values (a preset); the identity in most sections."""
+        return given
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _find_all_faults(cls, given: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
+        if isinstance(given, Mapping):
+            given = cls.complete(dict(given))
+        faults: list[InitErrorDetails] = []
+        section = None
+        try:
+            section = handler(given)
+        except ValidationError as error:
+            faults += [cls._reworded(details) for details in cls._one_per_union(error.errors())]
+        if isinstance(given, Mapping):
+            faulty = {details["loc"] for details in faults}
+            if (cls.filled_in_by,) in faulty:
+                faults = [details for details in faults if not _is_missing(details)]
+            sound = section.model_dump() if section else sound_values(cls, given, faulty)
+            faults += cls._broken_rules(Values(cls, sound))
+        if faults:
+            raise ValidationError.from_exception_data(cls.__name__, faults)
+        return section
+
+    @classmethod
+    def _one_per_union(cls, errors: list[Any]) -> list[dict[str, Any]]:
+        """Join what pydantic says of each member of ``int | Literal["auto"]`` into one error."""
+        joined: dict[tuple[int | str, ...], dict[str, Any]] = {}
+        for details in errors:
+            location = details["loc"]
+            of_member = len(location) == 2 and isinstance(location[1], str)
+            if of_member and not subsection(cls, str(location[0])):
+                location = location[:1]
+            if location in joined:
+                alternative = allowed(details["msg"]).removeprefix("must be ")
+                joined[location]["msg"] += f" or {alternative}"
+            else:
+                joined[location] = {**details, "loc": location}
+        return list(joined.values())
+
+    @classmethod
+    def _reworded(cls, details: Any) -> InitErrorDetails:
+        location, kind, value = details["loc"], details["type"], details["input"]
+        message = details["msg"]
+        if len(location) == 1 and kind != FAULT:
+            message = cls._words(str(location[0]), kind, value, message)
+            kind = MISSING if kind == MISSING else FAULT
+        # Pydantic fills "{name}" from a context; ours is empty, so braces in a value stay.
+        return {"type": PydanticCustomError(kind, message), "loc": location, "input": value}
+
+    @classmethod
+    def _words(cls, name: str, kind: str, value: Any, message: str) -> str:
+        """What is allowed for the field `name`, in place of pydantic's own sentence."""
+        if name not in cls.model_fields:
+            return cls.refused_keys.get(name) or unknown_key(name, cls.model_fields)
+        if kind == MISSING:
+            return f"required, but not given: {cls.model_fields[name].description}"
+        words = cls.refused_values.get(name, {})
+        if isinstance(value, str | bool) and value in words:
+            return words[value]
+        return allowed(message) + nearest(value, literal_values(cls, name))
+
+    @classmethod
+    def _broken_rules(cls, values: Values) -> Iterator[InitErrorDetails]:
+        for rule in cls.rules:
+            try:
+                broken = list(rule(values))
+            except NotSound:
+                continue
+            for path, value, message in broken:
+                location = tuple(path.split("."))
+                yield {"type": PydanticCustomError(FAULT, message), "loc": location, "input": value}
+
+
+def subsection(section: type[Section], name: str) -> type[Section] | None:
+    """The section that the field `name` is, or is read as."""
+    field = section.model_fields.get(name)
+    if field is None:
+        return None
+    kind = next((one.section for one in field.metadata if isinstance(one, Holds)), field.annotation)
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def sound_values(
+    section: type[Section], given: Any, faulty: Iterable[tuple[int | str, ...]]
+) -> dict[str, Any]:
+    """Every value of `given` that no fault points into; defaults stand for what is not given."""
+    if isinstance(given, Section):
+        return given.model_dump()
+    if isinstance(given, Options):
+        return asdict(given)
+    given = section.complete(dict(given)) if isinstance(given, Mapping) else {}
+    sound: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        inside = [location[1:] for location in faulty if location[:1] == (name,)]
+        inner = subsection(section, name)
+        value = given.get(name, {} if inner else field.get_default(call_default_factory=True))
+        if () in inside or (inside and not inner) or (name not in given and field.is_required()):
+            continue
+        sound[name] = sound_values(inner, value, inside) if inner else value
+    return sound
+
+
+def literal_values(section: type[Section], name: str) -> list[str]:
+    """The words that the field `name` accepts, if it accepts only certain words."""
+    annotation = section.model_fields[name].annotation
+    options = [annotation, *typing.get_args(annotation)]
+    return [
+        word
+        for option in options
+        if typing.get_origin(option) is Literal
+        for word in typing.get_args(option)
+        if isinstance(word, str)
+    ]
+
+
+def _is_missing(details: InitErrorDetails) -> bool:
+    kind = details["type"]
+    return isinstance(kind, PydanticCustomError) and kind.type == MISSING
+
+
+def allowed(message: str) -> str:
+    """Pydantic's sentence about a value, turned into what is allowed."""
+    message = re.sub(r" after validation, not \d+$", "", message)
+    return re.sub(r"^(Value error, )?\w+ should (?=be|have)", "must ", message)
+
+
+def unknown_key(name: str, known: Iterable[str]) -> str:
+    """The sentence about an unknown key, with the nearest valid names or all of them."""
+    known = list(known)
+    return "unknown key" + (nearest(name, known) or f"; allowed here: {', '.join(known)}")
+
+
+def nearest(word: Any, known: list[str]) -> str:
+    """``; did you mean ...?`` with the nearest known word, and a second if about as near."""
+    text = str(word)
+    found = difflib.get_close_matches(text, known, n=2, cutoff=0.6)
+    ratios = [difflib.SequenceMatcher(None, name, text).ratio() for name in found]
+    found = [name for name, ratio in zip(found, ratios, strict=True) if ratio > ratios[0] - 0.1]
+    return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -1,0 +1,96 @@
+"""The configuration turned into the library's options: here, and nowhere else.
+
+``config.recompute`` and ``config.strategy.amp_configs`` are options of the library as they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paddle_recompute.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paddle.optimizer.lr import LRScheduler
+
+    from paddle_recompute.app.config.schema import Config
+    from paddle_recompute.static_graph import StaticConfig
+    from paddle_recompute.train_step import OptimizerConfig
+
+_LIMITS = ("peer_timeout", "stall_timeout")
+"""The settings of ``sync`` that hold for a Program, too: how long to wait for other ranks."""
+
+
+def optimizer_config(config: Config) -> OptimizerConfig:
+    """AdamW, or what ``strategy.lamb`` or ``strategy.lars`` makes of it, as fleet does."""
+    from paddle_recompute.train_step import OptimizerConfig
+
+    strategy = config.strategy
+    if strategy.lamb:
+        lamb = strategy.lamb_configs
+        return OptimizerConfig("lamb", lamb.lamb_weight_decay, lamb.exclude_from_weight_decay)
+    if strategy.lars:
+        lars = strategy.lars_configs
+        return OptimizerConfig(
+            "lars",
+            lars.lars_weight_decay,
+            lars.exclude_from_weight_decay,
+            lars_coeff=lars.lars_coeff,
+            lars_epsilon=lars.epsilon,
+        )
+    return OptimizerConfig(weight_decay=config.train.weight_decay)
+
+
+def schedule_of(config: Config, total_steps: int) -> LRScheduler:
+    """The learning rate of every step: see `train_step.build_schedule`."""
+    from paddle_recompute.train_step import build_schedule
+
+    train = config.train
+    return build_schedule(
+        config.learning_rate, total_steps, warmup_steps=train.warmup_steps, decay=train.decay
+    )
+
+
+def sync_arguments(config: Config) -> dict[str, Any]:
+    """The arguments of `GradientSync` beside the model."""
+    size = {"bucket_bytes": config.strategy.fuse_grad_size_in_MB * 2**20}
+    return {
+        **config.sync.model_dump(),
+        **(size if config.sync.mode != "fleet" else {}),
+        "find_unused_parameters": config.strategy.find_unused_parameters,
+    }
+
+
+def static_config(config: Config) -> StaticConfig:
+    """What a Program follows.
+
+    Raises:
+        ConfigError: A setting of ``sync`` that Paddle's own operators do not follow.
+    """
+    from paddle_recompute.static_graph import StaticConfig, faults_in_static
+
+    strategy, sync = config.strategy, config.sync
+    found = StaticConfig(
+        recompute=config.recompute,
+        amp=strategy.amp_configs if strategy.amp else None,
+        accumulate_steps=strategy.gradient_merge_configs.k_steps,
+        clip_grad_norm=config.train.clip_grad_norm,
+        optimizer=optimizer_config(config),
+        learning_rate=config.learning_rate,
+        fuse_grad_size_in_MB=strategy.fuse_grad_size_in_MB,
+        find_unused_parameters=strategy.find_unused_parameters,
+        peer_timeout=sync.peer_timeout,
+        stall_timeout=sync.stall_timeout,
+    )
+    given, default = sync.model_dump(), type(sync)().model_dump()
+    faults = [
+        *faults_in_static(found),
+        *(
+            f"sync.{name}: {given[name]}: Paddle's own operators exchange the gradients of a "
+            "Program, in float32, without this setting; remove it"
+            for name in given
+            if given[name] != default[name] and name not in _LIMITS
+        ),
+    ]
+    if faults:
+        raise ConfigError("mode: static cannot honour:\n" + "\n".join(f"  {one}" for one in faults))
+    return found

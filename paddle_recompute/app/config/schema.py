@@ -1,0 +1,199 @@
+"""The configuration tree, and the rules that hold between its sections.
+
+Validation has no side effects and does not import Paddle. A setting that the library cannot
+honour is refused with an error; it is never ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from paddle_recompute.app.config import library
+from paddle_recompute.app.config._contrastive import ContrastiveConfig
+from paddle_recompute.app.config._data import DataConfig
+from paddle_recompute.app.config._model import ModelConfig
+from paddle_recompute.app.config._recompute import RecomputeSection
+from paddle_recompute.app.config._section import Holds, Section, Values
+from paddle_recompute.app.config._strategy import STATIC_AMP, AmpSection, StrategyConfig
+from paddle_recompute.app.config._sync import SyncConfig
+from paddle_recompute.app.config._train import TrainConfig
+from paddle_recompute.app.config._types import Count
+from paddle_recompute.app.config._whole_step import (
+    compiled_in_dygraph,
+    lamb_and_lars_have_their_own_decay,
+    parameters_leave_in_dygraph,
+)
+from paddle_recompute.app.config._without_effect import without_effect
+from paddle_recompute.options import Fault, RecomputeConfig
+
+if TYPE_CHECKING:
+    from paddle_recompute.static_graph import StaticConfig
+    from paddle_recompute.train_step import OptimizerConfig
+
+
+class LaunchConfig(Section):
+    """How many ranks run, on how many machines, on which device."""
+
+    num_ranks: Count = Field(1, description="training processes per node (one per GPU)")
+    num_nodes: Count = Field(1, description="machines")
+    device: Literal["cpu", "gpu"] = Field("cpu", description="cpu: gloo; gpu: NCCL")
+
+
+class Config(Section):
+    """The whole configuration of one training run, the same tree for both modes."""
+
+    @staticmethod
+    def _batch_divides(v: Values) -> Iterator[Fault]:
+        ranks, nodes = v["launch.num_ranks"], v["launch.num_nodes"]
+        k_steps, batch = v["strategy.gradient_merge_configs.k_steps"], v["contrastive.global_batch"]
+        parts = ranks * nodes * k_steps
+        if batch % parts:
+            yield Fault(
+                "contrastive.global_batch",
+                batch,
+                f"must be a multiple of launch.num_ranks * launch.num_nodes * k_steps = "
+                f"{ranks} * {nodes} * {k_steps} = {parts}; the nearest are "
+                f"{max(2, batch // parts) * parts} and {max(3, batch // parts + 1) * parts}",
+            )
+        elif batch == parts and not (v["contrastive.negatives"] == "global" and ranks * nodes > 1):
+            yield Fault(
+                "contrastive.global_batch",
+                batch,
+                f"gives each of {parts} micro-batches 1 pair, which has no negatives; must be at "
+                f"least {2 * parts}",
+            )
+
+    @staticmethod
+    def _chunks_instead_of_micro_batches(v: Values) -> Iterator[Fault]:
+        k_steps = v["strategy.gradient_merge_configs.k_steps"]
+        for name in ("chunk_size", "chunk_tokens", "memory_budget"):
+            if k_steps > 1 and v[f"contrastive.{name}"] is not None:
+                yield Fault(
+                    "strategy.gradient_merge_configs.k_steps",
+                    k_steps,
+                    f"cannot be combined with contrastive.{name}: {k_steps} micro-batches have "
+                    f"{k_steps} separate losses, while chunks share one loss over all pairs and "
+                    "bound the memory too; remove gradient_merge",
+                )
+
+    @staticmethod
+    def _a_chunk_holds_a_text(v: Values) -> Iterator[Fault]:
+        tokens = v["contrastive.chunk_tokens"]
+        path = max(("data.max_query_tokens", "data.max_positive_tokens"), key=lambda path: v[path])
+        if tokens is not None and tokens < v[path]:
+            yield Fault(
+                "contrastive.chunk_tokens",
+                tokens,
+                f"must be at least {path} = {v[path]}, the longest possible text",
+            )
+
+    @staticmethod
+    def _texts_fit_the_model(v: Values) -> Iterator[Fault]:
+        longest = v["model.max_position_embeddings"]
+        for path in ("data.max_query_tokens", "data.max_positive_tokens"):
+            if v[path] > longest:
+                yield Fault(
+                    path, v[path], f"must be at most model.max_position_embeddings = {longest}"
+                )
+
+    @staticmethod
+    def _dygraph_has_no_static_amp(v: Values) -> Iterator[Fault]:
+        for name in STATIC_AMP:
+            path = f"strategy.amp_configs.{name}"
+            field = AmpSection.model_fields[name]
+            default = field.get_default(call_default_factory=True)
+            if v["mode"] == "dygraph" and v["strategy.amp"] and v[path] != default:
+                yield Fault(
+                    path, v[path], "is a setting of the static graph; remove it in mode: dygraph"
+                )
+
+    @staticmethod
+    def _replans_what_is_planned(v: Values) -> Iterator[Fault]:
+        if v["train.on_oom"] != "replan":
+            return
+        if v["recompute.policy"] != "budget" or not v["recompute.enable"]:
+            yield Fault("train.on_oom", "replan", "needs recompute.policy: budget")
+        if v["mode"] != "dygraph":
+            yield Fault(
+                "train.on_oom",
+                "replan",
+                "is for mode: dygraph; a Program updates its parameters in the run that ran out of "
+                "memory, which may have updated some of them",
+            )
+
+    rules = (
+        _replans_what_is_planned,
+        parameters_leave_in_dygraph,
+        compiled_in_dygraph,
+        lamb_and_lars_have_their_own_decay,
+        _batch_divides,
+        _chunks_instead_of_micro_batches,
+        _a_chunk_holds_a_text,
+        _texts_fit_the_model,
+        _dygraph_has_no_static_amp,
+    )
+
+    mode: Literal["dygraph", "static"] = Field(
+        "dygraph",
+        description="dygraph: eager execution; static: the same training as a Program; a "
+        "checkpoint of one mode can be resumed in the other",
+    )
+    model: ModelConfig = Field(description="the encoder; its preset or all dimensions are required")
+    recompute: Annotated[RecomputeConfig, Holds(RecomputeSection)] = Field(
+        default_factory=RecomputeConfig, description="which sublayers are recomputed"
+    )
+    strategy: StrategyConfig = Field(
+        default_factory=StrategyConfig, description="fields of fleet.DistributedStrategy"
+    )
+    sync: SyncConfig = Field(default_factory=SyncConfig, description="gradient synchronization")
+    contrastive: ContrastiveConfig = Field(
+        description="batch and loss; its global_batch is required"
+    )
+    data: DataConfig = Field(default_factory=DataConfig, description="the text pairs")
+    train: TrainConfig = Field(
+        description="the training loop; a length and a learning_rate are required"
+    )
+    launch: LaunchConfig = Field(
+        default_factory=LaunchConfig, description="ranks, machines and device"
+    )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks on all machines."""
+        return self.launch.num_ranks * self.launch.num_nodes
+
+    @property
+    def local_batch(self) -> int:
+        """Pairs per rank and optimizer step."""
+        return self.contrastive.global_batch // self.world_size
+
+    @property
+    def micro_batch(self) -> int:
+        """Pairs per rank and micro-batch, that is, in one forward."""
+        return self.local_batch // self.strategy.gradient_merge_configs.k_steps
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate, scaled by the global batch if `scale_learning_rate_from` is given."""
+        tuned_for = self.train.scale_learning_rate_from or self.contrastive.global_batch
+        return self.train.learning_rate * (self.contrastive.global_batch / tuned_for)
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The library's options of the optimizer."""
+        return library.optimizer_config(self)
+
+    def for_static(self) -> StaticConfig:
+        """What a Program follows; raises ConfigError where a static graph cannot honour it."""
+        return library.static_config(self)
+
+    def without_effect(self) -> list[str]:
+        """The settings that change nothing in this run, each with the reason, in sentences."""
+        return without_effect(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole tree in plain YAML/JSON types; ``Config.model_validate`` reads it back."""
+        return self.model_dump(mode="json")

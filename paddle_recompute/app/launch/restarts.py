@@ -1,0 +1,93 @@
+"""Start the ranks again where one of them died, and what a command ends with."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import click
+
+from paddle_recompute._run_folder import check_may_start, hold
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.launch.launcher import RankFailedError, RankRefusedError, launch
+from paddle_recompute.errors import PaddleRecomputeError, StoppedError
+
+_AGAIN = ("PeerError", "OutOfMemoryError")
+"""Own errors of a rank after which another start may go well."""
+
+
+def launch_with_restarts(
+    config: Config,
+    command: Sequence[str],
+    *,
+    master: str | None = None,
+    node_rank: int = 0,
+    max_restart: int = 0,
+) -> None:
+    """As `launch`, and `max_restart` times again, from the last checkpoint, when a rank dies.
+
+    A rank that refuses the configuration, the data or the checkpoint ends the run.
+
+    Raises:
+        ConfigError: Another run writes into ``train.output_dir``, or has left there what this one
+            would write over. No rank was started.
+    """
+    settings = config.train
+    with hold(settings.output_dir, click.echo, machine=node_rank, for_ranks=True):
+        if node_rank == 0:
+            check_may_start(
+                settings.output_dir, resume=settings.resume, overwrite=settings.overwrite
+            )
+        _launch_with_restarts(config, command, master, node_rank, max_restart)
+
+
+def _launch_with_restarts(
+    config: Config, command: Sequence[str], master: str | None, node_rank: int, max_restart: int
+) -> None:
+    before = _checkpoints(config)
+    for attempt in range(max_restart + 1):
+        try:
+            launch(config, command, master=master, node_rank=node_rank)
+            return
+        except (RankFailedError, RankRefusedError) as error:
+            died = isinstance(error, RankFailedError) or error.kind in _AGAIN
+            if not died or attempt == max_restart:
+                raise
+            click.echo(f"paddle-recompute: {error}", err=True)
+            click.echo(f"Starting again ({attempt + 1} of {max_restart})", err=True)
+            # What is in the folder is this run's, unless it was to be removed and still is there.
+            if not config.train.overwrite or _checkpoints(config) != before:
+                command = [*command, "train.resume=auto", "train.overwrite=false"]
+
+
+def _checkpoints(config: Config) -> set[tuple[str, int]]:
+    """The checkpoints of the run's folder, and when each was written."""
+    folder = config.train.output_dir / "checkpoint"
+    found = set()
+    for path in folder.glob("step-*"):
+        with suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
+
+
+@contextmanager
+def errors_in_one_paragraph(
+    debug: bool, interrupted: str = "interrupted; all ranks have ended"
+) -> Iterator[None]:
+    """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed)."""
+    try:
+        yield
+    except StoppedError as error:  # rank 0 has said so
+        sys.exit(error.code)
+    except PaddleRecomputeError as error:
+        if isinstance(error, RankRefusedError) and debug:
+            click.echo(error.traceback, err=True)
+        elif debug:
+            click.echo(traceback.format_exc(), err=True)
+        click.echo(f"paddle-recompute: {error}", err=True)
+        sys.exit(1 if isinstance(error, RankFailedError) else 2)
+    except KeyboardInterrupt:
+        click.echo(f"\npaddle-recompute: {interrupted}", err=True)
+        sys.exit(130)

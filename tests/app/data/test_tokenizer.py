@@ -1,0 +1,288 @@
+"""The tokenizer: same texts, same vocabulary; matrices that say where a text ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_recompute.app.data import PairTokenizer, load_tokenizer, train_tokenizer
+from paddle_recompute.app.data.tokenizer import SPECIAL_TOKENS, vocabulary_key
+from paddle_recompute.errors import DataError, DependencyError
+
+TEXTS = ["a cat, a dog", "running cats", "Running dogs run", "猫跑", "狗和猫 run"] * 4
+PAD, UNK, CLS, SEP = 0, 1, 2, 3
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer(TEXTS, file, 100)
+    return file
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path: Path) -> PairTokenizer:
+    return load_tokenizer(path)
+
+
+def pieces(path: Path, row: np.ndarray) -> list[str]:  # type: ignore[type-arg]
+    library = tokenizers.Tokenizer.from_file(str(path))
+    return [text_of(library.id_to_token(int(number))) for number in row]
+
+
+def text_of(piece: str) -> str:
+    """A piece is spelled in bytes, each a letter of its own: ``çĮ«`` is 猫."""
+    if piece in SPECIAL_TOKENS:
+        return piece
+    prefix = "##" if piece.startswith("##") and len(piece) > 2 else ""
+    return prefix + tokenizers.decoders.ByteLevel().decode([piece.removeprefix(prefix)])
+
+
+def test_matrix(path: Path, tokenizer: PairTokenizer) -> None:
+    matrix = tokenizer.encode(["猫跑 RÚN", "cats", ""], max_tokens=10)
+    assert matrix.dtype == np.int64
+    assert pieces(path, matrix[0]) == ["[CLS]", "猫", "跑", "run", "[SEP]"]
+    assert matrix[1].tolist()[-1] == PAD
+    assert matrix[2].tolist() == [CLS, SEP, PAD, PAD, PAD]
+
+
+def test_as_the_library_itself(path: Path, tokenizer: PairTokenizer) -> None:
+    """Other programs that read the file find the same numbers."""
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.enable_truncation(6)
+    library.enable_padding(pad_id=PAD)
+    expected = [encoding.ids for encoding in library.encode_batch(TEXTS)]
+    assert tokenizer.encode(TEXTS, 6).tolist() == expected
+
+
+def test_long_texts_are_cut_and_counted(tokenizer: PairTokenizer) -> None:
+    whole = tokenizer.encode(["a cat, a dog"], 99)
+    assert whole.shape == (1, 7)
+    for allowed in (2, 5, 6, 7, 8):
+        rows = tokenizer.tokenize(["a cat, a dog", "cat"], allowed)
+        cut = rows.pad([0])
+        assert cut.shape == (1, min(allowed, 7))
+        assert cut[0, :-1].tolist() == whole[0, : cut.shape[1] - 1].tolist()
+        assert cut[0, -1] == SEP
+        assert rows.num_cut == (allowed < 7) + (allowed < 3)
+
+
+def test_texts_with_unknown_words_are_counted(tokenizer: PairTokenizer) -> None:
+    texts = ["cat", "Ω cat Ω", "猫", "a cat, a Ω", "[UNK]"]
+    assert UNK in tokenizer.encode(texts, 20)[1]
+    assert tokenizer.tokenize(texts[:4], 20).num_unknown == 2
+
+
+def test_no_texts(tokenizer: PairTokenizer) -> None:
+    assert tokenizer.encode([], 8).shape == (0, 0)
+
+
+def test_rows_are_padded_to_the_longest_of_them(tokenizer: PairTokenizer) -> None:
+    texts = ["cat", "a cat, a dog", "", "a dog"]
+    rows = tokenizer.tokenize(texts, 99)
+    for places in ([0], [2, 1], [3, 3, 0], [0, 1, 2, 3]):
+        expected = tokenizer.encode([texts[place] for place in places], 99)
+        np.testing.assert_array_equal(rows.pad(places), expected)
+
+
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1))
+def test_every_text_becomes_a_row_with_one_beginning_and_one_end(
+    tokenizer: PairTokenizer, texts: list[str]
+) -> None:
+    matrix = tokenizer.encode(texts, 8)
+    assert matrix.shape[0] == len(texts)
+    assert 2 <= matrix.shape[1] <= 8
+    assert set(matrix.flatten().tolist()) <= set(range(tokenizer.vocab_size))
+    for row in matrix.tolist():
+        length = row.index(SEP) + 1
+        assert row[0] == CLS
+        assert row.count(CLS) == row.count(SEP) == 1
+        assert PAD not in row[:length]
+        assert set(row[length:]) <= {PAD}
+
+
+@pytest.mark.parametrize("token", SPECIAL_TOKENS)
+def test_special_token_in_a_text_is_text(tokenizer: PairTokenizer, token: str) -> None:
+    row = tokenizer.encode([f"cat {token} cat"], 20)[0].tolist()
+    assert PAD not in row
+    assert (row.count(CLS), row.count(SEP)) == (1, 1)
+
+
+def test_more_texts_than_are_done_at_once(
+    tokenizer: PairTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tokenizer.encode(TEXTS, 8)
+    monkeypatch.setattr("paddle_recompute.app.data.tokenizer._TEXTS_AT_ONCE", 3)
+    np.testing.assert_array_equal(tokenizer.encode(TEXTS, 8), whole)
+
+
+def test_same_texts_give_the_same_file(tmp_path: Path) -> None:
+    """Without care no two trainings agree, not even in one process."""
+    texts = [
+        " ".join(chr(97 + number * k % 26) + chr(97 + (number + k) % 26) for k in range(9))
+        for number in range(400)
+    ]
+    for name in "abcde":
+        train_tokenizer(texts, tmp_path / name, 300)
+    assert len({(tmp_path / name).read_bytes() for name in "abcde"}) == 1
+
+
+def test_vocabulary(path: Path) -> None:
+    vocab = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+    assert [vocab[token] for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
+    assert sorted(vocab.values()) == list(range(len(vocab)))
+    spelled = {text_of(piece) for piece in vocab}
+    assert {"猫", "run", "cat", "##n"} <= spelled
+    assert "##猫" not in spelled  # a Chinese character is a word
+
+
+def test_vocabulary_is_not_larger_than_asked_for(tmp_path: Path) -> None:
+    many = ["".join(chr(0x4E00 + (place * 7 + k) % 900) for k in range(6)) for place in range(900)]
+    many += ["the quick brown fox jumps over the lazy dog"] * 2000
+    train_tokenizer(many, tmp_path / "tokenizer.json", 200)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.vocab_size <= 200
+    frequent, rare = tokenizer.encode(["the quick fox", many[450]], 20).tolist()
+    assert UNK not in frequent
+    assert UNK not in rare
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
+    file = tmp_path_factory.mktemp("large") / "tokenizer.json"
+    train_tokenizer(TEXTS, file, 900)
+    return load_tokenizer(file)
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_no_character_is_unknown_where_all_bytes_have_room(large: PairTokenizer, text: str) -> None:
+    assert large.vocab_size <= 900
+    assert large.tokenize([text], 10_000).num_unknown == 0
+
+
+def test_characters_that_were_never_seen_are_told_apart(large: PairTokenizer) -> None:
+    unseen = ["烨", "乫", "伥", "ж", "ß", "😀", "烨乫", "乫烨", "x烨"]
+    rows = large.encode(unseen, 30).tolist()
+    assert len({tuple(row) for row in rows}) == len(unseen)
+    assert not any(UNK in row for row in rows)
+
+
+def test_a_long_word_is_no_unknown_one(large: PairTokenizer) -> None:
+    """It is split; what comes behind the most tokens is cut as ever."""
+    words = ["ก" * 1000, "ก" * 999 + "ข", "n" * 5000]
+    rows = large.tokenize(words, 20_000)
+    assert rows.num_unknown == 0
+    assert len({row.tobytes() for row in rows.pad([0, 1])}) == 2
+    assert large.encode(words, 9).shape == (3, 9)
+
+
+def test_tokens_are_read_back(large: PairTokenizer, tmp_path: Path) -> None:
+    large.save(tmp_path / "tokenizer.json")
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "a running cat 猫 烨 😀"
+    assert library.decode(library.encode(text).ids) == text
+
+
+def test_a_vocabulary_of_characters_is_still_read(tmp_path: Path) -> None:
+    """As this library made it before its pieces were of bytes; checkpoints have such files."""
+    vocab = {token: number for number, token in enumerate([*SPECIAL_TOKENS, "cat", "猫", "##s"])}
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    library.normalizer = tokenizers.normalizers.BertNormalizer()
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path / "tokenizer.json").encode(["cats 猫烨"], 9)
+    assert found.tolist() == [[CLS, 5, 7, 6, UNK, SEP]]
+
+
+def test_inner_pieces_are_no_special_tokens(path: Path, tokenizer: PairTokenizer) -> None:
+    added = json.loads(path.read_text(encoding="utf-8"))["added_tokens"]
+    assert [token["content"] for token in added if token["special"]] == list(SPECIAL_TOKENS)
+    assert len(added) == len(SPECIAL_TOKENS)
+    assert "##n" not in pieces(path, tokenizer.encode(["##n"], 9)[0])
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "false"), ("true", "true")])
+def test_one_thread_unless_the_user_says_otherwise(
+    path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", own or "")
+    if own is None:
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    load_tokenizer(path)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == expected
+
+
+def test_saved_again(path: Path, tokenizer: PairTokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "copy.json")
+    assert (tmp_path / "copy.json").read_bytes() == path.read_bytes()
+    assert load_tokenizer(str(tmp_path / "copy.json")).vocab_size == tokenizer.vocab_size
+
+
+def test_truncation_and_padding_in_a_file_are_not_obeyed(path: Path, tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.enable_truncation(3)
+    library.enable_padding(length=30)
+    library.save(str(tmp_path / "other.json"))
+    assert load_tokenizer(tmp_path / "other.json").encode(["a cat, a dog"], 99).shape == (1, 7)
+
+
+def test_key_is_of_everything_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [vocabulary_key(texts, 100) for texts in (["a", "b"], ["ab"], ["b", "a"], ["a", "b"])]
+    assert len(set(keys)) == 3
+    assert keys[0] == keys[3] != vocabulary_key(["a", "b"], 101)
+    monkeypatch.setattr(tokenizers, "__version__", "0.0")
+    assert vocabulary_key(["a", "b"], 100) != keys[0]
+
+
+def test_too_few_tokens_allowed(tokenizer: PairTokenizer) -> None:
+    with pytest.raises(ValueError, match=r"max_tokens is 1; \[CLS\] and \[SEP\] need at least 2"):
+        tokenizer.encode(["cat"], 1)
+
+
+def test_nothing_to_learn_from(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="contain no word"):
+        train_tokenizer(["", " "], tmp_path / "tokenizer.json", 100)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.json: the tokenizer cannot be read \(No such file"):
+        load_tokenizer(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\xff", "not a tokenizer.json"),
+        (b"{", "not a tokenizer.json"),
+        (b"[]", r"no model\.vocab"),
+        (b'{"model": {}}', r"no model\.vocab"),
+    ],
+)
+def test_damaged_file(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "vocab", [{"[UNK]": 0, "[PAD]": 1, "[CLS]": 2, "[SEP]": 3}, {"[PAD]": 0, "[UNK]": 1}]
+)
+def test_file_with_other_special_tokens(tmp_path: Path, vocab: dict[str, int]) -> None:
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"\[PAD\] must be 0, and \[CLS\], \[SEP\] exist"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_missing_package(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DependencyError, match="pip install tokenizers"):
+        load_tokenizer(path)

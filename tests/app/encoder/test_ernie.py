@@ -1,0 +1,381 @@
+"""The encoder against a forward pass written in NumPy, its initial weights, its odd inputs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from numpy.typing import NDArray
+
+from paddle_recompute.app.config import ModelConfig
+from paddle_recompute.app.encoder import ErnieEncoder, build_model
+from paddle_recompute.errors import CheckpointError, ConfigError, DataError
+from paddle_recompute.weights import save_weights
+
+Array = NDArray[Any]
+
+VOCAB_SIZE = 30
+IDS = np.array([[5, 6, 7, 8, 9], [10, 11, 12, 0, 0], [13, 0, 0, 0, 0]])
+TYPES = np.array([[0, 0, 1, 1, 1], [0, 1, 2, 0, 0], [1, 0, 0, 0, 0]])
+# Both add up the same numbers in float64, in another order.
+FLOAT64 = 1e-12
+FLOAT32 = 2e-6
+
+
+def tiny(**changes: Any) -> ModelConfig:
+    return ModelConfig(
+        **{
+            "hidden_size": 12,
+            "num_layers": 3,
+            "num_heads": 3,
+            "intermediate_size": 20,
+            "max_position_embeddings": 8,
+            "type_vocab_size": 3,
+            **changes,
+        }
+    )
+
+
+def scrambled(config: ModelConfig, dtype: str = "float64") -> ErnieEncoder:
+    """A model in evaluation mode, all of whose parameters matter: no bias is 0, no scale is 1."""
+    paddle.seed(0)
+    model = build_model(config, VOCAB_SIZE)
+    random = np.random.default_rng(1)
+    for parameter in model.parameters():
+        values = parameter.numpy() + random.normal(scale=0.3, size=parameter.shape)
+        parameter.set_value(values.astype(np.float32))
+    model.to(dtype=dtype)
+    model.eval()
+    return model
+
+
+def numpy_forward(
+    weights: dict[str, Array], config: ModelConfig, ids: Array, types: Array, keep: Array
+) -> Array:
+    """The published architecture, one head and one text at a time, float64."""
+
+    def linear(x: Array, name: str) -> Array:
+        return np.asarray(x @ weights[f"{name}.weight"] + weights[f"{name}.bias"])
+
+    def layer_norm(x: Array, name: str) -> Array:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        variance = (centred**2).mean(axis=-1, keepdims=True)
+        scaled = centred / np.sqrt(variance + config.layer_norm_epsilon)
+        return np.asarray(scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"])
+
+    def activation(x: Array) -> Array:
+        if config.activation == "relu":
+            return np.maximum(x, 0)
+        return np.asarray(x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))))
+
+    def attention(x: Array, kept: Array, name: str) -> Array:
+        query, key, value = (linear(x, f"{name}.{part}_proj") for part in "qkv")
+        width = config.hidden_size // config.num_heads
+        heads = []
+        for head in range(config.num_heads):
+            columns = slice(head * width, (head + 1) * width)
+            scores = query[:, columns] @ key[:, columns].T / math.sqrt(width)
+            powers = np.exp(scores) * kept
+            heads.append(powers / powers.sum(axis=1, keepdims=True) @ value[:, columns])
+        return linear(np.concatenate(heads, axis=1), f"{name}.out_proj")
+
+    word = weights["embeddings.word.weight"].copy()
+    word[0] = 0  # the pad has no vector of its own
+    vectors = []
+    for row, type_row, kept in zip(ids, types, keep.astype(bool), strict=True):
+        x = (
+            word[row]
+            + weights["embeddings.position.weight"][: len(row)]
+            + weights["embeddings.token_type.weight"][type_row]
+        )
+        x = layer_norm(x, "embeddings.layer_norm")
+        for number in range(config.num_layers):
+            block = f"encoder.layers.{number}"
+            x = layer_norm(x + attention(x, kept, f"{block}.self_attn"), f"{block}.norm1")
+            inner = activation(linear(x, f"{block}.linear1"))
+            x = layer_norm(x + linear(inner, f"{block}.linear2"), f"{block}.norm2")
+        if config.pooling == "cls":
+            vectors.append(np.tanh(linear(x[0], "pooler.dense")))
+        else:
+            vectors.append(x[kept].mean(axis=0))
+    result = np.stack(vectors)
+    return result if config.projection_size is None else linear(result, "projection")
+
+
+@pytest.mark.parametrize("projection_size", [None, 7])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_vectors_are_those_of_the_published_architecture(
+    activation: str, pooling: str, projection_size: int | None
+) -> None:
+    config = tiny(
+        activation=activation,
+        pooling=pooling,
+        projection_size=projection_size,
+        # Paddle takes 1e-3 at most, and as float32; 2**-10 is one. Its default would be noticed.
+        layer_norm_epsilon=2**-10,
+    )
+    model = scrambled(config)
+    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    expected = numpy_forward(weights, config, IDS, TYPES, IDS != 0)
+    ids, types = paddle.to_tensor(IDS), paddle.to_tensor(TYPES)
+    found = model(ids, types)
+    assert found.dtype == paddle.float64
+    np.testing.assert_allclose(found.numpy(), expected, rtol=FLOAT64, atol=FLOAT64)
+    in_float32 = scrambled(config, "float32")(ids, types)
+    assert in_float32.dtype == paddle.float32
+    np.testing.assert_allclose(in_float32.numpy(), expected, rtol=0, atol=FLOAT32 * 10)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int64"])
+def test_a_mask_that_is_given_wins_over_the_pads(dtype: str) -> None:
+    config = tiny(pooling="mean")
+    model = scrambled(config)
+    mask = np.array([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 1, 0, 0]])
+    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    expected = numpy_forward(weights, config, IDS, np.zeros_like(IDS), mask)
+    given = paddle.to_tensor(mask).astype(dtype)
+    found = model(paddle.to_tensor(IDS), attention_mask=given)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=FLOAT64, atol=FLOAT64)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_padding_changes_nothing(pooling: str) -> None:
+    model = scrambled(tiny(pooling=pooling))
+    together = model(paddle.to_tensor(IDS)).numpy()
+    alone = [model(paddle.to_tensor(row[row != 0][None])).numpy()[0] for row in IDS]
+    np.testing.assert_allclose(together, np.stack(alone), rtol=FLOAT64, atol=FLOAT64)
+
+
+@pytest.mark.parametrize("projection_size", [None, 7])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_row_of_only_padding_does_no_harm(pooling: str, projection_size: int | None) -> None:
+    """Not to its own vector, not to the gradients, not to the other rows."""
+    paddle.seed(2)
+    model = build_model(tiny(pooling=pooling, projection_size=projection_size), VOCAB_SIZE)
+    model.eval()
+    with_empty = np.concatenate([IDS, np.zeros((1, 5), np.int64)])
+    vectors = F.normalize(model(paddle.to_tensor(with_empty)), axis=-1)
+    vectors[:, 0].sum().backward()
+    assert np.isfinite(vectors.numpy()).all()
+    np.testing.assert_allclose(np.linalg.norm(vectors.numpy(), axis=1), 1, rtol=1e-5)
+    for name, parameter in model.named_parameters():
+        assert np.isfinite(parameter.grad.numpy()).all(), name
+        # A vector of length 0 would be divided by 1e-12 and its gradient with it.
+        assert np.abs(parameter.grad.numpy()).max() < 1e4, name
+    alone = F.normalize(model(paddle.to_tensor(IDS)), axis=-1)
+    np.testing.assert_allclose(vectors.numpy()[:3], alone.numpy(), rtol=0, atol=FLOAT32)
+
+
+def test_sublayers_and_parameters_have_the_names_that_patterns_and_files_use() -> None:
+    model = build_model(tiny(projection_size=7), VOCAB_SIZE)
+    assert [name for name, _ in model.named_children()] == [
+        "embeddings",
+        "encoder",
+        "pooler",
+        "projection",
+    ]
+    assert isinstance(model.encoder, paddle.nn.TransformerEncoder)
+    blocks = [
+        name
+        for name, layer in model.named_sublayers()
+        if isinstance(layer, paddle.nn.TransformerEncoderLayer)
+    ]
+    assert blocks == ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2"]
+    block = [
+        *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")),
+        *("linear1", "linear2", "norm1", "norm2"),
+    ]
+    with_bias = [
+        "embeddings.layer_norm",
+        *(f"encoder.layers.{number}.{part}" for number in range(3) for part in block),
+        "pooler.dense",
+        "projection",
+    ]
+    assert set(model.state_dict()) == {
+        *(f"embeddings.{table}.weight" for table in ("word", "position", "token_type")),
+        *(f"{layer}.{kind}" for layer in with_bias for kind in ("weight", "bias")),
+    }
+    assert set(dict(build_model(tiny(pooling="mean"), VOCAB_SIZE).named_children())) == {
+        "embeddings",
+        "encoder",
+        "pooler",
+    }
+
+
+def test_initial_weights_are_drawn_as_published() -> None:
+    paddle.seed(3)
+    config = tiny(hidden_size=60, intermediate_size=80, initializer_range=0.05, projection_size=40)
+    model = build_model(config, 400)
+    for name, parameter in model.named_parameters():
+        values = parameter.numpy()
+        if name == "embeddings.word.weight":
+            assert (values[0] == 0).all()
+            values = values[1:]
+        if "norm" in name:
+            assert (values == (1 if name.endswith("weight") else 0)).all(), name
+        elif name.endswith("bias"):
+            assert (values == 0).all(), name
+        else:
+            # Of n draws, the standard deviation is off by 1/sqrt(2n): five times that is allowed.
+            spread = 0.05 * 5 / math.sqrt(2 * values.size)
+            assert values.std() == pytest.approx(0.05, abs=spread), name
+            assert abs(values.mean()) < 0.05 * 5 / math.sqrt(values.size), name
+            assert np.abs(values).max() > 2 * 0.05, name  # not cut off, not uniform
+
+
+def test_blocks_are_initialised_independently_and_from_the_seed() -> None:
+    paddle.seed(4)
+    model = build_model(tiny(), VOCAB_SIZE)
+    matrices = [
+        parameter.numpy()
+        for name, parameter in model.named_parameters()
+        if name.endswith("weight") and "norm" not in name
+    ]
+    for number, matrix in enumerate(matrices):
+        for other in matrices[:number]:
+            if other.shape == matrix.shape:
+                assert abs(np.corrcoef(matrix.ravel(), other.ravel())[0, 1]) < 0.5
+    tensors = list(model.parameters())
+    assert len({id(tensor) for tensor in tensors}) == len(tensors) == 5 + 16 * 3 + 2
+    paddle.seed(4)
+    again = build_model(tiny(), VOCAB_SIZE)
+    for parameter, repeated in zip(tensors, again.parameters(), strict=True):
+        np.testing.assert_array_equal(parameter.numpy(), repeated.numpy())
+
+
+def test_tiny_preset_has_the_published_number_of_parameters() -> None:
+    """17.9 M with ERNIE 3.0 Nano's 40,000 words (its 16 task embeddings are not 0.01 M)."""
+    model = build_model(ModelConfig(preset="tiny"), 40_000)
+    count = sum(int(np.prod(parameter.shape)) for parameter in model.parameters())
+    assert round(count / 1e6, 1) == 17.9
+
+
+def test_dropout_stands_where_it_should_and_only_in_training() -> None:
+    model = build_model(tiny(hidden_dropout=0.3, attention_dropout=0.2), VOCAB_SIZE)
+    rates = {"embeddings.dropout": model.embeddings.dropout.p}
+    for number, block in enumerate(model.encoder.layers):
+        rates[f"{number} attention"] = block.self_attn.dropout
+        rates[f"{number} after attention"] = block.dropout1.p
+        rates[f"{number} inside feed-forward"] = block.dropout.p
+        rates[f"{number} after feed-forward"] = block.dropout2.p
+    assert rates == {
+        "embeddings.dropout": 0.3,
+        **{f"{number} attention": 0.2 for number in range(3)},
+        **{f"{number} after attention": 0.3 for number in range(3)},
+        **{f"{number} inside feed-forward": 0.0 for number in range(3)},
+        **{f"{number} after feed-forward": 0.3 for number in range(3)},
+    }
+    ids = paddle.to_tensor(IDS)
+    dropped = (model.embeddings(ids, None).numpy() == 0).mean()
+    assert dropped == pytest.approx(0.3, abs=0.15)  # of 180 numbers: four standard deviations
+    assert not np.array_equal(model(ids).numpy(), model(ids).numpy())
+    model.eval()
+    np.testing.assert_array_equal(model(ids).numpy(), model(ids).numpy())
+
+
+def test_every_parameter_that_a_batch_uses_has_a_gradient() -> None:
+    model = build_model(tiny(projection_size=7), VOCAB_SIZE)
+    (model(paddle.to_tensor(IDS)) ** 2).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert np.abs(parameter.grad.numpy()).max() > 0, name
+    assert (model.embeddings.word.weight.grad.numpy()[0] == 0).all()  # the pad
+
+
+def test_half_precision_leaves_the_model_as_float32() -> None:
+    """With a pooler that hands on what a half-precision model would: the CPU cannot run one."""
+
+    class Half(paddle.nn.Layer):
+        def forward(self, hidden: paddle.Tensor, keep: paddle.Tensor) -> paddle.Tensor:
+            return hidden[:, 0].astype("bfloat16")
+
+    model = build_model(tiny(), VOCAB_SIZE)
+    model.pooler = Half()
+    assert model(paddle.to_tensor(IDS)).dtype == paddle.float32
+
+
+@pytest.mark.filterwarnings("ignore:Tensor do not have 'place':UserWarning")  # Paddle 3's own
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("shape", [[3, 5], [-1, -1]])
+def test_static_program_computes_the_same(pooling: str, shape: list[int]) -> None:
+    """Whether the Program knows the shape of the ids or not."""
+    config = tiny(pooling=pooling)
+    model = scrambled(config, "float32")
+    expected = model(paddle.to_tensor(IDS)).numpy()
+    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    paddle.enable_static()
+    try:
+        program, startup = paddle.static.Program(), paddle.static.Program()
+        scope = paddle.static.Scope()
+        with paddle.static.scope_guard(scope), paddle.static.program_guard(program, startup):
+            static_model = build_model(config, VOCAB_SIZE)
+            static_model.eval()
+            vectors = static_model(paddle.static.data("ids", shape, "int64"))
+            executor = paddle.static.Executor()
+            executor.run(startup)
+            for name, parameter in static_model.named_parameters():
+                tensor = scope.find_var(parameter.name).get_tensor()
+                tensor.set(weights[name], paddle.CPUPlace())
+            (found,) = executor.run(program, feed={"ids": IDS}, fetch_list=[vectors])
+    finally:
+        paddle.disable_static()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32)
+
+
+def test_a_data_parallel_model_encodes_the_same() -> None:
+    model = scrambled(tiny(), "float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "not in a parallel environment"
+        parallel = paddle.DataParallel(model)
+    ids = paddle.to_tensor(IDS)
+    np.testing.assert_array_equal(parallel(ids).numpy(), model(ids).numpy())
+
+
+def test_ids_may_have_32_bits() -> None:
+    model = build_model(tiny(), VOCAB_SIZE)
+    model.eval()
+    narrow, wide = (model(paddle.to_tensor(IDS).astype(dtype)) for dtype in ("int32", "int64"))
+    np.testing.assert_array_equal(narrow.numpy(), wide.numpy())
+
+
+@pytest.mark.parametrize("shape", [[5], [2, 0], [0, 5], [2, 5, 1]])
+def test_ids_must_be_a_matrix(shape: list[int]) -> None:
+    model = build_model(tiny(), VOCAB_SIZE)
+    with pytest.raises(DataError, match=r"input_ids: received the shape .*; allowed is \[batch"):
+        model(paddle.ones(shape, dtype="int64"))
+
+
+def test_texts_that_are_too_long_are_refused() -> None:
+    model = build_model(tiny(), VOCAB_SIZE)
+    model(paddle.ones([2, 8], dtype="int64"))
+    with pytest.raises(DataError, match="received texts of 9 tokens; the model accepts at most 8"):
+        model(paddle.ones([2, 9], dtype="int64"))
+
+
+def test_word_embedding_has_the_rows_of_tokenizer_or_config() -> None:
+    def rows(config: ModelConfig) -> int:
+        return int(build_model(config, VOCAB_SIZE).embeddings.word.weight.shape[0])
+
+    assert rows(tiny()) == VOCAB_SIZE
+    assert rows(tiny(vocab_size=64)) == 64
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: received 29; must be at least 30"):
+        rows(tiny(vocab_size=29))
+
+
+def test_build_model_starts_from_a_file(tmp_path: Path) -> None:
+    paddle.seed(5)
+    source = build_model(tiny(), VOCAB_SIZE)
+    save_weights(source, tmp_path / "source.safetensors")
+    paddle.seed(6)
+    model = build_model(tiny(init_from=tmp_path / "source.safetensors"), VOCAB_SIZE)
+    for parameter, original in zip(model.parameters(), source.parameters(), strict=True):
+        np.testing.assert_array_equal(parameter.numpy(), original.numpy())
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        build_model(tiny(init_from=tmp_path / "missing.pdparams"), VOCAB_SIZE)

@@ -1,0 +1,325 @@
+"""The launcher with real ranks: what they are given, what is shown, how a failure is told."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_recompute.app.config import Config, load_config
+from paddle_recompute.app.launch import (
+    RankError,
+    RankFailedError,
+    RankRefusedError,
+    _rank_settings,
+    launch,
+    read_errors,
+    restarts,
+)
+from paddle_recompute.errors import LaunchError
+from tests.ranks import ROOT, free_ports
+
+TINY = ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
+WORKER = ["-m", "tests.app.launch.launch_worker"]
+DRIVER = """
+import sys
+from paddle_recompute import load_config
+from paddle_recompute.app.launch import launch
+
+config, folder, *command = sys.argv[1:]
+launch(load_config(config, [f"train.output_dir={folder}"]), command)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Loads the tiny configuration with `overrides`, its output in a folder of the test."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # Paddle sets it where it is imported
+    monkeypatch.setenv("PADDLE_NPROC_PER_NODE", "5")  # the launcher would prefer it
+    return lambda *overrides: load_config(TINY, [f"train.output_dir={tmp_path}", *overrides])
+
+
+# ------------------------------------------------------------------------- what the ranks get
+
+
+def test_rank_zero_is_shown_and_gets_its_share_of_the_cores(
+    config: Callable[..., Config],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(_rank_settings, "available_cores", lambda: 6)
+    monkeypatch.setenv("A_SECRET", "do not write me down")
+    launch(config(), [*WORKER, "settings"])
+    first, *shown = capfd.readouterr().out.splitlines()
+    assert first.startswith("2 ranks on cpu, OMP_NUM_THREADS=3")
+    assert first.endswith(f"logs in {tmp_path / 'logs'}")
+    given = "PADDLE_TRAINERS_NUM=2 OMP_NUM_THREADS=3 PADDLE_DISTRI_BACKEND=gloo"
+    assert shown == [f"rank 0 {given}"]
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert logs["workerlog.1"] == f"rank 1 {given}\n"
+    assert set(logs) == {"launcher.log", "workerlog.0", "workerlog.1"}
+    assert "do not write me down" not in "".join(logs.values())
+
+
+def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_rank_settings, "available_cores", lambda: 8)
+    monkeypatch.setattr(_rank_settings, "is_amd_on_linux", lambda: True)
+    assert _rank_settings.speed_settings(2, {}) == {
+        "OMP_NUM_THREADS": "4",
+        "MKL_DEBUG_CPU_TYPE": "5",
+    }
+    assert _rank_settings.speed_settings(2, {}, device="cpu")["FLAGS_use_stride_kernel"] == "0"
+    assert "FLAGS_use_stride_kernel" not in _rank_settings.speed_settings(2, {}, device="gpu")
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "MKL_DEBUG_CPU_TYPE": "4",
+        "GLOG_minloglevel": "0",
+        "FLAGS_use_stride_kernel": "1",
+    }
+    assert _rank_settings.speed_settings(2, own, device="cpu") == {}
+    assert "GLOG_minloglevel" not in _rank_settings.quiet_settings(own)
+    assert _rank_settings.speed_settings(16, {})["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)]
+)
+def test_a_container_has_the_cores_of_its_quota(
+    quota: str, cores: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(_rank_settings, "CPU_QUOTA", tmp_path / "cpu.max")
+    assert _rank_settings.available_cores() == 8
+    (tmp_path / "cpu.max").write_text(quota)
+    assert _rank_settings.available_cores() == cores
+
+
+def test_mkl_is_told_about_amd_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(_rank_settings, "CPU_INFO", tmp_path / "cpuinfo")
+    assert not _rank_settings.is_amd_on_linux()
+    for vendor, is_amd in (("GenuineIntel", False), ("AuthenticAMD", True)):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+        assert _rank_settings.is_amd_on_linux() == is_amd
+
+
+# ------------------------------------------------------------------------------- what goes wrong
+
+
+def test_the_first_error_for_the_user_is_told_as_it_is(config: Callable[..., Config]) -> None:
+    with pytest.raises(RankRefusedError) as caught:
+        launch(config(), [*WORKER, "refuse"])
+    assert str(caught.value) == "pairs.tsv:7: one column where two are needed"
+    assert "tests/app/launch/launch_worker.py" in caught.value.traceback
+
+
+def test_a_bug_in_a_rank_is_told_with_its_traceback_and_log(
+    config: Callable[..., Config], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(config(), [*WORKER, "fail"])
+    log = tmp_path / "logs" / "workerlog.1"
+    message = str(caught.value)
+    assert message.startswith(f"rank 1 failed; its output is in {log}, which ends with\nTraceback")
+    assert "ZeroDivisionError: rank one divides by zero" in message
+    assert "rank 0 left no traceback" in message
+    assert "ZeroDivisionError" in log.read_text()
+    assert "Traceback" not in capfd.readouterr().out
+
+
+def test_a_rank_that_was_killed_is_told(config: Callable[..., Config]) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 was ended by SIGKILL, .* memory runs out"):
+        launch(config(), [*WORKER, "killed"])
+
+
+def test_a_launcher_that_cannot_start_is_told(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PADDLE_MAX_RESTART", "no number")
+    with pytest.raises(RankFailedError, match=r"launcher failed with code 1; .*launcher\.log"):
+        launch(config(), [*WORKER, "settings"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "master", "rank", "words"),
+    [
+        (
+            ["launch.device=gpu", "launch.num_ranks=8"],
+            None,
+            0,
+            "asks for 8 GPUs .* install paddlepaddle-gpu .*launch.device=cpu",
+        ),
+        (["launch.num_nodes=2"], None, 0, "asks for 2 machines .* --master HOST:PORT"),
+        (["launch.num_nodes=2"], "10.0.0.1:6170", 2, "--rank .* 0 to 1 .* received 2"),
+        ([], "10.0.0.1:6170", 0, "launch.num_nodes is 1; remove it"),
+        (["train.output_dir=/dev/null/run"], None, 0, "/dev/null/run/logs: cannot be written"),
+    ],
+)
+def test_what_cannot_be_started_here_is_refused(
+    overrides: list[str],
+    master: str | None,
+    rank: int,
+    words: str,
+    config: Callable[..., Config],
+) -> None:
+    with pytest.raises(LaunchError, match=words):
+        launch(config(*overrides), [*WORKER, "settings"], master=master, node_rank=rank)
+
+
+def test_more_ranks_than_gpus_are_refused(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import paddle
+
+    monkeypatch.setattr(paddle, "is_compiled_with_cuda", lambda: True)
+    monkeypatch.setattr(paddle.device.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    with pytest.raises(LaunchError, match=r"4 GPUs .* has 2 \(CUDA_VISIBLE_DEVICES=0,3\)"):
+        launch(config("launch.device=gpu", "launch.num_ranks=4"), [*WORKER, "settings"])
+
+
+# ----------------------------------------------------------------------------- several machines
+
+
+def test_two_machines_meet_at_the_master(config: Callable[..., Config], tmp_path: Path) -> None:
+    """Both are this one: the second launcher runs in a thread of its own process."""
+    master = f"127.0.0.1:{free_ports(1)[0]}"
+    code = DRIVER.replace("command)", f"command, master={master!r}, node_rank=1)").replace(
+        "[f", '["launch.num_nodes=2", f'
+    )
+    command = [sys.executable, "-c", code, str(TINY), str(tmp_path), *WORKER, "settings"]
+    second = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    launch(config("launch.num_nodes=2"), [*WORKER, "settings"], master=master, node_rank=0)
+    assert "rank 2 PADDLE_TRAINERS_NUM=4" in second.communicate(timeout=30)[0]
+    assert "rank 1 " in (tmp_path / "logs" / "node0" / "workerlog.1").read_text()
+    assert "rank 3 " in (tmp_path / "logs" / "node1" / "workerlog.1").read_text()
+
+
+# ------------------------------------------------------------------------- terminals and signals
+
+
+def test_a_terminal_sees_the_bar_move_and_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+    terminal, side_of_child = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 97, 0, 0))
+    # COLUMNS would win over the size of the terminal; readline, which pytest imports, sets it
+    # behind the back of os.environ, hence the explicit environment.
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    command = ["-c", DRIVER, str(TINY), str(tmp_path), *WORKER, "wait", str(tmp_path)]
+    child = subprocess.Popen(
+        [sys.executable, *command],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        stdin=side_of_child,
+        stdout=side_of_child,
+        stderr=side_of_child,
+        start_new_session=True,
+        preexec_fn=_let_ctrl_c_arrive,
+    )
+    os.close(side_of_child)
+    shown = bytearray()
+    reader = threading.Thread(target=_read_all, args=(terminal, shown), daemon=True)
+    reader.start()
+    ranks = _wait_for_ranks(tmp_path)
+    _wait_until(lambda: b"\rstep 2/9" in shown)
+    assert b"terminal True 97" in shown
+    os.write(terminal, b"\x03")
+    _wait_until(lambda: not any(_is_running(pid) for pid in ranks))
+    assert child.wait(30) == -signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_process_that_started_them(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", DRIVER, str(TINY), str(tmp_path), *WORKER, "wait"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    driver = subprocess.Popen([*command, str(tmp_path)], env=environment, stdout=subprocess.DEVNULL)
+    ranks = _wait_for_ranks(tmp_path)
+    driver.send_signal(number)
+    assert driver.wait(30) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+    _wait_until(lambda: not any(_is_running(pid) for pid in ranks))
+
+
+def _let_ctrl_c_arrive() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # A shell that runs the tests in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _read_all(terminal: int, into: bytearray) -> None:
+    try:
+        while new := os.read(terminal, 1024):
+            into += new
+    except OSError:  # the other side is closed
+        pass
+
+
+def _wait_for_ranks(folder: Path) -> list[int]:
+    files = [folder / "0.pid", folder / "1.pid"]
+    _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    """Not gone, and not a zombie that nobody collects either."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_first_cause_is_told_before_what_follows_from_it(tmp_path: Path) -> None:
+    """The rank that fails may write its error later than those who heard of it."""
+    for rank, kind, when in ((0, "PeerError", 1.0), (1, "DataError", 3.0), (2, "ValueError", 2.0)):
+        error = RankError(rank, when, kind, True, "", kind)
+        (tmp_path / f"error.{rank}.json").write_text(json.dumps(asdict(error)))
+    assert [error.kind for error in read_errors(tmp_path)] == [
+        "ValueError", "DataError", "PeerError"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "starts"), [("PeerError", 3), ("OutOfMemoryError", 3), ("ConfigError", 1)]
+)
+def test_ranks_start_again_after_an_error_that_another_start_may_not_have(
+    kind: str, starts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tried = []
+
+    def refused(*_: Any, **__: Any) -> None:
+        tried.append(kind)
+        raise RankRefusedError(RankError(1, 1.0, "why", True, "", kind))
+
+    monkeypatch.setattr(restarts, "launch", refused)
+    config = Config.model_validate(
+        {
+            "model": {"preset": "tiny"},
+            "contrastive": {"global_batch": 8},
+            "train": {"max_steps": 1, "learning_rate": 0.1, "output_dir": str(tmp_path)},
+        }
+    )
+    with pytest.raises(RankRefusedError, match="why"):
+        restarts.launch_with_restarts(config, [], max_restart=2)
+    assert len(tried) == starts

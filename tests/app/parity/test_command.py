@@ -1,0 +1,192 @@
+"""`paddle-recompute parity`: the whole way, its verdict and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from paddle_recompute.app import cli, parity
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.parity.records import (
+    WEIGHTS,
+    Figures,
+    Outcome,
+    digests_of,
+    write_arrays,
+    write_record,
+)
+from paddle_recompute.app.parity.variants import Variant, plan
+from paddle_recompute.app.parity.worker import micro_batches
+from tests.app.trainer.test_trainer import tiny, write_pairs
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
+    # One thread: this process has set it so, by importing Paddle.
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+def run(folder: Path, *arguments: str, **changes: Any) -> Result:
+    write_pairs(folder / "pairs.tsv")
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(tiny(folder, **changes).to_dict()), encoding="utf-8")
+    return CliRunner().invoke(cli.main, ["parity", "--config", str(file), *arguments])
+
+
+@pytest.mark.timeout(300)  # a process that trains five runs twice
+def test_one_process_from_end_to_end(tmp_path: Path) -> None:
+    """With a learned temperature and masked false negatives."""
+    changes = {
+        "contrastive__learnable_temperature": True,
+        "contrastive__mask_false_negatives": True,
+    }
+    result = run(tmp_path, "--steps", "3", "--json", **changes)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["parity"] is True
+    assert "launch.num_ranks is 1" in record["notes"][0]
+    runs = {
+        (one["mode"], one["recompute"], one["dropout"]): one
+        for one in record["runs"]
+        if one["ranks"] == 1 and not one["reference"]
+    }
+    references = [one for one in record["runs"] if one["reference"]]
+    assert len(runs) == len(record["runs"]) - len(references) == 8
+    assert [(one["mode"], one["recompute"]) for one in references] == [("dygraph", True)] * 2
+    for one in references:
+        assert one["losses"] == runs["dygraph", True, one["dropout"]]["losses"]
+    for mode in ("dygraph", "static"):
+        plain, recomputed = runs[mode, False, True], runs[mode, True, True]
+        assert len(plain["losses"]) == 3
+        assert plain["losses"] == recomputed["losses"]
+        assert plain["losses"] != runs[mode, False, False]["losses"]  # there is dropout
+    bits = [one for one in record["comparisons"] if one["tolerance"] == "bit-equal"]
+    assert len(bits) == 6
+    assert sum(one["right"] == "dygraph fleet, 1 process" for one in bits) == 2
+    assert all(one["gradient_difference"] == one["parameter_difference"] == 0 for one in bits)
+    modes = [one for one in record["comparisons"] if one["tolerance"] == "modes"]
+    assert {one["case"] for one in modes} == {"dropout", "no dropout"}
+    left = sorted(path.name for path in (tmp_path / "run" / "parity").rglob("*.npz"))
+    assert left == [], "arrays are removed, logs stay"
+    assert "5/5  static recompute, 1 process" in result.stderr
+
+
+@pytest.mark.timeout(300)  # a process that trains five runs twice
+def test_the_gradient_cache_in_both_modes(tmp_path: Path) -> None:
+    result = run(tmp_path, "--steps", "2", "--json", contrastive__chunk_size=3)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert any("contrastive.chunk_size: 3" in note for note in record["notes"])
+    losses = {
+        (one["mode"], one["recompute"], one["dropout"]): one["losses"] for one in record["runs"]
+    }
+    assert len(losses) == len(record["runs"]) == 8
+    for dropout in (False, True):
+        of_case = [value for (_, _, its), value in losses.items() if its == dropout]
+        assert all(value == of_case[0] for value in of_case)  # in both modes, bit by bit
+
+
+@pytest.mark.timeout(300)  # a process that trains five runs twice
+def test_a_model_that_fleets_recompute_refuses_is_compared_without_it(tmp_path: Path) -> None:
+    patterns = ["embeddings", "encoder.layers.*"]  # token ids need no gradient
+    result = run(tmp_path, "--steps", "1", "--json", recompute__checkpoints=patterns)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert len(record["runs"]) == 8 and not any(one["reference"] for one in record["runs"])
+    [note] = [note for note in record["notes"] if "fleet" in note]
+    assert note.startswith("Not compared with Paddle's own recompute and synchronization (fleet): ")
+    assert "no argument of embeddings needs a gradient" in note
+    assert "5/5  static recompute, 1 process" in result.stderr
+
+
+def fake_runs(spoil: Variant | None) -> Any:
+    """In place of the ranks: every run has the same numbers, but for one of `spoil`."""
+
+    def train(folder: Path, config: Config, steps: int, ranks: int, show_progress: bool) -> None:
+        weights = {name: np.ones([2, 2], "float32") for name in ("embedding", "pooler.weight")}
+        write_arrays(folder / WEIGHTS, weights)
+        for variant in plan(config).variants:
+            gradients = {name: np.full([2, 2], 0.5, "float32") for name in weights}
+            kind = "fleet" if variant.reference else variant.recompute
+            if (variant.mode, kind, variant.ranks) == spoil:
+                gradients["pooler.weight"][1, 1] += 1e-3
+            parameters = {name: weights[name] - 1e-3 for name in weights}
+            figures = Figures([1.0] * steps, [1.0] * steps, [1e-3], digests_of(parameters))
+            for case in variant.cases:
+                for rank in range(variant.ranks):
+                    outcome = Outcome(figures, gradients, parameters)
+                    write_record(folder, variant, case, rank, outcome)
+
+    return train
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_parity_ends_with_0_and_a_table(
+    tmp_path: Path, as_json: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "_train", fake_runs(None))
+    arguments = ["--json"] if as_json else []
+    result = run(tmp_path, *arguments, launch__num_ranks=2, launch__device="cpu")
+    assert result.exit_code == 0, result.output
+    if as_json:
+        assert json.loads(result.stdout)["faults"] == []
+    else:
+        assert result.stdout.splitlines()[-1] == "Parity."
+        assert "static recompute, 2 ranks" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [("static", True, 2), ("dygraph", False, 1), ("static", False, 1), ("dygraph", "fleet", 2)],
+)
+def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
+    tmp_path: Path, spoiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "_train", fake_runs(spoiled))
+    result = run(tmp_path, launch__num_ranks=2, launch__device="cpu")
+    assert result.exit_code == 1, result.output
+    mode, kind, ranks = spoiled
+    kind = {False: "plain", True: "recompute"}.get(kind, kind)
+    faults = [line for line in result.stdout.splitlines() if line.startswith("NO PARITY: ")]
+    assert faults
+    for fault in faults:
+        assert f"{mode} {kind}, {ranks} " in fault
+        assert "gradient of pooler.weight: an element differs by 0.001" in fault
+    assert "Parity." not in result.stdout
+
+
+def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(tmp_path: Path) -> None:
+    result = run(tmp_path, contrastive__memory_budget="1GiB")
+    assert result.exit_code == 2, result.output
+    assert "contrastive.memory_budget" in result.stderr
+    assert "set contrastive.chunk_tokens" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_too_few_pairs_for_the_steps(tmp_path: Path) -> None:
+    result = run(tmp_path, "--steps", "8")
+    assert result.exit_code == 2, result.output
+    assert "56 training pairs make 7 batches" in result.stderr
+
+
+def test_a_global_batch_is_dealt_out_as_in_training() -> None:
+    batch = np.arange(16).reshape(8, 2)
+    by_rank = [micro_batches(batch, ranks=2, k_steps=2, rank=rank) for rank in (0, 1)]
+    assert [part.tolist() for part in by_rank[1]] == [[[8, 9], [10, 11]], [[12, 13], [14, 15]]]
+    joined = micro_batches(batch, ranks=2, k_steps=2, rank=None)
+    for step, rows in enumerate(joined):
+        np.testing.assert_array_equal(rows, np.concatenate([rank[step] for rank in by_rank]))
+
+
+def test_the_help_says_what_the_reference_is() -> None:
+    result = CliRunner().invoke(cli.main, ["parity", "--help"])
+    words = " ".join(result.output.split())
+    assert 'The runs named "fleet" are the reference' in words
+    assert "recompute.engine: fleet" in words and "sync.mode: fleet" in words

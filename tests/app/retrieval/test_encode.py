@@ -1,0 +1,405 @@
+"""Text files to vectors: those of `encode_texts`, in any number of sittings."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_recompute.app.retrieval import encoding as encode_module
+from paddle_recompute.app.retrieval.encoding import encode_file
+from paddle_recompute.app.retrieval.evaluation import encode_texts
+from paddle_recompute.app.retrieval.index import Index, search
+from paddle_recompute.app.retrieval.trained import TrainedEncoder, load_encoder
+from paddle_recompute.checkpoint.manifest import write_manifest
+from paddle_recompute.errors import CheckpointError, DataError
+from tests.app.trainer.trained_run import make_run, texts
+
+COUNT, BATCH, LOT = 23, 2, 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    make_run(folder)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def encoder(run: Path) -> TrainedEncoder:
+    return load_encoder(run)
+
+
+@pytest.fixture(autouse=True)
+def small_lots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_module, "_BATCHES_PER_BLOCK", LOT // BATCH)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(texts(COUNT)) + "\n", encoding="utf-8")
+    return path
+
+
+def expected(encoder: TrainedEncoder) -> np.ndarray[Any, Any]:
+    lots = [texts(COUNT)[first : first + LOT] for first in range(0, COUNT, LOT)]
+    return np.concatenate(
+        [
+            encode_texts(encoder.model, encoder.tokenizer, lot, max_tokens=12, batch_size=BATCH)
+            for lot in lots
+        ]
+    )
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl"])
+def test_vectors_are_those_of_the_texts_in_their_order(
+    suffix: str, encoder: TrainedEncoder, text_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out" / f"pool{suffix}"
+    seen: list[tuple[int, int]] = []
+    record = encode_file(
+        encoder, text_file, output, batch_size=BATCH, progress=lambda *done: seen.append(done)
+    )
+    assert seen == [(done, COUNT) for done in (0, 6, 12, 18, 23)]
+    if suffix == ".npy":
+        vectors = np.load(output)
+        lines = (tmp_path / "out" / "pool.npy.txt").read_text(encoding="utf-8").splitlines()
+        assert lines == texts(COUNT)
+    else:
+        rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        assert [row["text"] for row in rows] == texts(COUNT)
+        vectors = np.array([row["vector"] for row in rows], np.float32)
+    assert vectors.dtype == np.float32
+    np.testing.assert_array_equal(vectors, expected(encoder))  # not a bit is lost in the digits
+    about = json.loads((tmp_path / "out" / f"pool{suffix}.json").read_text())
+    assert about.items() <= record.items()
+    assert (about["texts"], about["dim"], about["step"], about["cut"]) == (COUNT, 16, 3, 0)
+    assert record["resumed_at"] == 0
+    assert not list((tmp_path / "out").glob("*part*"))
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl"])
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("stop_at", [6, 18])
+def test_interrupted_run_goes_on_to_the_same_bytes(
+    stop_at: int,
+    torn: bool,
+    suffix: str,
+    encoder: TrainedEncoder,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    encode_file(encoder, text_file, whole / f"pool{suffix}", batch_size=BATCH)
+
+    def interrupt(done: int, total: int) -> None:
+        if done == stop_at:
+            raise KeyboardInterrupt
+
+    output = parts / f"pool{suffix}"
+    with pytest.raises(KeyboardInterrupt):
+        encode_file(encoder, text_file, output, batch_size=BATCH, progress=interrupt)
+    assert not output.exists()
+    if torn:  # killed while it wrote the next lot
+        with (parts / f"pool{suffix}.part").open("ab") as file:
+            file.write(b"half a lot" * 10_000)
+    encoded: list[int] = []
+
+    def counted(model: Any, tokenizer: Any, lot: list[str], **options: Any) -> Any:
+        encoded.append(len(lot))
+        return encode_texts(model, tokenizer, lot, **options)
+
+    monkeypatch.setattr(encode_module, "encode_texts", counted)
+    record = encode_file(encoder, text_file, output, batch_size=BATCH)
+    assert record["resumed_at"] == stop_at
+    assert sum(encoded) == COUNT - stop_at
+    assert files_of(parts) == files_of(whole)
+
+    encoded.clear()
+    again = encode_file(encoder, text_file, output, batch_size=BATCH)
+    assert encoded == []
+    assert again["resumed_at"] == COUNT
+    assert files_of(parts) == files_of(whole)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl"])
+def test_death_at_any_moment_costs_no_byte(
+    suffix: str, encoder: TrainedEncoder, text_file: Path, tmp_path: Path
+) -> None:
+    """Whatever reached the disk when it died: the next call, or the one after, finishes."""
+
+    class DeathError(BaseException):
+        pass
+
+    whole = tmp_path / "whole"
+    encode_file(encoder, text_file, whole / f"pool{suffix}", batch_size=BATCH)
+    deaths = 0
+    for last_breath in range(1, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            left = [last_breath]
+
+            def dying(act: Any, left: list[int] = left) -> Any:
+                def mortal(*arguments: Any, **options: Any) -> Any:
+                    left[0] -= 1
+                    if left[0] == 0:
+                        raise DeathError
+                    return act(*arguments, **options)
+
+                return mortal
+
+            patch.setattr(os, "fsync", dying(os.fsync))
+            patch.setattr(Path, "replace", dying(Path.replace))
+            patch.setattr(Path, "unlink", dying(Path.unlink))
+            parts = tmp_path / f"parts-{last_breath}"
+            try:
+                encode_file(encoder, text_file, parts / f"pool{suffix}", batch_size=BATCH)
+            except DeathError:
+                deaths += 1
+            else:
+                break
+        encode_file(encoder, text_file, parts / f"pool{suffix}", batch_size=BATCH)
+        assert {n: b for n, b in files_of(parts).items() if ".part" not in n} == files_of(whole)
+        assert not [n for n in files_of(parts) if n.endswith((".npy.part", ".part.json"))]
+    assert deaths >= 12  # four lots, each with its notes, then the last names
+
+
+def test_part_belongs_to_one_process(
+    encoder: TrainedEncoder, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, part = tmp_path / "pool.npy", tmp_path / "pool.npy.part"
+    message = r"pool.npy.part: another process is writing it; wait until it ends"
+    with part.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=message):
+            encode_file(encoder, text_file, output, batch_size=BATCH)
+    encode_file(encoder, text_file, output, batch_size=BATCH)
+    finished = output.read_bytes()
+
+    # The other one finishes between our opening of the part and our lock on it.
+    output.replace(part)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: part.replace(output))
+    with pytest.raises(DataError, match=message):
+        encode_file(encoder, text_file, output, batch_size=BATCH)
+    assert output.read_bytes() == finished
+
+
+@pytest.mark.parametrize("when", [6, COUNT])
+def test_texts_that_change_meanwhile_are_told(
+    when: int, encoder: TrainedEncoder, text_file: Path, tmp_path: Path
+) -> None:
+    output, lines = tmp_path / "pool.npy", text_file.read_text()
+
+    def change(done: int, total: int) -> None:
+        if done == when:
+            text_file.write_text(lines + "one more\n")
+
+    with pytest.raises(DataError, match=r"texts.txt: changed while its texts were encoded"):
+        encode_file(encoder, text_file, output, batch_size=BATCH, progress=change)
+    assert not output.exists() and not (tmp_path / "pool.npy.part").exists()
+    assert encode_file(encoder, text_file, output, batch_size=BATCH)["texts"] == COUNT + 1
+    np.testing.assert_array_equal(np.load(output)[:18], expected(encoder)[:18])
+
+
+def test_text_file_is_not_written_over(encoder: TrainedEncoder, tmp_path: Path) -> None:
+    text_file = tmp_path / "pool.npy.txt"
+    text_file.write_text("cat\n\ndog\n")
+    with pytest.raises(DataError, match=r"pool.npy.txt: would be overwritten, because"):
+        encode_file(encoder, text_file, tmp_path / "pool.npy")
+    assert text_file.read_text() == "cat\n\ndog\n"
+
+
+def test_pipe_is_refused_before_it_is_read(encoder: TrainedEncoder, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "texts.txt")
+    with pytest.raises(DataError, match="is not a regular file; the texts are read more than once"):
+        encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy")
+
+
+def test_damaged_notes_are_told(encoder: TrainedEncoder, text_file: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode_file(encoder, text_file, tmp_path / "pool.npy", batch_size=BATCH, progress=interrupt)
+    notes = tmp_path / "pool.npy.part.json"
+    before = json.loads(notes.read_text())
+    for damaged in ("{", "[]", json.dumps({**before, "progress": {"done": 6, "at": 1}})):
+        notes.write_text(damaged)
+        with pytest.raises(DataError, match=r"part.json: is damaged .*; remove it"):
+            encode_file(encoder, text_file, tmp_path / "pool.npy", batch_size=BATCH)
+
+
+def test_what_is_lost_is_counted_over_all_sittings(encoder: TrainedEncoder, tmp_path: Path) -> None:
+    lines = ["cat dog bird", "cat 猫", "dog", "", "  ", "big\u2028house", *texts(10)]
+    with gzip.open(tmp_path / "texts.txt.gz", "wb") as file:
+        file.write("\ufeff".encode() + "\r\n".join(lines).encode())
+
+    def interrupt(done: int, total: int) -> None:
+        if done == LOT:
+            raise KeyboardInterrupt
+
+    arguments: Any = (encoder, tmp_path / "texts.txt.gz", tmp_path / "pool.npy")
+    options: Any = {"batch_size": BATCH, "max_tokens": 4}
+    with pytest.raises(KeyboardInterrupt):
+        encode_file(*arguments, **options, progress=interrupt)
+    record = encode_file(*arguments, **options)
+    assert (record["texts"], record["cut"], record["unknown"]) == (14, 1, 1)
+    kept = (tmp_path / "pool.npy.txt").read_text(encoding="utf-8").splitlines()
+    assert kept[:4] == ["cat dog bird", "cat 猫", "dog", "big house"]
+
+
+def test_texts_are_cut_at_what_the_model_reads(encoder: TrainedEncoder, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("cat " * 100)
+    record = encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy", max_tokens=500)
+    assert (record["max_tokens"], record["cut"]) == (16, 1)
+
+
+def test_part_of_something_else_is_not_gone_on_with(
+    encoder: TrainedEncoder, text_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "pool.npy"
+
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode_file(encoder, text_file, output, batch_size=BATCH, progress=interrupt)
+    with pytest.raises(DataError, match=r"part: was started with batch_size=2; remove it and pool"):
+        encode_file(encoder, text_file, output, batch_size=BATCH + 1)
+    make_run(tmp_path, seed=1)
+    other = load_encoder(tmp_path / "run")
+    with pytest.raises(DataError, match="was started with another model and max_tokens=12"):
+        encode_file(other, text_file, output, batch_size=BATCH, max_tokens=5)
+    with text_file.open("a") as file:
+        file.write("one more\n")
+    with pytest.raises(DataError, match="was started with other texts; remove"):
+        encode_file(encoder, text_file, output, batch_size=BATCH)
+    (tmp_path / "pool.npy.part").write_bytes(b"")
+    text_file.write_text("\n".join(texts(COUNT)))
+    with pytest.raises(DataError, match="is shorter than it was; remove it"):
+        encode_file(encoder, text_file, output, batch_size=BATCH)
+
+
+def test_file_that_is_there_is_not_written_over(
+    encoder: TrainedEncoder, text_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "pool.npy"
+    output.write_bytes(b"mine")
+    with pytest.raises(DataError, match="`encode_file` did not write it; name another"):
+        encode_file(encoder, text_file, output)
+    output.unlink()
+    encode_file(encoder, text_file, output)
+    before = output.read_bytes()
+    with pytest.raises(DataError, match="was made with max_tokens=12; remove it or"):
+        encode_file(encoder, text_file, output, max_tokens=4)
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"texts.txt: cannot be read \(No such file"),
+        (b"\n \n", "texts.txt: contains no text; one text per line is expected"),
+        (b"cat\n\xff\n", "texts.txt:2: is not UTF-8"),
+    ],
+)
+def test_unusable_texts_are_told(
+    content: bytes | None, message: str, encoder: TrainedEncoder, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "texts.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy")
+
+
+def test_damaged_archive_is_told(encoder: TrainedEncoder, tmp_path: Path) -> None:
+    whole = gzip.compress("\n".join(texts(50)).encode())
+    for name, content in (("cut", whole[:-20]), ("other", b"no archive")):
+        (tmp_path / f"{name}.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"gz:\d+: the compressed file is damaged"):
+            encode_file(encoder, tmp_path / f"{name}.gz", tmp_path / "pool.npy")
+
+
+@pytest.mark.parametrize(
+    ("output", "options", "message"),
+    [
+        ("pool.csv", {}, r"received the suffix '.csv'; allowed are .npy and .jsonl"),
+        ("pool.npy", {"batch_size": 0}, "received batch_size=0"),
+        ("pool.npy", {"max_tokens": 1}, "and max_tokens=1; allowed are"),
+        ("texts.txt/pool.npy", {}, "cannot be written"),
+    ],
+)
+def test_unusable_arguments_are_told(
+    output: str,
+    options: dict[str, Any],
+    message: str,
+    encoder: TrainedEncoder,
+    text_file: Path,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(DataError, match=message):
+        encode_file(encoder, text_file, tmp_path / output, **options)
+
+
+def test_diverged_model_is_told(run: Path, text_file: Path, tmp_path: Path) -> None:
+    broken = load_encoder(run)
+    weight = broken.model.embeddings.word.weight
+    weight.set_value(weight * float("nan"))
+    with pytest.raises(DataError, match="vectors are not finite; the training has diverged"):
+        encode_file(broken, text_file, tmp_path / "pool.npy")
+
+
+# ------------------------------------------------------------------------- the trained model
+
+
+def test_run_and_its_checkpoints_are_the_same_model(run: Path) -> None:
+    found = [load_encoder(folder) for folder in (run, run / "checkpoint")]
+    assert found[0].fingerprint == found[1].fingerprint
+    assert found[0].folder == run / "checkpoint" / "step-3"
+    assert (found[0].max_query_tokens, found[0].max_positive_tokens) == (10, 12)
+    assert not found[0].model.training
+
+
+def test_a_complete_checkpoint_of_a_killed_save_encodes_too(
+    run: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """Its folder has another name until the run goes on."""
+    shutil.copytree(run, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-3"
+    checkpoint.rename(checkpoint.with_name(".unfinished-step-3"))
+    record = encode_file(load_encoder(tmp_path / "run"), text_file, tmp_path / "pool.npy")
+    assert (record["step"], record["texts"]) == (3, COUNT)
+    checkpoint.with_name(".unfinished-step-3").rename(checkpoint)
+    (hits,) = search(Index(tmp_path / "pool.npy"), ["cat"], top_k=1)
+    assert hits[0].rank == 1
+
+
+def test_another_model_has_another_fingerprint(run: Path, tmp_path: Path) -> None:
+    make_run(tmp_path, seed=1)
+    assert load_encoder(tmp_path / "run").fingerprint != load_encoder(run).fingerprint
+
+
+def test_folder_without_a_model_is_told(run: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match="contains no trained model; name the"):
+            load_encoder(folder)
+    shutil.copytree(run, tmp_path / "run")
+    file = tmp_path / "run" / "checkpoint" / "step-3" / "state.json"
+    file.write_text('{"step": 3, "config": {"model": {"layers": 2}}}')
+    write_manifest(file.parent)
+    with pytest.raises(CheckpointError, match=r"state.json: its configuration cannot be read"):
+        load_encoder(tmp_path / "run")

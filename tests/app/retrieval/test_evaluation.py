@@ -1,0 +1,307 @@
+"""Ranks against brute force, in every tiling; encoding leaves the model as it was."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+
+from paddle_recompute.app.retrieval.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.errors import DataError, SyncError
+from tests.ranks import run_ranks
+
+Array = NDArray[Any]
+
+
+def brute_force(query: Array, pool: Array, target: Array, ks: tuple[int, ...]) -> dict[str, float]:
+    """From the whole matrix of scores: a candidate that scores the same is ranked before."""
+    scores = query @ pool.T
+    own = scores[np.arange(len(query)), target]
+    ranks = (scores >= own[:, None]).sum(axis=1)
+    return {
+        **{f"recall@{k}": float((ranks <= k).mean()) for k in ks},
+        "mrr": float((1 / ranks).mean()),
+        "pool_size": len(pool),
+        "queries": len(query),
+    }
+
+
+def unit_rows(shape: tuple[int, int], seed: int) -> Array:
+    rows = np.random.default_rng(seed).normal(size=shape)
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+@st.composite
+def retrievals(draw: st.DrawFn) -> tuple[Array, Array, Array, int]:
+    """Vectors of small integers: every score is exact in float64, and ties are frequent."""
+    num_queries, num_candidates, dim = (draw(st.integers(1, top)) for top in (9, 13, 4))
+    numbers = st.integers(-2, 2)
+    query = draw(arrays.arrays(np.float32, (num_queries, dim), elements=numbers))
+    pool = draw(arrays.arrays(np.float32, (num_candidates, dim), elements=numbers))
+    target = draw(arrays.arrays(np.int64, num_queries, elements=st.integers(0, num_candidates - 1)))
+    return query, pool, target, draw(st.integers(1, 15))
+
+
+@settings(max_examples=300, deadline=None)
+@given(retrievals())
+def test_ranks_with_ties_are_those_of_brute_force(
+    retrieval: tuple[Array, Array, Array, int],
+) -> None:
+    query, pool, target, tile = retrieval
+    found = retrieval_metrics(query, pool, target, ks=(1, 3, 10), tile=tile)
+    assert found == brute_force(query, pool, target, (1, 3, 10))
+
+
+@pytest.mark.parametrize("tile", [1, 7, 64, 1000])
+def test_ranks_of_float_vectors_are_those_of_brute_force(tile: int) -> None:
+    query, pool = unit_rows((50, 37), 0), unit_rows((333, 37), 1)
+    target = np.random.default_rng(2).integers(0, 333, 50)
+    exact = brute_force(query.astype(np.longdouble), pool.astype(np.longdouble), target, (1, 10))
+    assert retrieval_metrics(query, pool, target, tile=tile) == exact
+
+
+@pytest.mark.parametrize("tile", [1, 5, 100, 4096])
+def test_equal_candidates_are_ties_wherever_they_stand(tile: int) -> None:
+    """A matrix product may add up equal rows in another order, and so to another score."""
+    different, copies, dim = 67, 11, 301
+    once = unit_rows((different, dim), 3)
+    pool = np.concatenate([once] * copies)[np.random.default_rng(4).permutation(different * copies)]
+    query = once + 0.01 * unit_rows((different, dim), 5)
+    places = (pool[None, :, :4] == once[:, None, :4]).all(axis=2)
+    for choice in (0, copies - 1):  # the first or the last of the copies is the target
+        target = np.array([np.flatnonzero(row)[choice] for row in places])
+        found = retrieval_metrics(query, pool, target, ks=(copies - 1, copies), tile=tile)
+        assert found[f"recall@{copies}"] == 1.0
+        assert found[f"recall@{copies - 1}"] == 0.0
+
+
+def test_rounding_of_long_vectors_does_not_decide_between_equal_scores() -> None:
+    """The candidates score the same, but their sums go through numbers of 1e8."""
+    random = np.random.default_rng(9)
+    query = np.ones((1, 96), np.float32)
+    pool = np.zeros((200, 96), np.float32)
+    pool[:, :32] = unit_rows((1, 32), 10)
+    large = random.normal(scale=1e8, size=(199, 32)).astype(np.float32)
+    pool[1:, 32:] = np.concatenate([large, -large], axis=1)[:, random.permutation(64)]
+    found = retrieval_metrics(query, pool, np.array([0]), ks=(199, 200))
+    assert (found["recall@199"], found["recall@200"]) == (0.0, 1.0)
+
+
+def test_model_that_maps_everything_to_one_vector_is_the_worst() -> None:
+    query, pool = np.tile(unit_rows((1, 64), 6), (5, 1)), np.tile(unit_rows((1, 64), 6), (40, 1))
+    found = retrieval_metrics(query, pool, np.arange(5), ks=(1, 39, 40))
+    assert found == {
+        "recall@1": 0.0,
+        "recall@39": 0.0,
+        "recall@40": 1.0,
+        "mrr": pytest.approx(1 / 40),
+        "pool_size": 40,
+        "queries": 5,
+    }
+
+
+def test_scores_are_never_all_in_memory() -> None:
+    query, pool = unit_rows((3000, 8), 7), unit_rows((4000, 8), 8)
+    tracemalloc.start()
+    retrieval_metrics(query, pool, np.arange(3000), tile=128)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # 3000 * 4000 booleans alone would be 12 MB; four blocks [128, 128] of float64 are 0.5 MB.
+    assert peak < 2e6
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_vectors_that_are_not_finite_are_refused(number: float) -> None:
+    """NaN compares as smaller than everything, so it would look like a perfect model."""
+    good, bad = np.ones((3, 2), np.float32), np.ones((3, 2), np.float32)
+    bad[1, 0] = number
+    with pytest.raises(DataError, match=r"1 vectors of the queries .* row 1; the training has"):
+        retrieval_metrics(bad, good, np.arange(3))
+    with pytest.raises(DataError, match="1 vectors of the pool are not finite"):
+        retrieval_metrics(good, bad, np.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pool": np.ones((4, 3))}, r"queries of shape \(3, 2\) and a pool of shape \(4, 3\)"),
+        ({"query": np.ones(2)}, r"queries of shape \(2,\)"),
+        ({"query": np.ones((0, 2)), "target": np.arange(0)}, "received 0 queries"),
+        ({"target": np.arange(2)}, r"targets of shape \(2,\), int64"),
+        ({"target": np.ones(3)}, r"targets of shape \(3,\), float64"),
+        (
+            {"target": np.array([0, 4, 1])},
+            "from 0 to 4; allowed are the rows of the pool, 0 to 3",
+        ),
+        ({"target": np.array([0, -1, 1])}, "targets from -1 to 1; allowed"),
+        ({"ks": (1, 0)}, r"ks=\(1, 0\) and tile=1024; all must be at least 1"),
+        ({"tile": 0}, "tile=0; all must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments = {"query": np.ones((3, 2)), "pool": np.ones((4, 2)), "target": np.arange(3)}
+    with pytest.raises(DataError, match=message):
+        retrieval_metrics(**{**arguments, **change})
+
+
+class Letters:
+    """One id for each letter; remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+
+    def encode(self, texts: list[str], max_tokens: int, /) -> NDArray[np.int64]:
+        self.batches.append(texts)
+        cut = [text[:max_tokens] for text in texts]
+        ids = np.zeros((len(cut), max(map(len, cut))), np.int64)
+        for row, text in zip(ids, cut, strict=True):
+            row[: len(text)] = [ord(letter) - ord("a") + 1 for letter in text]
+        return ids
+
+
+class SumOfLetters(paddle.nn.Layer):
+    """Sums the vectors of the letters; in training mode dropout spoils the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        paddle.seed(0)
+        self.embedding = paddle.nn.Embedding(27, 6, padding_idx=0)
+        self.dropout = paddle.nn.Dropout(0.5)
+        self.frozen = paddle.nn.Dropout(0.5)
+        self.recorded_gradient: list[bool] = []
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        vectors = self.frozen(self.dropout(self.embedding(ids))).sum(axis=1)
+        self.recorded_gradient.append(not vectors.stop_gradient)
+        return vectors
+
+
+TEXTS = ["ab", "abcdef", "z", "hello", "xyz", "abcdefghij", "q"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
+def test_vectors_come_in_the_order_of_the_texts(batch_size: int) -> None:
+    model, tokenizer = SumOfLetters(), Letters()
+    found = encode_texts(model, tokenizer, TEXTS, max_tokens=8, batch_size=batch_size)
+    weight = model.embedding.weight.numpy()
+    expected = np.stack(
+        [sum(weight[ord(letter) - ord("a") + 1] for letter in text[:8]) for text in TEXTS]
+    )
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_texts_of_a_batch_have_about_the_same_length() -> None:
+    tokenizer, done = Letters(), []
+    encode_texts(SumOfLetters(), tokenizer, TEXTS, max_tokens=8, batch_size=3, progress=done.append)
+    lengths = [[len(text) for text in batch] for batch in tokenizer.batches]
+    assert lengths == [[10, 6, 5], [3, 2, 1], [1]]
+    assert done == [3, 3, 1]
+
+
+def test_encoding_leaves_modes_gradients_and_random_numbers_alone() -> None:
+    model = SumOfLetters()
+    model.train()
+    model.frozen.eval()
+    paddle.seed(11)
+    expected = paddle.rand([3]).numpy()
+    paddle.seed(11)
+    encode_texts(model, Letters(), TEXTS, max_tokens=8, batch_size=3)
+    np.testing.assert_array_equal(paddle.rand([3]).numpy(), expected)
+    assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)
+    assert model.recorded_gradient == [False] * 3
+    assert model.embedding.weight.grad is None
+    assert paddle.is_grad_enabled()
+
+
+def test_modes_come_back_after_an_error_too() -> None:
+    model = SumOfLetters()
+    model.train()
+    with pytest.raises(ZeroDivisionError):
+        encode_texts(
+            model, Letters(), TEXTS, max_tokens=8, batch_size=3, progress=lambda done: done // 0
+        )
+    assert model.training
+    assert model.dropout.training
+    assert paddle.is_grad_enabled()
+
+
+def test_vector_of_zeros_remains_one() -> None:
+    model = SumOfLetters()
+    model.embedding.weight.set_value(paddle.zeros([27, 6]))
+    found = encode_texts(model, Letters(), TEXTS, max_tokens=8, batch_size=3)
+    np.testing.assert_array_equal(found, np.zeros((7, 6), np.float32))
+
+
+@pytest.mark.parametrize(("texts", "batch_size"), [([], 3), (TEXTS, 0)])
+def test_nothing_to_encode_is_refused(texts: list[str], batch_size: int) -> None:
+    with pytest.raises(DataError, match=r"received \d texts and batch_size=\d; both must be"):
+        encode_texts(SumOfLetters(), Letters(), texts, max_tokens=8, batch_size=batch_size)
+
+
+# ------------------------------------------------------------------------------ several ranks
+
+RANKED = {"query": unit_rows((50, 16), 11), "pool": unit_rows((90, 16), 12)}
+TARGETS = np.random.default_rng(13).integers(0, 90, 50)
+
+
+def results_of_a_rank() -> dict[str, Any]:
+    """In a share of the work, and what is refused."""
+    done: list[int] = []
+    many = {
+        batch_size: encode_texts(
+            SumOfLetters(),
+            Letters(),
+            TEXTS,
+            max_tokens=8,
+            batch_size=batch_size,
+            progress=done.append,
+            over_ranks=True,
+        )
+        for batch_size in (2, 100)  # 100: one batch, and so nothing for the second rank
+    }
+    found: dict[str, Any] = {"encoded": many, "done": done}
+    found["metrics"] = [
+        retrieval_metrics(**RANKED, target=TARGETS, tile=tile, over_ranks=True)
+        for tile in (7, 32, 64)  # 64: one tile, and so nothing for the second rank
+    ]
+    refused = []
+    rank = dist.get_rank()
+    with pytest.raises(SyncError) as caught:
+        retrieval_metrics(**RANKED, target=np.full(50, rank), over_ranks=True)
+    refused.append(str(caught.value))
+    with pytest.raises(SyncError) as caught:
+        encode_texts(
+            SumOfLetters(),
+            Letters(),
+            ["a", "b" * rank],
+            max_tokens=8,
+            batch_size=1,
+            over_ranks=True,
+        )
+    refused.append(str(caught.value))
+    return {**found, "refused": refused}
+
+
+def test_ranks_share_the_work_and_have_what_one_process_has() -> None:
+    # fresh: in a process that has done other work the last bits were others (3.3.1, on a CPU).
+    for rank, found in enumerate(run_ranks(results_of_a_rank, 2, fresh=True)):
+        for batch_size, vectors in found["encoded"].items():
+            alone = encode_texts(
+                SumOfLetters(), Letters(), TEXTS, max_tokens=8, batch_size=batch_size
+            )
+            np.testing.assert_array_equal(vectors, alone)
+        assert found["done"] == [[2, 2, 7], [2, 1, 7]][rank]
+        for tile, metrics in zip((7, 32, 64), found["metrics"], strict=True):
+            assert metrics == retrieval_metrics(**RANKED, target=TARGETS, tile=tile)
+        assert found["refused"][0].startswith("the ranks' queries, pools or targets differ")
+        assert found["refused"][1].startswith("the ranks' texts differ")

@@ -1,0 +1,338 @@
+"""The command: what it hands on, what it prints last, and errors of one paragraph and code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from paddle_recompute import _installed
+from paddle_recompute.app import cli
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.launch import RankFailedError, RankRefusedError
+from paddle_recompute.app.launch._rank_process import RankError
+from paddle_recompute.errors import DataError, LaunchError
+from tests.app.trainer.trained_run import make_run, texts
+from tests.ranks import ROOT
+
+CONFIGS = ROOT / "fleet_configs"
+TINY = CONFIGS / "contrastive_ernie-tiny_2cpu.yaml"
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets variables for the ranks; they are put back after each test."""
+    for name in ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "FLAGS_use_stride_kernel"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
+
+
+@pytest.fixture
+def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `Trainer` that trains nothing and returns its settings."""
+
+    class Trainer:
+        def __init__(self, config: Config) -> None:
+            self.config = config
+
+        def run(self) -> dict[str, Any]:
+            if self.config.train.seed == 13:
+                raise DataError("pairs.tsv:7: one column where two are needed")
+            print("trained")
+            return {"max_steps": self.config.train.max_steps}
+
+    module = types.ModuleType("paddle_recompute.app.trainer")
+    module.Trainer = Trainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "paddle_recompute.app.trainer", module)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, ["train", *map(str, arguments)])
+
+
+def assert_one_paragraph(result: Result, *words: str) -> None:
+    """Code 2; on standard error one paragraph with all of `words`, and nothing on output."""
+    assert result.exit_code == 2, result.output
+    message = result.stderr
+    assert message.startswith("paddle-recompute: ")
+    for word in words:
+        assert word in message
+    assert "Traceback" not in message
+    assert "\n\n" not in message
+    assert not result.stdout.startswith("{")
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+def test_a_missing_file_is_told_with_those_that_are_there() -> None:
+    assert_one_paragraph(run("--config", CONFIGS / "no.yaml"), "no.yaml", "folder has", str(TINY))
+
+
+def test_a_wrong_configuration_is_told_with_all_of_its_faults() -> None:
+    result = run("--config", TINY, "train.max_step=5", "model.num_layers=none")
+    assert_one_paragraph(
+        result, "2 faults", "train.max_step", "max_steps", "model.num_layers", "'none'"
+    )
+
+
+def test_eight_gpus_on_a_machine_with_none() -> None:
+    result = run("--config", CONFIGS / "contrastive_ernie-base_8gpu.yaml")
+    assert_one_paragraph(result, "asks for 8 GPUs", "launch.device=cpu")
+
+
+def test_two_machines_without_their_address() -> None:
+    assert_one_paragraph(run("--config", TINY, "launch.num_nodes=2"), "--master HOST:PORT")
+
+
+def test_a_missing_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_installed, "_installed_version", lambda: None)
+    for ranks in (1, 2):
+        result = run("--config", TINY, f"launch.num_ranks={ranks}")
+        assert_one_paragraph(result, "PaddlePaddle is not installed; install 'paddlepaddle>=2.6.2")
+
+
+@pytest.mark.usefixtures("fake_trainer")
+def test_an_error_in_place_is_a_paragraph_and_with_debug_a_traceback_too() -> None:
+    arguments = ("--config", TINY, "launch.num_ranks=1", "train.seed=13")
+    assert_one_paragraph(run(*arguments), "pairs.tsv:7: one column where two are needed")
+    result = run(*arguments, "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and "in run" in result.stderr
+    assert result.stderr.endswith(
+        "paddle-recompute: pairs.tsv:7: one column where two are needed\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "debug_shows"),
+    [
+        (RankRefusedError(RankError(1, 0.0, "no such word", True, "in rank 1")), 2, "in rank 1"),
+        (RankFailedError("rank 1 failed; its output is"), 1, "Traceback"),
+        (LaunchError("asks for 8 GPUs"), 2, "Traceback"),
+        (KeyboardInterrupt(), 130, "all ranks have ended"),
+    ],
+)
+def test_each_way_that_ranks_end_has_its_code(
+    error: BaseException, code: int, debug_shows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli._train, "launch_with_restarts", launch)
+    result = run("--config", TINY)
+    assert result.exit_code == code
+    assert f"paddle-recompute: {error}" in result.stderr or code == 130
+    assert "Traceback" not in result.stderr and "in rank 1" not in result.stderr
+    result = run("--config", TINY, "--debug")
+    assert result.exit_code == code
+    assert debug_shows in result.stderr
+
+
+def test_a_bad_line_of_the_data_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    """The whole way: real ranks, the real trainer, a file with one column in its second line."""
+    (tmp_path / "pairs.tsv").write_text("狗\tdog\n猫\n")
+    data = ["data.source=files", f"data.train_file={tmp_path / 'pairs.tsv'}"]
+    folders = [f"data.cache_dir={tmp_path / 'cache'}", f"train.output_dir={tmp_path / 'run'}"]
+    place = f"{tmp_path / 'pairs.tsv'}:2: "
+    result = run("--config", TINY, *data, *folders, "launch.num_ranks=1")
+    assert_one_paragraph(result, place)
+    real = _real("--config", TINY, *data, *folders)
+    assert real.returncode == 2
+    assert place in real.stderr.splitlines()[-1]
+    assert "Traceback" not in real.stdout + real.stderr
+
+
+# ---------------------------------------------------------------------------- what it does
+
+
+@pytest.mark.usefixtures("fake_trainer")
+def test_one_rank_is_trained_in_place_and_its_record_comes_last() -> None:
+    result = run("--config", TINY, "launch.num_ranks=1", "train.max_steps=41")
+    assert result.exit_code == 0, result.output
+    first, *_, last = result.stdout.splitlines()
+    assert first.startswith("1 rank on cpu")
+    assert json.loads(last) == {"max_steps": 41}
+
+
+@pytest.mark.usefixtures("fake_trainer")
+@pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 1)])
+def test_under_fleetrun_the_first_rank_alone_prints_the_record(
+    rank: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+    result = run("--config", CONFIGS / "contrastive_ernie-large_2x8gpu.yaml", "train.max_steps=999")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.splitlines()) == lines
+    assert ("999" in result.stdout) == (rank == 0)
+
+
+def test_more_ranks_are_given_the_same_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[Sequence[str], str | None, int]] = []
+
+    def launch(
+        config: Config,
+        command: Sequence[str],
+        *,
+        master: str | None,
+        node_rank: int,
+        max_restart: int,
+    ) -> None:
+        launched.append((command, master, node_rank))
+        config.train.output_dir.mkdir(exist_ok=True)
+        (config.train.output_dir / "result.json").write_text('{"mrr": 0.5,\n "名": "é"}\n')
+
+    monkeypatch.setattr(cli._train, "launch_with_restarts", launch)
+    overrides = [f"train.output_dir={tmp_path / 'run'}", "train.max_steps=50"]
+    result = run("--config", TINY, *overrides)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1]) == {"mrr": 0.5, "名": "é"}
+    again = ["-m", "paddle_recompute", "train", "--config", str(TINY), *overrides]
+    assert launched == [(again, None, 0)]
+
+    machines = ["launch.num_nodes=2", "--master", "10.0.0.1:6170", "--rank", "1"]
+    result = run("--config", TINY, *overrides, *machines)
+    assert result.exit_code == 0, result.output
+    assert "mrr" not in result.stdout  # the first machine prints it
+    assert launched[1][1:] == ("10.0.0.1:6170", 1)
+
+
+@pytest.mark.timeout(180)
+def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
+    """The whole way, on a few made-up pairs."""
+    lines = [f"w{i} x{i * i % 97}\tW{i} X{i * i % 97}\n" for i in range(200)]
+    (tmp_path / "pairs.tsv").write_text("".join(lines))
+    result = _real(
+        "--config",
+        TINY,
+        "data.source=files",
+        f"data.train_file={tmp_path / 'pairs.tsv'}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "data.valid_pairs=20",
+        "data.pool_size=100",
+        "data.vocab_size=200",
+        "model.num_layers=1",
+        "model.hidden_size=16",
+        "model.intermediate_size=16",
+        "contrastive.global_batch=16",
+        "train.max_steps=3",
+        "train.warmup_steps=2",
+        f"train.output_dir={tmp_path / 'run'}",
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    record = json.loads(lines[-1])
+    assert record["world_size"] == 2
+    assert {"recall@1", "untrained_mrr", "plain_peak_bytes", "output_dir"} <= set(record)
+    assert record == json.loads((tmp_path / "run" / "result.json").read_text())
+    assert any("recall@10" in line for line in lines[:-1])
+    assert any("step 3/3" in line for line in lines[:-1])
+    assert not any("Successfully connected" in line for line in lines)
+
+
+# ---------------------------------------------------------------------- encode and search
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``run``, as training leaves it, and ``texts.txt``."""
+    folder = tmp_path_factory.mktemp("trained")
+    make_run(folder)
+    (folder / "texts.txt").write_text("\n".join([*texts(30), "cat zebra"]))
+    return folder
+
+
+def command(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.main, [*map(str, arguments)])
+
+
+def encoded(trained: Path, output: Path, *more: str) -> Result:
+    return command(
+        "encode", "--model", trained / "run", "--output", output, trained / "texts.txt", *more
+    )
+
+
+def test_texts_are_encoded_and_found(trained: Path, tmp_path: Path) -> None:
+    for name in ("pool.npy", "pool.jsonl"):
+        output = tmp_path / name
+        result = encoded(trained, output)
+        assert result.exit_code == 0, result.output
+        first, *notes, last = result.stdout.splitlines()
+        assert first == f"31 texts, vectors of 16 numbers: {output}"
+        assert notes == ["  texts with words that are not in the vocabulary: 1"]
+        assert json.loads(last)["output"] == str(output)
+
+        result = command("search", "--index", output, "--top-k", "3", "big cat")
+        assert result.exit_code == 0, result.output
+        lines = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
+        assert [rank for rank, _, _ in lines] == ["1", "2", "3"]
+        result = command("search", "--index", output, "--top-k", "3", "--json", "big cat", "dog")
+        found = [json.loads(line) for line in result.stdout.splitlines()]
+        assert [one["query"] for one in found] == ["big cat", "dog"]
+        hits = [
+            [str(hit["rank"]), f"{hit['score']:.4f}", hit["text"]] for hit in found[0]["results"]
+        ]
+        assert hits == lines
+        several = command("search", "--index", output, "--top-k", "1", "big cat", "dog")
+        assert [line.split()[0] for line in several.stdout.splitlines()] == ["big", "1", "dog", "1"]
+
+
+def test_run_that_was_moved_is_named(trained: Path, tmp_path: Path) -> None:
+    assert encoded(trained, tmp_path / "pool.npy").exit_code == 0
+    about = tmp_path / "pool.npy.json"
+    gone = {**json.loads(about.read_text()), "model": "/gone/checkpoint/step-3"}
+    about.write_text(json.dumps(gone))
+    search = ("search", "--index", tmp_path, "dog")
+    assert_one_paragraph(command(*search), "/gone/checkpoint: contains no trained model")
+    assert command(*search, "--model", trained / "run").exit_code == 0
+
+
+def test_errors_of_encode_and_search_are_one_paragraph(trained: Path, tmp_path: Path) -> None:
+    assert_one_paragraph(encoded(tmp_path, tmp_path / "pool.npy"), "contains no trained model")
+    assert_one_paragraph(encoded(trained, tmp_path / "pool.csv"), ".npy and .jsonl")
+    missing = command("search", "--index", tmp_path / "pool.npy", "dog")
+    assert_one_paragraph(missing, "there is no such file", "paddle-recompute encode")
+    result = command("search", "--index", tmp_path, "--debug", "dog")
+    assert (result.exit_code, "Traceback" in result.stderr) == (2, True)
+
+
+def test_interrupted_encode_says_how_to_go_on(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paddle_recompute.app.retrieval.encoding.encode_texts", interrupt)
+    result = encoded(trained, tmp_path / "pool.npy")
+    assert result.exit_code == 130
+    assert "interrupted; run the same command again to continue" in result.stderr
+
+
+def test_search_prints_its_hits_and_nothing_else(trained: Path, tmp_path: Path) -> None:
+    """In a process of its own, where Paddle is imported by the command."""
+    assert encoded(trained, tmp_path / "pool.npy").exit_code == 0
+    arguments = ["search", "--index", str(tmp_path), "--json", "dog"]
+    result = subprocess.run(
+        [sys.executable, "-m", "paddle_recompute", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["query"] == "dog"
+
+
+def _real(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paddle_recompute", "train", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)

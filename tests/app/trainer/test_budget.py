@@ -1,0 +1,265 @@
+"""`recompute.policy: budget`: a run whose recompute is planned, in both modes, and resumed."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_recompute import Trainer, TrainStep, load_config
+from paddle_recompute._paddle import memory
+from paddle_recompute.app.trainer import planned, planned_steps
+from paddle_recompute.app.trainer.memory_probe import PROGRAM_STEPS
+from paddle_recompute.app.trainer.objective import Chunks
+from paddle_recompute.app.trainer.planned import BudgetPlanner
+from paddle_recompute.app.trainer.planned_steps import PlannedSteps
+from paddle_recompute.errors import ConfigError, PlanError
+from paddle_recompute.planner import JOINED, RecomputePlan, smallest
+from paddle_recompute.static_graph import ProgramCalls
+from tests.app.trainer.test_trainer import tiny
+from tests.ranks import ROOT
+
+CONFIG = ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
+
+needs_peaks = pytest.mark.skipif(
+    not memory.can_reset_peak(), reason="2.6 cannot start the peak anew"
+)
+
+
+SIZES = {
+    "model__hidden_size": 32,
+    "model__num_layers": 2,
+    "model__intermediate_size": 128,
+    "contrastive__global_batch": 64,
+    "recompute__enable": True,
+    "recompute__checkpoints": ["encoder.layers.*"],
+    "train__max_steps": 4,
+    "train__warmup_steps": 0,
+    "train__decay": "constant",  # a longer run begins with the same steps
+    "train__eval_before": False,
+}
+
+
+def run(folder: Path, **changes: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    pairs = folder / "pairs.tsv"
+    if not pairs.exists():
+        # Longer than the longest texts of `tiny`: every batch is as large as the measured one.
+        long = [" ".join(f"w{n * k % 61}" for k in range(1, 15)) for n in range(400)]
+        words = [f"{n} {text}\tof {n} {text}" for n, text in enumerate(long)]
+        pairs.write_text("\n".join(words) + "\n", encoding="utf-8")
+    held = held_by_others()
+    changes.setdefault("train__overwrite", not changes.get("train__resume"))
+    return Trainer(tiny(folder, **{**SIZES, **changes})).run() | {"held": held}
+
+
+def held_by_others() -> int:
+    """Bytes that earlier tests of this process have left, now."""
+    gc.collect()
+    return memory.current_bytes()
+
+
+def budget_of(size: int) -> dict[str, Any]:
+    return {"recompute__policy": "budget", "recompute__memory_budget": f"{size}B"}
+
+
+def peaks(record: dict[str, Any]) -> tuple[int, int]:
+    """With all blocks recomputed, and with none, in a run that begins now."""
+    plain: int = record["plain_peak_bytes"] - record["held"]
+    # Steps of a Program take more than they need where the executor frees late, on a loaded CPU.
+    low = min(record["peak_bytes"] - record["held"], plain // 2)
+    held = held_by_others()
+    return held + low, held + plain
+
+
+def losses(folder: Path) -> list[float]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [one["loss"] for one in map(json.loads, lines) if "loss" in one]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, list[float]]]:
+    """The record and losses of a run that recomputes all blocks, in each mode."""
+    runs: dict[str, tuple[Any, list[float]]] = {}
+
+    def of(mode: str) -> tuple[Any, list[float]]:
+        if mode not in runs:
+            folder = tmp_path_factory.mktemp(mode)
+            runs[mode] = (
+                run(folder, mode=mode, train__max_steps=7, train__measure_plain=True),
+                losses(folder),
+            )
+        return runs[mode]
+
+    return of
+
+
+@needs_peaks
+@pytest.mark.parametrize("mode", ["dygraph", "static"])
+def test_a_run_stays_within_its_budget(
+    tmp_path: Path, mode: str, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, of_whole = whole(mode)
+    low, high = peaks(record)
+    if mode == "static":  # an executor frees late on a CPU that others use, too
+        monkeypatch.setattr(planned, "measure_step", lambda _, plan, **__: plan.peak_bytes)
+        config = tiny(tmp_path, mode=mode, **SIZES, **budget_of(2**30))
+        found, high, _ = BudgetPlanner(config, 100, say=print).make(Chunks())
+        low = smallest(found.costs, units=(JOINED,)).peak
+    budget = low + (high - low) // 2
+    of_plan = run(tmp_path, mode=mode, **budget_of(budget))
+    assert losses(tmp_path) == of_whole[:4]  # the same bits, whatever is recomputed
+    plan = RecomputePlan.load(tmp_path / "run" / "plan.json")
+    assert plan.memory_budget == budget
+    assert plan.recomputes
+    assert plan.measured_bytes is not None and plan.measured_bytes <= budget
+    if mode == "dygraph":
+        assert low < of_plan["peak_bytes"] <= budget
+        assert plan.measured_bytes == pytest.approx(of_plan["peak_bytes"], rel=0.01)
+
+
+@needs_peaks
+def test_a_third_step_above_the_budget_is_planned_again(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, of_whole = whole("dygraph")
+    low, high = peaks(record)
+    taken = (high - low) // 2
+    ballast: list[paddle.Tensor] = []
+    own = PlannedSteps.__call__
+
+    def beside_another(steps: PlannedSteps, *arguments: Any) -> Any:
+        if not ballast:  # what the measurement before training has not seen
+            ballast.append(paddle.zeros([taken], "uint8"))
+        return own(steps, *arguments)
+
+    monkeypatch.setattr(PlannedSteps, "__call__", beside_another)
+    run(tmp_path, **budget_of(high * 101 // 100), train__max_steps=7)
+    plan = RecomputePlan.load(tmp_path / "run" / "plan.json")
+    assert plan.recomputes
+    assert plan.costs.excess >= taken // 2
+    assert losses(tmp_path) == of_whole
+    ballast.clear()
+    taken = 2 * high
+    with pytest.raises(PlanError, match="smallest feasible budget"):
+        run(tmp_path, **budget_of(high * 101 // 100))
+
+
+@needs_peaks
+def test_the_third_steps_of_a_program_are_planned_again(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With made-up peaks: an executor frees late on a CPU, so that those of a Program scatter."""
+    record, of_whole = whole("static")
+    low, high = peaks(record)
+    budget, measured = 2 * high, [0] * PROGRAM_STEPS
+
+    def largest_of_ranks(own: int) -> int:
+        if not measured:
+            return own
+        measured.pop()
+        return budget + (high - low) // 4
+
+    monkeypatch.setattr(planned_steps, "largest_of_ranks", largest_of_ranks)
+    run(tmp_path, mode="static", **budget_of(budget), train__max_steps=7)
+    plan = RecomputePlan.load(tmp_path / "run" / "plan.json")
+    assert plan.recomputes and plan.costs.excess > 0
+    assert losses(tmp_path) == of_whole
+
+
+@needs_peaks
+def test_the_plan_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
+    budget = budget_of(2**30)
+    run(tmp_path, **budget, train__max_steps=2)
+    state = next((tmp_path / "run" / "checkpoint").glob("step-2/state.json"))
+    saved = RecomputePlan.from_dict(json.loads(state.read_text())["plan"])
+    run(tmp_path, **budget, train__max_steps=4, train__resume=True)
+    assert RecomputePlan.load(tmp_path / "run" / "plan.json") == saved
+
+
+@needs_peaks
+def test_a_plan_that_was_made_while_the_run_went_on_is_kept(tmp_path: Path) -> None:
+    planner = BudgetPlanner(tiny(tmp_path, **SIZES, **budget_of(2**30)), 100, say=print)
+    first, *_ = planner.make(Chunks())
+    another = first.recalibrated(2**20)
+    kept, _, peak = planner.make(Chunks(), another)
+    assert kept is another and peak == another.peak_bytes
+
+
+@needs_peaks
+@pytest.mark.parametrize("mode", ["dygraph", "static"])
+def test_the_calls_of_a_program_are_measured_as_programs(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: ProgramCalls, layer: str, inputs: Any, treatments: Any, ballast: int) -> Any:
+        return {name: (60.0 + number, 0, 0) for number, name in enumerate(treatments)}
+
+    monkeypatch.setattr(ProgramCalls, "measure", measure)
+    planner = BudgetPlanner(tiny(tmp_path, mode=mode, **SIZES, **budget_of(2**30)), 100, say=print)
+    found, *_ = planner.make(Chunks())
+    for call in found.costs.calls:
+        given = [60.0 + number for number, _ in enumerate(call.options)]
+        taken = [cost.seconds for cost in call.options.values()]
+        assert taken == given if mode == "static" else max(taken) < 60
+
+
+@needs_peaks
+def test_a_budget_that_is_too_small_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="smallest feasible budget"):
+        run(tmp_path, **budget_of(2**16))
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["recompute.policy=budget"], "required with policy: budget"),
+        (["recompute.memory_budget=1GiB"], "has no effect with policy: all"),
+        (
+            ["recompute.policy=budget", "recompute.memory_budget=1GiB", "recompute.engine=fleet"],
+            "not supported by engine: fleet",
+        ),
+        (["train.on_oom=replan"], "needs recompute.policy: budget"),
+        (
+            [
+                *("recompute.policy=budget", "recompute.memory_budget=1GiB", "train.on_oom=replan"),
+                "mode=static",
+            ],
+            "which may have updated some of them",
+        ),
+    ],
+)
+def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(CONFIG, overrides)
+
+
+@needs_peaks
+def test_a_step_that_runs_out_of_memory_is_planned_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = budget_of(2**30)
+    run(tmp_path / "never", **planned)
+    own_step = TrainStep.__call__
+    calls = []
+
+    def fails_once(self: TrainStep, micro_batches: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 4:  # two steps of the measurement, one of training
+            self._model(micro_batches[0]["query"]).sum().backward()
+            raise MemoryError("out of memory")
+        return own_step(self, micro_batches)
+
+    monkeypatch.setattr(TrainStep, "__call__", fails_once)
+    run(tmp_path / "once", **planned, train__on_oom="replan")
+    assert len(calls) == 7
+    assert losses(tmp_path / "once") == losses(tmp_path / "never")  # the same bits
+    plan = RecomputePlan.load(tmp_path / "once" / "run" / "plan.json")
+    assert plan.costs.excess >= int(0.05 * 2**30)
+    calls.clear()
+    with pytest.raises(ConfigError, match=r"ran out of memory.*on_oom: replan"):
+        run(tmp_path / "once", **planned)

@@ -1,0 +1,107 @@
+"""Callbacks are told of a run in order, on every rank, and of its end also after an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_recompute import Trainer
+from paddle_recompute.app.trainer import Callback, Run
+from paddle_recompute.app.trainer.metrics import read_metrics
+from paddle_recompute.distributed import values_of_ranks
+from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.ranks import run_ranks
+
+SETTINGS: dict[str, Any] = {
+    "train__max_steps": 4,
+    "train__log_every": 2,
+    "train__save_every": 3,
+    "train__eval_before": False,
+    "train__measure_plain": False,
+}
+
+
+class Noting(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.records: list[dict[str, Any]] = []
+
+    def on_start(self, run: Run) -> None:
+        self.seen.append(("start", run.done, run.total))
+
+    def after_step(self, run: Run) -> None:
+        self.seen.append(("step", run.step))
+        assert run.result is not None and run.result.loss > 0
+
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        self.seen.append(("log", run.step))
+        self.records.append(record)
+
+    def on_save(self, run: Run) -> None:
+        self.seen.append(("save", run.step))
+        assert (run.folder / "checkpoint" / f"step-{run.step}").is_dir(), "ours come first"
+
+    def on_end(self, run: Run) -> None:
+        self.seen.append(("end", run.step))
+
+
+def test_they_are_told_in_order(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    noted = Noting()
+    Trainer(tiny(tmp_path, **SETTINGS), callbacks=[noted]).run()
+    assert noted.seen == [
+        ("start", 0, 4),
+        *(("step", 1), ("step", 2), ("log", 2)),
+        *(("step", 3), ("save", 3)),
+        *(("step", 4), ("log", 4), ("save", 4)),
+        ("end", 4),
+    ]
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == noted.records
+
+
+def test_a_resumed_run_starts_where_the_first_ended(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    Trainer(tiny(tmp_path, **{**SETTINGS, "train__max_steps": 3})).run()
+    noted = Noting()
+    Trainer(tiny(tmp_path, **SETTINGS, train__resume=True), callbacks=[noted]).run()
+    assert noted.seen[:2] == [("start", 3, 4), ("step", 4)]
+
+
+class Failing(Callback):
+    def after_step(self, run: Run) -> None:
+        raise RuntimeError(f"planted in step {run.step}")
+
+
+def test_the_end_is_told_after_an_error_too(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    noted = Noting()
+    with pytest.raises(RuntimeError, match="planted in step 1"):
+        Trainer(tiny(tmp_path, **SETTINGS), callbacks=[noted, Failing()]).run()
+    assert noted.seen == [("start", 0, 4), ("step", 1), ("end", 1)]
+
+
+class Gathering(Callback):
+    """Uses a collective, which works because all ranks are told the same in the same order."""
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+
+    def after_step(self, run: Run) -> None:
+        assert run.result is not None
+        self.losses.append(values_of_ranks([run.rank, run.result.loss], "the losses"))
+
+
+def train_and_gather(folder: str) -> Any:
+    gathered = Gathering()
+    ranks = {"launch__num_ranks": 2, "launch__device": "cpu"}
+    Trainer(tiny(Path(folder), **SETTINGS, **ranks), callbacks=[gathered]).run()
+    return gathered.losses
+
+
+def test_a_callback_may_use_a_collective(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    first, second = run_ranks(train_and_gather, 2, folder=str(tmp_path))
+    assert first == second and len(first) == 4
+    assert all([rank for rank, _ in of_step] == [0, 1] for of_step in first)

@@ -1,0 +1,126 @@
+"""A full disk, a folder that is gone, weights with NaN: one sentence each, and no traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.app.trainer.metrics import MetricsLog, read_metrics
+from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.errors import CheckpointError, ConfigError, DivergenceError, OutputError
+from tests.app.trainer.test_trainer import tiny, write_pairs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_pairs(tmp_path / "pairs.tsv")
+    return tmp_path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs to mount a disk")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> None:
+    descriptor = os.open(place / "filler", os.O_WRONLY | os.O_CREAT)
+    try:
+        while True:
+            os.write(descriptor, bytes(512))
+    except OSError:
+        os.close(descriptor)
+
+
+def test_a_full_disk_at_the_metrics(small_disk: Path) -> None:
+    log = MetricsLog(small_disk / "metrics.jsonl")
+    with pytest.raises(OutputError, match=r"metrics\.jsonl: cannot be written \(No space left"):
+        while True:
+            log.write({"step": 1, "filler": "x" * 512})
+    assert all(record["step"] == 1 for record in read_metrics(small_disk / "metrics.jsonl"))
+
+
+def test_a_full_disk_at_the_start(folder: Path, small_disk: Path) -> None:
+    fill(small_disk)
+    with pytest.raises(ConfigError, match=r"train\.output_dir: .*\(No space left on device\)"):
+        Trainer(tiny(folder, train__output_dir=str(small_disk / "run"))).run()
+
+
+def test_a_full_disk_at_a_checkpoint(folder: Path, small_disk: Path) -> None:
+    settings = {"train__output_dir": str(small_disk / "run"), "train__save_every": 1}
+    with pytest.raises((CheckpointError, OutputError), match="cannot be written"):
+        Trainer(tiny(folder, **settings, train__max_steps=8, train__keep=8)).run()
+
+
+def test_a_folder_that_is_read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be made, or written to \(Read-only file sys"):
+        Trainer(tiny(folder)).run()
+
+
+def test_a_folder_that_is_removed_during_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write: Callable[..., None] = MetricsLog.write
+
+    def remove_and_write(self: MetricsLog, record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            shutil.rmtree(folder / "run")
+        write(self, record)
+
+    monkeypatch.setattr(MetricsLog, "write", remove_and_write)
+    with pytest.raises(OutputError, match=r"metrics\.jsonl: cannot be written .* folder is gone\)"):
+        Trainer(tiny(folder, train__max_steps=5)).run()
+
+
+@pytest.mark.parametrize("text", ["{\n", "[]\n", '{"step": "x"}\n', "null\n", "[" * 10_000 + "\n"])
+def test_damaged_metrics(tmp_path: Path, text: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(OutputError, match=r"metrics\.jsonl: is damaged"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+# --------------------------------------------------------------------------------------------- NaN
+
+
+def test_weights_with_nan_are_refused_by_name(folder: Path) -> None:
+    Trainer(tiny(folder, train__max_steps=1)).run()
+    weights = load_file(find_checkpoint(folder / "run" / "checkpoint").weights_file)
+    name = sorted(weights)[3]
+    weights[name] = np.full_like(weights[name], np.nan)
+    save_file(weights, folder / "nan.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        init = {"model__init_from": str(folder / "nan.safetensors"), "train__overwrite": True}
+        Trainer(tiny(folder, **init)).run()
+    assert f"nan.safetensors: {name} holds NaN" in str(caught.value)
+    assert "learning rate" not in str(caught.value)
+
+
+def test_the_probe_does_not_diverge(folder: Path) -> None:
+    """It steps with a rate of 0; the run itself names the step."""
+    with pytest.raises(DivergenceError, match=r"^step \d+: .* The .*finite"):
+        Trainer(
+            tiny(folder, train__learning_rate=1e30, train__warmup_steps=0,
+                 train__clip_grad_norm=None)
+        ).run()  # fmt: skip
+    paddle.seed(0)

@@ -1,0 +1,629 @@
+"""The whole loop on a tiny model and a file of made-up pairs, on one rank and on two."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file
+
+from paddle_recompute import _paddle
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.retrieval.evaluation import encode_texts
+from paddle_recompute.app.trainer import Trainer, memory_probe, objective, step_seed, total_steps
+from paddle_recompute.app.trainer import trainer as trainer_module
+from paddle_recompute.app.trainer.loop import batches_of
+from paddle_recompute.app.trainer.metrics import read_metrics
+from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.contrastive import ContrastiveLoss
+from paddle_recompute.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    SelectionError,
+)
+from paddle_recompute.train_step import mixed_precision
+from tests.ranks import run_ranks
+from tests.train_step.half_precision import pretended_gpu, rounded
+
+NUM_PAIRS = 76  # 20 of them held out: 56 for training, 7 steps of 8 in an epoch
+
+
+def write_pairs(path: Path) -> Path:
+    """Made-up words and their translations, letter by letter: something that can be learned."""
+    random = np.random.default_rng(0)
+    letters, others = "abcdefghij", "klmnopqrst"
+    words: set[str] = set()
+    while len(words) < NUM_PAIRS:
+        words.add("".join(random.choice(list(letters), size=6)))
+    translation = str.maketrans(letters, others)
+    lines = [f"{' '.join(word)}\t{' '.join(word.translate(translation))}" for word in sorted(words)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def tiny(folder: Path, **changes: Any) -> Config:
+    """A configuration for a 2-layer model; `changes` are dotted keys with ``__`` for dots."""
+    tree: dict[str, Any] = {
+        "model": {
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "intermediate_size": 32,
+            "max_position_embeddings": 16,
+            "type_vocab_size": 2,
+            "pooling": "mean",
+        },
+        "contrastive": {"global_batch": 8},
+        "data": {
+            "source": "files",
+            "train_file": str(folder / "pairs.tsv"),
+            "cache_dir": str(folder / "cache"),
+            "max_query_tokens": 10,
+            "max_positive_tokens": 12,
+            "valid_pairs": 20,
+            "pool_size": 50,
+            "vocab_size": 100,
+        },
+        "train": {
+            "max_steps": 10,
+            "learning_rate": 0.01,
+            "warmup_steps": 2,
+            "clip_grad_norm": 1.0,
+            "output_dir": str(folder / "run"),
+            "log_every": 1,
+        },
+    }
+    for key, value in changes.items():
+        *sections, name = key.split("__")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    if tree.get("recompute", {}).get("enable", True):
+        # Of so small a model the plain figure takes longer than the run.
+        tree["train"].setdefault("measure_plain", False)
+    return Config.model_validate(tree)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_pairs(tmp_path / "pairs.tsv")
+    return tmp_path
+
+
+def weights_of(output_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
+    return load_file(find_checkpoint(output_dir / "checkpoint").weights_file)
+
+
+def numbers_of(output_dir: Path) -> list[tuple[Any, ...]]:
+    """What a step does, without what the machine happens to do."""
+    records = read_metrics(output_dir / "metrics.jsonl")
+    return [(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in records]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert numbers_of(one)
+    assert numbers_of(one) == numbers_of(other)
+    left, right = weights_of(one), weights_of(other)
+    assert left
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        np.testing.assert_array_equal(value, right[key], err_msg=key)
+
+
+@pytest.mark.usefixtures("pictures")
+def test_run_returns_and_writes_what_it_promises(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Trainer(tiny(folder)).run()
+    output = folder / "run"
+    assert record == json.loads((output / "result.json").read_text())
+    assert record["world_size"] == 1
+    assert record["steps"] == 10
+    assert record["pool_size"] == 50
+    assert record["queries"] == 20
+    assert record["recall@1"] <= record["recall@1_ceiling"] == 1.0
+    assert record["unknown_queries"] == record["equal_queries"] == record["equal_answers"] == 0
+    assert record["output_dir"] == str(output)
+    assert record["examples_per_second"] > 0
+    assert record["loss"] == read_metrics(output / "metrics.jsonl")[-1]["loss"]
+    for key in ("recall@1", "recall@10", "mrr"):
+        assert 0 <= record[f"untrained_{key}"] <= 1
+        assert 0 <= record[key] <= 1
+    assert record["mrr"] > record["untrained_mrr"]
+    for name in ("report.html", "loss.png", "memory.png", "recall.png"):
+        assert (output / name).stat().st_size > 0
+    shown = capsys.readouterr()
+    assert "20 held-out queries, 50 candidates for each" in shown.out
+    assert f"{output}/checkpoint/step-10" in shown.out
+    assert "step 10/10" in shown.err
+
+
+def test_metrics_file(folder: Path) -> None:
+    Trainer(tiny(folder, train__log_every=4)).run()
+    records = read_metrics(folder / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [4, 8, 10]
+    assert [record["epoch"] for record in records] == [0, 1, 1]
+    assert set(records[0]) == {
+        "step",
+        "epoch",
+        "loss",
+        "lr",
+        "grad_norm",
+        "examples_per_second",
+        "peak_bytes",
+    }
+    assert records[0]["lr"] == pytest.approx(0.01 * 7 / 9)
+
+
+def test_evaluation_before_training_can_be_left_out(folder: Path) -> None:
+    record = Trainer(tiny(folder, train__eval_before=False, train__max_steps=1)).run()
+    assert record["untrained_recall@1"] is None
+    assert record["recall@1"] is not None
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_in_step(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the run die in its `number`-th step, as a power cut would."""
+
+    train_step = objective.TrainStep.__call__
+    steps = itertools.count(1)
+
+    def dying_train_step(self: Any, micro_batches: list[Any]) -> Any:
+        if next(steps) == number:
+            raise Interrupted
+        return train_step(self, micro_batches)
+
+    monkeypatch.setattr(memory_probe, "measure_step", lambda *args, **options: 1)
+    monkeypatch.setattr(objective.TrainStep, "__call__", dying_train_step)
+
+
+def test_resumed_run_repeats_the_bits_of_an_uninterrupted_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "train__save_every": 4,
+        "train__decay": "cosine",
+        "strategy__gradient_merge": True,
+        "strategy__gradient_merge_configs__k_steps": 2,
+    }
+    whole = Trainer(tiny(folder, train__output_dir=str(folder / "whole"), **settings)).run()
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, 10)  # after the epoch's end at 7 and the checkpoint at 8
+        with pytest.raises(Interrupted):
+            Trainer(tiny(folder, **settings)).run()
+    assert find_checkpoint(folder / "run" / "checkpoint").step == 8
+    resumed = Trainer(tiny(folder, train__resume=True, **settings)).run()
+    assert_same_run(folder / "run", folder / "whole")
+    for key in ("recall@1", "mrr", "untrained_recall@1", "untrained_mrr", "steps", "loss"):
+        assert resumed[key] == whole[key]
+
+
+def test_resume_does_not_need_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"train__save_every": 2, "train__max_steps": 4}
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, 3)
+        with pytest.raises(Interrupted):
+            Trainer(tiny(folder, **settings)).run()
+    before = find_checkpoint(folder / "run" / "checkpoint").tokenizer_file.read_bytes()
+    elsewhere = {"data__cache_dir": str(folder / "empty"), "train__resume": True}
+    Trainer(tiny(folder, **settings, **elsewhere)).run()
+    after = find_checkpoint(folder / "run" / "checkpoint").tokenizer_file.read_bytes()
+    assert after == before
+
+
+def test_resume_of_a_finished_run_only_evaluates(folder: Path) -> None:
+    first = Trainer(tiny(folder, train__max_steps=2)).run()
+    again = Trainer(tiny(folder, train__max_steps=2, train__resume=True)).run()
+    for key in ("recall@1", "recall@10", "mrr", "untrained_mrr", "steps"):
+        assert again[key] == first[key]
+
+
+def test_resume_of_a_finished_run_keeps_its_record(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = folder / "run"
+    first = Trainer(tiny(folder, train__max_steps=2)).run()
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for asked in (2, 1):  # that many, and fewer than were made
+        again = Trainer(tiny(folder, train__max_steps=asked, train__resume=True)).run()
+        assert again == first
+        shown = capsys.readouterr().out
+        assert f"The run has ended: 2 steps are done, and {asked} are asked for" in shown
+        assert "raise train.max_steps" in shown
+        assert "its record is kept" in shown
+        assert "20 held-out queries" in shown
+    after = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize("mode", ["dygraph", "static"])
+def test_a_finished_run_without_a_record_is_evaluated(
+    folder: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was killed in its last evaluation: what its steps were is in the checkpoint."""
+    settings = {"train__max_steps": 3, "train__log_every": 2, "mode": mode}
+    first = Trainer(tiny(folder, **settings)).run()
+    (folder / "run" / "result.json").unlink()
+    again = Trainer(tiny(folder, **settings, train__resume=True)).run()
+    assert "has no record of step 3: the model is evaluated" in capsys.readouterr().out
+    assert json.loads((folder / "run" / "result.json").read_text()) == again
+    # The peak that is measured before training is one of this process.
+    assert {**again, "peak_bytes": 0, "plain_peak_bytes": 0} == {
+        **first,
+        "peak_bytes": 0,
+        "plain_peak_bytes": 0,
+    }
+    assert again["loss"] is not None
+    assert again["examples_per_second"] > 0
+
+
+def test_a_new_run_does_not_keep_the_record_of_an_earlier_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Trainer(tiny(folder, train__max_steps=2)).run()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_conclude", lambda self, record: None)  # killed before it
+        again = {"train__max_steps": 2, "train__seed": 1, "train__overwrite": True}
+        second = Trainer(tiny(folder, **again)).run()
+    resumed = Trainer(tiny(folder, train__max_steps=2, train__seed=1, train__resume=True)).run()
+    assert resumed["loss"] == second["loss"]
+
+
+def test_resume_may_lengthen_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(tiny(folder, train__max_steps=2)).run()
+    record = Trainer(tiny(folder, train__max_steps=3, train__resume=True)).run()
+    assert record["steps"] == 3
+    assert "train.max_steps was 2, is 3" in capsys.readouterr().out
+
+
+def test_resume_without_a_checkpoint(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint to resume from"):
+        Trainer(tiny(folder, train__resume=True)).run()
+
+
+def test_resume_with_another_model(folder: Path) -> None:
+    Trainer(tiny(folder, train__max_steps=1)).run()
+    other = tiny(folder, train__resume=True, model__num_layers=1)
+    with pytest.raises(CheckpointError, match=r"another model: model\.num_layers was 2, is 1"):
+        Trainer(other).run()
+
+
+def test_settings_without_effect_are_said_once(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {
+        "recompute__enable": False,
+        "recompute__policy": "segments",
+        "sync__mode": "fused",
+        "train__max_steps": 2,
+        "train__warmup_steps": 5,
+    }
+    Trainer(tiny(folder, **settings)).run()
+    shown = capsys.readouterr().out
+    for path in ("recompute.policy: segments", "sync.mode: fused"):
+        assert shown.count(f"{path} has no effect here: ") == 1
+    assert "train.warmup_steps: 5 is longer than the run of 2 steps" in shown
+    later = {"data__vocab_size": 120, "train__max_steps": 3, "train__resume": True}
+    Trainer(tiny(folder, **{**settings, **later})).run()
+    assert "was 100, is 120, which has no effect here: the voc" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_without_recompute_too(folder: Path) -> None:
+    settings = {"recompute__enable": False, "recompute__checkpoints": ["encoder.layer.*"]}
+    with pytest.raises(SelectionError, match=r"'encoder\.layer\.\*' matches no sublayer"):
+        Trainer(tiny(folder, **settings)).run()
+
+
+def test_recompute_changes_no_bit(folder: Path) -> None:
+    for enable in (True, False):
+        output = str(folder / f"recompute-{enable}")
+        Trainer(tiny(folder, recompute__enable=enable, train__output_dir=output)).run()
+    assert_same_run(folder / "recompute-True", folder / "recompute-False")
+
+
+def test_measuring_memory_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Trainer(tiny(folder, train__output_dir=str(folder / "measured"))).run()
+    monkeypatch.setattr(memory_probe, "measure_step", lambda *args, **options: 1)
+    Trainer(tiny(folder, train__output_dir=str(folder / "not-measured"))).run()
+    assert_same_run(folder / "measured", folder / "not-measured")
+
+
+def test_recompute_takes_less_memory_than_plain(folder: Path) -> None:
+    """In a process of its own: Paddle 2.6 knows only the peak since the process began."""
+    script = f"""
+import json
+from pathlib import Path
+from paddle_recompute.app.trainer import Trainer
+from tests.app.trainer.test_trainer import tiny
+shape = {{"model__num_layers": 6, "contrastive__global_batch": 32, "train__max_steps": 3}}
+shape |= {{"train__measure_plain": True}}
+record = Trainer(tiny(Path({str(folder)!r}), **shape)).run()
+print(json.dumps(record))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
+    assert run.returncode == 0, run.stderr[-3000:]
+    record = json.loads(run.stdout.splitlines()[-1])
+    assert record["peak_bytes"] < 0.7 * record["plain_peak_bytes"]
+
+
+def test_plain_step_that_does_not_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure_step(*args: Any, recompute: bool, **options: Any) -> int:
+        if not recompute:
+            paddle.ones([1 << 50])  # raises what Paddle raises where the memory is full
+        return 1 << 20
+
+    monkeypatch.setattr(memory_probe, "measure_step", measure_step)
+    record = Trainer(tiny(folder, train__max_steps=1, train__measure_plain=True)).run()
+    assert record["plain_peak_bytes"] is None
+    assert "1.0 MiB as configured, more than there is without" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"8 pairs per rank and micro-batch does not fit"):
+        Trainer(tiny(folder, recompute__enable=False, train__overwrite=True)).run()
+
+
+def test_plain_step_need_not_be_measured(folder: Path) -> None:
+    settings = {"train__measure_plain": False, "train__max_steps": 1}
+    assert Trainer(tiny(folder, **settings)).run()["plain_peak_bytes"] is None
+
+
+@pytest.mark.skipif(not _memory.can_reset_peak(), reason="needs the peak of a step alone")
+def test_peak_without_recompute_is_the_plain_one(folder: Path) -> None:
+    record = Trainer(tiny(folder, recompute__enable=False, train__max_steps=3)).run()
+    assert record["peak_bytes"] == pytest.approx(record["plain_peak_bytes"], rel=0.1)
+
+
+def test_same_pairs_however_many_micro_batches(folder: Path) -> None:
+    """The rows are compared: the weights differ, as a pair's negatives are its micro-batch."""
+    rows = []
+    for k_steps in (1, 4):
+        config = tiny(
+            folder,
+            strategy__gradient_merge=k_steps > 1,
+            strategy__gradient_merge_configs__k_steps=k_steps,
+        )
+        run = Trainer(config)
+        run._rank, run._world_size = 0, 1
+        loader = run._loader(run._prepare_data(None))
+        steps = list(batches_of(config, loader, 5, 9, None))
+        assert [(step, epoch) for step, epoch, _ in steps] == [(6, 0), (7, 0), (8, 1), (9, 1)]
+        assert all(len(micro_batches) == k_steps for _, _, micro_batches in steps)
+        rows.append(
+            [
+                paddle.concat([batch[side] for batch in micro_batches]).tolist()
+                for _, _, micro_batches in steps
+                for side in ("query", "positive")
+            ]
+        )
+    assert rows[0] == rows[1]
+
+
+def test_loss_that_is_no_number_stops_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = itertools.count(1)
+    sound_loss = ContrastiveLoss.forward
+
+    def forward(self: ContrastiveLoss, *vectors: Any, **named: Any) -> paddle.Tensor:
+        loss = sound_loss(self, *vectors, **named)
+        return loss * (float("nan") if next(losses) == 3 else 1.0)
+
+    monkeypatch.setattr(memory_probe, "measure_step", lambda *args, **options: 1)
+    monkeypatch.setattr(ContrastiveLoss, "forward", forward)
+    with pytest.raises(DivergenceError, match=r"step 3: the loss is nan"):
+        Trainer(tiny(folder, train__save_every=2, train__measure_plain=False)).run()
+    assert find_checkpoint(folder / "run" / "checkpoint").step == 2
+    assert [record["step"] for record in read_metrics(folder / "run" / "metrics.jsonl")] == [1, 2]
+
+
+# ----------------------------------------------------------------------------- mixed precision
+
+
+@pytest.mark.skipif(paddle.is_compiled_with_cuda(), reason="a CPU is meant")
+def test_mixed_precision_is_refused_on_a_cpu(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"would silently compute in float32.*strategy.amp: fal"):
+        Trainer(tiny(folder, strategy__amp=True)).run()
+    assert not (folder / "cache").exists()  # before anything else is done
+
+
+def test_mixed_precision_from_the_configuration(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forward passes of steps and of the last evaluation run in it; nothing is rounded here."""
+    levels = []
+
+    def noted_encode_texts(*args: Any, **options: Any) -> Any:
+        levels.append(str(_paddle.amp_state().level))
+        return encode_texts(*args, **options)
+
+    monkeypatch.setattr(trainer_module, "encode_texts", noted_encode_texts)
+    Trainer(tiny(folder, train__output_dir=str(folder / "plain"), train__max_steps=3)).run()
+    settings = {"strategy__amp": True, "strategy__amp_configs__dtype": "bfloat16"}
+    with pretended_gpu():
+        record = Trainer(tiny(folder, train__max_steps=3, **settings)).run()
+    assert_same_run(folder / "run", folder / "plain")
+    assert levels == ["AmpLevel.O0"] * 6 + ["AmpLevel.O1"] * 2
+    assert "Mixed precision: bfloat16, level O1" in capsys.readouterr().out
+    assert record["skipped_steps"] == 0
+    assert "loss_scale" not in read_metrics(folder / "run" / "metrics.jsonl")[0]
+
+
+FLOAT16 = {
+    "strategy__amp": True,
+    "strategy__amp_configs__init_loss_scaling": 2.0**18,
+    "strategy__amp_configs__decr_every_n_nan_or_inf": 1,
+    "strategy__amp_configs__decr_ratio": 0.5,
+    "strategy__amp_configs__incr_every_n_steps": 1,
+    "train__save_every": 4,
+}
+
+
+@pytest.fixture
+def float16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The vectors, and their gradients, go through float16."""
+
+    sound_loss = ContrastiveLoss.forward
+
+    def forward(
+        self: ContrastiveLoss, query: paddle.Tensor, positive: paddle.Tensor
+    ) -> paddle.Tensor:
+        return sound_loss(self, rounded(query), rounded(positive))
+
+    monkeypatch.setattr(ContrastiveLoss, "forward", forward)
+    with pretended_gpu():
+        yield
+
+
+def test_skipped_steps_are_told_and_resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], float16: None
+) -> None:
+    probed = []
+
+    class NotedTrainStep(objective.TrainStep):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            probed.append(options["amp"])
+            super().__init__(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objective, "TrainStep", NotedTrainStep)
+        whole = Trainer(tiny(folder, train__output_dir=str(folder / "whole"), **FLOAT16)).run()
+    # The step whose memory is measured must not be skipped, or AdamW would make no moments.
+    *measured, trained = probed
+    assert {(a.init_loss_scaling, a.use_dynamic_loss_scaling) for a in measured} == {(1, False)}
+    assert trained.init_loss_scaling == 2.0**18
+    shown = capsys.readouterr()
+    records = read_metrics(folder / "whole" / "metrics.jsonl")
+    skipped = [record["step"] for record in records if record["grad_norm"] is None]
+    assert skipped and len(skipped) < 10
+    assert skipped[0] == 1 and skipped[-1] > 4  # some before the checkpoint, some after
+    assert [r["skipped_steps"] for r in records] == [
+        sum(number <= step for number in skipped) for step in range(1, 11)
+    ]
+    assert records[0]["loss_scale"] == 2.0**18 and records[1]["loss_scale"] == 2.0**17
+    assert whole["skipped_steps"] == len(skipped)
+    assert shown.out.count(" is skipped: not finite in float16 with a loss scale of") == len(
+        skipped
+    )
+    assert "Step 1 is skipped" in shown.out
+    assert f"{len(skipped)} of the steps skipped" in (folder / "whole/report.html").read_text()
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, 6)
+        with pytest.raises(Interrupted):
+            Trainer(tiny(folder, **FLOAT16)).run()
+    resumed = Trainer(tiny(folder, train__resume=True, **FLOAT16)).run()
+    assert resumed["skipped_steps"] == whole["skipped_steps"]
+    assert_same_run(folder / "run", folder / "whole")
+    scales = [r["loss_scale"] for r in read_metrics(folder / "run" / "metrics.jsonl")]
+    assert scales == [r["loss_scale"] for r in records]
+
+
+def test_skipping_without_end_is_a_divergence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, float16: None
+) -> None:
+    monkeypatch.setattr(mixed_precision, "MAX_SKIPS_IN_A_ROW", 3)
+    settings = {**FLOAT16, "strategy__amp_configs__init_loss_scaling": 2.0**30}
+    with pytest.raises(DivergenceError, match=r"^step 3: 3 steps in a row had .*last checkpoint"):
+        Trainer(tiny(folder, **settings)).run()
+
+
+# ------------------------------------------------------------------------------------ the ranks
+
+
+def test_ranks_of_the_configuration_must_be_running(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is 2, and 1 rank is running.*launch.num_ranks=1"):
+        Trainer(tiny(folder, launch__num_ranks=2)).run()
+
+
+def test_output_folder_that_cannot_be_made(folder: Path) -> None:
+    (folder / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"train\.output_dir: .* cannot be made"):
+        Trainer(tiny(folder, train__output_dir=str(folder / "file" / "run"))).run()
+
+
+def test_too_few_pairs_for_one_step(folder: Path) -> None:
+    with pytest.raises(DataError, match="global_batch"):
+        Trainer(tiny(folder, contrastive__global_batch=64)).run()
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "num_epochs", "expected"), [(5, None, 5), (None, 2, 14), (5, 2, 5), (99, 2, 14)]
+)
+def test_total_steps(
+    folder: Path, max_steps: int | None, num_epochs: int | None, expected: int
+) -> None:
+    config = tiny(
+        folder,
+        train__max_steps=max_steps,
+        train__num_epochs=num_epochs,
+    )
+    assert total_steps(config, 7) == expected
+
+
+def test_every_step_and_rank_has_masks_of_its_own() -> None:
+    seeds = {
+        step_seed(seed, step, rank) for seed in range(3) for step in range(50) for rank in range(4)
+    }
+    assert len(seeds) == 3 * 50 * 4
+    assert step_seed(1, 2, 3) == step_seed(1, 2, 3)
+
+
+ON_TWO_RANKS = {"train__decay": "constant", "sync__compression": "bf16"}
+
+
+def train_on_two_ranks(folder: str) -> list[dict[str, Any]]:
+    """A run that is interrupted after step 4 and resumed, and one that is not; see what is said."""
+    settings = {"launch__num_ranks": 2, **ON_TWO_RANKS}
+    whole = str(Path(folder) / "whole")
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        records = [
+            Trainer(tiny(Path(folder), **settings, **changes)).run()
+            for changes in (
+                {"train__max_steps": 4},
+                {"train__max_steps": 6, "train__resume": True},
+                {"train__max_steps": 6, "train__output_dir": whole},
+                {"train__max_steps": 6, "train__output_dir": whole, "train__resume": True},
+            )
+        ]
+    return [{**record, "shown": shown.getvalue()} for record in records]
+
+
+def test_two_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = run_ranks(train_on_two_ranks, 2, folder=str(folder))
+    assert "20 held-out queries" in first[0].pop("shown")
+    assert second[0].pop("shown") == ""
+    assert first[0] == second[0]
+    assert first[0]["world_size"] == 2
+    assert first[0]["pool_size"] == 50
+    assert_same_run(folder / "run", folder / "whole")
+    for key in ("recall@1", "mrr", "untrained_mrr", "loss"):
+        assert first[1][key] == first[2][key]
+    assert {**first[3], "shown": None} == {**first[2], "shown": None}  # kept, by both ranks
+    of_two = checkpoint_files(folder / "run")
+    # Gone on with by one rank, which does not owe what two ranks owe.
+    Trainer(tiny(folder, train__max_steps=7, train__resume=True, **ON_TWO_RANKS)).run()
+    assert "2 ranks saved the bfloat16 rounding errors of their" in capsys.readouterr().out
+    of_one = checkpoint_files(folder / "run")
+    assert of_two - of_one == {"sync_rank0.safetensors", "sync_rank1.safetensors"}
+
+
+def checkpoint_files(output_dir: Path) -> set[str]:
+    return {file.name for file in find_checkpoint(output_dir / "checkpoint").folder.iterdir()}

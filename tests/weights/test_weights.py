@@ -1,0 +1,320 @@
+"""Weights come back bit by bit, whole or not at all, and a wrong file is told what is wrong."""
+
+from __future__ import annotations
+
+import json
+import stat
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from paddle_recompute.errors import CheckpointError
+from paddle_recompute.weights import _pdparams, load_weights, save_weights
+from paddle_recompute.weights import weights as weights_module
+
+Array = NDArray[Any]
+SUFFIXES = [".pdparams", ".safetensors"]
+
+
+class Small(paddle.nn.Layer):
+    """Two matrices, a scalar and an integer buffer; another seed gives other values."""
+
+    def __init__(self, seed: int, width: int = 4) -> None:
+        super().__init__()
+        paddle.seed(seed)
+        self.first = paddle.nn.Linear(3, width)
+        self.second = paddle.nn.Linear(width, 2)
+        self.scale = self.create_parameter(
+            [], default_initializer=paddle.nn.initializer.Constant(1.5 + seed)
+        )
+        self.register_buffer("steps", paddle.to_tensor([seed, 7], dtype="int64"))
+
+
+def bits(model: paddle.nn.Layer) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Type, shape and bytes of everything that a file holds."""
+    return {
+        name: (str(tensor.dtype), tuple(tensor.shape), tensor.numpy().tobytes())
+        for name, tensor in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_weights_come_back_bit_by_bit(tmp_path: Path, suffix: str, dtype: str) -> None:
+    saved, loaded = Small(1), Small(2)
+    saved.to(dtype=dtype)
+    loaded.to(dtype=dtype)
+    assert bits(saved) != bits(loaded)
+    save_weights(saved, tmp_path / f"model{suffix}")
+    load_weights(loaded, str(tmp_path / f"model{suffix}"))
+    assert len(bits(loaded)) == 6
+    assert bits(loaded) == bits(saved)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_numbers_that_are_rare_come_back_too(tmp_path: Path, suffix: str) -> None:
+    saved, loaded = Small(1), Small(2)
+    rare = [np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4e38, 0.1, -1.0]
+    saved.second.weight.set_value(np.array(rare, np.float32).reshape(4, 2))
+    save_weights(saved, tmp_path / f"model{suffix}")
+    load_weights(loaded, tmp_path / f"model{suffix}")
+    assert bits(loaded) == bits(saved)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_weights_take_the_type_of_the_model(tmp_path: Path, suffix: str) -> None:
+    saved, loaded = Small(1), Small(2)
+    loaded.to(dtype="bfloat16")
+    save_weights(saved, tmp_path / f"model{suffix}")
+    load_weights(loaded, tmp_path / f"model{suffix}")
+    saved.to(dtype="bfloat16")
+    assert bits(loaded) == bits(saved)
+
+
+def test_paddle_reads_our_pdparams_and_we_read_paddles(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.pdparams", tmp_path / "theirs.pdparams"
+    saved, loaded = Small(1), Small(2)
+    save_weights(saved, ours)
+    loaded.set_state_dict(paddle.load(str(ours)))
+    assert bits(loaded) == bits(saved)
+    paddle.save(Small(3).state_dict(), str(theirs))
+    load_weights(loaded, theirs)
+    assert bits(loaded) == bits(Small(3))
+
+
+def test_others_read_our_safetensors(tmp_path: Path) -> None:
+    model = Small(1)
+    save_weights(model, tmp_path / "model.safetensors")
+    found = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_array_equal(found[name], tensor.numpy())
+        assert found[name].shape == tuple(tensor.shape)
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    """By the format's description: length of the header, header in JSON, bytes."""
+    header, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        offsets = [len(data), len(data) + len(content)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        data += content
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_bfloat16_of_others_is_read(tmp_path: Path) -> None:
+    model = paddle.nn.Linear(2, 2)
+    content = np.array([0x3F80, 0xC000, 0x3E80, 0x0000], "<u2").tobytes()
+    bias = np.array([0x4040, 0x3F00], "<u2").tobytes()
+    write_safetensors(
+        tmp_path / "other.safetensors",
+        {"weight": ("BF16", [2, 2], content), "bias": ("BF16", [2], bias)},
+    )
+    load_weights(model, tmp_path / "other.safetensors")
+    assert model.weight.dtype == paddle.float32
+    np.testing.assert_array_equal(model.weight.numpy(), [[1.0, -2.0], [0.25, 0.0]])
+    np.testing.assert_array_equal(model.bias.numpy(), [3.0, 0.5])
+
+
+def test_a_wrapper_for_data_parallel_leaves_no_trace(tmp_path: Path) -> None:
+    model, loaded = Small(1), Small(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "not in a parallel environment"
+        parallel = paddle.DataParallel(model)
+        other = paddle.DataParallel(loaded)
+    save_weights(parallel, tmp_path / "model.pdparams")
+    load_weights(other, tmp_path / "model.pdparams")
+    assert bits(loaded) == bits(model)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_fault_is_named_and_nothing_is_loaded(tmp_path: Path, suffix: str) -> None:
+    saved = Small(1, width=5)
+    saved.third = paddle.nn.Linear(2, 2)
+    del saved.scale
+    saved.register_buffer("steps", paddle.to_tensor([1.0, 7.0]))
+    save_weights(saved, tmp_path / f"model{suffix}")
+    model = Small(2)
+    before = bits(model)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(model, tmp_path / f"model{suffix}")
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/model{suffix}: does not fit the model; missing: scale;")
+    for part in (
+        "missing: scale;",
+        "unexpected: third",
+        "first.weight [3, 5] (the model: [3, 4])",
+        "first.bias [5] (the model: [4])",
+        "second.weight [5, 2] (the model: [4, 2])",
+        "floating point where the model has integers: steps.",
+        "Build the model with the dimensions that the file was saved with",
+    ):
+        assert part in message
+    for fits in ("second.bias", "third.weight [", "scale ["):
+        assert fits not in message
+    assert bits(model) == before
+
+
+def test_where_only_names_differ_no_dimensions_are_to_be_changed(tmp_path: Path) -> None:
+    model, other = Small(1), Small(2)
+    other.third = other.second
+    del other.second
+    save_weights(other, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: second.*The names differ") as caught:
+        load_weights(model, tmp_path / "model.safetensors")
+    assert "dimensions" not in str(caught.value)
+
+
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    save_weights(paddle.nn.Linear(2, 2), tmp_path / "model.pdparams")
+    many = paddle.nn.LayerList([paddle.nn.Linear(2, 2) for _ in range(6)])
+    with pytest.raises(CheckpointError, match=r"missing: 0\.weight, .*2\.weight and 7 more; unexp"):
+        load_weights(many, tmp_path / "model.pdparams")
+
+
+def damaged_versions(content: bytes) -> dict[str, bytes]:
+    random = np.random.default_rng(0)
+    versions = {
+        "empty": b"",
+        "a web page": b"<html><body>404</body></html>" * 20,
+        "zeros": bytes(len(content)),
+    }
+    for length in (1, 2, 7, 40, len(content) // 2, len(content) - 1):
+        versions[f"first {length} bytes"] = content[:length]
+    for number in range(40):
+        changed = bytearray(content)
+        # The first bytes hold names and shapes: what stands behind is numbers, all of them valid.
+        for place in random.integers(0, 60, 8):
+            changed[place] = random.integers(256)
+        versions[f"changed bytes, {number}"] = bytes(changed)
+    return versions
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_damaged_file_is_refused(tmp_path: Path, suffix: str) -> None:
+    model = Small(1)
+    before = bits(model)
+    whole, file = tmp_path / f"whole{suffix}", tmp_path / f"damaged{suffix}"
+    save_weights(Small(2), whole)
+    for name, content in damaged_versions(whole.read_bytes()).items():
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            load_weights(model, file)
+        message = str(caught.value)
+        assert message.startswith(f"{file}: "), name
+        assert "\n" not in message, name
+        assert bits(model) == before, name
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("no attribute 'x'"),
+        IndexError("list index out of range"),
+        KeyError("x"),
+        MemoryError(),
+        OverflowError("too large"),
+        TypeError("'NoneType' object is not callable"),
+        ValueError("cannot parse\nand more lines"),
+    ],
+    ids=repr,
+)
+def test_whatever_a_damaged_pickle_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def damaged(*_: object, **__: object) -> None:
+        raise error
+
+    save_weights(Small(1), tmp_path / "model.pdparams")
+    monkeypatch.setattr(_pdparams, "_finished", damaged)
+    with pytest.raises(
+        CheckpointError, match=r"is damaged, or is not a \.pdparams file \([^\n]+\)$"
+    ):
+        load_weights(Small(1), tmp_path / "model.pdparams")
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "other.pdparams"
+    for content in ([1, 2, 3], {"weight": {"nested": 1}}, {"weight": "text"}):
+        paddle.save(content, str(file))
+        with pytest.raises(CheckpointError, match="contains no weights"):
+            load_weights(Small(1), file)
+
+
+def test_types_that_no_layer_has_are_refused(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "m.safetensors", {"weight": ("U16", [1], b"\x01\x00")})
+    with pytest.raises(CheckpointError, match=r"types that Paddle's layers do not have: weight \("):
+        load_weights(paddle.nn.Linear(1, 1), tmp_path / "m.safetensors")
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.pdparams: there is no such file"):
+        load_weights(Small(1), tmp_path / "none.pdparams")
+    (tmp_path / "folder.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match="this folder holds none of"):
+        load_weights(Small(1), tmp_path / "folder.safetensors")
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model", "model.PDPARAMS"])
+def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
+    for action in (save_weights, load_weights):
+        with pytest.raises(CheckpointError, match=r"allowed are \.pdparams and \.safetensors"):
+            action(Small(1), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_write_that_fails_leaves_what_was_there(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / f"model{suffix}"
+    save_weights(Small(1), file)
+    before = file.read_bytes()
+
+    def half(path: Path | str, *_: object) -> None:
+        with Path(path).open("wb") as unfinished:
+            unfinished.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(weights_module.paddle, "save", lambda state, path: half(path))
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(No space left on device\)"):
+        save_weights(Small(2), file)
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_who_reads_the_old_file_is_not_disturbed(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"model{suffix}"
+    save_weights(Small(1), file)
+    before = file.read_bytes()
+    with file.open("rb") as reader:
+        save_weights(Small(2), file)
+        assert reader.read() == before
+    assert file.read_bytes() != before
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_new_file_lies_in_a_new_folder_and_others_may_read_it(
+    tmp_path: Path, suffix: str
+) -> None:
+    file = tmp_path / "a" / "b" / f"model{suffix}"
+    save_weights(Small(1), file)
+    (tmp_path / "plain").touch()
+    expected = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    assert stat.S_IMODE(file.stat().st_mode) == expected
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_weights(Small(1), tmp_path / "file" / "model.pdparams")
