@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import gc
 import inspect
+import math
 import os
 import random
 import re
@@ -180,6 +181,40 @@ def test_batch_norm_writes_statistics_and_raises_no_version() -> None:
     assert (mean.inplace_version, variance.inplace_version) == versions
     assert float(mean.abs().sum()) > 0
     assert written_by(lambda: normalize(False)) == []
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW"])
+def test_optimizer_create_param_lr(kind: str) -> None:
+    """At rate 0, with a gradient of 0, these optimizers leave a parameter as it is, bit by bit."""
+    layer = paddle.nn.Linear(3, 3)
+    optimizer = getattr(paddle.optimizer, kind)(0.1, parameters=layer.parameters())
+    assert _paddle.stands_still_at_rate_0(optimizer)
+
+    def step(rate: float, gradient: float) -> Any:
+        for parameter in layer.parameters():
+            parameter.grad = paddle.full_like(parameter, gradient)
+        with _paddle.learning_rate_times(optimizer, paddle.to_tensor(rate)):
+            optimizer.step()
+        return [parameter.numpy().tobytes() for parameter in layer.parameters()]
+
+    moved, stood = step(1.0, 0.5), step(0.0, 0.0)
+    assert moved == stood
+    assert step(1.0, 0.0) != stood or kind == "SGD"
+    assert "_create_param_lr" not in vars(optimizer)
+    assert not _paddle.stands_still_at_rate_0(
+        paddle.optimizer.RMSProp(0.1, parameters=[layer.bias])
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_update_loss_scaling(dtype: str) -> None:
+    """Zeros into all tensors where a condition of one element is true; else nothing."""
+    tensors = [paddle.to_tensor([1.0, math.nan, -2.0]).astype(dtype) for _ in range(2)]
+    before = [tensor.astype("float32").numpy().tobytes() for tensor in tensors]
+    _paddle.zero_if(paddle.to_tensor(False), tensors)
+    assert [tensor.astype("float32").numpy().tobytes() for tensor in tensors] == before
+    _paddle.zero_if(paddle.to_tensor(True), tensors)
+    assert all(not tensor.astype("float32").numpy().any() for tensor in tensors)
 
 
 def test_optimizer_create_optimization_pass() -> None:

@@ -96,6 +96,9 @@ from paddle_recompute._paddle.translation import (
 from paddle_recompute._paddle.updates import (
     clips_gradients,
     keeps_master_weights,
+    learning_rate_times,
+    stands_still_at_rate_0,
+    zero_if,
 )
 from paddle_recompute._paddle.version import (
     NEWEST_KNOWN,
@@ -152,6 +155,7 @@ __all__ = [
     "keeps_main_grad",
     "keeps_master_weights",
     "layout_of",
+    "learning_rate_times",
     "leaves_with_hooks",
     "make_device_group",
     "make_gloo_group",
@@ -174,6 +178,7 @@ __all__ = [
     "set_own_parameters",
     "set_translator",
     "shares_memory",
+    "stands_still_at_rate_0",
     "statistics_among_parameters",
     "store_await",
     "store_publish",
@@ -183,4 +188,5 @@ __all__ = [
     "watch_writes",
     "with_layout",
     "without_own_flags",
+    "zero_if",
 ]

@@ -1,8 +1,93 @@
-"""What no public attribute of an optimizer tells."""
+"""An optimizer's step that a tensor on the device can turn into none.
+
+Paddle's own way, ``optimizer._set_auxiliary_var("found_inf", tensor)``, reads the tensor on the
+host in dygraph (2.6, 3.x): ``Optimizer`` asks ``if found_inf``, Adam and AdamW hand it to their
+kernels in a Program alone, and there the kernels of GPUs copy it to the host, once for each
+parameter.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import paddle
+
+_STILL_AT_RATE_0 = (
+    paddle.optimizer.SGD,
+    paddle.optimizer.Momentum,
+    paddle.optimizer.Adam,
+    paddle.optimizer.AdamW,
+)
+
+
+def stands_still_at_rate_0(optimizer: Any) -> bool:
+    """Whether `optimizer` leaves parameters alone at learning rate 0 with gradients of 0.
+
+    Not of a subclass, which may do anything; nor of RMSProp, whose momentum has the rate in it.
+    """
+    return type(optimizer) in _STILL_AT_RATE_0
+
+
+@contextlib.contextmanager
+def learning_rate_times(optimizer: Any, factor: paddle.Tensor) -> Iterator[None]:
+    """Inside, ``optimizer.step`` multiplies its learning rates by `factor`, on the device.
+
+    ``Optimizer._create_param_lr`` (2.6, 3.x) returns the rate of a parameter as a tensor. Can go
+    when an optimizer takes a tensor that says whether to update, and does not read it.
+
+    Args:
+        optimizer: One that `stands_still_at_rate_0`.
+        factor: One number.
+    """
+    rate_of = optimizer._create_param_lr
+    known: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
+
+    def scaled(param_and_grad: Any) -> paddle.Tensor:
+        rate = rate_of(param_and_grad)
+        if id(rate) not in known:
+            known[id(rate)] = rate, rate * factor.astype(rate.dtype)
+        return known[id(rate)][1]
+
+    optimizer._create_param_lr = scaled
+    try:
+        yield
+    finally:
+        del optimizer._create_param_lr
+
+
+@paddle.no_grad()
+def zero_if(condition: paddle.Tensor, tensors: Sequence[paddle.Tensor]) -> None:
+    """Write zeros into `tensors` where `condition` is true, on the device; else they stay as they
+    are.
+
+    ``_C_ops.update_loss_scaling_`` (2.6, 3.x) does this to the gradients of a step that overflowed,
+    before it moves the scale, which is left out here. On a CPU it makes no pass over them, where
+    ``paddle.where`` takes more time than AdamW. It has kernels for CPUs and GPUs; where Paddle runs
+    the kernel of the CPU for another device, the zeros stay on the host (seen with the simulated
+    one). Can go when a public in-place operator takes a condition of one element.
+
+    Args:
+        condition: Bool, one element.
+        tensors: Of floating dtypes.
+    """
+    by_dtype: dict[Any, list[paddle.Tensor]] = {}
+    for tensor in tensors:
+        place, is_half = tensor.place, tensor.dtype in (paddle.float16, paddle.bfloat16)
+        has_kernel = place.is_gpu_place() or (place.is_cpu_place() and not is_half)
+        if not has_kernel:
+            wide = tensor.astype("float32") if is_half else tensor
+            wide = paddle.where(condition, paddle.zeros_like(wide), wide)
+            paddle.assign(wide.astype(tensor.dtype) if is_half else wide, tensor)
+        else:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, alike in by_dtype.items():
+        scale = paddle.ones([1], dtype)
+        good, bad = paddle.zeros([1], "int32"), paddle.zeros([1], "int32")
+        paddle._C_ops.update_loss_scaling_(
+            alike, condition.reshape([1]), scale, good, bad, 1, 1, 1.0, 1.0, True
+        )
 
 
 def clips_gradients(optimizer: Any) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 OF_LOSS = "loss/"
@@ -13,15 +12,15 @@ NOT_UPDATED = "not_updated"
 """``"pooler.weight:not_updated"`` in an optimizer state: never updated, so it has no moments."""
 
 
-@dataclass(frozen=True)
 class StepResult:
     """What one optimizer step did.
 
-    Attributes:
-        loss: Mean loss over the examples of all micro-batches and ranks.
-        grad_norm: Euclidean norm of the synchronized gradient of all parameters that the optimizer
-            updates, without the loss scale and before clipping. Computed in float32; in float64
-            where one of the gradients is.
+    Loss and norm stay on the device until one of them is looked at: that waits for the device to
+    have made the step. They are of this step, however many have been made since.
+
+    Args:
+        loss: See the attribute.
+        grad_norm: See the attribute.
         seconds: Wall-clock time of ``forward_backward``, ``sync`` (what of it came after the
             backward; 0 in a single process) and ``update``. On a device, which computes while the
             host goes on, that of putting the work into its queue.
@@ -30,11 +29,67 @@ class StepResult:
         loss_scale: What the loss was multiplied with; None where it is not scaled.
     """
 
-    loss: float
-    grad_norm: float
-    seconds: dict[str, float]
-    skipped: bool = False
-    loss_scale: float | None = None
+    def __init__(
+        self,
+        loss: float | None,
+        grad_norm: float | None,
+        seconds: dict[str, float],
+        skipped: bool = False,
+        loss_scale: float | None = None,
+    ) -> None:
+        self._figures = None if loss is None or grad_norm is None else (loss, grad_norm)
+        self._read: Callable[[], tuple[float, float]] | None = None
+        self.seconds = seconds
+        self.skipped = skipped
+        self.loss_scale = loss_scale
+
+    @classmethod
+    def unread(
+        cls, read: Callable[[], tuple[float, float]], seconds: dict[str, float]
+    ) -> StepResult:
+        """Loss and norm are what `read` returns, which is called when one is looked at."""
+        result = cls(None, None, seconds)
+        result._read = read
+        return result
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the examples of all micro-batches and ranks.
+
+        Raises:
+            DivergenceError: It is not finite, or the norm is not, in this step or in one before
+                that nobody has looked at.
+        """
+        return self._known()[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """Euclidean norm of the synchronized gradient of all parameters that the optimizer
+        updates, without the loss scale and before clipping. Computed in float32; in float64 where
+        one of the gradients is.
+
+        Raises:
+            DivergenceError: As `loss` does.
+        """
+        return self._known()[1]
+
+    def __repr__(self) -> str:
+        shown = "" if self._figures is None else "loss={}, grad_norm={}, ".format(*self._figures)
+        return (
+            f"StepResult({shown}seconds={self.seconds}, skipped={self.skipped}, "
+            f"loss_scale={self.loss_scale})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The numbers, read now: another process cannot look at the device of this one."""
+        self._known()
+        return self.__dict__
+
+    def _known(self) -> tuple[float, float]:
+        if self._figures is None:
+            assert self._read is not None
+            self._figures, self._read = self._read(), None
+        return self._figures
 
 
 class Step(Protocol):

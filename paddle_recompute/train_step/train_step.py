@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,12 @@ import paddle
 from paddle_recompute import _paddle
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
-from paddle_recompute.errors import ConfigError, DivergenceError
+from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode
 from paddle_recompute.offload import Finishing, OffloadOptimizer
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
+from paddle_recompute.train_step.clipping import scale_to_norm
 from paddle_recompute.train_step.mixed_precision import MixedPrecision, to_float32
 from paddle_recompute.train_step.optimizer_state import (
     set_state_of,
@@ -35,6 +37,7 @@ from paddle_recompute.train_step.parameters import (
     warn_of_not_updated,
 )
 from paddle_recompute.train_step.step import StepResult
+from paddle_recompute.train_step.unread_steps import Outcome, UnreadSteps, divergence
 
 
 class TrainStep:
@@ -64,9 +67,11 @@ class TrainStep:
        not, neither, on any rank,
     7. the loss scale moves.
 
-    Reading a number of a device makes the host wait for all that the device has to do: a step reads
-    once, loss and norm together, after its backward. Several ranks wait once for each other, at the
-    end of the backward, for the small collective in which they agree.
+    Reading a number of a device makes the host wait for all that the device has to do. With SGD,
+    Momentum, Adam or AdamW, a step reads none (the first one and every 64th does): clipping and the
+    decision of 6. stay on the device, and loss and norm do until the result is looked at. With a
+    loss scale or with another optimizer it reads once. Several ranks wait once for each other, at
+    the end of the backward, for the small collective in which they agree.
 
     Examples:
         >>> import paddle
@@ -180,6 +185,7 @@ class TrainStep:
         self._accumulate_steps = accumulate_steps
         self._clip_grad_norm = clip_grad_norm
         self._num_examples = num_examples or self._backward.count
+        self._unread = UnreadSteps(self._backward.explain)
 
     @ends_all_ranks()
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
@@ -199,7 +205,9 @@ class TrainStep:
                 that `sync` does not synchronize, a gradient is sparse, or gradients are switched
                 off.
             DivergenceError: Loss or gradient is not finite, without a loss scale or even after it
-                was lowered. The parameters are unchanged.
+                was lowered. The parameters are unchanged. Where nothing is read in a step, this
+                comes when the result is looked at, in `state_dict`, or 64 steps later; neither the
+                step nor those after it have changed the parameters then.
             RecomputeError: `grad_cache` has found another number in a second forward; likewise.
         """
         if len(micro_batches) != self._accumulate_steps:
@@ -233,6 +241,8 @@ class TrainStep:
             )
         last = self._accumulate_steps - 1
         losses = []
+        loss = norm = math.nan
+        finite = True
         try:
             for place, micro_batch in enumerate(micro_batches):
                 divisor = self._sync.report.divisor = divisors[place]
@@ -246,12 +256,14 @@ class TrainStep:
             timeline = self._sync.timeline
             computed = timeline.backward_ended if timeline is not None else synchronized
             agreed = self._sync.agreed
-            loss, norm = _read(losses, divisors, self._unscale(), agreed.loss if agreed else None)
-            finite = self._is_finite_everywhere(loss, norm)
-            if finite:
-                self._update(norm)
+            outcome = Outcome(losses, divisors, self._unscale(), agreed.loss if agreed else None)
+            must_read = self._must_read
+            if must_read:
+                loss, norm = outcome.read()
+                finite = self._is_finite_everywhere(loss, norm)
+                self._update_if(finite, loss, norm)
             else:
-                self._leave_out(loss, norm)
+                self._update_on_device(outcome)
         finally:  # of a step that failed, too: the next one would add to them
             self._clear_gradients()
         if self._scaler is not None and loss_scale is not None:
@@ -262,7 +274,10 @@ class TrainStep:
             "sync": synchronized - computed,
             "update": time.perf_counter() - synchronized,
         }
-        return StepResult(loss, norm, seconds, not finite, loss_scale)
+        if must_read:
+            return StepResult(loss, norm, seconds, not finite, loss_scale)
+        self._unread.look_at_times()
+        return StepResult.unread(functools.partial(self._unread.look_at, outcome), seconds)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The mixed precision of the forward pass, for an evaluation of the model; without `amp`
@@ -286,7 +301,9 @@ class TrainStep:
         Raises:
             CheckpointError: The optimizer updates a parameter that is neither of `model` nor of
                 `loss`; or it has only a part of its state, as under fleet's sharding.
+            DivergenceError: A step was not finite that nobody has looked at.
         """
+        self._unread.look()
         moments = state_of(
             self._optimizer,
             structured_parameters(self._model, self._loss),
@@ -373,6 +390,17 @@ class TrainStep:
         ]
         return paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
 
+    @property
+    def _must_read(self) -> bool:
+        """Whether the host must know loss and norm before it can go on: for the next loss scale,
+        or to leave out the step of an optimizer that would change parameters all the same.
+        """
+        return (
+            self._scaler is not None
+            or self._offloaded is not None
+            or not _paddle.stands_still_at_rate_0(self._optimizer)
+        )
+
     def _is_finite_everywhere(self, loss: float, norm: float) -> bool:
         """With a loss scale the ranks make sure of it: a step that one of them skipped alone would
         move the scales apart for good.
@@ -383,27 +411,41 @@ class TrainStep:
         return mean_over_ranks(float(finite), self._sync.group) == 1
 
     @paddle.no_grad()
-    def _update(self, norm: float) -> None:
-        """Clip by `norm`, and update."""
-        if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
-            for gradient in self._gradients():
-                gradient.scale_(self._clip_grad_norm / norm)
-            if self._offloaded is not None:
-                self._offloaded.scale_gradients(self._clip_grad_norm / norm)
-        self._note_updated()
-        self.is_updating = True
-        self._optimizer.step()
-        self.is_updating = False
-
-    def _leave_out(self, loss: float, norm: float) -> None:
-        """Leave the parameters alone; an error where the loss scale is not what is wrong."""
+    def _update_if(self, finite: bool, loss: float, norm: float) -> None:
+        """Clip and update, or leave the parameters alone."""
+        if finite:
+            if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
+                for gradient in self._gradients():
+                    gradient.scale_(self._clip_grad_norm / norm)
+                if self._offloaded is not None:
+                    self._offloaded.scale_gradients(self._clip_grad_norm / norm)
+            self._note_updated()
+            self.is_updating = True
+            self._optimizer.step()
+            self.is_updating = False
+            return
         self._backward.explain()
         if self._scaler is None:
-            raise DivergenceError(
-                f"the loss is {loss} and the gradient norm {norm}; the parameters are as they were "
-                "before this step. Lower the learning rate, lengthen its warm-up, or set "
-                "clip_grad_norm"
-            )
+            raise divergence(loss, norm)
+
+    @paddle.no_grad()
+    def _update_on_device(self, outcome: Outcome) -> None:
+        """The same without the host: bit by bit, as long as the step is finite.
+
+        Where it is not, the parameters stay, and the optimizer's moments decay as with a gradient
+        of 0.
+        """
+        finite = self._unread.add(outcome)
+        gradients = self._gradients()
+        _paddle.zero_if(paddle.logical_not(finite), gradients)
+        if self._clip_grad_norm is not None:
+            scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)
+        rate = finite.astype("float32").reshape([])
+        self._note_updated()
+        with _paddle.learning_rate_times(self._optimizer, rate):
+            self.is_updating = True
+            self._optimizer.step()
+            self.is_updating = False
 
     def _note_updated(self) -> None:
         """Remember what the optimizer updates, and so has moments of; free once it is all."""
@@ -433,27 +475,3 @@ class TrainStep:
             "the loss scale": self._scaler.scale if self._scaler is not None else None,
             "the learning rate": rate if isinstance(rate, (int, float)) else None,
         }
-
-
-@paddle.no_grad()
-def _read(
-    losses: Sequence[paddle.Tensor],
-    divisors: Sequence[float],
-    norm: paddle.Tensor,
-    agreed: paddle.Tensor | None,
-) -> tuple[float, float]:
-    """(loss, norm): waits for the device, once.
-
-    Args:
-        losses: Of each micro-batch of this rank, one number.
-        divisors: What each of them counts less than its value.
-        norm: Of the gradient, one number.
-        agreed: The loss of all ranks, if there are several; float64, ``[1]``.
-    """
-    known = losses if agreed is None else [agreed]
-    parts = [part.astype("float64").reshape([1]) for part in (*known, norm)]
-    *values, last = paddle.concat(parts).tolist()
-    if agreed is not None:
-        return values[0], last
-    # On the host, in float64: the sum of K losses has the bits that it has always had.
-    return float(sum(one / by for one, by in zip(values, divisors, strict=True))), last

@@ -14,7 +14,7 @@ from paddle_recompute import ContrastiveLoss, GradCache, recompute
 from paddle_recompute.errors import DivergenceError, RecomputeError
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.replay import is_recomputing
-from paddle_recompute.train_step import TrainStep
+from paddle_recompute.train_step import TrainStep, unread_steps
 from tests.host_reads import counted
 from tests.train_step.half_precision import pretended_gpu, rounded
 
@@ -108,6 +108,46 @@ def test_a_read_in_the_loss_is_counted(num_micro_batches: int) -> None:
 # -------------------------------------------------------------------------------------- 0 reads
 
 
+@pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "recompute"])
+@pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_a_step_reads_nothing(
+    num_micro_batches: int, optimizer: str, clip: float | None, recomputes: bool
+) -> None:
+    model = net(recomputes=recomputes)
+    step = step_of(model, optimizer, accumulate_steps=num_micro_batches, clip_grad_norm=clip)
+    step([batch(k) for k in range(num_micro_batches)])  # the first one is looked at
+    with counted() as reads:
+        results = [step([batch(k) for k in range(num_micro_batches)]) for _ in range(STEPS)]
+    assert reads.where == []
+    with counted() as reads:
+        losses = [result.loss for result in reversed(results)]
+        norms = [result.grad_norm for result in results]
+    assert reads.count == 1  # the look at the last of them takes the others along
+    assert all(map(math.isfinite, losses + norms))
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_a_step_with_a_gradient_cache_reads_nothing(
+    num_micro_batches: int, tile: int | None
+) -> None:
+    model = net()
+    loss = ContrastiveLoss(0.1, tile=tile, learnable_temperature=True)
+    cache = GradCache(model, loss, chunk_size=2)
+    optimizer = paddle.optimizer.AdamW(parameters=[*model.parameters(), *loss.parameters()])
+    step = TrainStep(
+        model, optimizer, grad_cache=cache, accumulate_steps=num_micro_batches, clip_grad_norm=0.1
+    )
+    pairs = [(batch(k), batch(k + 9)) for k in range(num_micro_batches)]
+    step(pairs)
+    with counted() as reads:
+        results = [step(pairs) for _ in range(STEPS)]
+    assert reads.where == []
+    assert results[0].loss > results[-1].loss
+
+
 def test_a_gradient_cache_alone_reads_nothing() -> None:
     cache = GradCache(net(recomputes=True), ContrastiveLoss(0.1), chunk_size=2)
     cache.backward(batch(1), batch(2))
@@ -147,22 +187,6 @@ def test_a_step_in_float16_reads_once(num_micro_batches: int) -> None:
     assert reads.count == 1
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "recompute"])
-@pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_a_step_reads_once(
-    num_micro_batches: int, optimizer: str, clip: float | None, recomputes: bool
-) -> None:
-    model = net(recomputes=recomputes)
-    step = step_of(model, optimizer, accumulate_steps=num_micro_batches, clip_grad_norm=clip)
-    step([batch(k) for k in range(num_micro_batches)])
-    with counted() as reads:
-        result = step([batch(k) for k in range(num_micro_batches)])
-        assert math.isfinite(result.loss + result.grad_norm)
-    assert reads.count == 1
-
-
 def test_a_step_with_another_optimizer_reads_once() -> None:
     step = step_of(net(), "RMSProp")
     with counted() as reads:
@@ -171,22 +195,38 @@ def test_a_step_with_another_optimizer_reads_once() -> None:
     assert reads.count == 2
 
 
-@pytest.mark.parametrize("tile", [None, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_a_step_with_a_gradient_cache_reads_once(num_micro_batches: int, tile: int | None) -> None:
-    model = net()
-    loss = ContrastiveLoss(0.1, tile=tile, learnable_temperature=True)
-    cache = GradCache(model, loss, chunk_size=2)
-    optimizer = paddle.optimizer.AdamW(parameters=[*model.parameters(), *loss.parameters()])
-    step = TrainStep(
-        model, optimizer, grad_cache=cache, accumulate_steps=num_micro_batches, clip_grad_norm=0.1
-    )
-    pairs = [(batch(k), batch(k + 9)) for k in range(num_micro_batches)]
-    first = step(pairs)
-    with counted() as reads:
-        results = [step(pairs) for _ in range(STEPS)]
-    assert reads.count == STEPS
-    assert first.loss > results[-1].loss
+# ------------------------------------------------------------------------------------ same bits
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_read_does_not_change_the_numbers(
+    optimizer: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that decides on the device, against the one that decides on the host."""
+    found = []
+    for on_host in (False, True):
+        monkeypatch.setattr(TrainStep, "_must_read", on_host)
+        model = net()
+        step = step_of(model, optimizer, accumulate_steps=2, clip_grad_norm=clip)
+        results = [step([batch(2 * k), batch(2 * k + 1)]) for k in range(4)]
+        values = [parameter.numpy().tobytes() for parameter in model.parameters()]
+        found.append(([(result.loss, result.grad_norm) for result in results], values))
+    assert found[0] == found[1]
+
+
+def test_a_result_holds_the_values_of_its_step() -> None:
+    at_once, later = [], []
+    step = step_of(net())
+    for k in range(4):
+        result = step([batch(k)])
+        at_once.append((result.loss, result.grad_norm))
+    step = step_of(net())
+    results = [step([batch(k)]) for k in range(4)]
+    for result in results[2], results[0], results[3], results[1]:
+        later.append((result.loss, result.grad_norm))
+    assert sorted(later) == sorted(at_once)
+    assert [(result.loss, result.grad_norm) for result in results] == at_once
 
 
 # ----------------------------------------------------------------------------------- divergence
@@ -210,24 +250,56 @@ def test_a_step_that_is_not_finite_leaves_the_parameters_alone(
 ) -> None:
     model = net()
     step = step_of(model, optimizer, loss_fn=functools.partial(spoilt, of=of), clip_grad_norm=clip)
-    for k in range(2):
-        step([batch(k)])
+    sound = [step([batch(k)]) for k in range(2)]
     before = [parameter.numpy() for parameter in model.parameters()]
     bad = batch(3)
     bad[0, 0] = 1e4
-    with pytest.raises(DivergenceError, match="the parameters are as they were before"):
-        step([bad])
+    results = [step([bad]), step([batch(4)]), step([batch(5)])]
     for parameter, value in zip(model.parameters(), before, strict=True):
         np.testing.assert_array_equal(parameter.numpy(), value)
-    assert math.isfinite(step([batch(6)]).loss)  # who catches it may go on
+    assert math.isfinite(sound[-1].loss)  # what was made before is as it was
+    with pytest.raises(
+        DivergenceError, match=r"of the step 2 before .* as they were before"
+    ) as told:
+        _ = results[2].loss
+    assert told.value.steps_ago == 2
+    for result in results:
+        with pytest.raises(DivergenceError):
+            _ = result.grad_norm
+    after = step([batch(6)])
+    assert math.isfinite(after.loss)  # who catches it may go on
     assert not np.array_equal(model.parameters()[0].numpy(), before[0])
+
+
+def test_a_state_is_not_given_away_after_a_step_that_was_not_made() -> None:
+    step = step_of(net(), loss_fn=functools.partial(spoilt, of="loss"))
+    step([batch(1)])
+    bad = batch(3)
+    bad[0, 0] = 1e4
+    step([bad])
+    with pytest.raises(DivergenceError):
+        step.state_dict()
+
+
+def test_the_first_step_and_every_64th_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread_steps, "LOOK_EVERY", 3)
+    bad = batch(3)
+    bad[0, 0] = 1e4
+    step = step_of(net(), loss_fn=functools.partial(spoilt, of="loss"))
+    with pytest.raises(DivergenceError, match="the loss is inf"):
+        step([bad])
+    step = step_of(net(), loss_fn=functools.partial(spoilt, of="loss"))
+    for x in (batch(1), bad, batch(1)):
+        step([x])
+    with pytest.raises(DivergenceError, match="of the step 2 before"):
+        step([batch(1)])
 
 
 # ------------------------------------------------------------------------- a wrong second forward
 
 
 def test_a_second_forward_that_differs_later_trains_nothing() -> None:
-    """The gradient is NaN, so the step reads why, and the update is left out."""
+    """In the first step it is told at once; later the gradient is NaN, and the update left out."""
     model = net()
     wrong = False
 
@@ -239,10 +311,11 @@ def test_a_second_forward_that_differs_later_trains_nothing() -> None:
     step([(batch(1), batch(2))])
     before = [parameter.numpy() for parameter in model.parameters()]
     wrong = True
-    with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other"):
-        step([(batch(1), batch(2))])
+    result = step([(batch(1), batch(2))])
     for parameter, value in zip(model.parameters(), before, strict=True):
         np.testing.assert_array_equal(parameter.numpy(), value)
+    with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other"):
+        _ = result.loss
     cache.backward(batch(1), batch(2))
     assert np.isnan(model.parameters()[0].grad.numpy()).any()
     with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other"):
@@ -289,3 +362,20 @@ def test_after_a_divergence_the_next_step_is_finite(optimizer: str) -> None:
     with pytest.raises(DivergenceError):
         print(step([x * math.nan]).loss)
     assert math.isfinite(step([x]).loss)
+
+
+def test_a_step_before_the_one_that_diverged_tells_its_loss() -> None:
+    paddle.seed(0)
+    model, x = paddle.nn.Linear(4, 4), paddle.ones([2, 4])
+    step = TrainStep(
+        model, paddle.optimizer.AdamW(0.01, parameters=model.parameters()), loss_fn=Switch()
+    )
+    step([x])
+    sound, bad, after = step([x]), step([x * math.nan]), step([x])
+    with pytest.raises(DivergenceError) as error:
+        print(after.loss)
+    assert error.value.steps_ago == 1
+    assert math.isfinite(sound.loss)
+    with pytest.raises(DivergenceError) as error:
+        print(bad.loss)
+    assert error.value.steps_ago == 0

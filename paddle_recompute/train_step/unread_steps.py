@@ -1,0 +1,159 @@
+"""What steps have left on the device that nobody has looked at: losses and gradient norms.
+
+To read a number of a step, the host waits until the device has made the step, and meanwhile puts no
+more work into its queue. So nothing is read before somebody asks, and what follows from the numbers
+is done on the device: where loss or norm of a step is not finite, this step and all after it leave
+the parameters alone. The error comes when one of these steps is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import paddle
+
+from paddle_recompute.errors import DivergenceError
+
+LOOK_EVERY = 64
+"""Steps after which `TrainStep` looks at them itself, where nobody else does."""
+
+
+@dataclass(eq=False)
+class Outcome:
+    """Loss and gradient norm of one step of this rank.
+
+    Attributes:
+        losses: Of each micro-batch, one number.
+        divisors: What each of them counts less than its value.
+        norm: Of the gradient, one number.
+        agreed_loss: The loss of all ranks, where there are several: float64, ``[1]``.
+        figures: (loss, norm), where somebody has looked at them.
+        error: Why the update of this step was not made, where that is known.
+    """
+
+    losses: Sequence[paddle.Tensor]
+    divisors: Sequence[float]
+    norm: paddle.Tensor
+    agreed_loss: paddle.Tensor | None = None
+    figures: tuple[float, float] | None = None
+    error: DivergenceError | None = None
+
+    @paddle.no_grad()
+    def is_finite(self) -> paddle.Tensor:
+        """Bool ``[1]``, on the device."""
+        return paddle.isfinite(self._numbers()).all().reshape([1])
+
+    def read(self) -> tuple[float, float]:
+        """(loss, norm): waits for the device, once."""
+        return read_all([self])[0]
+
+    @paddle.no_grad()
+    def _numbers(self) -> paddle.Tensor:
+        losses = self.losses if self.agreed_loss is None else [self.agreed_loss]
+        parts = [*losses, self.norm]
+        return paddle.concat([part.astype("float64").reshape([1]) for part in parts])
+
+    def _understand(self, values: Sequence[float]) -> tuple[float, float]:
+        *losses, norm = values
+        if self.agreed_loss is not None:
+            return losses[0], norm
+        # On the host, in float64: the sum of K losses has the bits that it has always had.
+        loss = sum(one / divisor for one, divisor in zip(losses, self.divisors, strict=True))
+        return float(loss), norm
+
+
+def read_all(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
+    """(loss, norm) of each: waits for the device, once for all."""
+    unread = [outcome for outcome in outcomes if outcome.figures is None]
+    if unread:
+        values = paddle.concat([outcome._numbers() for outcome in unread]).tolist()
+        for outcome in unread:
+            count = (len(outcome.losses) if outcome.agreed_loss is None else 1) + 1
+            outcome.figures, values = outcome._understand(values[:count]), values[count:]
+    return [outcome.figures for outcome in outcomes if outcome.figures is not None]
+
+
+class UnreadSteps:
+    """The steps since the last look.
+
+    Args:
+        explain: Raises the error that has made a loss or a gradient NaN, if there is one.
+    """
+
+    def __init__(self, explain: Callable[[], None]) -> None:
+        self._explain = explain
+        self._outcomes: list[Outcome] = []
+        self._all_finite: paddle.Tensor | None = None
+        self._num_steps = 0
+
+    @paddle.no_grad()
+    def add(self, outcome: Outcome) -> paddle.Tensor:
+        """Whether to make the update of this step: bool ``[1]``, on the device."""
+        finite = outcome.is_finite()
+        if self._all_finite is not None:
+            finite = paddle.logical_and(finite, self._all_finite)
+        self._all_finite = finite
+        self._outcomes.append(outcome)
+        return finite
+
+    def look_at_times(self) -> None:
+        """Look at all that is unread, in the first step and then in every one of `LOOK_EVERY`.
+
+        Raises:
+            DivergenceError: As `look_at` does.
+        """
+        self._num_steps += 1
+        if self._num_steps % LOOK_EVERY == 1:
+            self.look()
+
+    def look(self) -> None:
+        """Look at all that is unread.
+
+        Raises:
+            DivergenceError: As `look_at` does.
+        """
+        if self._outcomes:
+            self.look_at(self._outcomes[-1])
+
+    def look_at(self, outcome: Outcome) -> tuple[float, float]:
+        """(loss, norm) of a step.
+
+        Raises:
+            DivergenceError: One of them is not finite, or was not in a step before that was not
+                looked at until now.
+        """
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome not in self._outcomes:
+            return outcome.read()
+        index = self._outcomes.index(outcome)
+        looked_at = self._outcomes[: index + 1]
+        figures = read_all(looked_at)
+        for place, (loss, norm) in enumerate(figures):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._diverged(loss, norm, place, index - place)
+        del self._outcomes[: index + 1]
+        if not self._outcomes:
+            self._all_finite = None
+        return figures[-1]
+
+    def _diverged(self, loss: float, norm: float, place: int, steps_ago: int) -> None:
+        # Those before `place` were applied; what came after it was not.
+        for later, outcome in enumerate(self._outcomes[place:]):
+            outcome.error = divergence(loss, norm, later)
+        self._outcomes, self._all_finite = [], None
+        self._explain()
+        raise divergence(loss, norm, steps_ago)
+
+
+def divergence(loss: float, norm: float, steps_ago: int = 0) -> DivergenceError:
+    """The error of a step without a loss scale that was not made."""
+    when = f" of the step {steps_ago} before the one that was looked at" if steps_ago else ""
+    error = DivergenceError(
+        f"the loss is {loss} and the gradient norm {norm}{when}; the parameters are as they were "
+        "before this step. Lower the learning rate, lengthen its warm-up, or set clip_grad_norm"
+    )
+    error.steps_ago = steps_ago
+    return error
