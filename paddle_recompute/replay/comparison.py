@@ -1,16 +1,18 @@
 """Whether a Program computes what dygraph computes from the same state: when to look, and how.
 
-Both are run on the same values. What can be seen of a run is compared array by array: to the bit,
-or, where other kernels may have run, within a tolerance that is measured. For it dygraph runs again
-with parameters, inputs and cotangents moved by one last bit; a Program may differ from the first
-run by `_FACTOR` times what the second one does. A fixed relative tolerance does not serve: a
-gradient that is zero in exact arithmetic, such as that of a bias before a BatchNorm, is rounding
-and nothing else.
+Both are run on the same values (`compare`). What can be seen of a run is compared array by array:
+to the bit, or, where other kernels may have run, within a tolerance that is measured. For it
+dygraph runs again with parameters, inputs and cotangents moved by one last bit; a Program may
+differ from the first run by `_FACTOR` times what the second one does. A fixed relative tolerance
+does not serve: a gradient that is zero in exact arithmetic, such as that of a bias before a
+BatchNorm, is rounding and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from numpy.typing import NDArray
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
 from paddle_recompute._paddle.layers import is_initialized
+from paddle_recompute.replay.model_state import ModelState, alias
+from paddle_recompute.replay.random_streams import RngState
 
 Array = NDArray[Any]
 Seen = Mapping[str, Array | None]
@@ -29,10 +33,15 @@ STEPS = (1, 10, 100, 1000)
 """A Program is compared in these of its steps."""
 GRADIENT_OF = "the gradient of "
 """The names of the gradients of parameters in `Seen` begin with it."""
+LATER = " in the step after it"
+"""The names of what is seen in a second step of the run end with it."""
 _FACTOR = 30
 """Moving all numbers at once in another pattern of bits makes up to some times the difference."""
 _MOST = 0.01
 """The largest tolerance: moved numbers may take another branch, and differ by everything."""
+_MOST_BITS = 8
+"""The largest tolerance in last bits of the precision in which operators compute, if it is more: in
+bfloat16 a gradient differs by 1 to 4 of them, as the CPU has other instructions."""
 _ROUNDING = 1e-4
 """A gradient that is zero in exact arithmetic is below this part of the largest number."""
 _FLOOR = 4
@@ -68,6 +77,89 @@ class Occasions:
         return is_new or self._calls in STEPS or (self._often and is_often)
 
 
+@dataclass(frozen=True)
+class DygraphRun:
+    """One run in dygraph.
+
+    Attributes:
+        seen: What was seen of it.
+        end: Where it left the random streams.
+        fault: What it does that no Program can repeat, in words; "" if nothing.
+    """
+
+    seen: Seen
+    end: RngState
+    fault: str = ""
+
+
+@contextlib.contextmanager
+def isolated(
+    states: Mapping[str, ModelState], *, moved: bool, dtype: str | None = None
+) -> Iterator[dict[str, paddle.Tensor]]:
+    """Inside, the models of `states` run as `ModelState.isolated` says; gives the leaves that they
+    read, by prefix and name of the parameter.
+
+    Args:
+        states: By the prefix of their parameters' names.
+        moved: Whether the numbers of the leaves are moved by one last bit.
+        dtype: As for `moved_by_last_bit`.
+    """
+    leaves = {
+        f"{prefix}{name}": moved_by_last_bit(one, dtype) if moved else alias(one)
+        for prefix, state in states.items()
+        for name, one in state.trained.items()
+    }
+    with contextlib.ExitStack() as stack:
+        for prefix, state in states.items():
+            own = {name: leaves[f"{prefix}{name}"] for name in state.trained}
+            stack.enter_context(state.isolated(own))
+        yield leaves
+
+
+def draws_elsewhere(start: RngState) -> str:
+    """What is wrong with a forward that began at `start`, if it draws where no Program does."""
+    moved = start.where_moved()
+    if moved.numpy is None and moved.python is None:
+        return ""
+    return (
+        "its forward draws from Python's random or from NumPy; a Program would repeat the number "
+        "that was drawn while it was built. Draw with Paddle, or before the forward"
+    )
+
+
+def compare(
+    model: paddle.nn.Layer,
+    in_dygraph: Callable[[bool], DygraphRun],
+    in_program: Callable[[Seen], Seen],
+    agree: Callable[[str, bool], bool],
+    dtype: str | None = None,
+) -> None:
+    """Compare a run of a Program of `model` with one in dygraph.
+
+    Args:
+        model: Whose parameters are named in a fault.
+        in_dygraph: Runs dygraph, with moved numbers if the argument is true.
+        in_program: Runs the Program from the same state; gets what was seen in dygraph.
+        agree: ``agree(fault, wish)`` raises if any rank has a fault (not ""); returns whether any
+            rank has the wish. The ranks call it equally often.
+        dtype: As for `moved_by_last_bit`.
+    """
+    own = in_dygraph(False)
+    agree(own.fault, False)
+    found = in_program(own.seen)
+    moved = own.end.where_moved()
+    has_drawn = moved.generators is not None or moved.tracker is not None
+    differ = own.seen.keys() != found.keys() or any(
+        difference(own.seen[name], found[name]) for name in found
+    )
+    # All ranks make the run with moved numbers, or none: a loss may have collectives.
+    if agree("it draws other random numbers than dygraph" if has_drawn else "", differ):
+        other = in_dygraph(True).seen
+        most = max(_MOST, _MOST_BITS * _last_bit(dtype or _precision()))
+        wrong = differences(own.seen, found, other, most)
+        agree(explain(model, wrong) if wrong else "", False)
+
+
 _NUMBERS = np.random.default_rng(0).standard_normal(65537).astype("float32")
 
 
@@ -89,13 +181,18 @@ def moved_by_last_bit(tensor: paddle.Tensor, dtype: str | None = None) -> paddle
     """
     copied = tensor.detach().clone()
     if tensor.is_floating_point():
-        state = amp_state()
-        is_cast = tensor.dtype == paddle.float32 and not str(state.level).endswith("O0")
-        step = _last_bit(dtype or (state.dtype if is_cast else tensor.dtype))
+        is_cast = tensor.dtype == paddle.float32
+        step = _last_bit(dtype or (_precision() if is_cast else tensor.dtype))
         signs = paddle.to_tensor(np.sign(np.resize(_NUMBERS[::-1], tensor.shape)))
         copied = copied * (1 + step * signs.astype(tensor.dtype))
     copied.stop_gradient = tensor.stop_gradient
     return copied
+
+
+def _precision() -> Any:
+    """The dtype in which operators compute in dygraph now, with float32 operands."""
+    state = amp_state()
+    return paddle.float32 if str(state.level).endswith("O0") else state.dtype
 
 
 def _last_bit(dtype: Any) -> float:
@@ -141,27 +238,25 @@ def difference(one: Array | None, other: Array | None) -> float:
     return largest if largest == largest else float("inf")
 
 
-def differences(expected: Seen, found: Seen, moved: Callable[[], Seen]) -> dict[str, float]:
+def differences(expected: Seen, found: Seen, moved: Seen, most: float) -> dict[str, float]:
     """What differs by more than the tolerance, and by how much, in the order of `expected`.
 
     Args:
         expected: Of dygraph.
         found: Of the Program.
-        moved: Makes the run of dygraph with moved numbers; not called where all bits are equal.
+        moved: Of dygraph with moved numbers.
+        most: The largest tolerance.
     """
     if expected.keys() != found.keys():
         missing = expected.keys() ^ found.keys()
         return {name: float("inf") for name in [*expected, *found] if name in missing}
     sizes = {name: difference(expected[name], found[name]) for name in expected}
-    if not any(sizes.values()):
-        return {}
-    others = moved()
     arrays = [array for array in expected.values() if array is not None and array.dtype.kind == "f"]
     largest = max((float(np.abs(array).max(initial=0)) for array in arrays), default=0.0)
     wrong = {}
     for name, size in sizes.items():
-        noise = _FACTOR * difference(expected[name], others[name])
-        if size <= max(min(noise, _MOST), _floor(expected[name])):
+        noise = _FACTOR * difference(expected[name], moved[name])
+        if size <= max(min(noise, most), _floor(expected[name])):
             continue
         # All of it may be rounding, if it is small beside the other numbers of the run.
         if size > noise or not _scale(expected[name], found[name]) <= _ROUNDING * largest:
@@ -184,6 +279,7 @@ def explain(model: paddle.nn.Layer, wrong: Mapping[str, float]) -> str:
     A fault reaches the outputs behind it and the gradients of the parameters before it. So it lies
     behind the last parameter whose gradient is wrong, or, if an output is wrong, before that.
     """
+    wrong = {name: wrong[name] for name in wrong if not name.endswith(LATER)} or wrong
     gradients = [name for name in wrong if name.startswith(GRADIENT_OF)]
     others = [name for name in wrong if name not in gradients]
     first, *more = [*others[:1], *gradients[-1:]]

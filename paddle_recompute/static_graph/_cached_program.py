@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import native, training
-from paddle_recompute.contrastive import GradCache
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache, num_rows_of
 from paddle_recompute.errors import ConfigError, StaticGraphError
-from paddle_recompute.options import RecomputeConfig
 from paddle_recompute.static_graph._building import (
     Recipe,
     modes_of,
@@ -123,6 +122,7 @@ class CachedProgram:
     state: ScopeState
     main: paddle.static.Program
     exchanges_gradients = False
+    updates_in_run = False
 
     @classmethod
     def build(
@@ -166,7 +166,34 @@ class CachedProgram:
             built._set_parameters_of_loss()
         return built
 
-    def backward(self, micro_batch: Any, loss_scale: float) -> float:
+    def fed(self, micro_batch: Any) -> Any:
+        """The chunks are fed, not the micro-batch."""
+        return micro_batch
+
+    def num_examples(self, fed: Any) -> float:
+        """How many a micro-batch has: its queries, unless the loss weighs the ranks itself."""
+        if isinstance(self.loss, ContrastiveLoss) and self.loss.negatives == "global":
+            return 1
+        inputs, _ = inputs_of_cache(fed)
+        return num_rows_of(inputs[0], "query")
+
+    def rows(self, feeds: Sequence[Any]) -> list[int]:
+        """The ranks may have different numbers of rows."""
+        return []
+
+    def run(self, feeds: Sequence[Any], weights: Sequence[float]) -> list[float]:
+        """Run a step up to its update; returns the loss of each micro-batch.
+
+        Args:
+            feeds: The micro-batches.
+            weights: The factor of each loss in their mean.
+        """
+        return [
+            self._backward(one, weight / len(feeds))
+            for one, weight in zip(feeds, weights, strict=True)
+        ]
+
+    def _backward(self, micro_batch: Any, loss_scale: float) -> float:
         """Add the gradient of `loss_scale` times the loss of `micro_batch`; returns the loss."""
         inputs, loss_arguments = inputs_of_cache(micro_batch)
         with training.dygraph_mode():
@@ -209,16 +236,11 @@ class CachedProgram:
             parameter.clear_gradient(False)
 
     def losses_and_gradients(
-        self, micro_batches: Sequence[Any], weights: Sequence[float]
+        self, feeds: Sequence[Any], weights: Sequence[float]
     ) -> tuple[NDArray[Any], Arrays]:
-        """The loss of each micro-batch, and the sums of the gradients by structured name.
-
-        Args:
-            micro_batches: As for `backward`.
-            weights: The factor of each loss.
-        """
+        """As `run`; returns the losses, and the sums of the gradients by structured name."""
         try:
-            losses = [self.backward(*one) for one in zip(micro_batches, weights, strict=True)]
+            losses = self.run(feeds, weights)
             of_loss = _parameters_of(self.loss)
             found = {
                 name: of_loss[name].grad.numpy() if name in of_loss else array
@@ -304,8 +326,9 @@ def _update(
 
 def _plain_strategy(recipe: Recipe) -> Any:
     """The strategy of the update: it has no forward to recompute or cast."""
-    off = RecomputeConfig(enable=False)
-    return distributed_strategy(replace(recipe.config, recompute=off, amp=None, accumulate_steps=1))
+    strategy = distributed_strategy(recipe.config)
+    strategy.amp = strategy.gradient_merge = strategy.recompute = False
+    return strategy
 
 
 def _add_parameters_of_loss(

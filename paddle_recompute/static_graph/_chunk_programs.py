@@ -83,7 +83,7 @@ class ChunkPrograms:
             if weighted is not None:
                 strategy = distributed_strategy(recipe.config, model)
                 # What is wrapped may be in the Program of another encoder.
-                strategy.recompute = strategy.recompute and has_marks(native(), main)
+                strategy.recompute = strategy.recompute and has_marks(main)
                 strategy.recompute_configs = {"checkpoints": []}
                 pairs = append_gradients(weighted, strategy, trained_parameters(model))
                 _add_to_sums(pairs, main, startup)

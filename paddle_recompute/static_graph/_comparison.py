@@ -25,22 +25,22 @@ from paddle_recompute.distributed import is_distributed, run_collective, sum_ove
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
 from paddle_recompute.replay import (
     GRADIENT_OF,
+    LATER,
+    DygraphRun,
     ModelStamp,
     ModelState,
     Occasions,
     RngState,
-    alias,
-    difference,
-    differences,
-    explain,
+    Seen,
+    compare,
+    draws_elsewhere,
+    isolated,
     moved_by_last_bit,
     on_host,
 )
 from paddle_recompute.static_graph._building import Recipe
 from paddle_recompute.static_graph._trained_program import Arrays, ScopeState
 from paddle_recompute.train_step import OF_LOSS
-
-_LATER = " in the step after it"
 
 Backward = Callable[[Any, float], float]
 """``backward(micro_batch, weight)`` in dygraph returns the loss, and adds the gradients of `weight`
@@ -63,13 +63,26 @@ class Built(Protocol):
 
 
 @dataclass
-class _Run:
-    """What was seen of one run, and where it left the random streams."""
+class _Step:
+    """The step that is compared.
 
-    seen: dict[str, NDArray[Any] | None]
-    end: RngState
-    passes: int = 1
-    fault: str = ""
+    Attributes:
+        built: Its Program.
+        feeds: The micro-batches as the Program takes them.
+        micro_batches: The micro-batches as dygraph takes them.
+        weights: The factor of each loss.
+        states: The dygraph models, by the prefix of their parameters' names.
+        start: The trained variables of the Program.
+        passes: How often it is made: twice if dygraph sets attributes, which the second may read.
+    """
+
+    built: Built
+    feeds: Any
+    micro_batches: Sequence[Any]
+    weights: Sequence[float]
+    states: dict[str, ModelState]
+    start: Arrays
+    passes: int = 0
 
 
 class Comparison:
@@ -123,44 +136,22 @@ class Comparison:
             values |= start
             lent = {name: values[variable] for name, variable in known.items()}
             stack.enter_context(self._lent(lent))
-            stack.enter_context(self._modes(built.in_training))
-            stack.enter_context(self._recipe.recomputing(self._layers[""]))
+            model = self._layers[""]
+            stack.enter_context(self._recipe.recomputing(model))
+            states = {prefix: ModelState(layer) for prefix, layer in self._layers.items()}
+            step = _Step(built, feeds, micro_batches, weights, states, start)
             try:
-                self._compare(built, start, streams, feeds, micro_batches, weights)
+                compare(
+                    model,
+                    functools.partial(self._in_dygraph, step),
+                    functools.partial(self._in_program, step),
+                    self._agree,
+                    self._recipe.dtype,
+                )
             except PaddleRecomputeError:
                 raise
             except CONVERSION_ERRORS as error:
                 self._agree(f"its comparison fails with {type(error).__name__}: {error}")
-
-    def _compare(
-        self,
-        built: Built,
-        start: Arrays,
-        streams: RngState,
-        feeds: Any,
-        micro_batches: Sequence[Any],
-        weights: Sequence[float],
-    ) -> None:
-        def in_dygraph(passes: int | None, moved: bool) -> _Run:
-            streams.restore()
-            return self._in_dygraph(built, micro_batches, weights, passes, moved=moved)
-
-        own = in_dygraph(None, False)
-        self._agree(own.fault)
-        streams.restore()
-        found = self._buffers(own.passes)
-        found |= self._in_program(built, start, own.passes, feeds, weights)
-        others = own.end.where_moved().generators is not None
-        # What is frozen in dygraph alone has a gradient in the Program alone.
-        names = [*own.seen, *(name for name in found if GRADIENT_OF in name)]
-        expected, got = ({name: seen.get(name) for name in names} for seen in (own.seen, found))
-        fault = "its operators draw other random numbers than those of dygraph" if others else ""
-        # All ranks make the run with moved numbers, or none: a loss may have collectives.
-        if self._agree(fault, any(difference(expected[one], got[one]) for one in names)):
-            seen = in_dygraph(own.passes, True).seen
-            wrong = differences(expected, got, lambda: {one: seen.get(one) for one in names})
-            first = {name: wrong[name] for name in wrong if not name.endswith(_LATER)}
-            self._agree(explain(self._layers[""], first or wrong) if wrong else "")
 
     def _agree(self, fault: str, wish: bool = False) -> bool:
         """Whether any rank has the `wish`; all raise where one has a `fault`."""
@@ -177,87 +168,62 @@ class Comparison:
             raise StaticGraphError(self._refused)
         return wishes > 0
 
-    def _in_dygraph(
-        self,
-        built: Built,
-        micro_batches: Sequence[Any],
-        weights: Sequence[float],
-        passes: int | None,
-        *,
-        moved: bool,
-    ) -> _Run:
-        """`passes` steps of `model`; None: one, or two where it sets attributes, which the second
-        may read.
-        """
-        begin = RngState.capture()
-        states = {prefix: ModelState(layer) for prefix, layer in self._layers.items()}
-        move = functools.partial(moved_by_last_bit, dtype=self._recipe.dtype)
-        change = move if moved else alias
-        leaves = {
-            prefix: {name: change(one) for name, one in state.trained.items()}
-            for prefix, state in states.items()
-        }
+    def _in_dygraph(self, step: _Step, moved: bool) -> DygraphRun:
+        """Make the step with the dygraph models; the first time, `_Step.passes` is found out."""
+        dtype, states = self._recipe.dtype, step.states.values()
+        start = step.states[""].streams
         seen: dict[str, NDArray[Any] | None] = {}
-        place = 1
-        with ExitStack() as stack:
-            for prefix, state in states.items():
-                stack.enter_context(state.isolated(leaves[prefix]))
-            while place <= (passes or 1):
-                before = [ModelState(layer) for layer in self._layers.values()] if place > 1 else []
+        fault, place = "", 0
+        with isolated(step.states, moved=moved, dtype=dtype) as leaves:
+            self._set_modes(step.built.in_training)
+            while not fault and place < (step.passes or 1):
+                place += 1
+                before = [ModelState(layer) for layer in self._layers.values()]
                 losses = []
-                for micro_batch, weight in zip(micro_batches, weights, strict=True):
+                for micro_batch, weight in zip(step.micro_batches, step.weights, strict=True):
                     batch = _nested.map_leaves(_as_tensor, micro_batch)
                     if moved:
-                        batch = _nested.map_tensors(move, batch)
+                        batch = _nested.map_tensors(lambda x: moved_by_last_bit(x, dtype), batch)
                     losses.append(self._backward(batch, weight))
                 seen[_of_pass("the loss", place)] = _of_all_ranks(np.array(losses, "float32"))
-                for prefix, state in states.items():
-                    for name, leaf in leaves[prefix].items():
-                        called = _of_pass(f"{GRADIENT_OF}{prefix}{name}", place)
-                        seen[called] = _of_all_ranks(on_host(leaf.grad, leaf.shape), leaf.shape)
-                        leaf.clear_gradient(False)
-                    for name, buffer in state.buffers().items():
-                        seen[_of_pass(f"the buffer {prefix}{name}", place)] = on_host(buffer)
-                if passes is None:
-                    changed = any(state.changes() for state in states.values())
-                    passes = 2 if self._agree("", changed) else 1
-                counts = [name for one in before for name in one.changes(of_tensors=False)]
-                if counts:
-                    return _Run(seen, begin, place, f"dygraph changes '{counts[0]}' in every step")
-                place += 1
-            end = begin.where_moved()
-            if end.numpy is not None or end.python is not None:
-                said = "it draws from Python's random or from NumPy, once and for all in a Program"
-                return _Run(seen, begin, place - 1, said)
-            return _Run(seen, RngState.capture(), place - 1)
+                for name, leaf in leaves.items():
+                    gradient = _of_all_ranks(on_host(leaf.grad, leaf.shape), leaf.shape)
+                    seen[_of_pass(f"{GRADIENT_OF}{name}", place)] = gradient
+                    leaf.clear_gradient(False)
+                seen |= _buffers(step, place)
+                if not step.passes:
+                    changed = any(state.changes() for state in states)
+                    step.passes = 2 if self._agree("", changed) else 1
+                elif place == 2:
+                    counts = [name for one in before for name in one.changes(of_tensors=False)]
+                    fault = f"dygraph changes '{counts[0]}' in every step" if counts else ""
+            return DygraphRun(seen, RngState.capture(), fault or draws_elsewhere(start))
 
-    def _in_program(
-        self, built: Built, start: Arrays, passes: int, feeds: Any, weights: Sequence[float]
-    ) -> dict[str, NDArray[Any]]:
-        seen: dict[str, NDArray[Any]] = {}
-        for place in range(1, passes + 1):
-            built.state.set(start)
-            losses, gradients = built.losses_and_gradients(feeds, weights)
+    def _in_program(self, step: _Step, expected: Seen) -> Seen:
+        built = step.built
+        step.states[""].streams.restore()
+        seen: dict[str, NDArray[Any] | None] = {}
+        for place in range(1, step.passes + 1):
+            built.state.set(step.start)
+            losses, gradients = built.losses_and_gradients(step.feeds, step.weights)
             seen[_of_pass("the loss", place)] = _of_all_ranks(losses)
             for name, gradient in gradients.items():
                 if not built.exchanges_gradients:
                     gradient = _of_all_ranks(gradient)
                 seen[_of_pass(f"{GRADIENT_OF}{name}", place)] = gradient
+            # A Program that does not know a buffer as a variable makes a constant of it.
+            seen |= _buffers(step, place)
             for name, variable in self._variables(built).items():
                 for array in built.state.get([variable]).values():
                     seen[_of_pass(f"the buffer {name}", place)] = array
-        return seen
+        # What is frozen in dygraph alone has a gradient in the Program alone.
+        names = [*expected, *(one for one in seen if GRADIENT_OF in one and one not in expected)]
+        return {name: seen.get(name) for name in names}
 
-    def _buffers(self, passes: int) -> dict[str, NDArray[Any] | None]:
-        """As they are now, of which a Program that does not know them as variables makes
-        constants.
-        """
-        return {
-            _of_pass(f"the buffer {prefix}{name}", place): on_host(one)
-            for prefix, layer in self._layers.items()
-            for name, one in ModelState(layer).buffers().items()
-            for place in range(1, passes + 1)
-        }
+    def _set_modes(self, in_training: Mapping[str, bool]) -> None:
+        """Let the sublayers train and evaluate as those that `model_fn` made."""
+        for name, layer in self._layers[""].named_sublayers(include_self=True):
+            layer.training = in_training.get(name, layer.training)
 
     def _variables(self, built: Built) -> dict[str, str]:
         """The variables of the Program by the names of parameters and buffers."""
@@ -295,19 +261,6 @@ class Comparison:
         finally:
             _set(tensors, own)
 
-    @contextlib.contextmanager
-    def _modes(self, in_training: Mapping[str, bool]) -> Iterator[None]:
-        """Inside, the sublayers train and evaluate as those that `model_fn` made."""
-        layers = dict(self._layers[""].named_sublayers(include_self=True))
-        own = {name: layers[name].training for name in in_training if name in layers}
-        try:
-            for name in own:
-                layers[name].training = in_training[name]
-            yield
-        finally:
-            for name, mode in own.items():
-                layers[name].training = mode
-
 
 def _moved(array: NDArray[Any], seed: int) -> NDArray[Any]:
     if array.dtype.kind != "f":
@@ -334,7 +287,16 @@ def _of_all_ranks(array: NDArray[Any] | None, shape: Sequence[int] = ()) -> Any:
 
 
 def _of_pass(name: str, place: int) -> str:
-    return name if place == 1 else f"{name}{_LATER}"
+    return name if place == 1 else f"{name}{LATER}"
+
+
+def _buffers(step: _Step, place: int) -> dict[str, NDArray[Any] | None]:
+    """What the dygraph models have under the name of each buffer now."""
+    return {
+        _of_pass(f"the buffer {prefix}{name}", place): on_host(buffer)
+        for prefix, state in step.states.items()
+        for name, buffer in state.buffers().items()
+    }
 
 
 def _as_tensor(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,8 +16,7 @@ from numpy.typing import NDArray
 from paddle_recompute._paddle.static import native, training
 from paddle_recompute.distributed import is_distributed, run_collective
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.recompute.program import backend
-from paddle_recompute.static_graph._feeds import Feeds
+from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
 from paddle_recompute.train_step import NOT_UPDATED
 
 Arrays = dict[str, NDArray[Any]]
@@ -196,53 +196,76 @@ class TrainedProgram:
     state: ScopeState
     main: paddle.static.Program
     merges: bool
+    _norm: float = math.nan
 
     @property
     def exchanges_gradients(self) -> bool:
         """Whether `gradients` are means over the ranks: fleet (2.6) exchanges them in place."""
-        return is_distributed() and backend().has_fleet and not self.merges
+        return is_distributed() and native().HAS_FLEET and not self.merges
 
     @property
     def explained(self) -> paddle.static.Program:
         """The Program whose segments are recomputed."""
         return self.main
 
-    def run(self, arrays: Arrays, weight: float, *, last: bool) -> tuple[float, float]:
-        """Run the Program once; returns loss and gradient norm (of the last update).
+    updates_in_run = True
+
+    def fed(self, micro_batch: Any) -> Arrays:
+        """The feeds for `micro_batch`."""
+        return self.feeds.arrays(micro_batch)
+
+    def num_examples(self, fed: Arrays) -> float:
+        """How many a micro-batch has: the rows of its first array."""
+        return length_of_first_axis(fed)
+
+    def rows(self, feeds: Sequence[Arrays]) -> list[int]:
+        """The rows of each micro-batch if all ranks must have as many."""
+        return [length_of_first_axis(fed) for fed in feeds] if self.gathers_rows else []
+
+    def whole_or_nothing(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step: its gradients are in no variable that outlives a run."""
+        return contextlib.nullcontext()
+
+    def run(self, feeds: Sequence[Arrays], weights: Sequence[float]) -> list[float]:
+        """Run a step with its update; returns the loss of each micro-batch.
 
         Args:
-            arrays: Its feeds.
-            weight: Factor of the loss.
-            last: Whether this run updates the parameters.
-        """
-        loss, norm = self._run(arrays, weight, self.fetched, last=last)
-        return float(loss), float(norm)
-
-    def losses_and_gradients(
-        self, micro_batches: Sequence[Arrays], weights: Sequence[float]
-    ) -> tuple[NDArray[Any], Arrays]:
-        """Run a step; returns the loss of each micro-batch, and the sums of the gradients.
-
-        Args:
-            micro_batches: The feeds of each.
+            feeds: Of each micro-batch.
             weights: The factor of each loss.
         """
+        losses = []
+        for loss, norm in self._runs(feeds, weights, self.fetched):
+            losses.append(float(loss))
+            self._norm = float(norm)
+        return losses
+
+    def update(self) -> float:
+        """The gradient norm of the last step, which has updated the parameters."""
+        return self._norm
+
+    def losses_and_gradients(
+        self, feeds: Sequence[Arrays], weights: Sequence[float]
+    ) -> tuple[NDArray[Any], Arrays]:
+        """As `run`; returns the losses, and the sums of the gradients."""
         losses, sums = [], dict[str, NDArray[Any]]()
-        for place, (arrays, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
-            fetched = [self.fetched[0], *self.gradients.values()]
-            loss, *found = self._run(arrays, weight, fetched, last=place == len(weights))
+        fetched = [self.fetched[0], *self.gradients.values()]
+        for loss, *found in self._runs(feeds, weights, fetched):
             losses.append(loss)
             for name, gradient in zip(self.gradients, found, strict=True):
                 sums[name] = sums[name] + gradient if name in sums else gradient
-        if self.merges and is_distributed() and backend().has_fleet:  # it divides the loss
+        if self.merges and is_distributed() and native().HAS_FLEET:  # it divides the loss
             num_ranks = np.float32(paddle.distributed.get_world_size())
             sums = {name: gradient * num_ranks for name, gradient in sums.items()}
         return np.array(losses, "float32").reshape([-1]), sums
 
-    def _run(self, arrays: Arrays, weight: float, fetched: list[Any], *, last: bool) -> list[Any]:
-        feed = {**arrays, WEIGHT: np.full([1], weight, "float32")}
-        exchanges = last or self.gathers_rows
-        return self.state.run(self.main, feed, fetched, exchanges=exchanges)
+    def _runs(
+        self, feeds: Sequence[Arrays], weights: Sequence[float], fetched: list[Any]
+    ) -> Iterator[list[Any]]:
+        """The values of `fetched` in each run; the last one updates the parameters."""
+        for place, (arrays, weight) in enumerate(zip(feeds, weights, strict=True), 1):
+            feed = {**arrays, WEIGHT: np.full([1], weight, "float32")}
+            exchanges = place == len(feeds) or self.gathers_rows
+            yield self.state.run(self.main, feed, fetched, exchanges=exchanges)
 
 
 def run_on_ranks(function: Callable[[], Any], what: str) -> Any:

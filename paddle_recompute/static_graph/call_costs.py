@@ -14,7 +14,7 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
-from paddle_recompute._paddle.static import native, training
+from paddle_recompute._paddle.static import training
 from paddle_recompute._paddle.static.marks import has_marks
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.replay import RngState
@@ -155,7 +155,7 @@ class ProgramCalls:
                 with recipe.mixed_precision():
                     outputs = block(*args, **kwargs)
                 loss = _sum_of(outputs, layer) + _ballast()
-                self._strategy.recompute = has_marks(native(), main)
+                self._strategy.recompute = has_marks(main)
                 with _silent():
                     append_gradients(loss, self._strategy, [anchor, *trained_parameters(block)])
             if self._state is None:  # all Programs have the same parameters

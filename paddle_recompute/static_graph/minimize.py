@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import paddle
 
+from paddle_recompute._paddle.static import native
 from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.recompute.program import backend, named
+from paddle_recompute.recompute.program import (
+    backend,
+    check_recompute,
+    named,
+    recompute_segments,
+)
+from paddle_recompute.static_graph._request import Request
 
 if TYPE_CHECKING:
     from paddle.distributed import fleet
+
+Result = TypeVar("Result")
 
 
 def minimize(
@@ -40,11 +51,18 @@ def minimize(
         StaticGraphError: The strategy sets what cannot be honoured on this Paddle, or the Program
             lacks its checkpoints; the message names them.
     """
-    if backend().has_fleet:
-        from paddle_recompute.static_graph._old_ir_minimize import minimize as own
-    else:
-        from paddle_recompute.static_graph._pir_minimize import minimize as own
-    return own(optimizer, loss, strategy, startup_program=startup_program)
+    own, asked = _of_representation(), Request.of(strategy)
+    program = native().program_of(loss)
+    startup = startup_program or paddle.static.default_startup_program()
+    with paddle.static.program_guard(program, startup):
+        own.start(program, startup, asked)
+        appended = _differentiated(
+            loss, asked, lambda loss: own.append_backward(optimizer, loss, startup, asked)
+        )
+        trained: tuple[list[Any], list[tuple[Any, Any]]] = own.append_update(
+            optimizer, loss, startup, asked, appended
+        )
+    return trained
 
 
 def append_gradients(
@@ -63,11 +81,29 @@ def append_gradients(
     Raises:
         StaticGraphError: As `minimize` does.
     """
-    if backend().has_fleet:
-        from paddle_recompute.static_graph._old_ir_minimize import append_gradients as own
-    else:
-        from paddle_recompute.static_graph._pir_minimize import append_gradients as own
-    return [pair for pair in own(loss, strategy, parameters) if pair[1] is not None]
+    with paddle.static.program_guard(native().program_of(loss)):
+        pairs = _differentiated(
+            loss,
+            Request.of(strategy),
+            lambda loss: paddle.static.append_backward(loss, parameter_list=parameters),
+        )
+    return [pair for pair in pairs if pair[1] is not None]
+
+
+def _differentiated(loss: Any, asked: Request, append: Callable[[Any], Result]) -> Result:
+    """What ``append(loss)`` returns, which appends a backward; recompute and mixed precision are
+    added around it.
+    """
+    own, program = _of_representation(), native().program_of(loss)
+    forward = native().operations(program)
+    check_recompute(program, is_asked_for=asked.recompute, names=asked.checkpoints)
+    loss = own.cast_forward(loss, asked)
+    backend().prepare(program)
+    appended = append(loss)
+    if asked.recompute:
+        recompute_segments(program, forward, asked.checkpoints)
+    own.complete(program, asked)
+    return appended
 
 
 def cast_forward(program: paddle.static.Program, strategy: fleet.DistributedStrategy) -> None:
@@ -75,10 +111,16 @@ def cast_forward(program: paddle.static.Program, strategy: fleet.DistributedStra
 
     PIR has done so while it was built.
     """
-    if backend().has_fleet:
-        from paddle_recompute.static_graph import _old_ir_minimize
+    if native().HAS_FLEET:
+        from paddle_recompute.static_graph import _fleet_training
 
-        _old_ir_minimize.cast_forward(program, strategy)
+        _fleet_training.cast_program(program, Request.of(strategy))
+
+
+def _of_representation() -> ModuleType:
+    """The module with the five functions that differ between the representations."""
+    name = "_fleet_training" if native().HAS_FLEET else "_pir_training"
+    return importlib.import_module(f"paddle_recompute.static_graph.{name}")
 
 
 class RecomputeOptimizer:

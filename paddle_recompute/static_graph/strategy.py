@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import paddle
 
+from paddle_recompute._paddle.static import native
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer, hands_on
-from paddle_recompute.recompute.program import backend
+from paddle_recompute.static_graph._request import NO_LOSS_SCALE
 from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
 
 if TYPE_CHECKING:
     from paddle.distributed import fleet
 
 _MIB = 2**20
-_NO_LOSS_SCALE = {"use_dynamic_loss_scaling": False, "init_loss_scaling": 1.0}
 
 
 def distributed_strategy(
@@ -58,7 +58,7 @@ def distributed_strategy(
     strategy = fleet.DistributedStrategy()
     strategy.find_unused_parameters = wanted.find_unused_parameters
     strategy.fuse_grad_size_in_MB = wanted.fuse_grad_size_in_MB
-    if model is not None and backend().has_fleet:
+    if model is not None and native().HAS_FLEET:
         strategy.fuse_grad_size_in_num = _gradients_per_buffer(model, wanted.fuse_grad_size_in_MB)
     if wanted.recompute.enable:
         strategy.recompute = True
@@ -67,32 +67,11 @@ def distributed_strategy(
         strategy.amp = True
         given = {k: v for k, v in asdict(wanted.amp).items() if k not in ("dtype", "level")}
         is_bfloat16 = wanted.amp.dtype == "bfloat16"
-        strategy.amp_configs = {**given, **(_NO_LOSS_SCALE if is_bfloat16 else {})}
+        strategy.amp_configs = {**given, **(NO_LOSS_SCALE if is_bfloat16 else {})}
     if wanted.accumulate_steps > 1:
         strategy.gradient_merge = True
         strategy.gradient_merge_configs = {"k_steps": wanted.accumulate_steps, "avg": True}
     return strategy
-
-
-def amp_dtype(strategy: fleet.DistributedStrategy) -> Literal["bfloat16", "float16"] | None:
-    """The dtype of the mixed precision of `strategy`; None if it is off.
-
-    ``DistributedStrategy`` knows float16 only, and float16 needs a loss scale: a strategy without
-    a loss scale means bfloat16. On a CPU, which has no float16, every strategy means bfloat16.
-
-    Raises:
-        StaticGraphError: It sets level O2.
-    """
-    if not strategy.amp:
-        return None
-    for name in ("use_pure_fp16", "use_pure_bf16"):
-        if strategy.amp_configs[name]:
-            raise StaticGraphError(
-                f"the strategy sets amp_configs.{name}, level O2; static_graph.minimize supports "
-                "level O1 only, with parameters in float32; leave it at False"
-            )
-    has_scale = any(strategy.amp_configs[name] != value for name, value in _NO_LOSS_SCALE.items())
-    return "float16" if has_scale and str(paddle.get_device()) != "cpu" else "bfloat16"
 
 
 def check_static(config: StaticConfig | HasStaticConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from paddle.optimizer import lr
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.static import ranks, training
-from paddle_recompute.contrastive import ContrastiveLoss, num_rows_of
 from paddle_recompute.distributed import (
     Limits,
     ends_all_ranks,
@@ -40,7 +39,7 @@ from paddle_recompute.static_graph._building import (
 )
 from paddle_recompute.static_graph._cached_program import CachedProgram, ProgramCache
 from paddle_recompute.static_graph._comparison import Comparison
-from paddle_recompute.static_graph._feeds import Feeds, arrays_of, length_of_first_axis
+from paddle_recompute.static_graph._feeds import Feeds, arrays_of
 from paddle_recompute.static_graph._trained_program import (
     WEIGHT,
     Arrays,
@@ -51,7 +50,7 @@ from paddle_recompute.static_graph._trained_program import (
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
-from paddle_recompute.train_step import OF_LOSS, StepResult, inputs_of_cache
+from paddle_recompute.train_step import OF_LOSS, StepResult
 
 _OF_DYGRAPH = {"sync", "loss_scaler"}
 """Sections that the state of a `TrainStep` has besides."""
@@ -194,50 +193,35 @@ class StaticTrainStep:
         if self._built is None:
             self.build(micro_batches[0])
         built = self._known()
-        if isinstance(built, CachedProgram):
-            return self._cached_step(built, micro_batches)
-        feeds = [built.feeds.arrays(micro_batch) for micro_batch in micro_batches]
         started = time.perf_counter()
+        feeds = [built.fed(one) for one in micro_batches]
         counts = [
-            self._count(one, length_of_first_axis(arrays))
-            for one, arrays in zip(micro_batches, feeds, strict=True)
+            _checked_count(
+                built.num_examples(fed) if self._num_examples is None else self._num_examples(one)
+            )
+            for one, fed in zip(micro_batches, feeds, strict=True)
         ]
-        rows = [length_of_first_axis(arrays) for arrays in feeds] if built.gathers_rows else []
-        per_rank, is_due = _mean_count(counts, rows, self._is_due(feeds))
+        per_rank, is_due = _mean_count(counts, built.rows(feeds), self._is_due(micro_batches))
         # Exactly 1 if all counts are equal: then the loss is the plain mean, bit by bit.
         weights = [count * len(counts) / per_rank for count in counts]
         if is_due and self._comparison is not None:
             self._comparison.check(built, feeds, micro_batches, weights)
-        own_loss = 0.0
-        for place, (arrays, weight) in enumerate(zip(feeds, weights, strict=True), 1):
-            loss, norm = built.run(arrays, weight, last=place == len(feeds))
-            own_loss += loss * weight / len(counts)
-        loss = mean_over_ranks(math.nan if own_loss == -math.inf else own_loss)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise _divergence(loss, norm)
-        return StepResult(loss, norm, {"program": time.perf_counter() - started})
-
-    def _cached_step(self, built: CachedProgram, micro_batches: Sequence[Any]) -> StepResult:
-        started = time.perf_counter()
-        counts = [self._count(one, self._count_of_cache(one)) for one in micro_batches]
-        per_rank, is_due = _mean_count(counts, [], self._is_due(map(arrays_of, micro_batches)))
-        own_loss = 0.0
-        if is_due and self._comparison is not None:
-            factors = [count / per_rank for count in counts]
-            self._comparison.check(built, micro_batches, micro_batches, factors)
         with built.whole_or_nothing():
-            for micro_batch, count in zip(micro_batches, counts, strict=True):
-                divisor = per_rank / count
-                own_loss += built.backward(micro_batch, 1.0 / divisor) / divisor
+            losses = zip(built.run(feeds, weights), weights, strict=True)
+            own_loss = sum(loss * weight / len(counts) for loss, weight in losses)
             loss = mean_over_ranks(math.nan if own_loss == -math.inf else own_loss)
-            if not math.isfinite(loss):
+            if not (math.isfinite(loss) or built.updates_in_run):
                 raise DivergenceError(
                     f"the loss is {loss}; the parameters were not updated: continue from the last "
                     "checkpoint with a lower learning rate, a longer warm-up, or clip_grad_norm"
                 )
         norm = built.update()
-        if not math.isfinite(norm):
-            raise _divergence(loss, norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergenceError(
+                f"the loss is {loss} and the gradient norm {norm}; the Program has already updated "
+                "the parameters: continue from the last checkpoint with a lower learning rate, "
+                "a longer warm-up, or clip_grad_norm"
+            )
         return StepResult(loss, norm, {"program": time.perf_counter() - started})
 
     def build(self, micro_batch: Any) -> None:
@@ -336,16 +320,17 @@ class StaticTrainStep:
         of_loss = self._loss.named_parameters() if self._loss is not None else ()
         return of_model | {f"{OF_LOSS}{name}": parameter for name, parameter in of_loss}
 
-    def _is_due(self, micro_batches: Iterable[Arrays]) -> bool:
+    def _is_due(self, micro_batches: Sequence[Any]) -> bool:
         """Whether this rank wants the Program compared in this step."""
         return self._comparison is not None and self._comparison.is_due(
-            {(name, one.shape) for arrays in micro_batches for name, one in arrays.items()}
+            {(at, a.shape) for one in micro_batches for at, a in arrays_of(one).items()}
         )
 
     def _in_dygraph_backward(self, micro_batch: Any, weight: float) -> float:
         """The loss of `model` in dygraph; its gradient times `weight` is added to ``.grad``."""
         if self._grad_cache is not None:
-            return self._grad_cache.in_dygraph(self._model, micro_batch, weight)
+            share = weight / self._accumulate_steps
+            return self._grad_cache.in_dygraph(self._model, micro_batch, share)
         assert self._loss_fn is not None
         loss = self._loss_fn(self._model, micro_batch).astype("float32").sum()
         if not loss.stop_gradient:
@@ -359,20 +344,6 @@ class StaticTrainStep:
                 "or build(micro_batch)"
             )
         return self._built
-
-    def _count(self, micro_batch: Any, otherwise: float) -> float:
-        count = otherwise if self._num_examples is None else self._num_examples(micro_batch)
-        if not (math.isfinite(count) and count > 0):
-            raise ConfigError(
-                f"a micro-batch has {count} examples; allowed is a number greater than 0"
-            )
-        return count
-
-    def _count_of_cache(self, micro_batch: Any) -> float:
-        if isinstance(self._loss, ContrastiveLoss) and self._loss.negatives == "global":
-            return 1  # the loss weighs the ranks' batches by their sizes itself
-        inputs, _ = inputs_of_cache(micro_batch)
-        return num_rows_of(inputs[0], "query")
 
     def _program(self, feeds: Feeds) -> TrainedProgram:
         recipe = self._recipe
@@ -433,6 +404,12 @@ def _check_ranks() -> None:
         )
 
 
+def _checked_count(count: float) -> float:
+    if not (math.isfinite(count) and count > 0):
+        raise ConfigError(f"a micro-batch has {count} examples; allowed is a number greater than 0")
+    return count
+
+
 def _mean_count(counts: list[float], rows: list[int], is_due: bool) -> tuple[float, bool]:
     """The mean over the ranks of their number of examples, and whether any `is_due`, in one
     exchange with `rows`.
@@ -455,14 +432,6 @@ def _mean_count(counts: list[float], rows: list[int], is_due: bool) -> tuple[flo
             "batch, or set contrastive.negatives: local"
         )
     return float(total / num_ranks), due > 0
-
-
-def _divergence(loss: float, norm: float) -> DivergenceError:
-    return DivergenceError(
-        f"the loss is {loss} and the gradient norm {norm}; the Program has already updated "
-        "the parameters: continue from the last checkpoint with a lower learning rate, "
-        "a longer warm-up, or clip_grad_norm"
-    )
 
 
 def _copied(leaf: Any) -> NDArray[Any]:

@@ -30,22 +30,20 @@ from paddle_recompute.distributed import is_distributed, withdrawals
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.replay import (
     GRADIENT_OF,
+    DygraphRun,
     ModelStamp,
     ModelState,
     Occasions,
     RngState,
+    Seen,
     alias,
     clone,
+    compare,
     cotangent,
-    differences,
-    explain,
+    draws_elsewhere,
+    isolated,
     moved_by_last_bit,
     on_host,
-)
-
-_DRAWS_ELSEWHERE = (
-    "its forward draws from Python's random or from NumPy; a Program would repeat the number that "
-    "was drawn while it was built. Draw with Paddle, or before the forward"
 )
 
 
@@ -86,8 +84,8 @@ class ProgramKeeper:
         state = ModelState(self.model)
         try:
             yield
-            if _draws_elsewhere(state.streams):
-                raise StaticGraphError(_DRAWS_ELSEWHERE)
+            if fault := draws_elsewhere(state.streams):
+                raise StaticGraphError(fault)
         finally:
             state.put_back()
 
@@ -263,38 +261,24 @@ class _Comparison:
     def reason(self) -> str:
         """Why the Program is not the forward; "" if it is."""
         try:
-            expected, unseen, end = self._eager()
-            try:
-                found = self._of_program()
-            except compiled.CONVERSION_ERRORS as error:
-                return f"it fails with {first_sentence(error)}"
-            moved = end.where_moved()
-            wrong = differences(expected, found, lambda: self._eager(moved=True)[0])
+            compare(self._model, self._in_dygraph, self._in_program, _agree_alone)
+        except _RefusedError as refusal:
+            return str(refusal)
         finally:
             self._state.put_back()
-        if wrong:
-            return explain(self._model, wrong)
-        if unseen:
-            return unseen[0]
-        if moved.generators is not None or moved.tracker is not None:
-            return "it draws other random numbers than eager execution"
         return ""
 
-    def _eager(self, *, moved: bool = False) -> tuple[dict[str, Any], list[str], RngState]:
-        """What is seen of the eager run, what a Program has no part in, and the streams' ends."""
+    def _in_dygraph(self, moved: bool) -> DygraphRun:
         state = self._state
-        copied = moved_by_last_bit if moved else alias
-        leaves = {name: copied(p) for name, p in state.trained.items()} if self._backward else {}
-        with state.isolated(leaves):
+        with isolated({"": state}, moved=moved) as leaves:
             seen = self._run(self._forward.eager, leaves, state.buffers, moved=moved)
             unseen = [
                 f"eager execution sets '{name}', and a Program does not" for name in state.changes()
             ]
-            if _draws_elsewhere(state.streams):
-                unseen.append(_DRAWS_ELSEWHERE)
-            return seen, unseen, RngState.capture()
+            fault = unseen[0] if unseen else draws_elsewhere(state.streams)
+            return DygraphRun(seen, RngState.capture(), fault)
 
-    def _of_program(self) -> dict[str, Any]:
+    def _in_program(self, expected: Seen) -> Seen:
         state, tensors = self._state, self._program.tensors()
         own = [
             clone(one) if one.stop_gradient and is_initialized(one) else alias(one)
@@ -304,11 +288,10 @@ class _Comparison:
         leaves = {name: of.get(id(one), alias(one)) for name, one in state.trained.items()}
         buffers = {name: of.get(id(one), one) for name, one in state.buffers().items()}
         state.streams.restore()
-        return self._run(
-            lambda *args: self._program.run(args, own),
-            leaves if self._backward else {},
-            lambda: buffers,
-        )
+        try:
+            return self._run(lambda *args: self._program.run(args, own), leaves, lambda: buffers)
+        except compiled.CONVERSION_ERRORS as error:
+            raise _RefusedError(f"it fails with {first_sentence(error)}") from error
 
     def _run(
         self,
@@ -339,9 +322,15 @@ class _Comparison:
         return seen
 
 
-def _draws_elsewhere(start: RngState) -> bool:
-    moved = start.where_moved()
-    return moved.numpy is not None or moved.python is not None
+class _RefusedError(Exception):
+    """Why a Program is refused."""
+
+
+def _agree_alone(fault: str, wish: bool) -> bool:
+    """Each rank compares its own Program."""
+    if fault:
+        raise _RefusedError(fault)
+    return wish
 
 
 def first_sentence(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import paddle
 from paddle_recompute import compile_model
 from paddle_recompute.errors import StaticGraphError
 from tests.fuzz.budget import examples, seed
-from tests.fuzz.compiled_models import WIDTH, random_model
+from tests.planted_models import WIDTH, Counting, Hooked, Listing, RandomModel
 
 SPEC = [paddle.static.InputSpec([-1, WIDTH], "float32")]
 TOLERANCE = 1e-4
@@ -56,30 +56,30 @@ def run(model: Any, steps: list[Step], seen: list[dict[str, Any]]) -> None:
     """Fill `seen`, one dict per step."""
     weights = paddle.arange(1.0, WIDTH + 1)
     optimizer = paddle.optimizer.SGD(0.01, parameters=model.parameters())
-    inner = getattr(model, "inner", model)
+    hooked = [one for one in model.blocks if isinstance(one, Hooked)]
     for number, step in enumerate(steps):
         paddle.seed(number)
         np.random.seed(number)
         random.seed(number)
         if step.change == "number":
-            inner.scale = 2.5 + number
-        elif step.change == "hook" and hasattr(inner, "hooked"):
-            inner.hooked.register_forward_post_hook(lambda layer, inputs, output: output * 1.5)
-        elif step.change == "sublayer" and hasattr(inner, "hooked"):
-            inner.hooked = paddle.nn.Softmax()
+            for block in model.blocks:
+                block.number = 2.5 + number
+        elif step.change == "hook" and hooked:
+            hooked[0].inner.register_forward_post_hook(lambda layer, inputs, output: output * 1.5)
+        elif step.change == "sublayer" and hooked:
+            hooked[0].inner = paddle.nn.Softmax()
         values = np.random.RandomState(number).randn(step.rows, WIDTH).astype("float32")
         x = paddle.to_tensor(values, stop_gradient=not step.needs_gradient)
         y = model(x, step.times)
-        loss = (y * weights).square().mean()
-        if inner.auxiliary is not None:
-            loss = loss + inner.auxiliary
+        loss = (y * weights).square().mean() + model.notes()
         loss.backward()
         now: dict[str, Any] = {"output": y, "input": x, "loss": loss}
         now |= {f"gradient {n}": p.grad for n, p in model.named_parameters()}
         now |= {f"buffer {n}": b for n, b in model.named_buffers()}
         now["gradient of the input"] = x.grad
         now = {n: None if v is None else np.array(v.numpy()) for n, v in now.items()}
-        now["calls"] = np.array([inner.calls, len(inner.seen)])
+        now["calls"] = np.array([one.calls for one in model.blocks if isinstance(one, Counting)])
+        now["seen"] = np.array([len(one.seen) for one in model.blocks if isinstance(one, Listing)])
         now["next random number"] = paddle.rand([1]).numpy()
         if step.clears:
             optimizer.step()
@@ -123,7 +123,7 @@ def outcome(index: int) -> str:
     def made() -> tuple[Any, list[Step], bool]:
         paddle.seed(index)
         choose = random.Random(f"{seed()}-{index}")
-        return random_model(choose), random_steps(choose), choose.random() < 0.5
+        return RandomModel(choose, 2), random_steps(choose), choose.random() < 0.5
 
     model, steps, or_eager = made()
     expected: list[dict[str, Any]] = []
@@ -153,8 +153,7 @@ def outcome(index: int) -> str:
     if refused == "refused" and or_eager:
         return "refused although it may be eager"
     if difference not in ("", "bits") or (not refused and len(found) != len(expected)):
-        names = [one.__name__ for one in getattr(model, "inner", model).operations]
-        return f"WRONG {difference or len(found)} {names} {refused} {steps}"
+        return f"WRONG {difference or len(found)} {model.description} {refused} {steps}"
     return refused or ("rounding" if difference else "equal")
 
 

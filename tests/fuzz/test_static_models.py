@@ -19,7 +19,7 @@ from paddle_recompute.errors import PaddleRecomputeError
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step.optimizer import build_optimizer
 from tests.fuzz.budget import examples, seed
-from tests.fuzz.static_models import FEATURES, Model, loss_of
+from tests.planted_models import WIDTH, RandomModel
 from tests.static_graph.test_train_step import config_of
 
 STEPS = 3
@@ -30,11 +30,11 @@ Trained = tuple[list[float], dict[str, np.ndarray]]
 
 
 def config(number: int) -> Config:
-    drawn = random.Random(number)
-    overrides = [] if drawn.random() < 0.7 else ["train.clip_grad_norm=0.5"]
-    if drawn.random() < 0.3:
+    choose = random.Random(number)
+    overrides = [] if choose.random() < 0.7 else ["train.clip_grad_norm=0.5"]
+    if choose.random() < 0.3:
         overrides += ["strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"]
-    recompute = drawn.random() < 0.3
+    recompute = choose.random() < 0.3
     return config_of("recompute.checkpoints=['blocks.*']", *overrides, recompute=recompute)
 
 
@@ -43,21 +43,31 @@ def batches(number: int, settings: Config) -> list[list[dict[str, Any]]]:
     k_steps = settings.strategy.gradient_merge_configs.k_steps
     return [
         [
-            {"x": numbers.standard_normal([4, FEATURES]).astype("float32"), "factor": 1.5}
+            {"x": numbers.standard_normal([4, WIDTH]).astype("float32"), "factor": 1.5}
             for _ in range(k_steps)
         ]
         for _ in range(STEPS)
     ]
 
 
-def model_of(number: int) -> Model:
+def drawn(number: int) -> RandomModel:
+    return RandomModel(random.Random(number), 4)
+
+
+def model_of(number: int) -> RandomModel:
     paddle.seed(number)
-    return Model(number)
+    return drawn(number)
+
+
+def loss_of(model: Any, batch: dict[str, Any]) -> Any:
+    """A mean over the rows, with an auxiliary loss that a block may have kept."""
+    loss = (model(batch["x"], batch["factor"]) - batch["x"].sum(axis=1, keepdim=True)).square()
+    return loss.mean() + model.notes()
 
 
 def in_a_program(number: int) -> Trained:
     settings = config(number)
-    step = StaticTrainStep(settings, lambda: Model(number), loss_of, model=model_of(number))
+    step = StaticTrainStep(settings, lambda: drawn(number), loss_of, model=model_of(number))
     paddle.seed(number)
     losses = [step(micro_batches).loss for micro_batches in batches(number, settings)]
     state = step.state_dict()

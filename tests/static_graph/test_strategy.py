@@ -14,7 +14,7 @@ from paddle_recompute.app.config import StrategyConfig, SyncConfig
 from paddle_recompute.app.config._section import Section, subsection
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph import distributed_strategy
-from paddle_recompute.static_graph.strategy import amp_dtype
+from paddle_recompute.static_graph._request import amp_dtype
 from tests.static_graph.test_train_step import Encoder, config_of
 
 IS_26 = paddle.__version__.startswith("2.6")

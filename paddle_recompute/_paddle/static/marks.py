@@ -11,7 +11,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.static.interface import Native
+from paddle_recompute._paddle.static import native
 from paddle_recompute.errors import StaticGraphError
 
 SCOPE = "recompute_scope"
@@ -28,46 +28,44 @@ COPY_OF = "recompute_copy_of"
 """Of a copy: its segment."""
 
 
-def mark_checkpoint(native: Native, variable: Any, name: str) -> None:
+def mark_checkpoint(variable: Any, name: str) -> None:
     """Give `variable` the checkpoint name `name`.
 
     Raises:
         StaticGraphError: It is not an intermediate of the main block, or the name is taken.
     """
-    other = native.other_than_intermediate(variable)
+    own = native()
+    other = own.other_than_intermediate(variable)
     if other is not None:
         raise StaticGraphError(
             f"mark_checkpoint(..., {name!r}): only an intermediate variable of a Program can be a "
             f"checkpoint, not {other}"
         )
-    if native.is_in_a_body(variable):
+    if own.is_in_a_body(variable):
         raise StaticGraphError(
             f"mark_checkpoint(..., {name!r}) was called inside a branch or loop body (cond, while);"
             " mark what the cond or while returns"
         )
-    key = native.key(variable)
-    if native.checkpoints(native.program_of(variable)).get(name, key) != key:
+    key = own.key(variable)
+    if own.checkpoints(own.program_of(variable)).get(name, key) != key:
         raise StaticGraphError(
             f"the checkpoint name {name!r} is taken by another variable of this Program; "
             "give each its own"
         )
-    native.write_checkpoint(variable, name)
+    own.write_checkpoint(variable, name)
 
 
 _inside_a_call = False
 
 
 @contextlib.contextmanager
-def recomputed_call(
-    native: Native, layer: str, *, continues: bool, gives_up_outputs: bool
-) -> Iterator[None]:
+def recomputed_call(layer: str, *, continues: bool, gives_up_outputs: bool) -> Iterator[None]:
     """What is added to the Program inside is one call of the recomputed `layer`.
 
     A call inside another is part of that one. Nothing happens to what is added but an attribute
     with the call's name: that of the layer, ``layer#2`` for its second call, and so on.
 
     Args:
-        native: The representation.
         layer: Its name.
         continues: Whether it is the next part of the last call with that name.
         gives_up_outputs: Whether what later operators take from it is computed again too.
@@ -79,40 +77,43 @@ def recomputed_call(
     if _inside_a_call:
         yield
         return
-    if native.builds_a_body():
+    own = native()
+    if own.builds_a_body():
         raise StaticGraphError(
             f"recompute('{layer}') was called inside a branch or loop body (cond, while), whose "
             "operators Paddle runs once; put recompute around the cond or while, or take it away"
         )
-    native.refuse_other_backwards()
+    own.refuse_other_backwards()
     program = paddle.static.default_main_program()
-    before = native.operations(program)
+    before = own.operations(program)
     _inside_a_call = True
     try:
         yield
     finally:
         _inside_a_call = False
-    calls = {native.text_attribute(one, SCOPE) for one in before}
+    calls = {own.text_attribute(one, SCOPE) for one in before}
     name = _name_of_call(layer, calls, continues=continues)
-    known = {native.identity(one) for one in before}
-    for operation in native.operations(program):
-        if native.identity(operation) not in known and native.computes(operation):
-            native.write_text(operation, SCOPE, name)
+    known = {own.identity(one) for one in before}
+    for operation in own.operations(program):
+        if own.identity(operation) not in known and own.computes(operation):
+            own.write_text(operation, SCOPE, name)
             if gives_up_outputs:
-                native.write_text(operation, GIVES_UP, "yes")
+                own.write_text(operation, GIVES_UP, "yes")
 
 
-def has_marks(native: Native, program: paddle.static.Program) -> bool:
+def has_marks(program: paddle.static.Program) -> bool:
     """Whether something in `program` is to be recomputed: a wrapped Layer, or a checkpoint."""
-    scopes = (native.text_attribute(one, SCOPE) for one in native.operations(program))
-    return any(scope is not None for scope in scopes) or bool(native.checkpoints(program))
+    own = native()
+    scopes = (own.text_attribute(one, SCOPE) for one in own.operations(program))
+    return any(scope is not None for scope in scopes) or bool(own.checkpoints(program))
 
 
-def claim_recomputed_calls(native: Native, program: paddle.static.Program) -> None:
+def claim_recomputed_calls(program: paddle.static.Program) -> None:
     """Tell `refuse_unclaimed` that a pass will recompute the calls in `program`."""
-    for operation in native.operations(program):
-        if native.text_attribute(operation, SCOPE) is not None:
-            native.write_text(operation, CLAIMED, "yes")
+    own = native()
+    for operation in own.operations(program):
+        if own.text_attribute(operation, SCOPE) is not None:
+            own.write_text(operation, CLAIMED, "yes")
 
 
 def refuse_unclaimed(marks: Iterable[tuple[str | None, str | None]]) -> None:

@@ -35,6 +35,7 @@ Block = Any
 Variable = Any
 
 VARIABLE = framework.Variable
+HAS_FLEET = True
 
 EMPTY = "@EMPTY@"
 """Stands for an output that is not needed (``core.empty_var_name``)."""
@@ -102,6 +103,21 @@ def is_update(operator: Operator) -> bool:
 def has_body(operator: Operator) -> bool:
     """Whether `operator` is control flow."""
     return bool(operator.has_attr("sub_block"))
+
+
+def attribute(operator: Operator, name: str) -> Any:
+    """A built-in attribute of `operator`."""
+    return operator.attr(name)
+
+
+def mask_of(dropout: Operator) -> str:
+    """The mask that ``dropout`` returns."""
+    return str(dropout.output("Mask")[0])
+
+
+def statistics_of(batch_norm: Operator) -> list[str]:
+    """The running statistics that ``batch_norm`` reads and writes."""
+    return [*batch_norm.input("Mean"), *batch_norm.input("Variance")]
 
 
 def inputs_of(operator: Operator) -> list[str]:

@@ -37,6 +37,7 @@ Value = Any
 """A ``paddle.pir.Value``."""
 
 VARIABLE = paddle.pir.Value
+HAS_FLEET = False
 
 SOURCES = ("builtin.parameter", "builtin.constant", "pd_op.data", "pd_op.feed")
 """Operators that compute nothing: what they return was there before the Program ran."""
@@ -177,6 +178,21 @@ def write_text(operation: Operation, name: str, text: str) -> None:
 def attribute(operation: Operation, name: str) -> Any:
     """A built-in attribute of `operation`."""
     return operation.attrs()[name]
+
+
+def has_body(operation: Operation) -> bool:
+    """Whether `operation` is control flow."""
+    return bool(operation.num_regions()) or operation.name().startswith("cf.")
+
+
+def mask_of(dropout: Operation) -> str:
+    """The `key` of the mask that ``pd_op.dropout`` returns."""
+    return key(dropout.result(1))
+
+
+def statistics_of(batch_norm: Operation) -> list[str]:
+    """The `key` of the running statistics that ``pd_op.batch_norm_`` reads and writes."""
+    return [key(batch_norm.operand_source(index)) for index in (1, 2)]
 
 
 # ---------------------------------------------------------------------------------- marks

@@ -1,6 +1,10 @@
 """Recompute in a Program: boundaries, segments, and the pass that recomputes segments.
 
-`_backend` chooses between the two representations, `pir` and `old_ir`.
+While a Program is built, `boundaries` and `marked_call` mark its operators. `recompute_segments`
+reads it as a `Graph`, after its backward was appended; `segments` finds what is recomputed together
+and what each segment keeps; `plan` chooses which operators are copied, and where to; `carry_out`
+inserts the copies. `_backend` chooses the representation, `pir` or `old_ir`, which has its own
+`Graph` and `carry_out`; which operators may run twice is decided once, in `operators`.
 """
 
 from paddle_recompute.recompute.program._backend import backend

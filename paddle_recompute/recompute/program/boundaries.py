@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from paddle_recompute._paddle.static import marks
+from paddle_recompute._paddle.static import marks, native
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.recompute.program._backend import backend
 
 
 def mark_checkpoint(variable: Any, name: str) -> Any:
@@ -49,7 +48,7 @@ def mark_checkpoint(variable: Any, name: str) -> Any:
         )
     if not name:
         raise StaticGraphError("mark_checkpoint received an empty name; give a name")
-    marks.mark_checkpoint(backend().native, variable, name)
+    marks.mark_checkpoint(variable, name)
     return variable
 
 
@@ -59,10 +58,9 @@ def named(variable: Any) -> str:
     Raises:
         StaticGraphError: As `mark_checkpoint`.
     """
-    native = backend().native
-    taken = native.checkpoints(variable.block.program) if hasattr(variable, "block") else {}
+    taken = native().checkpoints(variable.block.program) if hasattr(variable, "block") else {}
     for name, key in taken.items():
-        if key == native.key(variable):
+        if key == native().key(variable):
             return name
     name = next(name for i in itertools.count() if (name := f"checkpoint_{i}") not in taken)
     mark_checkpoint(variable, name)

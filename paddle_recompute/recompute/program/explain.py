@@ -29,7 +29,7 @@ def explain(program: paddle.static.Program) -> SegmentReport:
     Raises:
         StaticGraphError: The Program has no recompute boundaries.
     """
-    graph = backend().graph(program)
+    graph = backend().Graph(program)
     applied = applied_segments(graph)
     segments = applied or find_segments(graph)
     is_trained = bool(applied and graph.backward)

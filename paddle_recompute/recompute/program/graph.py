@@ -13,8 +13,8 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.static.interface import Native
 from paddle_recompute._paddle.static.marks import SCOPE
+from paddle_recompute.recompute.program.operators import Operators
 
 
 class Graph(abc.ABC):
@@ -30,7 +30,7 @@ class Graph(abc.ABC):
 
     def __init__(
         self,
-        native: Native,
+        kinds: Operators,
         program: paddle.static.Program,
         operators: list[Any],
         forward: list[int],
@@ -39,9 +39,10 @@ class Graph(abc.ABC):
         self.operators = operators
         self.forward = forward
         self.backward = backward
-        self.checkpoints = native.checkpoints(program)
+        self.checkpoints = kinds.native.checkpoints(program)
         self.program = program
-        self._native = native
+        self._kinds = kinds
+        self._native = kinds.native
         self._is_forward = frozenset(forward).__contains__
         self._is_backward = frozenset(backward).__contains__
         self._inputs: list[list[str]] = []
@@ -120,11 +121,22 @@ class Graph(abc.ABC):
         """Paddle's name of the operator's type."""
         return self._native.kind(self.operators[position])
 
-    @abc.abstractmethod
     def why_kept(self, position: int) -> str | None:
         """Why the operator's outputs must be kept, in words; None if it may run twice."""
+        return self._kinds.why_kept(self.operators[position])
 
-    @abc.abstractmethod
+    def mask(self, position: int) -> str | None:
+        """The mask of the dropout at `position`; None: no dropout, or a dropout without a mask."""
+        operator = self.operators[position]
+        has_mask = self._kinds.is_replayed_from_mask(operator)
+        return self._native.mask_of(operator) if has_mask else None
+
+    def running_statistics(self, position: int) -> list[str]:
+        """What a BatchNorm that takes the statistics of its batch only writes to; else nothing."""
+        operator = self.operators[position]
+        writes = self._kinds.updates_statistics(operator)
+        return self._native.statistics_of(operator) if writes else []
+
     def why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
         """Why `name`, an output of the operator at `position`, must be kept nevertheless.
 
@@ -133,10 +145,27 @@ class Graph(abc.ABC):
             position: Its `definer`, which may run twice.
             kept: The other variables that are kept.
         """
+        why = self._why_output_kept(name, position, kept)
+        if why is not None:
+            return why
+        # A copy of the operator would read the changed values.
+        only_written = self.running_statistics(position)
+        read = (one for one in self.inputs(position) if one not in only_written)
+        if any(map(self._is_changed_in_place, read)):
+            return "it was computed from a variable that is changed in place"
+        return None
 
     @abc.abstractmethod
-    def mask(self, position: int) -> str | None:
-        """The mask of the dropout at `position`; None: no dropout, or a dropout without a mask."""
+    def _why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
+        """As `why_output_kept`, for reasons of one representation."""
+
+    @abc.abstractmethod
+    def _is_changed_in_place(self, name: str) -> bool:
+        """Whether the values of `name` change between a forward operator and the backward."""
+
+    @abc.abstractmethod
+    def can_wait(self, name: str) -> bool:
+        """Whether a copy of `name` can be made to wait for a gradient."""
 
     @abc.abstractmethod
     def is_constant(self, position: int) -> bool:

@@ -54,9 +54,8 @@ def run_marked(
     if segment is not None:
         chain, position = segment
         name, continues = chain.names[-1], position > 0
-    own = backend()
-    own.prepare_to_static(name)
-    with recomputed_call(own.native, name, continues=continues, gives_up_outputs=gives_up_outputs):
+    backend().prepare_to_static(name)
+    with recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs):
         return function(*args, **kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from paddle_recompute.recompute.program.graph import Graph
@@ -17,12 +18,17 @@ class Plan:
         needed: Variables that the backward needs and that are not kept.
         at: Position of the first backward operator that needs one of them; the copies go before it.
         copied: Positions of the operators that compute `needed` from kept variables, in order.
+        gradients: Gradients that exist when the backward reaches `at`; none at its start.
+        held_back: For each of `copied`, the variables that must not reach its copy before
+            `gradients` exist: then no copy can start before. None if there are no `gradients`.
     """
 
     segment: str
     needed: tuple[str, ...]
     at: int
     copied: tuple[int, ...]
+    gradients: tuple[str, ...]
+    held_back: tuple[tuple[str, ...], ...]
 
     def readers(self, name: str, graph: Graph) -> list[int]:
         """Positions of the backward operators that read the copy of `name` instead of `name`.
@@ -52,4 +58,34 @@ def plan(segment: Segment, graph: Graph, kept: Kept) -> Plan | None:
         if definer not in copied:
             copied.add(definer)
             waiting += [name for name in graph.inputs(definer) if name not in kept]
-    return Plan(segment.name, tuple(needed), at, tuple(sorted(copied)))
+    in_order = tuple(sorted(copied))
+    gradients = _entering_gradients(at, graph)
+    held_back = _held_back(in_order, graph, kept) if gradients else ((),) * len(in_order)
+    return Plan(segment.name, tuple(needed), at, in_order, gradients, held_back)
+
+
+def _entering_gradients(at: int, graph: Graph) -> tuple[str, ...]:
+    earlier = [position for position in graph.backward if position < at]
+    last_first = [name for position in reversed(earlier) for name in graph.outputs(position)]
+    made = frozenset(last_first)
+    entering = [name for name in graph.inputs(at) if name in made and graph.can_wait(name)]
+    return tuple(entering or itertools.islice(filter(graph.can_wait, last_first), 1))
+
+
+def _held_back(copied: tuple[int, ...], graph: Graph, kept: Kept) -> tuple[tuple[str, ...], ...]:
+    """What the copies read that exists earlier, but is not a parameter or a constant; those only
+    where an operator reads nothing else, as the cast of a weight does under mixed precision.
+    """
+    waiting: set[str] = set()
+    found = []
+    for position in copied:
+        inputs = list(filter(graph.can_wait, dict.fromkeys(graph.inputs(position))))
+        held = [name for name in inputs if name in kept and not graph.is_given(name)]
+        if waiting.isdisjoint(graph.inputs(position)):
+            held = held or inputs
+        held = [name for name in held if name not in waiting]
+        waiting.update(held)
+        found.append(tuple(held))
+        if not graph.inputs(position) or not waiting.isdisjoint(graph.inputs(position)):
+            waiting.update(graph.outputs(position))
+    return tuple(found)

@@ -19,6 +19,7 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute._paddle.static import native
 from paddle_recompute._paddle.static.marks import SEGMENT
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program._backend import backend
@@ -47,7 +48,7 @@ def check_recompute(
         StaticGraphError: The Program lacks one of `names`, or it has recomputed calls and the
             strategy does not set recompute.
     """
-    graph = backend().graph(program, backend().native.operations(program))
+    graph = backend().Graph(program, native().operations(program))
     if is_asked_for:
         find_segments(graph, names)
     elif graph.calls():
@@ -71,7 +72,7 @@ def recompute_segments(
         before: Its operators before the backward was appended.
         names: As in `find_segments`.
     """
-    graph = backend().graph(program, before)
+    graph = backend().Graph(program, before)
     segments = find_segments(graph, names)
     warn_of_marks_inside(segments, graph, names)
     warn_of_crossings(segments, graph)
@@ -90,4 +91,4 @@ def recompute_segments(
                 segment.name,
                 len(segment.positions),
             )
-    backend().carry_out(plans, graph, kept)
+    backend().carry_out(plans, graph)

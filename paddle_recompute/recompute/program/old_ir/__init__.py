@@ -1,1 +1,20 @@
-"""Recompute as a pass over Programs of the old representation (Paddle 2.6)."""
+"""Recompute in a Program of the old representation (Paddle 2.6); `_backend` says what each does."""
+
+from __future__ import annotations
+
+import paddle
+
+from paddle_recompute._paddle.static import marks, old_ir
+from paddle_recompute.recompute.program.old_ir.detached import copy_detached
+from paddle_recompute.recompute.program.old_ir.graph import Graph
+from paddle_recompute.recompute.program.old_ir.recompute import carry_out
+
+__all__ = ["Graph", "carry_out", "prepare", "prepare_to_static"]
+
+prepare_to_static = old_ir.refuse_to_static
+
+
+def prepare(program: paddle.static.Program) -> None:
+    """See `_backend.prepare`."""
+    copy_detached(program)
+    marks.claim_recomputed_calls(program)

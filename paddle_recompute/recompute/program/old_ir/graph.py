@@ -14,7 +14,7 @@ from paddle_recompute._paddle.static import old_ir
 from paddle_recompute._paddle.static.marks import SCOPE
 from paddle_recompute._paddle.static.old_ir import Operator
 from paddle_recompute.recompute.program import graph
-from paddle_recompute.recompute.program.old_ir import operators
+from paddle_recompute.recompute.program.old_ir.operators import OPERATORS
 
 
 class Graph(graph.Graph):
@@ -31,7 +31,7 @@ class Graph(graph.Graph):
         ops = old_ir.operations(program)
         earlier = {id(operator) for operator in before or ()}
         super().__init__(
-            old_ir,
+            OPERATORS,
             program,
             ops,
             [p for p, one in enumerate(ops) if old_ir.is_forward(one)],
@@ -65,24 +65,13 @@ class Graph(graph.Graph):
         """Named as in Paddle's own ``recompute_configs``."""
         return None if self.definer(name) is None else name
 
-    def why_kept(self, position: int) -> str | None:
-        return operators.why_kept(self.operators[position])
-
-    def why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
+    def _why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
         if name in old_ir.shape_only_outputs(self.operators[position]):
             return "it has a shape and no memory"
-        if self._is_changed_in_place(name):
-            return "it is changed in place"
-        # A copy of the operator would read the changed values.
-        unread = operators.running_statistics(self.operators[position])
-        read = [one for one in self.inputs(position) if one not in unread]
-        if any(map(self._is_changed_in_place, read)):
-            return "it was computed from a variable that is changed in place"
-        return None
+        return "it is changed in place" if self._is_changed_in_place(name) else None
 
-    def mask(self, position: int) -> str | None:
-        operator = self.operators[position]
-        return operator.output("Mask")[0] if operators.is_replayed_from_mask(operator) else None
+    def can_wait(self, name: str) -> bool:
+        return True
 
     def is_constant(self, position: int) -> bool:
         if self.inputs(position) or self.kind(position) not in _CONSTANTS:
@@ -110,11 +99,8 @@ class Graph(graph.Graph):
         return old_ir.reads_values_of(self.operators[position], name)
 
     def _is_changed_in_place(self, name: str) -> bool:
-        """Whether the values of `name` change between a forward operator and the backward.
-
-        Parameters do not count: the optimizer writes them after the backward. A detached variable
-        shares memory, so a write to one name changes the other.
-        """
+        # Parameters do not count: the optimizer writes them after the backward. A detached variable
+        # shares memory, so a write to one name changes the other.
         return any(map(self._is_written_again, self._sharing.get(name, [name])))
 
     def _is_written_again(self, name: str) -> bool:

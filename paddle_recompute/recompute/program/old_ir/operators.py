@@ -1,16 +1,9 @@
-"""Which operators of Paddle 2.6 may run a second time, and why the others may not.
-
-An operator that is not known to be repeatable is kept: that costs memory and is never wrong. So
-the list contains the operators that may be repeated.
-"""
+"""The operators of Paddle 2.6 that `program.operators` decides over, by name."""
 
 from __future__ import annotations
 
-from paddle_recompute._paddle.static.old_ir import Operator, has_body
-
-DROPOUT = "dropout"
-RNN = "rnn"
-BATCH_NORM = "batch_norm"
+from paddle_recompute._paddle.static import old_ir
+from paddle_recompute.recompute.program.operators import Operators
 
 _REPEATABLE = """
 abs acos acosh add_position_encoding addmm affine_channel affine_grid allclose angle arg_max arg_min
@@ -66,41 +59,11 @@ variable_length_memory_efficient_attention weighted_sample_neighbors
 RANDOM = frozenset(_RANDOM.split())
 """Operators that draw random numbers; a second run would draw others."""
 
-
-def why_kept(operator: Operator) -> str | None:
-    """Why the outputs of `operator` must be kept, in words; None if it may run twice.
-
-    A dropout may: its mask is kept, and its output is computed from the mask. So may a BatchNorm
-    that takes the statistics of its batch: it gets copies of the running ones to write to.
-    """
-    kind = operator.type
-    if has_body(operator):
-        return "it is control flow"
-    if is_replayed_from_mask(operator) or running_statistics(operator) or kind in REPEATABLE:
-        return None
-    if kind in RANDOM:
-        return None if _is_silent(operator) else "it draws random numbers"
-    return "it is not known to be repeatable"
-
-
-def is_replayed_from_mask(operator: Operator) -> bool:
-    """Whether `operator` is a dropout with a mask; in evaluation it has none and draws nothing."""
-    return operator.type == DROPOUT and not operator.attr("is_test")
-
-
-def running_statistics(operator: Operator) -> list[str]:
-    """What a BatchNorm that takes the statistics of its batch only writes to; else nothing."""
-    if operator.type != BATCH_NORM or operator.attr("use_global_stats"):
-        return []
-    if operator.attr("is_test") and not operator.attr("trainable_statistics"):
-        return []
-    return [*operator.input("Mean"), *operator.input("Variance")]
-
-
-def _is_silent(operator: Operator) -> bool:
-    """Whether a random `operator` drops nothing out."""
-    if operator.type not in (DROPOUT, RNN):
-        return False
-    return bool(operator.attr("is_test")) or (
-        operator.type == RNN and not operator.attr("dropout_prob")
-    )
+OPERATORS = Operators(
+    old_ir,
+    repeatable=REPEATABLE,
+    random=RANDOM,
+    dropout="dropout",
+    rnn="rnn",
+    batch_norm="batch_norm",
+)

@@ -11,8 +11,8 @@ import paddle
 from paddle_recompute._paddle.static import pir
 from paddle_recompute._paddle.static.pir import Operation, Value
 from paddle_recompute.recompute.program import graph
-from paddle_recompute.recompute.program.pir import operators
 from paddle_recompute.recompute.program.pir.aliasing import Memory
+from paddle_recompute.recompute.program.pir.operators import OPERATORS, is_part_of_a_list
 
 FIRST_BACKWARD = "recompute_first_backward"
 """Attribute of the first backward operator, if the pass was applied."""
@@ -38,7 +38,7 @@ class Graph(graph.Graph):
         end = _end_of_forward(operations, before)
         computing = [p for p, one in enumerate(operations) if one.name() not in pir.SOURCES]
         super().__init__(
-            pir,
+            OPERATORS,
             program,
             operations,
             [position for position in computing if position < end],
@@ -76,29 +76,22 @@ class Graph(graph.Graph):
             return False
         return self.memory.is_shared(value)
 
-    def why_kept(self, position: int) -> str | None:
-        return operators.why_kept(self.operators[position])
-
-    def why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
-        inputs = self.inputs(position)
+    def _why_output_kept(self, name: str, position: int, kept: Container[str]) -> str | None:
         largest = max(self.outputs(position), key=self.num_bytes)
         if 0 < SMALL * self.num_bytes(name) <= self.num_bytes(largest) and largest in kept:
             return "it is small, and the main result of its operator is kept"
         if self.memory.is_shared(self.value(name)):
             return "another variable may share its memory"
-        is_part = operators.is_part_of_a_list(self.operators[position])
-        if is_part and any(one in kept for one in inputs):
+        is_part = is_part_of_a_list(self.operators[position])
+        if is_part and any(one in kept for one in self.inputs(position)):
             return "it is part of a list that is kept"
-        # A copy of the operator would read the overwritten values.
-        unread = {pir.key(one) for one in operators.running_statistics(self.operators[position])}
-        if any(self.memory.is_overwritten(self.value(one)) for one in inputs if one not in unread):
-            return "it was computed from a variable that is changed in place"
         return None
 
-    def mask(self, position: int) -> str | None:
-        operation = self.operators[position]
-        is_replayed = operators.is_replayed_from_mask(operation)
-        return pir.key(operation.result(1)) if is_replayed else None
+    def _is_changed_in_place(self, name: str) -> bool:
+        return self.memory.is_overwritten(self.value(name))
+
+    def can_wait(self, name: str) -> bool:
+        return pir.can_wait(self.value(name))
 
     def is_constant(self, position: int) -> bool:
         """Whether it is a shape, scale or probability; those are small."""

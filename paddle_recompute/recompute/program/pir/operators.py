@@ -1,17 +1,10 @@
-"""Which operators may run a second time, and why the others may not.
-
-An operator that is not known to be repeatable is kept: that costs memory and is never wrong. So
-the list contains the operators that may be repeated; operators of later Paddle versions are not on
-it.
-"""
+"""The operators of Paddle 3.3 that `program.operators` decides over, by name."""
 
 from __future__ import annotations
 
-from paddle_recompute._paddle.static.pir import SOURCES, Operation, Value, attribute
-
-DROPOUT = "pd_op.dropout"
-RNN = "pd_op.rnn"
-BATCH_NORM = "pd_op.batch_norm_"
+from paddle_recompute._paddle.static import pir
+from paddle_recompute._paddle.static.pir import Operation
+from paddle_recompute.recompute.program.operators import UNKNOWN, Operators
 
 _REPEATABLE_OF_PADDLE = """
 abs acos acosh add add_n addmm affine_grid all allclose amax amin angle any arange argmax
@@ -69,34 +62,14 @@ uniform_random_batch_size_like weighted_sample_neighbors
 RANDOM = frozenset(f"pd_op.{name}" for name in _RANDOM_OF_PADDLE.split())
 """Operators that draw random numbers; a second run would draw others."""
 
-
-def why_kept(operation: Operation) -> str | None:
-    """Why the results of `operation` must be kept, in words; None if it may run twice.
-
-    A dropout may: its mask is kept, and its output is computed from the mask. So may a BatchNorm
-    that takes the statistics of its batch: it gets copies of the running ones to write to.
-    """
-    name = operation.name()
-    if name == DROPOUT or running_statistics(operation):
-        return None
-    if name in REPEATABLE and not operation.num_regions():
-        return None
-    if name == RNN and (
-        attribute(operation, "is_test") or not attribute(operation, "dropout_prob")
-    ):
-        return None  # it drops nothing out
-    if name in SOURCES:
-        return "it computes nothing"
-    if operation.num_regions() or name.startswith("cf."):
-        return "it is control flow"
-    if name in RANDOM:
-        return "it draws random numbers"
-    if name.endswith("_"):
-        return "it changes a variable in place"
-    return _UNKNOWN
-
-
-_UNKNOWN = "it is not known to be repeatable"
+OPERATORS = Operators(
+    pir,
+    repeatable=REPEATABLE,
+    random=RANDOM,
+    dropout="pd_op.dropout",
+    rnn="pd_op.rnn",
+    batch_norm="pd_op.batch_norm_",
+)
 
 
 def only_shares_memory(operation: Operation) -> bool:
@@ -111,18 +84,4 @@ def is_part_of_a_list(operation: Operation) -> bool:
 
 def may_share_memory(operation: Operation) -> bool:
     """Whether a result of `operation` may share an operand's memory without PIR stating it."""
-    return why_kept(operation) == _UNKNOWN
-
-
-def running_statistics(operation: Operation) -> list[Value]:
-    """What a BatchNorm that takes the statistics of its batch only writes to; else none."""
-    if operation.name() != BATCH_NORM or attribute(operation, "use_global_stats"):
-        return []
-    if attribute(operation, "is_test") and not attribute(operation, "trainable_statistics"):
-        return []
-    return [operation.operand_source(index) for index in (1, 2)]
-
-
-def is_replayed_from_mask(operation: Operation) -> bool:
-    """Whether `operation` is a dropout with a mask; in evaluation it has none and draws nothing."""
-    return operation.name() == DROPOUT and not attribute(operation, "is_test")
+    return OPERATORS.why_kept(operation) == UNKNOWN
