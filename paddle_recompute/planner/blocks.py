@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import paddle
 
-from paddle_recompute.errors import PlanError
+from paddle_recompute._paddle.layers import children_of
+from paddle_recompute.errors import PlanError, SelectionError
 from paddle_recompute.options import AUTO
 from paddle_recompute.recompute import find_blocks, layers_matching
 
@@ -18,22 +19,30 @@ def planned_blocks(
 
     Args:
         model: Any Layer.
-        checkpoints: Patterns as in ``recompute.checkpoints``. None or ``auto``: the repeated
-            blocks that `apply_recompute` finds.
+        checkpoints: Patterns as in ``recompute.checkpoints``; ``auto``: the repeated blocks that
+            `apply_recompute` finds. None: those, or without any the direct sublayers with
+            parameters.
 
     Raises:
         PlanError: The patterns select no Layer.
-        SelectionError: A pattern matches nothing, or the model has no repeated blocks.
+        SelectionError: A pattern matches nothing, or ``auto`` finds no repeated blocks.
     """
     layers = dict(model.named_sublayers(include_self=True))
     if checkpoints is None or list(checkpoints) == [AUTO]:
-        names = [name for one in find_blocks(model) for name in one.names]
+        try:
+            names = [name for one in find_blocks(model) for name in one.names]
+        except SelectionError:
+            if checkpoints is not None:
+                raise
+            names = [name for name, child in children_of(model) if child.parameters()]
     else:
         names = layers_matching(model, list(checkpoints))
     if not names:
         raise PlanError(
-            f"checkpoints {checkpoints} select functions only; a plan is made for the calls of "
-            "Layers: name the blocks, and their cheap parts are found"
+            "the model has no Layers that could be blocks; name them in checkpoints"
+            if checkpoints is None
+            else f"checkpoints {checkpoints} select functions only; a plan is made for the calls "
+            "of Layers: name the blocks, and their cheap parts are found"
         )
     # A Layer with several names is in the model once, under the first of them.
     return {name: layers[name] for name in names if name in layers}
