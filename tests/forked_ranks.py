@@ -14,6 +14,7 @@ import atexit
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import pickle
@@ -32,15 +33,18 @@ MODULES = ("paddle_recompute.app.trainer", "paddle_recompute.integrations", "pyt
 
 
 class ForkedProcess:
-    """A child of the server; what `subprocess.Popen` has of it."""
+    """A child of the server; what `subprocess.Popen` has of it.
 
-    def __init__(self, server: _Server, pid: int) -> None:
-        self._server = server
+    It has a number besides: the system gives the id of a process that has ended to another one.
+    """
+
+    def __init__(self, server: _Server, number: int, pid: int) -> None:
+        self._server, self._number = server, number
         self.pid = pid
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None: it runs."""
-        return self._server.codes.get(self.pid)
+        return self._server.codes.get(self._number)
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (timeout if timeout is not None else float("inf"))
@@ -63,7 +67,7 @@ class _Server:
 
     def __init__(self) -> None:
         self.codes: dict[int, int] = {}
-        self._pids: list[int] = []
+        self._started: list[tuple[int, int]] = []
         self._answered = threading.Condition()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.forked_ranks", *MODULES],
@@ -82,9 +86,9 @@ class _Server:
             self._process.stdin.write(json.dumps(told) + "\n")
             self._process.stdin.flush()
             with self._answered:
-                if not self._answered.wait_for(lambda: self._pids, timeout=120):
+                if not self._answered.wait_for(lambda: self._started, timeout=120):
                     raise RuntimeError("the server of forked ranks does not answer")
-                return ForkedProcess(self, self._pids.pop())
+                return ForkedProcess(self, *self._started.pop())
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -94,12 +98,12 @@ class _Server:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            pid, _, code = line.strip().partition(" ")
+            what, number, value = line.split()
             with self._answered:
-                if code:
-                    self.codes[int(pid)] = int(code)
+                if what == "ended":
+                    self.codes[int(number)] = int(value)
                 else:
-                    self._pids.append(int(pid))
+                    self._started.append((int(number), int(value)))
                 self._answered.notify_all()
 
 
@@ -121,9 +125,10 @@ def start(
 def _serve() -> dict[str, Any] | None:
     """Fork for each line of standard input; in a child, what it is told; None: no more input."""
     told = ""
+    numbers, number_of = itertools.count(), {}
     while True:
         for pid, code in _ended():
-            print(pid, code, flush=True)
+            print("ended", number_of.pop(pid), code, flush=True)
         if not select.select([0], [], [], 0.01)[0]:
             continue
         data = os.read(0, 1 << 16).decode()
@@ -134,7 +139,8 @@ def _serve() -> dict[str, Any] | None:
             pid = os.fork()
             if pid == 0:
                 return dict(json.loads(line))
-            print(pid, flush=True)
+            number_of[pid] = next(numbers)
+            print("started", number_of[pid], pid, flush=True)
 
 
 def _ended() -> list[tuple[int, int]]:
