@@ -37,6 +37,8 @@ class Away:
         self._slot = slot
         self._arrived: Stamp | None = None
         """As the tensor was when it came from the slot; None: the slot does not have its value."""
+        self._form = _form_of(tensor)
+        """Of what is in the slot. No count of writes tells of another one."""
         self._num_written = 0
         self._stays = False
         self.owner: Callable[[], object] = lambda: None
@@ -63,7 +65,11 @@ class Away:
         return travelling.has_memory(self.tensor)
 
     def _is_written(self) -> bool:
-        return self._arrived is None or is_written_since(self.tensor, self._arrived)
+        return (
+            self._arrived is None
+            or self._form != _form_of(self.tensor)
+            or is_written_since(self.tensor, self._arrived)
+        )
 
     def content(self) -> int:
         """Another number after each write."""
@@ -115,6 +121,7 @@ class Away:
         """Let the slot have its value now; it stays where it is."""
         if self.is_here and self._is_written():
             self._slot.write(self.tensor)
+            self._form = _form_of(self.tensor)
             self._num_written += 1
             self._arrived = stamp_in_place(self.tensor)
 
@@ -143,6 +150,10 @@ class Away:
         if self.is_here:
             return np.array(self.copy().numpy())
         return self._slot.numpy()
+
+
+def _form_of(tensor: paddle.Tensor) -> tuple[list[int], Any]:
+    return list(tensor.shape), tensor.dtype
 
 
 _AWAY = "_paddle_recompute_away"

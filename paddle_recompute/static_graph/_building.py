@@ -158,6 +158,13 @@ def converted(what: str) -> Iterator[None]:
     try:
         with native().refusing_truth():
             yield
+        if line := native().lost_write(paddle.static.default_main_program()):
+            raise StaticGraphError(
+                f"{what} cannot be built as a Program: {line} writes to a tensor whose gradient is "
+                "needed, and the backward of Paddle 3.3 passes by it, so gradients would be wrong. "
+                "Make a new tensor instead (paddle.where, paddle.concat), or train this model in "
+                "dygraph (mode: dygraph)"
+            )
     except PaddleRecomputeError:
         raise
     except CONVERSION_ERRORS as error:

@@ -106,6 +106,12 @@ class ProgramKeeper:
                 f"its forward calls {made.in_place}(), which changes nothing in a Program; use "
                 f"{made.in_place[:-1]}() and its result"
             )
+        if made.lost_write:
+            raise StaticGraphError(
+                f"{made.lost_write} writes to a tensor whose gradient is needed, and the backward "
+                "of a Program of Paddle 3.3 passes by it; make a new tensor instead (paddle.where, "
+                "paddle.concat)"
+            )
         if made.num_outputs != 1:
             raise StaticGraphError(
                 f"its forward returns {made.num_outputs} tensors, and Paddle (2.6, 3.3) may "

@@ -22,6 +22,7 @@ import pytest
 
 from paddle_recompute import OffloadSequential
 from paddle_recompute.errors import PaddleRecomputeError
+from paddle_recompute.offload._away import away_of
 from tests.fuzz import budget
 
 WIDTH = 4
@@ -146,12 +147,24 @@ WEIGHTS = {
     "plus": lambda p: p.__iadd__(1.0) if hasattr(p, "__iadd__") else None,
     "reshape_": lambda p: p.reshape_([-1]),
 }
+
+
+def _set_gradient(p: paddle.Tensor) -> None:
+    """Plain Paddle (2.6, 3.3) marks a gradient that ``clear_grad()`` made zero: the next backward
+    takes its place, and what was written to it meanwhile is lost. An offloaded chain adds to it.
+    """
+    if p.grad is not None:
+        p.grad.set_value(paddle.ones(p.shape))
+        if away_of(p) is None:
+            p._unset_fake_empty()  # takes the mark away
+
+
 GRADIENTS = {
     "grad": lambda p: None if p.grad is None else p.grad.numpy(),
     "gradient": lambda p: p.gradient(),
     "scale": lambda p: p.grad is not None and p.grad.scale_(0.5),
     "replace": lambda p: p.grad is not None and setattr(p, "grad", p.grad * 2),
-    "set_value": lambda p: p.grad is not None and p.grad.set_value(paddle.ones(p.shape)),
+    "set_value": _set_gradient,
     "clear": lambda p: p.clear_gradient(),
     "clear for good": lambda p: p.clear_gradient(False),
     "clear_grad": lambda p: p.clear_grad(),

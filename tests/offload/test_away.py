@@ -321,6 +321,37 @@ def test_resident_brings_shards_with_values_and_gradients_and_takes_them_back() 
     assert_equal(values(plain), values(model))
 
 
+@pytest.mark.parametrize("place", ["disk", "host"])
+def test_a_shape_that_was_changed_where_it_was_resident_stays(place: str) -> None:
+    """`parameters_to_vector` leaves a parameter flat that it is given twice (2.6, 3.3), without
+    raising ``inplace_version``.
+    """
+    plain, model = pair(place)
+    for one, scope in ((plain, contextlib.nullcontext()), (model, model.resident(model[3]))):
+        with scope:
+            paddle.nn.utils.parameters_to_vector([one[3].weight, one[3].weight])
+    with model.resident(model[0]):
+        pass
+    assert model[3].weight.shape == plain[3].weight.shape == [WIDTH * WIDTH]
+    assert_equal(values(plain), values(model))
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_what_is_written_to_a_gradient_after_clear_grad_is_added_to(is_marked: bool) -> None:
+    """Plain Paddle (2.6, 3.3) marks a gradient that it made zero, and forgets what is written."""
+    plain, model = pair()
+    for one in (plain, model):
+        loss_of(one).backward()
+        optimizer_of(one, momentum).clear_grad()
+        one[1].weight.grad.set_value(paddle.ones([WIDTH, WIDTH]))
+    if not is_marked:
+        plain[1].weight._unset_fake_empty()
+    for one in (plain, model):
+        loss_of(one, 1).backward()
+    lost = model[1].weight.grad.numpy() - plain[1].weight.grad.numpy()
+    np.testing.assert_allclose(lost, np.full_like(lost, float(is_marked)), atol=1e-6)
+
+
 def test_nothing_that_is_offloaded_cannot_be_resident() -> None:
     with (
         pytest.raises(OffloadError, match="nothing of this Linear is offloaded"),

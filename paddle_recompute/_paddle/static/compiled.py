@@ -26,6 +26,7 @@ from paddle.jit.dy2static.program_translator import (
 from paddle.jit.dy2static.utils import Dygraph2StaticException
 
 from paddle_recompute._paddle.layers import non_trained_state
+from paddle_recompute._paddle.static import native
 from paddle_recompute._paddle.static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
 
@@ -60,6 +61,7 @@ class Conversion:
         in_place: An operator that changes a tensor in eager execution (``add_``) and does not in a
             Program, as a warning of Paddle says (``paddle.utils.inplace_utils``; 2.6, 3.x); "" if
             there is none.
+        lost_write: Where it writes to a tensor without its backward knowing; "" if it has none.
         num_outputs: How many tensors it returns.
     """
 
@@ -67,6 +69,7 @@ class Conversion:
     has_branches: bool
     has_loops: bool
     in_place: str
+    lost_write: str
     num_outputs: int
 
 
@@ -156,6 +159,7 @@ class _Programs(ProgramCache):
                 has_branches=any(_name(one) in _BRANCHES for one in operators),
                 has_loops=any(_name(one) in ("pd_op.while", "while") for one in operators),
                 in_place=next((o[1] for o in map(_NOT_IN_PLACE.search, messages) if o), ""),
+                lost_write=native().lost_write(concrete.main_program) if trains else "",
                 num_outputs=sum(hasattr(one, "stop_gradient") for one in outputs),
             )
             self.keeper.check(made)

@@ -18,6 +18,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import paddle
@@ -125,6 +127,40 @@ def in_place(operation: Operation) -> list[tuple[Value, Value]]:
         for result, operand in libpir.get_op_inplace_info(operation).items()
     ]
     return [(a, b) for a, b in pairs if a.initialized() and b.initialized()]
+
+
+def lost_write(program: paddle.static.Program) -> str:
+    """Where the forward in `program` writes to a tensor, and a backward will not know of it; "" if
+    it does so nowhere.
+
+    After ``h[:, 0] = y`` and ``assign(y, h)`` what follows has the variable from before as its
+    operand (3.3): the gradient passes by the write. `to_static` mends the first of the two. The
+    gradient of ``set_value_``, which writes numbers, is all of that of its result, also what was
+    overwritten. Whether the data of a step show it or not, such a backward is wrong.
+    """
+    written: dict[str, Operation] = {}
+    for top in operations(program):
+        for operation in with_bodies(top):
+            for operand in operands_of(operation):
+                if key(operand) in written:
+                    return _line_of(written[key(operand)])
+            for before, now in in_place(operation):
+                has_none = before.stop_gradient and now.stop_gradient
+                if has_none or before.persistable or not is_dense(before):
+                    continue
+                if operation.name() == "pd_op.set_value_":
+                    return _line_of(operation)
+                if operation.name() != "pd_op.share_data_":  # it writes nothing
+                    written[key(before)] = operation
+    return ""
+
+
+def _line_of(operation: Operation) -> str:
+    """The line outside of Paddle that has appended `operation`; else what it is called."""
+    stack = operation.attrs().get("op_callstack", [])
+    own = str(Path(paddle.__file__).parent)
+    lines = [code.strip() for file, code in pairwise(stack) if "File " in file and own not in file]
+    return f"'{lines[-1]}'" if lines else operation.name()
 
 
 def written_parameters(program: paddle.static.Program) -> set[str]:
