@@ -209,6 +209,32 @@ class RowWritten(Block):
         return h
 
 
+class RowWrittenInABranch(Block):
+    """The branch that is taken has no gradient where it is wrong in the other."""
+
+    def forward(self, h: Any, x: Any) -> Any:
+        h = h * 1.0
+        h[0] = 0.0
+        return paddle.where(h.mean() > 100, h * 2, functional.relu(h))
+
+
+class WrittenIntoZeros(Block):
+    def forward(self, h: Any, x: Any) -> Any:
+        fixed = paddle.zeros([x.shape[0], WIDTH])
+        fixed[:, 0] = h[:, 1]
+        return h + fixed
+
+
+class MaskWritten(Block):
+    """What is written to needs no gradient. Paddle 2.6 refuses it too."""
+
+    def forward(self, h: Any, x: Any) -> Any:
+        mask = paddle.ones([x.shape[0], WIDTH])
+        mask[:, 0] = 0.5
+        mask[0] = x[0].sum()
+        return h * mask
+
+
 class PartsWritten(Block):
     def forward(self, h: Any, x: Any) -> Any:
         before = paddle.tanh(h) * 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,20 @@ def step_of(
 # ------------------------------------------------------------------------------ wrong Programs
 
 
-SET_ITEM = f"{CANNOT}.*setitem" if IS_26 else f"{OTHERS}.*of the Layer"
+LOST = "writes to a tensor whose gradient is needed.*where, paddle.concat"
+
+
+def written(line: str) -> str:
+    """The words of the refusal of a write."""
+    return CANNOT + (".*setitem" if IS_26 else f"'{re.escape(line)}' {LOST}")
+
+
 WRONG: dict[type[planted.Block], str] = {
-    planted.ColumnWritten: SET_ITEM,
-    planted.RowWritten: SET_ITEM,
+    planted.ColumnWritten: written("h[:, :1] = self.number"),
+    planted.RowWritten: written("h[0] = 0.0"),
+    planted.RowWrittenInABranch: written("h[0] = 0.0"),
+    planted.WrittenIntoZeros: written("fixed[:, 0] = h[:, 1]"),
+    planted.Assigned: OTHERS if IS_26 else written("paddle.assign(paddle.tanh(h), y)"),
     planted.AddInPlace: f"{OTHERS}the loss differs by .*' of the Layer '",
     planted.ScaleInPlace: f"{OTHERS}the loss differs",
     planted.EarlyReturn: f"{CANNOT}.*bool",
@@ -170,6 +181,7 @@ def with_note(model: Any, x: Any) -> Any:
 
 
 RIGHT = [
+    *([] if IS_26 else [planted.MaskWritten]),
     planted.Dense, planted.Constants, planted.BatchNormed, planted.Recurrent, planted.Noting,
     planted.Convolved, planted.LayerNormed, Running, Dropped, Shared,
 ]  # fmt: skip
