@@ -38,14 +38,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.backward import hand_on, watch_backward
 from paddle_recompute._paddle.distributed import master_host, store_await, store_publish
-from paddle_recompute._paddle.native_calls import end_native_calls
+from paddle_recompute._paddle.native_calls import end_native_calls, native_call
 from paddle_recompute.distributed import control_wire as wire
 from paddle_recompute.distributed.control_server import TICK, ControlServer
 from paddle_recompute.distributed.control_wire import Message
@@ -77,15 +77,24 @@ class Said:
     content: Any
 
 
-class Watched(Protocol):
-    """A collective of a device; see `device_watch`."""
+class Watched:
+    """A collective of a device that has begun; see `device_watch`."""
 
-    what: str
-    scope: Scope
-    began: float
+    def __init__(self, what: str, scope: Scope) -> None:
+        self.what = what
+        self.scope = scope
+        self.began = time.monotonic()
+        self.enqueued: Any = None
+        """An event behind the collective; None while the host is still putting it on the stream,
+        which can take long: at the first one the ranks connect.
+        """
 
     def is_over(self) -> bool:
         """Whether it has ended."""
+        if self.enqueued is None:
+            return False
+        with native_call():
+            return bool(self.enqueued.query())
 
 
 class _Answer:

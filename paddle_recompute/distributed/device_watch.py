@@ -9,33 +9,11 @@ vain, the run has failed, which ends a process that does not notice (`control_cl
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
-from typing import Any
 
 from paddle_recompute._paddle import device
-from paddle_recompute._paddle.native_calls import native_call
-from paddle_recompute.distributed.control_client import peers
+from paddle_recompute.distributed.control_client import Watched, peers
 from paddle_recompute.distributed.peer_state import Scope
-
-
-class _Watched:
-    """A collective that has begun."""
-
-    def __init__(self, what: str, scope: Scope) -> None:
-        self.what = what
-        self.scope = scope
-        self.began = time.monotonic()
-        self.enqueued: Any = None
-        """An event behind the collective; None while the host is still putting it on the stream,
-        which can take long: at the first one the ranks connect.
-        """
-
-    def is_over(self) -> bool:
-        if self.enqueued is None:
-            return False
-        with native_call():
-            return bool(self.enqueued.query())
 
 
 @contextlib.contextmanager
@@ -50,7 +28,7 @@ def watched_on_device(what: str, scope: Scope) -> Iterator[None]:
         PeerError: A rank is known to be gone already.
     """
     peers().check(scope, what)
-    watched = _Watched(what, scope)
+    watched = Watched(what, scope)
     peers().watched.add(watched)
     try:
         yield

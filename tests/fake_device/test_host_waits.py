@@ -12,9 +12,7 @@ import paddle.distributed as dist
 from paddle_recompute._paddle import device
 from paddle_recompute.contrastive.gather import agree_on_rows
 from paddle_recompute.distributed import reduce_numbers
-from paddle_recompute.grad_sync._agreement import Agreement, StepFlags, StepReport
 from paddle_recompute.grad_sync._all_reduce import AllReducer
-from paddle_recompute.grad_sync._parameters import ParameterList
 from tests.fake_device import switches
 from tests.ranks import run_ranks
 
@@ -38,20 +36,21 @@ def test_the_numbers_of_the_hosts_wait_for_no_computation() -> None:
 
 
 def test_the_loss_of_all_ranks_is_not_waited_for_either() -> None:
-    assert run_ranks(loss_beside_a_computation, 2) == [(True, 1.5)] * 2
+    assert run_ranks(loss_beside_a_computation, 2) == [(True, 3.0)] * 2
 
 
 def loss_beside_a_computation() -> tuple[bool, float]:
+    """As `Agreement.reach` sends it."""
     reducer = AllReducer(None)
-    listed = ParameterList(lambda: [], structured=False)
-    agreement = Agreement(listed, None, reducer)
     loss = paddle.full([1], dist.get_rank() + 1.0, "float64")
-    agreement.reach(StepFlags(), StepReport(), lambda what: "connecting")
+    reducer.send(paddle.zeros([1], "float64"), "connecting").wait()
+    reduce_numbers([0.0], "sum", "connecting")
     with switches.set_to(kernel_us=5 * SECOND):
         paddle.full([4], 1.0)
     computed = device.event_now()
-    _, agreed = agreement.reach(StepFlags(), StepReport(losses=[loss]), lambda what: "a step")
-    return not computed.query(), agreed.loss.item()
+    reducer.send(loss, "the loss").wait()
+    reduce_numbers([1.0], "sum", "the numbers")
+    return not computed.query(), loss.item()
 
 
 def test_a_copy_from_the_host_waits_for_no_computation() -> None:
