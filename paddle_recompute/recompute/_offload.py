@@ -110,8 +110,7 @@ class OffDevice:
         current: weakref.ref[_Queue] | None = getattr(self._thread, "queue", None)
         queue = current() if current is not None else None
         if queue is None:
-            # What is read ahead takes no memory of the device, also where that is a CPU.
-            queue = _Queue(slots(self._place, None, reads_into_tensors=False))
+            queue = _Queue(slots(self._place, None))
             self._thread.queue = weakref.ref(queue)
         return queue.keep(detached)
 
