@@ -16,6 +16,7 @@ import difflib
 import gzip
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def read_pairs(
     pairs: list[Pair] = []
     skipped: list[str] = []
     digest = hashlib.sha256()
-    for number, line in _lines(path, max_line, max_file, digest.update):
+    for number, line in read_lines(path, max_line, max_file, digest.update):
         try:
             if len(line) > max_line:
                 raise _BadLine(f"longer than {max_line} bytes (data.max_line)")
@@ -141,12 +142,18 @@ def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
     return parsers[suffix]
 
 
-def _lines(
-    path: Path, max_line: int, max_file: int, read: Callable[[bytes], None]
+def read_lines(
+    path: Path,
+    max_line: int = LONGEST_LINE,
+    max_file: float = math.inf,
+    read: Callable[[bytes], object] = bool,
 ) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers from 1, without the byte order mark.
+    """The lines of a file, also ``.gz``, with their numbers from 1, without the byte order mark.
 
     Of a line that is too long there are `max_line` + 1 bytes. `read` is given all bytes.
+
+    Raises:
+        DataError: The file cannot be read, or is larger than `max_file` bytes.
     """
     number, size = 0, 0
     try:
@@ -170,7 +177,7 @@ def _lines(
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _check_size(path: Path, number: int, size: int, max_file: int) -> None:
+def _check_size(path: Path, number: int, size: int, max_file: float) -> None:
     if size > max_file:
         raise DataError(
             f"{path}:{number}: the file is larger than {max_file} bytes (data.max_file)"
