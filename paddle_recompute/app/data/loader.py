@@ -22,24 +22,11 @@ class PairLoader:
     A batch is a dict of int64 Tensors: ``query`` [local_batch, query tokens] and ``positive``
     [local_batch, positive tokens], each padded with 0 to its longest text, and ``index``
     [local_batch], the indices of the pairs in the given list.
-
-    Attributes:
-        num_dropped: Pairs that no rank reads in an epoch, because they do not fill a global batch.
-            They are other pairs in each epoch.
-        num_cut_queries: Queries that were cut to ``max_query_tokens``.
-        num_cut_positives: Positives that were cut to ``max_positive_tokens``.
-        num_unknown_queries: Queries with a ``[UNK]`` token.
-        num_unknown_positives: Positives with a ``[UNK]`` token.
     """
 
     def __init__(self, queries: TokenRows, positives: TokenRows, sampler: RankSampler) -> None:
         self._queries, self._positives = queries, positives
         self._sampler, self._epoch = sampler, 0
-        self.num_dropped = sampler.num_dropped
-        self.num_cut_queries = queries.num_cut
-        self.num_cut_positives = positives.num_cut
-        self.num_unknown_queries = queries.num_unknown
-        self.num_unknown_positives = positives.num_unknown
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; the default is that of epoch 0."""
@@ -57,12 +44,12 @@ class PairLoader:
     def notes(self) -> list[str]:
         """What the batches leave out, one sentence each; empty if nothing is left out."""
         counts = {
-            "training queries are cut at data.max_query_tokens": self.num_cut_queries,
-            "training positives are cut at data.max_positive_tokens": self.num_cut_positives,
-            "training queries hold words beyond data.vocab_size": self.num_unknown_queries,
-            "training positives hold words beyond data.vocab_size": self.num_unknown_positives,
+            "training queries are cut at data.max_query_tokens": self._queries.num_cut,
+            "training positives are cut at data.max_positive_tokens": self._positives.num_cut,
+            "training queries hold words beyond data.vocab_size": self._queries.num_unknown,
+            "training positives hold words beyond data.vocab_size": self._positives.num_unknown,
             "training pairs, others in each epoch, are left out: they fill no global batch": (
-                self.num_dropped
+                self._sampler.num_dropped
             ),
         }
         return [

@@ -155,35 +155,28 @@ def read_lines(
     Raises:
         DataError: The file cannot be read, or is larger than `max_file` bytes.
     """
-    number, size = 0, 0
+    number, size, is_rest = 0, 0, False
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             while line := file.readline(max_line + 1):
-                number += 1
                 read(line)
+                number += not is_rest
                 size += len(line)
-                _check_size(path, number, size, max_file)
-                yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-                while len(line) > max_line and not line.endswith(b"\n"):  # the rest of it
-                    line = file.readline(max_line + 1)
-                    read(line)
-                    size += len(line)
-                    _check_size(path, number, size, max_file)
+                if size > max_file:
+                    raise DataError(
+                        f"{path}:{number}: the file is larger than {max_file} bytes (data.max_file)"
+                        + (", unpacked" if path.suffix == ".gz" else "")
+                        + "; raise the limit if it is meant to be so large"
+                    )
+                if not is_rest:
+                    yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+                is_rest = not line.endswith(b"\n")
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip data after line {number} ({error})") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _check_size(path: Path, number: int, size: int, max_file: float) -> None:
-    if size > max_file:
-        raise DataError(
-            f"{path}:{number}: the file is larger than {max_file} bytes (data.max_file)"
-            + (", unpacked" if path.suffix == ".gz" else "")
-            + "; raise the limit if it is meant to be so large"
-        )
 
 
 def _decode(line: bytes) -> str:

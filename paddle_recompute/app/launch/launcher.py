@@ -174,13 +174,12 @@ def _environments(config: Config, common: dict[str, str]) -> Iterator[dict[str, 
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         master, *endpoints = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    on_device = {"PADDLE_DISTRI_BACKEND": "gloo"} if config.launch.device == "cpu" else {}
+    is_on_cpu = config.launch.device == "cpu"
     for rank, endpoint in enumerate(endpoints):
-        if config.launch.device == "gpu":
-            on_device = {"FLAGS_selected_gpus": str(rank)}  # among those that are visible
+        on_gpu = {"FLAGS_selected_gpus": str(rank)}  # among those that are visible
         yield {
             **common,
-            **on_device,
+            **({"PADDLE_DISTRI_BACKEND": "gloo"} if is_on_cpu else on_gpu),
             "PADDLE_MASTER": master,
             "PADDLE_TRAINER_ID": str(rank),
             "PADDLE_TRAINERS_NUM": str(len(endpoints)),
