@@ -255,28 +255,25 @@ def encoded(trained: Path, output: Path, *more: str) -> Result:
 
 
 def test_texts_are_encoded_and_found(trained: Path, tmp_path: Path) -> None:
-    for name in ("pool.npy", "pool.jsonl"):
-        output = tmp_path / name
-        result = encoded(trained, output)
-        assert result.exit_code == 0, result.output
-        first, *notes, last = result.stdout.splitlines()
-        assert first == f"31 texts, vectors of 16 numbers: {output}"
-        assert notes == ["  texts with words that are not in the vocabulary: 1"]
-        assert json.loads(last)["output"] == str(output)
+    output = tmp_path / "pool.npy"
+    result = encoded(trained, output)
+    assert result.exit_code == 0, result.output
+    first, *notes, last = result.stdout.splitlines()
+    assert first == f"31 texts, vectors of 16 numbers: {output}"
+    assert notes == ["  texts with words that are not in the vocabulary: 1"]
+    assert json.loads(last)["output"] == str(output)
 
-        result = command("search", "--index", output, "--top-k", "3", "big cat")
-        assert result.exit_code == 0, result.output
-        lines = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
-        assert [rank for rank, _, _ in lines] == ["1", "2", "3"]
-        result = command("search", "--index", output, "--top-k", "3", "--json", "big cat", "dog")
-        found = [json.loads(line) for line in result.stdout.splitlines()]
-        assert [one["query"] for one in found] == ["big cat", "dog"]
-        hits = [
-            [str(hit["rank"]), f"{hit['score']:.4f}", hit["text"]] for hit in found[0]["results"]
-        ]
-        assert hits == lines
-        several = command("search", "--index", output, "--top-k", "1", "big cat", "dog")
-        assert [line.split()[0] for line in several.stdout.splitlines()] == ["big", "1", "dog", "1"]
+    result = command("search", "--index", output, "--top-k", "3", "big cat")
+    assert result.exit_code == 0, result.output
+    lines = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
+    assert [rank for rank, _, _ in lines] == ["1", "2", "3"]
+    result = command("search", "--index", output, "--top-k", "3", "--json", "big cat", "dog")
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["query"] for one in found] == ["big cat", "dog"]
+    hits = [[str(hit["rank"]), f"{hit['score']:.4f}", hit["text"]] for hit in found[0]["results"]]
+    assert hits == lines
+    several = command("search", "--index", output, "--top-k", "1", "big cat", "dog")
+    assert [line.split()[0] for line in several.stdout.splitlines()] == ["big", "1", "dog", "1"]
 
 
 def test_run_that_was_moved_is_named(trained: Path, tmp_path: Path) -> None:
@@ -291,7 +288,7 @@ def test_run_that_was_moved_is_named(trained: Path, tmp_path: Path) -> None:
 
 def test_errors_of_encode_and_search_are_one_paragraph(trained: Path, tmp_path: Path) -> None:
     assert_one_paragraph(encoded(tmp_path, tmp_path / "pool.npy"), "contains no trained model")
-    assert_one_paragraph(encoded(trained, tmp_path / "pool.csv"), ".npy and .jsonl")
+    assert_one_paragraph(encoded(trained, tmp_path / "pool.csv"), "allowed is .npy")
     missing = command("search", "--index", tmp_path / "pool.npy", "dog")
     assert_one_paragraph(missing, "there is no such file", "paddle-recompute encode")
     result = command("search", "--index", tmp_path, "--debug", "dog")

@@ -17,7 +17,7 @@ from paddle_recompute.errors import ConfigError
 @click.option(
     "--model", "folder", required=True, metavar="FOLDER", help="The train.output_dir of a run."
 )
-@click.option("--output", required=True, metavar="FILE", help="A .npy or .jsonl file to write.")
+@click.option("--output", required=True, metavar="FILE", help="A .npy file to write.")
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),

@@ -44,7 +44,7 @@ class DataConfig(Section):
 
     rules = (_source_names_its_files, _valid_file_or_held_out)
     refused_keys: ClassVar[Mapping[str, str]] = {
-        "num_workers": "was removed: a thread makes the batches ahead, from tokens that are in "
+        "num_workers": "was removed: batches are made from tokens that are in "
         "memory; delete the line"
     }
 

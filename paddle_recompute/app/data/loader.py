@@ -22,55 +22,34 @@ class PairLoader:
     A batch is a dict of int64 Tensors: ``query`` [local_batch, query tokens] and ``positive``
     [local_batch, positive tokens], each padded with 0 to its longest text, and ``index``
     [local_batch], the indices of the pairs in the given list.
-
-    Attributes:
-        num_dropped: Pairs that no rank reads in an epoch, because they do not fill a global batch.
-            They are other pairs in each epoch.
-        num_cut_queries: Queries that were cut to ``max_query_tokens``.
-        num_cut_positives: Positives that were cut to ``max_positive_tokens``.
-        num_unknown_queries: Queries with a ``[UNK]`` token.
-        num_unknown_positives: Positives with a ``[UNK]`` token.
     """
 
     def __init__(self, queries: TokenRows, positives: TokenRows, sampler: RankSampler) -> None:
         self._queries, self._positives = queries, positives
-        self._sampler = sampler
-        self.num_dropped = sampler.num_dropped
-        self.num_cut_queries = queries.num_cut
-        self.num_cut_positives = positives.num_cut
-        self.num_unknown_queries = queries.num_unknown
-        self.num_unknown_positives = positives.num_unknown
+        self._sampler, self._epoch = sampler, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; the default is that of epoch 0."""
-        self._sampler = self._sampler.for_epoch(epoch)
+        self._epoch = epoch
 
     def __len__(self) -> int:
         """Batches in an epoch, the same on all ranks; 0 if the pairs do not fill one."""
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[dict[str, paddle.Tensor]]:
-        """The batches of the epoch that was set; a thread of Paddle's makes them ahead."""
-        stream = _Stream(map(self._collate, self._sampler.for_epoch(self._sampler.epoch)))
-        tensors = iter(paddle.io.DataLoader(stream, batch_size=None, return_list=True))
-        try:
-            yield from tensors
-        except BaseException:
-            stream.end()
-            for _ in tensors:  # Paddle drops what it has read ahead only at the end of an epoch
-                pass
-            raise
-        stream.check()
+        """The batches of the epoch that was set."""
+        for rows in self._sampler.batches(self._epoch):
+            yield {side: paddle.to_tensor(ids) for side, ids in self._collate(rows).items()}
 
     def notes(self) -> list[str]:
         """What the batches leave out, one sentence each; empty if nothing is left out."""
         counts = {
-            "training queries are cut at data.max_query_tokens": self.num_cut_queries,
-            "training positives are cut at data.max_positive_tokens": self.num_cut_positives,
-            "training queries hold words beyond data.vocab_size": self.num_unknown_queries,
-            "training positives hold words beyond data.vocab_size": self.num_unknown_positives,
+            "training queries are cut at data.max_query_tokens": self._queries.num_cut,
+            "training positives are cut at data.max_positive_tokens": self._positives.num_cut,
+            "training queries hold words beyond data.vocab_size": self._queries.num_unknown,
+            "training positives hold words beyond data.vocab_size": self._positives.num_unknown,
             "training pairs, others in each epoch, are left out: they fill no global batch": (
-                self.num_dropped
+                self._sampler.num_dropped
             ),
         }
         return [
@@ -138,7 +117,7 @@ def refuse_negatives(pairs: Iterable[Pair]) -> None:
         )
 
 
-class RankSampler(paddle.io.BatchSampler):
+class RankSampler:
     """Divides every global batch among the ranks, without repetition and in equal parts.
 
     `paddle.io.DistributedBatchSampler` repeats pairs to fill the last batch, and shuffles by the
@@ -150,69 +129,22 @@ class RankSampler(paddle.io.BatchSampler):
     """
 
     def __init__(
-        self,
-        num_pairs: int,
-        *,
-        local_batch: int,
-        rank: int,
-        num_ranks: int,
-        seed: int,
-        epoch: int = 0,
+        self, num_pairs: int, *, local_batch: int, rank: int, num_ranks: int, seed: int
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank is {rank}; allowed is 0 to {num_ranks - 1}")
         self.num_pairs = num_pairs
-        self.epoch = epoch
-        self.batch_size = local_batch
         self.num_dropped = num_pairs % (local_batch * num_ranks)
-        self._rank, self._num_ranks, self._seed = rank, num_ranks, seed
-
-    def for_epoch(self, epoch: int) -> RankSampler:
-        """A sampler of the same pairs in the order of another epoch."""
-        return RankSampler(
-            self.num_pairs,
-            local_batch=self.batch_size,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            seed=self._seed,
-            epoch=epoch,
-        )
+        self._local_batch, self._rank, self._num_ranks = local_batch, rank, num_ranks
+        self._seed = seed
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        return self.num_pairs // (self.batch_size * self._num_ranks)
+        return self.num_pairs // (self._local_batch * self._num_ranks)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """The indices of the pairs of each batch."""
-        order = np.random.default_rng([self._seed, self.epoch]).permutation(self.num_pairs)
+    def batches(self, epoch: int) -> Iterator[list[int]]:
+        """The indices of the pairs of each batch of an epoch."""
+        order = np.random.default_rng([self._seed, epoch]).permutation(self.num_pairs)
         whole = order[: self.num_pairs - self.num_dropped]
-        for batch in whole.reshape(-1, self._num_ranks, self.batch_size)[:, self._rank]:
+        for batch in whole.reshape(-1, self._num_ranks, self._local_batch)[:, self._rank]:
             yield batch.tolist()
-
-
-class _Stream(paddle.io.IterableDataset):
-    """Batches that Paddle's thread reads. An error there would leave the main thread waiting."""
-
-    def __init__(self, batches: Iterable[_Arrays]) -> None:
-        self._batches = batches
-        self._is_ended = False
-        self._error: Exception | None = None
-
-    def end(self) -> None:
-        """Yield no further batch."""
-        self._is_ended = True
-
-    def check(self) -> None:
-        """Raise the error that ended it before its end, if there was one."""
-        if self._error is not None:
-            raise self._error
-
-    def __iter__(self) -> Iterator[_Arrays]:
-        try:
-            for batch in self._batches:
-                if self._is_ended:
-                    return
-                yield batch
-        except Exception as error:
-            if not self._is_ended:
-                self._error = error

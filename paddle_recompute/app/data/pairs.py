@@ -16,6 +16,7 @@ import difflib
 import gzip
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def read_pairs(
     pairs: list[Pair] = []
     skipped: list[str] = []
     digest = hashlib.sha256()
-    for number, line in _lines(path, max_line, max_file, digest.update):
+    for number, line in read_lines(path, max_line, max_file, digest.update):
         try:
             if len(line) > max_line:
                 raise _BadLine(f"longer than {max_line} bytes (data.max_line)")
@@ -141,42 +142,41 @@ def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
     return parsers[suffix]
 
 
-def _lines(
-    path: Path, max_line: int, max_file: int, read: Callable[[bytes], None]
+def read_lines(
+    path: Path,
+    max_line: int = LONGEST_LINE,
+    max_file: float = math.inf,
+    read: Callable[[bytes], object] = bool,
 ) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers from 1, without the byte order mark.
+    """The lines of a file, also ``.gz``, with their numbers from 1, without the byte order mark.
 
     Of a line that is too long there are `max_line` + 1 bytes. `read` is given all bytes.
+
+    Raises:
+        DataError: The file cannot be read, or is larger than `max_file` bytes.
     """
-    number, size = 0, 0
+    number, size, is_rest = 0, 0, False
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             while line := file.readline(max_line + 1):
-                number += 1
                 read(line)
+                number += not is_rest
                 size += len(line)
-                _check_size(path, number, size, max_file)
-                yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
-                while len(line) > max_line and not line.endswith(b"\n"):  # the rest of it
-                    line = file.readline(max_line + 1)
-                    read(line)
-                    size += len(line)
-                    _check_size(path, number, size, max_file)
+                if size > max_file:
+                    raise DataError(
+                        f"{path}:{number}: the file is larger than {max_file} bytes (data.max_file)"
+                        + (", unpacked" if path.suffix == ".gz" else "")
+                        + "; raise the limit if it is meant to be so large"
+                    )
+                if not is_rest:
+                    yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+                is_rest = not line.endswith(b"\n")
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip data after line {number} ({error})") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _check_size(path: Path, number: int, size: int, max_file: int) -> None:
-    if size > max_file:
-        raise DataError(
-            f"{path}:{number}: the file is larger than {max_file} bytes (data.max_file)"
-            + (", unpacked" if path.suffix == ".gz" else "")
-            + "; raise the limit if it is meant to be so large"
-        )
 
 
 def _decode(line: bytes) -> str:

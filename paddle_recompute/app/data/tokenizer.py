@@ -345,8 +345,8 @@ def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:
 def _tokenizers() -> types.ModuleType:
     """The package `tokenizers`, set to one thread unless the user decides otherwise.
 
-    Its threads do not survive a fork, and it prints a warning (up to 0.22) in every worker process
-    of a DataLoader. One thread costs little: the ranks of a machine share its cores.
+    Its threads do not survive a fork, and it prints a warning (up to 0.22) in every process that
+    was forked. One thread costs little: the ranks of a machine share its cores.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

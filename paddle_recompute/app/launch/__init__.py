@@ -1,15 +1,13 @@
 """Start the ranks of a run, and tell what became of them; needs no Paddle in this process."""
 
 from paddle_recompute.app.launch._rank_process import (
-    LOG_DIR,
     RankError,
-    die_with_parent,
     is_launched,
     leave_error,
     prepare_rank,
     read_errors,
 )
-from paddle_recompute.app.launch._rank_settings import quiet_settings, speed_settings
+from paddle_recompute.app.launch._rank_settings import speed_settings
 from paddle_recompute.app.launch.launcher import (
     RankFailedError,
     RankRefusedError,
@@ -21,11 +19,9 @@ from paddle_recompute.app.launch.launcher import (
 from paddle_recompute.app.launch.restarts import errors_in_one_paragraph, launch_with_restarts
 
 __all__ = [
-    "LOG_DIR",
     "RankError",
     "RankFailedError",
     "RankRefusedError",
-    "die_with_parent",
     "errors_in_one_paragraph",
     "is_launched",
     "is_rank",
@@ -33,7 +29,6 @@ __all__ = [
     "launch_with_restarts",
     "leave_error",
     "prepare_rank",
-    "quiet_settings",
     "read_errors",
     "require_paddle_and_devices",
     "speed_settings",

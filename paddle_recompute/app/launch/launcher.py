@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -175,13 +174,12 @@ def _environments(config: Config, common: dict[str, str]) -> Iterator[dict[str, 
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         master, *endpoints = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
-    on_device = {"PADDLE_DISTRI_BACKEND": "gloo"} if config.launch.device == "cpu" else {}
+    is_on_cpu = config.launch.device == "cpu"
     for rank, endpoint in enumerate(endpoints):
-        if config.launch.device == "gpu":
-            on_device = {"FLAGS_selected_gpus": str(rank)}  # among those that are visible
+        on_gpu = {"FLAGS_selected_gpus": str(rank)}  # among those that are visible
         yield {
             **common,
-            **on_device,
+            **({"PADDLE_DISTRI_BACKEND": "gloo"} if is_on_cpu else on_gpu),
             "PADDLE_MASTER": master,
             "PADDLE_TRAINER_ID": str(rank),
             "PADDLE_TRAINERS_NUM": str(len(endpoints)),
@@ -280,7 +278,7 @@ def _signals_as_exit() -> Iterator[None]:
 
 
 def _add_tracebacks(log_dir: Path) -> None:
-    with suppress(OSError):  # the folder is gone, or the disk is full: `_failure` says so
+    with suppress(OSError):  # the folder is gone, or the disk is full: `_end_of` says so
         for error in read_errors(log_dir):
             with (log_dir / f"workerlog.{error.rank}").open("a", encoding="utf-8") as log:
                 log.write(error.traceback)
@@ -304,8 +302,6 @@ def _failure(log_dir: Path, failed: int, codes: list[int]) -> LaunchError | Stop
                 f"this, or killed before it, for want of memory perhaps)"
             )
         return RankFailedError(text)
-    if (fault := _fault_of_disk(log_dir)) is not None:
-        return RankFailedError(f"rank {failed} failed with code {codes[failed]}, and {fault}")
     how = f"ended with code {codes[failed]}"
     if codes[failed] < 0:
         how = f"was ended by {signal.Signals(-codes[failed]).name}"
@@ -314,20 +310,10 @@ def _failure(log_dir: Path, failed: int, codes: list[int]) -> LaunchError | Stop
     return RankFailedError(f"rank {failed} {how}; {_end_of(log_dir / f'workerlog.{failed}')}")
 
 
-def _fault_of_disk(log_dir: Path) -> str | None:
-    """Why the logs say nothing, if they cannot."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=log_dir) as file:
-            file.write(bytes(1 << 16))
-            file.flush()
-    except FileNotFoundError:
-        return f"{log_dir} is gone: it was removed during the run"
-    except OSError as error:
-        return f"{log_dir} cannot be written ({error.strerror}): the logs end early; free the disk"
-    return None
-
-
 def _end_of(log: Path) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace").rstrip() if log.exists() else ""
+    if not log.exists():
+        return f"its output was in {log}, which was removed during the run"
+    full = " (the disk is full)" if not shutil.disk_usage(log.parent).free else ""
+    text = log.read_text(encoding="utf-8", errors="replace").rstrip()
     tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
-    return f"its output is in {log}, which " + (f"ends with\n{tail}" if tail else "is empty")
+    return f"its output is in {log}{full}, which " + (f"ends with\n{tail}" if tail else "is empty")

@@ -6,8 +6,6 @@ memory does not grow with the pool; a million vectors of 128 numbers take about 
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,8 +47,7 @@ class Index:
     """An encoded pool on disk.
 
     Args:
-        path: The ``.npy`` or ``.jsonl`` file that `encode_file` wrote, or a folder with one such
-            file.
+        path: The ``.npy`` file that `encode_file` wrote, or a folder with one such file.
 
     Attributes:
         file: The file.
@@ -68,6 +65,7 @@ class Index:
         try:
             self.about: dict[str, Any] = read_json(described)
             self._shape = int(self.about["texts"]), int(self.about["dim"])
+            done = int(self.about["done"])
             self.model = Path(self.about["model"])
             self.fingerprint = str(self.about["fingerprint"])
         except OSError as error:
@@ -77,31 +75,14 @@ class Index:
             ) from error
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise DataError(f"{described}: is damaged ({error!r})") from error
+        if done < self._shape[0]:
+            raise DataError(
+                f"{self.file}: holds {done} of {self._shape[0]} texts; run the same "
+                "`paddle-recompute encode` again, which continues"
+            )
 
     def tiles(self) -> Iterator[NDArray[np.float32]]:
         """The vectors, in blocks ``[rows, dim]``."""
-        tiles = self._tiles_of_npy() if self.file.suffix == ".npy" else self._tiles_of_jsonl()
-        count = 0
-        for tile in tiles:
-            count += len(tile)
-            yield tile
-        if count != self._shape[0]:
-            raise DataError(f"{self.file}: has {count} vectors; expected {self._shape[0]}")
-
-    def texts(self, rows: Iterable[int]) -> dict[int, str]:
-        """The texts of these rows."""
-        wanted = set(rows)
-        as_lines = self.file.suffix == ".npy"
-        file = self.file.with_name(f"{self.file.name}.txt") if as_lines else self.file
-        found: dict[int, str] = {}
-        for row, line in enumerate(_lines(file)):
-            if row in wanted:
-                found[row] = line.rstrip("\n") if as_lines else _parsed(file, row, line)["text"]
-        if missing := wanted.difference(found):
-            raise DataError(f"{file}: has no text number {min(missing) + 1}; the file is truncated")
-        return found
-
-    def _tiles_of_npy(self) -> Iterator[NDArray[np.float32]]:
         try:
             vectors = np.load(self.file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
@@ -111,17 +92,18 @@ class Index:
         for first in range(0, len(vectors), _TILE):
             yield np.asarray(vectors[first : first + _TILE])
 
-    def _tiles_of_jsonl(self) -> Iterator[NDArray[np.float32]]:
-        lines = enumerate(_lines(self.file))
-        while some := list(itertools.islice(lines, _TILE)):
-            rows = [_parsed(self.file, row, line)["vector"] for row, line in some]
-            try:
-                yield np.array(rows, dtype=np.float32).reshape(len(rows), self._shape[1])
-            except (TypeError, ValueError) as error:
-                raise DataError(
-                    f"{self.file}: one of the lines {some[0][0] + 1} to {some[-1][0] + 1} has a "
-                    f"vector that is not {self._shape[1]} numbers"
-                ) from error
+    def texts(self, rows: Iterable[int]) -> dict[int, str]:
+        """The texts of these rows."""
+        wanted = set(rows)
+        file = self.file.with_name(f"{self.file.name}.txt")
+        try:
+            with file.open(encoding="utf-8", newline="\n") as lines:
+                found = {row: line.rstrip("\n") for row, line in enumerate(lines) if row in wanted}
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{file}: cannot be read ({error})") from error
+        if missing := wanted.difference(found):
+            raise DataError(f"{file}: has no text number {min(missing) + 1}; the file is truncated")
+        return found
 
 
 def search(
@@ -218,30 +200,12 @@ def _find(path: Path) -> Path:
     if not path.is_dir():
         if not path.exists():
             raise DataError(f"{path}: there is no such file; `paddle-recompute encode` makes one")
+        if path.suffix != ".npy":
+            raise DataError(f"{path}: is no .npy file; encode the texts into one")
         return path
-    found = sorted(
-        described.with_suffix("")
-        for suffix in (".npy", ".jsonl")
-        for described in path.glob(f"*{suffix}.json")
-        if described.with_suffix("").exists()
-    )
+    described = [file.with_suffix("") for file in path.glob("*.npy.json")]
+    found = sorted(file for file in described if file.exists())
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
         raise DataError(f"{path}: holds {names} of encoded texts; name one file")
     return found[0]
-
-
-def _lines(file: Path) -> Iterator[str]:
-    try:
-        with file.open(encoding="utf-8", newline="\n") as lines:
-            yield from lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read ({error})") from error
-
-
-def _parsed(file: Path, row: int, line: str) -> dict[str, Any]:
-    try:
-        tree = json.loads(line)
-        return {"text": str(tree["text"]), "vector": tree["vector"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file}:{row + 1}: is damaged ({error!r})") from error

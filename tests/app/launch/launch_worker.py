@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -44,6 +45,12 @@ def killed() -> None:
     time.sleep(60)
 
 
+def remove(folder: str) -> None:
+    """End without the folder of the logs."""
+    shutil.rmtree(folder)
+    os._exit(3)
+
+
 def wait(folder: str) -> None:
     """Write the process id, then wait, on a terminal with a bar."""
     Path(folder, f"{RANK}.pid").write_text(str(os.getpid()))
@@ -54,4 +61,6 @@ def wait(folder: str) -> None:
 
 if __name__ == "__main__":
     prepare_rank()
-    {f.__name__: f for f in (settings, refuse, fail, killed, wait)}[sys.argv[1]](*sys.argv[2:])
+    {f.__name__: f for f in (settings, refuse, fail, killed, remove, wait)}[sys.argv[1]](
+        *sys.argv[2:]
+    )

@@ -148,6 +148,13 @@ def test_a_rank_that_was_killed_is_told(config: Callable[..., Config]) -> None:
         launch(config(), [*WORKER, "killed"])
 
 
+def test_logs_that_were_removed_are_told(config: Callable[..., Config], tmp_path: Path) -> None:
+    with pytest.raises(
+        RankFailedError, match=r"rank 0 ended with code 3; its output was in .*\.0, wh"
+    ):
+        launch(config("launch.num_ranks=1"), [*WORKER, "remove", str(tmp_path / "logs")])
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

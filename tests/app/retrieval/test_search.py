@@ -25,13 +25,12 @@ COUNT = 40
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``pool.npy`` and ``pool.jsonl``, each in a folder of its own."""
+    """A folder with ``run`` and, in a folder of its own, ``npy/pool.npy``."""
     folder = tmp_path_factory.mktemp("pools")
     make_run(folder)
     (folder / "texts.txt").write_text("\n".join(texts(COUNT)))
     encoder = load_encoder(folder / "run")
-    for suffix in ("npy", "jsonl"):
-        encode_file(encoder, folder / "texts.txt", folder / suffix / f"pool.{suffix}")
+    encode_file(encoder, folder / "texts.txt", folder / "npy" / "pool.npy")
     return folder
 
 
@@ -58,9 +57,8 @@ def test_top_of_tiles_is_the_head_of_the_sorted_whole(case: tuple[Any, Any, int,
 
 
 @pytest.mark.parametrize("tile", [7, 1000])
-@pytest.mark.parametrize("suffix", ["npy", "jsonl"])
 def test_hits_are_those_of_brute_force(
-    suffix: str, tile: int, pools: Path, monkeypatch: pytest.MonkeyPatch
+    tile: int, pools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search_module, "_TILE", tile)
     encoder = load_encoder(pools / "run")
@@ -70,7 +68,7 @@ def test_hits_are_those_of_brute_force(
     options["max_tokens"] = 12
     pool = encode_texts(encoder.model, encoder.tokenizer, texts(COUNT), **options)
     scores = vectors.astype(np.float64) @ pool.astype(np.float64).T
-    found = search(Index(pools / suffix / f"pool.{suffix}"), queries, top_k=5)
+    found = search(Index(pools / "npy" / "pool.npy"), queries, top_k=5)
     for hits, row in zip(found, scores, strict=True):
         best = np.argsort(-row, kind="stable")[:5]
         assert [hit.row for hit in hits] == best.tolist()
@@ -109,10 +107,10 @@ def test_nothing_to_search_for_is_told(queries: list[str], top_k: int, pools: Pa
         search(Index(pools / "npy"), queries, top_k=top_k)
 
 
-def copy_of(pools: Path, suffix: str, folder: Path) -> Path:
-    for path in (pools / suffix).iterdir():
+def copy_of(pools: Path, folder: Path) -> Path:
+    for path in (pools / "npy").iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    return folder / f"pool.{suffix}"
+    return folder / "pool.npy"
 
 
 def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
@@ -120,10 +118,14 @@ def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
         Index(tmp_path / "pool.npy")
     with pytest.raises(DataError, match="holds none of encoded texts; name one file"):
         Index(tmp_path)
-    file = copy_of(pools, "npy", tmp_path)
-    copy_of(pools, "jsonl", tmp_path)
-    with pytest.raises(DataError, match=r"holds pool.jsonl, pool.npy of encoded texts; name one"):
+    file = copy_of(pools, tmp_path)
+    for name in ("more.npy", "more.npy.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"holds more.npy, pool.npy of encoded texts; name one"):
         Index(tmp_path)
+    (tmp_path / "pool.jsonl").touch()
+    with pytest.raises(DataError, match=r"pool.jsonl: is no .npy file; encode the texts into one"):
+        Index(tmp_path / "pool.jsonl")
     about = tmp_path / "pool.npy.json"
     record = json.loads(about.read_text())
     about.write_text(json.dumps({**record, "model": str(tmp_path / "gone" / "step-3")}))
@@ -131,7 +133,7 @@ def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
         search(Index(file), ["cat"])
     for missing in record:
         about.write_text(json.dumps({key: record[key] for key in record if key != missing}))
-        if missing in ("texts", "dim", "model", "fingerprint"):
+        if missing in ("texts", "done", "dim", "model", "fingerprint"):
             with pytest.raises(
                 DataError, match=rf"pool.npy.json: is damaged \(KeyError.'{missing}"
             ):
@@ -144,34 +146,16 @@ def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "damage", "message"),
+    ("damage", "message"),
     [
-        ("npy", lambda file: file.write_bytes(file.read_bytes()[:-4]), "cannot be read as vectors"),
-        ("npy", lambda file: np.save(file, np.ones((3, 16), np.float32)), r"the shape \(3, 16\)"),
-        ("npy", lambda file: file.with_name("pool.npy.txt").write_text("cat\n"), "has no text num"),
-        ("jsonl", lambda file: file.write_text("{}\n" * COUNT), "pool.jsonl:1: is damaged"),
-        ("jsonl", lambda file: file.write_text("nothing\n"), "pool.jsonl:1: is damaged"),
-        *[
-            (
-                "jsonl",
-                lambda file, vector=vector: file.write_text(
-                    f'{{"text": "a", "vector": {vector}}}\n' * COUNT
-                ),
-                "one of the lines 1 to 40 has a vector that is not 16 numbers",
-            )
-            for vector in ("[1]", "null", "{}", '"a"', "[[1], [2, 3]]")
-        ],
-        (
-            "jsonl",
-            lambda file: file.write_text("".join(file.read_text().splitlines(True)[1:])),
-            "has 39 vectors; expected",
-        ),
+        (lambda file: file.write_bytes(file.read_bytes()[:-4]), "cannot be read as vectors"),
+        (lambda file: np.save(file, np.ones((3, 16), np.float32)), r"the shape \(3, 16\)"),
+        (lambda file: file.with_name("pool.npy.txt").write_text("cat\n"), "has no text num"),
+        (lambda file: file.with_name("pool.npy.txt").write_bytes(b"\xff\n"), "txt: cannot be read"),
     ],
 )
-def test_damaged_pools_are_told(
-    suffix: str, damage: Any, message: str, pools: Path, tmp_path: Path
-) -> None:
-    file = copy_of(pools, suffix, tmp_path)
+def test_damaged_pools_are_told(damage: Any, message: str, pools: Path, tmp_path: Path) -> None:
+    file = copy_of(pools, tmp_path)
     damage(file)
     with pytest.raises(DataError, match=message):
         search(Index(file), ["cat"], top_k=COUNT)
