@@ -1,4 +1,10 @@
-"""Contrastive training of encoders: the losses and the gradient cache."""
+"""Contrastive training of encoders: the losses and the gradient cache.
+
+`GradCache` cuts each input into `_chunks`, encodes them without a graph, asks the loss for the
+gradient of all vectors, and encodes each chunk again with a graph (`_chunked_encoder`).
+`ContrastiveLoss` gathers the vectors of all ranks (`gather`, in a Program `_gather_static`) into a
+`ContrastiveBatch`, and scores them in one matrix (`_dense_loss`) or in tiles (`_tiled_loss`).
+"""
 
 from paddle_recompute.contrastive._chunks import num_rows_of
 from paddle_recompute.contrastive._own_backward import OwnBackward

@@ -29,7 +29,7 @@ def whole_loss(batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> p
     if batch.negatives is not None:
         more = _competing(query, batch.negatives, _equal_negatives(batch))
         searches[0] = paddle.concat([scores, more], axis=1)
-    losses = [_mean_surprise(own, scores, options.label_smoothing) for scores in searches]
+    losses = [_mean_info_nce(own, scores, options.label_smoothing) for scores in searches]
     return paddle.add_n(losses) * (options.weight / len(losses))
 
 
@@ -68,7 +68,7 @@ def _rows(tensor: paddle.Tensor, own: slice | None) -> paddle.Tensor:
     return tensor if own is None else tensor[own]
 
 
-def _mean_surprise(
+def _mean_info_nce(
     own: paddle.Tensor, others: paddle.Tensor, label_smoothing: float
 ) -> paddle.Tensor:
     """Mean over the rows of ``log(1 + sum_j exp(others[i, j] - own[i]))``, plus the smoothing.
@@ -95,10 +95,10 @@ def _mean_surprise(
     # overwritten.
     nothing = own - paddle.assign(own).detach()
     rest = paddle.exp(others - (top + nothing).unsqueeze(1)).sum(axis=1)
-    surprise = m + paddle.log1p(paddle.expm1(-m) + rest)
+    of_rows = m + paddle.log1p(paddle.expm1(-m) + rest)
     if label_smoothing:
         none = others == -math.inf
         gaps = paddle.masked_fill(own.unsqueeze(1) - others, none, 0.0).sum(axis=1)
         candidates = 1.0 + paddle.logical_not(none).astype(others.dtype).sum(axis=1)
-        surprise = surprise + label_smoothing * gaps / candidates
-    return surprise.mean()
+        of_rows = of_rows + label_smoothing * gaps / candidates
+    return of_rows.mean()

@@ -17,11 +17,11 @@ from paddle_recompute._paddle.static.compiled import CONVERSION_ERRORS
 from paddle_recompute.errors import PaddleRecomputeError, StaticGraphError
 from paddle_recompute.recompute import apply_recompute, is_treated, undo_recompute
 from paddle_recompute.static_graph.options import StaticConfig
-from paddle_recompute.train_step import OF_LOSS, decayed_parameters, make_optimizer
+from paddle_recompute.train_step import LOSS_PREFIX, decayed_parameters, make_optimizer
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ProgramBuilder:
     """How the Programs of one step are built. Those that share a scope share their parameters: the
     names are the same in each.
 
@@ -127,7 +127,7 @@ def trained_parameters(model: paddle.nn.Layer) -> list[Any]:
     the order decides the last bit of the gradient norm.
     """
     trained = [(name, one) for name, one in model.named_parameters() if not one.stop_gradient]
-    return [one for _, one in sorted(trained, key=lambda pair: pair[0].startswith(OF_LOSS))]
+    return [one for _, one in sorted(trained, key=lambda pair: pair[0].startswith(LOSS_PREFIX))]
 
 
 def modes_of(model: paddle.nn.Layer) -> dict[str, bool]:

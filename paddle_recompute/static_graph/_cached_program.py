@@ -17,7 +17,7 @@ from paddle_recompute._paddle.static import native, training
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache, num_rows_of
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph._building import (
-    Recipe,
+    ProgramBuilder,
     modes_of,
     names_in_scope,
     trained_parameters,
@@ -32,7 +32,7 @@ from paddle_recompute.static_graph._feeds import Feeds
 from paddle_recompute.static_graph._trained_program import Arrays, ScopeState
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.strategy import distributed_strategy
-from paddle_recompute.train_step import OF_LOSS, inputs_of_cache
+from paddle_recompute.train_step import LOSS_PREFIX, inputs_of_cache
 
 
 def _call(model: Any, batch: Any) -> Any:
@@ -126,7 +126,7 @@ class CachedProgram:
 
     @classmethod
     def build(
-        cls, recipe: Recipe, wanted: ProgramCache, micro_batch: Any, input_spec: Any
+        cls, builder: ProgramBuilder, wanted: ProgramCache, micro_batch: Any, input_spec: Any
     ) -> CachedProgram:
         """Build the Programs for micro-batches like `micro_batch`, and draw the weights."""
         loss = wanted.loss if isinstance(wanted.loss, paddle.nn.Layer) else None
@@ -145,8 +145,8 @@ class CachedProgram:
         inner = next((name for name in of_loss if "." in name), None)
         if inner is not None:
             raise ConfigError(
-                f"ProgramCache: '{inner.removeprefix(OF_LOSS)}' is a parameter of a sublayer of "
-                "the loss; make it a parameter of the loss itself"
+                f"ProgramCache: '{inner.removeprefix(LOSS_PREFIX)}' is a parameter of a sublayer "
+                "of the loss; make it a parameter of the loss itself"
             )
         known: dict[Encode, list[ChunkPrograms]] = {}
         with training.static_mode():
@@ -154,10 +154,10 @@ class CachedProgram:
                 encode = pair[min(place, 1)]
                 feeds = Feeds(batch, spec, any_rows=True)
                 if all(not feeds.is_like(one.feeds) for one in known.setdefault(encode, [])):
-                    known[encode].append(ChunkPrograms.build(recipe, encode, feeds))
+                    known[encode].append(ChunkPrograms.build(builder, encode, feeds))
             every = [one for programs in known.values() for one in programs]
             has_gradient = {name for one in every for name in one.gradients}
-            norm, sums, in_training, state, main = _update(recipe, of_loss, has_gradient)
+            norm, sums, in_training, state, main = _update(builder, of_loss, has_gradient)
         encoders = {one: ProgramEncoder(known[one], state) for one in known}
         cache = wanted.over(tuple(encoders[one] for one in pair))
         explained = next((one.backward.main for one in every if one.backward), main)
@@ -221,7 +221,7 @@ class CachedProgram:
         return float(norm)
 
     @contextlib.contextmanager
-    def whole_or_nothing(self) -> Iterator[None]:
+    def dropping_gradients_on_error(self) -> Iterator[None]:
         """Around a step: where it fails, its gradients are dropped."""
         try:
             yield
@@ -280,11 +280,11 @@ class CachedProgram:
 def _parameters_of(loss: paddle.nn.Layer | None) -> dict[str, paddle.Tensor]:
     """The trained parameters of the loss, by structured name."""
     named = loss.named_parameters() if loss is not None else ()
-    return {f"{OF_LOSS}{name}": one for name, one in named if not one.stop_gradient}
+    return {f"{LOSS_PREFIX}{name}": one for name, one in named if not one.stop_gradient}
 
 
 def _update(
-    recipe: Recipe, of_loss: Mapping[str, tuple[list[int], str]], has_gradient: set[str]
+    builder: ProgramBuilder, of_loss: Mapping[str, tuple[list[int], str]], has_gradient: set[str]
 ) -> tuple[Any, list[str], dict[str, bool], ScopeState, paddle.static.Program]:
     """The Program that updates.
 
@@ -292,7 +292,7 @@ def _update(
     gradient is g, to the last bit, and everything after it is as in a Program without a cache.
 
     Args:
-        recipe: How to build it.
+        builder: How to build it.
         of_loss: Shape and dtype of the parameters of the loss, by structured name.
         has_gradient: The parameters of the encoders that have a gradient.
 
@@ -300,8 +300,8 @@ def _update(
         Gradient norm, names of the sums, which Layers train, state, and the Program.
     """
     own = native()
-    with recipe.program() as (main, startup):
-        model = recipe.model(recompute=False)
+    with builder.program() as (main, startup):
+        model = builder.model(recompute=False)
         _add_parameters_of_loss(model, of_loss)
         named = {one.name: name for name, one in model.named_parameters()}
         sums, terms = {}, []
@@ -314,19 +314,19 @@ def _update(
         if not terms:
             raise ConfigError("no parameter of the encoders or of the loss is trained")
         surrogate = paddle.add_n(terms)
-        optimizer, norm = recipe.optimizer(model, surrogate, startup)
-        minimize(optimizer, surrogate, _plain_strategy(recipe), startup_program=startup)
+        optimizer, norm = builder.optimizer(model, surrogate, startup)
+        minimize(optimizer, surrogate, _plain_strategy(builder), startup_program=startup)
         with own.editing(main):
             for total in sums.values():
                 own.fill_in_place(total, 0.0)
         variables = names_in_scope(model, optimizer)
-    state = ScopeState.started(startup, variables, recipe.first_values)
+    state = ScopeState.started(startup, variables, builder.first_values)
     return norm, list(sums), modes_of(model), state, main
 
 
-def _plain_strategy(recipe: Recipe) -> Any:
+def _plain_strategy(builder: ProgramBuilder) -> Any:
     """The strategy of the update: it has no forward to recompute or cast."""
-    strategy = distributed_strategy(recipe.config)
+    strategy = distributed_strategy(builder.config)
     strategy.amp = strategy.gradient_merge = strategy.recompute = False
     return strategy
 

@@ -19,7 +19,7 @@ from paddle_recompute._paddle.static import native, training
 from paddle_recompute._paddle.static.marks import has_marks
 from paddle_recompute.contrastive import OwnBackward
 from paddle_recompute.errors import DataError, StaticGraphError
-from paddle_recompute.static_graph._building import Recipe, converted, trained_parameters
+from paddle_recompute.static_graph._building import ProgramBuilder, converted, trained_parameters
 from paddle_recompute.static_graph._feeds import Feeds
 from paddle_recompute.static_graph._trained_program import ScopeState
 from paddle_recompute.static_graph.minimize import append_gradients, cast_forward
@@ -65,23 +65,23 @@ class ChunkPrograms:
     statistics: set[str]
 
     @classmethod
-    def build(cls, recipe: Recipe, encode: Encode, feeds: Feeds) -> ChunkPrograms:
+    def build(cls, builder: ProgramBuilder, encode: Encode, feeds: Feeds) -> ChunkPrograms:
         """Build both Programs; parameters and sums of gradients have the same names in all.
 
         Raises:
             StaticGraphError: The encoder returns no vectors, or a gradient is sparse.
         """
-        with recipe.program() as (main, _):
-            forward = _forward(recipe, recipe.model(recompute=False), encode, feeds, main)
+        with builder.program() as (main, _):
+            forward = _forward(builder, builder.model(recompute=False), encode, feeds, main)
             statistics = native().written_parameters(main)
-            cast_forward(main, distributed_strategy(recipe.config))
-        with recipe.program() as (main, startup):
-            model = recipe.model(recompute=True)
-            backward = _forward(recipe, model, encode, feeds, main)
+            cast_forward(main, distributed_strategy(builder.config))
+        with builder.program() as (main, startup):
+            model = builder.model(recompute=True)
+            backward = _forward(builder, model, encode, feeds, main)
             names: list[str] = []
             weighted = _weighted(backward) if trained_parameters(model) else None
             if weighted is not None:
-                strategy = distributed_strategy(recipe.config, model)
+                strategy = distributed_strategy(builder.config, model)
                 # What is wrapped may be in the Program of another encoder.
                 strategy.recompute = strategy.recompute and has_marks(main)
                 strategy.recompute_configs = {"checkpoints": []}
@@ -175,10 +175,10 @@ def sum_of(parameter: str) -> str:
 
 
 def _forward(
-    recipe: Recipe, model: Any, encode: Encode, feeds: Feeds, main: paddle.static.Program
+    builder: ProgramBuilder, model: Any, encode: Encode, feeds: Feeds, main: paddle.static.Program
 ) -> _Forward:
     batch = feeds.variables()
-    with converted("the encoder"), recipe.mixed_precision():
+    with converted("the encoder"), builder.mixed_precision():
         returned = encode(model, batch)
     found: list[Any] = []
 

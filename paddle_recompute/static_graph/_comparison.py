@@ -38,9 +38,9 @@ from paddle_recompute.replay import (
     moved_by_last_bit,
     on_host,
 )
-from paddle_recompute.static_graph._building import Recipe
+from paddle_recompute.static_graph._building import ProgramBuilder
 from paddle_recompute.static_graph._trained_program import Arrays, ScopeState
-from paddle_recompute.train_step import OF_LOSS
+from paddle_recompute.train_step import LOSS_PREFIX
 
 Backward = Callable[[Any, float], float]
 """``backward(micro_batch, weight)`` in dygraph returns the loss, and adds the gradients of `weight`
@@ -89,7 +89,7 @@ class Comparison:
     """Compares a Program with `model`, which it leaves as it was.
 
     Args:
-        recipe: How the Program is built.
+        builder: How the Program is built.
         model: The dygraph model.
         loss: The dygraph loss, if it is a Layer.
         backward: What a micro-batch does in dygraph.
@@ -97,13 +97,13 @@ class Comparison:
 
     def __init__(
         self,
-        recipe: Recipe,
+        builder: ProgramBuilder,
         model: paddle.nn.Layer,
         loss: paddle.nn.Layer | None,
         backward: Backward,
     ) -> None:
-        self._recipe = recipe
-        self._layers = {"": model} | ({OF_LOSS: loss} if loss is not None else {})
+        self._builder = builder
+        self._layers = {"": model} | ({LOSS_PREFIX: loss} if loss is not None else {})
         self._backward = backward
         self._occasions = Occasions()
         self._shapes: set[Any] = set()
@@ -137,7 +137,7 @@ class Comparison:
             lent = {name: values[variable] for name, variable in known.items()}
             stack.enter_context(self._lent(lent))
             model = self._layers[""]
-            stack.enter_context(self._recipe.recomputing(model))
+            stack.enter_context(self._builder.recomputing(model))
             states = {prefix: ModelState(layer) for prefix, layer in self._layers.items()}
             step = _Step(built, feeds, micro_batches, weights, states, start)
             try:
@@ -146,7 +146,7 @@ class Comparison:
                     functools.partial(self._in_dygraph, step),
                     functools.partial(self._in_program, step),
                     self._agree,
-                    self._recipe.dtype,
+                    self._builder.dtype,
                 )
             except PaddleRecomputeError:
                 raise
@@ -170,7 +170,7 @@ class Comparison:
 
     def _in_dygraph(self, step: _Step, moved: bool) -> DygraphRun:
         """Make the step with the dygraph models; the first time, `_Step.passes` is found out."""
-        dtype, states = self._recipe.dtype, step.states.values()
+        dtype, states = self._builder.dtype, step.states.values()
         start = step.states[""].streams
         seen: dict[str, NDArray[Any] | None] = {}
         fault, place = "", 0

@@ -222,7 +222,7 @@ class TrainedProgram:
         """The rows of each micro-batch if all ranks must have as many."""
         return [length_of_first_axis(fed) for fed in feeds] if self.gathers_rows else []
 
-    def whole_or_nothing(self) -> contextlib.AbstractContextManager[None]:
+    def dropping_gradients_on_error(self) -> contextlib.AbstractContextManager[None]:
         """Around a step: its gradients are in no variable that outlives a run."""
         return contextlib.nullcontext()
 

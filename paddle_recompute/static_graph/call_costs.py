@@ -18,7 +18,7 @@ from paddle_recompute._paddle.static import training
 from paddle_recompute._paddle.static.marks import has_marks
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.replay import RngState
-from paddle_recompute.static_graph._building import Recipe, trained_parameters
+from paddle_recompute.static_graph._building import ProgramBuilder, trained_parameters
 from paddle_recompute.static_graph._feeds import Feeds
 from paddle_recompute.static_graph._trained_program import ScopeState
 from paddle_recompute.static_graph.minimize import append_gradients
@@ -64,7 +64,7 @@ class ProgramCalls:
         self, config: StaticConfig | HasStaticConfig, model_fn: Callable[[], paddle.nn.Layer]
     ) -> None:
         config = static_config(config)
-        self._recipe = Recipe(config, model_fn, 0.0, None)
+        self._recipe = ProgramBuilder(config, model_fn, 0.0, None)
         self._strategy = distributed_strategy(config)
         self._strategy.recompute_configs = {"checkpoints": []}
         self._strategy.amp = False  # in PIR what can be cast is, while it is built; maybe nothing

@@ -32,7 +32,7 @@ from paddle_recompute.errors import (
 from paddle_recompute.recompute.program import SegmentReport, explain
 from paddle_recompute.replay import RngState
 from paddle_recompute.static_graph._building import (
-    Recipe,
+    ProgramBuilder,
     converted,
     modes_of,
     names_in_scope,
@@ -50,7 +50,7 @@ from paddle_recompute.static_graph._trained_program import (
 from paddle_recompute.static_graph.minimize import minimize
 from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
 from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
-from paddle_recompute.train_step import OF_LOSS, StepResult
+from paddle_recompute.train_step import LOSS_PREFIX, StepResult
 
 _OF_DYGRAPH = {"sync", "loss_scaler"}
 """Sections that the state of a `TrainStep` has besides."""
@@ -88,7 +88,7 @@ class StaticTrainStep:
             so a resumed run, which builds it in another step, draws the same masks. None: weights
             are drawn, or set by `set_state_dict`.
         loss: The dygraph loss of `model`, if it has parameters. They must be parameters of the
-            model that `model_fn` returns, with the prefix `OF_LOSS`.
+            model that `model_fn` returns, with the prefix `LOSS_PREFIX`.
         recompute_with: Wraps parts of the model of `model_fn`, as `RecomputePlan.apply` does; None:
             ``apply_recompute(model, config.recompute)``.
         verify: Compare the Program with `model` in dygraph, in its 1st, 10th, 100th and 1,000th
@@ -142,7 +142,7 @@ class StaticTrainStep:
             peers().limits = Limits(config.peer_timeout, config.stall_timeout)
         _check_loss(loss_fn, grad_cache)
         self._config = config
-        self._recipe = Recipe(
+        self._builder = ProgramBuilder(
             config,
             model_fn,
             config.learning_rate if schedule is None else schedule,
@@ -161,7 +161,7 @@ class StaticTrainStep:
         self._comparison: Comparison | None = None
         if model is not None and verify:
             self._comparison = Comparison(
-                self._recipe, model, self._loss, self._in_dygraph_backward
+                self._builder, model, self._loss, self._in_dygraph_backward
             )
         self._state_to_set: dict[str, Any] = {}
 
@@ -206,7 +206,7 @@ class StaticTrainStep:
         weights = [count * len(counts) / per_rank for count in counts]
         if is_due and self._comparison is not None:
             self._comparison.check(built, feeds, micro_batches, weights)
-        with built.whole_or_nothing():
+        with built.dropping_gradients_on_error():
             losses = zip(built.run(feeds, weights), weights, strict=True)
             own_loss = sum(loss * weight / len(counts) for loss, weight in losses)
             loss = mean_over_ranks(math.nan if own_loss == -math.inf else own_loss)
@@ -238,7 +238,7 @@ class StaticTrainStep:
         streams = RngState.capture()
         if self._grad_cache is not None:
             self._built = CachedProgram.build(
-                self._recipe, self._grad_cache, micro_batch, self._input_spec
+                self._builder, self._grad_cache, micro_batch, self._input_spec
             )
         else:
             feeds = Feeds(micro_batch, self._input_spec)
@@ -318,7 +318,7 @@ class StaticTrainStep:
         """The state of `model` and `loss`, by the names in the Program."""
         of_model = dict(self._model.state_dict()) if self._model is not None else {}
         of_loss = self._loss.named_parameters() if self._loss is not None else ()
-        return of_model | {f"{OF_LOSS}{name}": parameter for name, parameter in of_loss}
+        return of_model | {f"{LOSS_PREFIX}{name}": parameter for name, parameter in of_loss}
 
     def _is_due(self, micro_batches: Sequence[Any]) -> bool:
         """Whether this rank wants the Program compared in this step."""
@@ -346,19 +346,19 @@ class StaticTrainStep:
         return self._built
 
     def _program(self, feeds: Feeds) -> TrainedProgram:
-        recipe = self._recipe
+        builder = self._builder
         assert self._loss_fn is not None
-        with recipe.program() as (main, startup):
-            model = recipe.model(recompute=True)
+        with builder.program() as (main, startup):
+            model = builder.model(recompute=True)
             in_training = modes_of(model)
             micro_batch = feeds.variables()
             weight = paddle.static.data(WEIGHT, [1], "float32")
-            with converted("the forward"), recipe.mixed_precision():
+            with converted("the forward"), builder.mixed_precision():
                 loss = self._loss_fn(model, micro_batch)
             if math.prod(loss.shape) != 1:
                 raise ConfigError(f"loss_fn must return a scalar; its shape is {list(loss.shape)}")
             loss = loss.astype("float32").sum()
-            optimizer, norm = recipe.optimizer(model, loss, startup)
+            optimizer, norm = builder.optimizer(model, loss, startup)
             strategy = distributed_strategy(self._config, model)
             gathers_rows = ranks.has_sums(main)
             _, pairs = minimize(optimizer, loss * weight.sum(), strategy, startup_program=startup)
@@ -367,7 +367,7 @@ class StaticTrainStep:
             gradients = {
                 known[one.name]: gradient for one, gradient in pairs if gradient is not None
             }
-        state = ScopeState.started(startup, variables, recipe.first_values)
+        state = ScopeState.started(startup, variables, builder.first_values)
         return TrainedProgram(
             gradients,
             [loss, norm],

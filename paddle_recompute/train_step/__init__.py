@@ -1,4 +1,12 @@
-"""One optimizer step: micro-batches, mixed precision, synchronization, clipping, update."""
+"""One optimizer step: micro-batches, mixed precision, synchronization, clipping, update.
+
+`TrainStep` sends each micro-batch through a `backward` (of a loss, or of a gradient cache), in the
+autocast of `mixed_precision`; the last one synchronizes the ranks. Then it looks through the
+`parameters`, divides by the loss scale, reads loss and norm once, clips and updates, or leaves the
+step out; the `StepResult` says what was done. `optimizer` makes the optimizer and its schedule,
+`optimizer_state` names its moments. `compile_model` runs the model as Programs instead, which
+`trusted_programs` compares with eager execution.
+"""
 
 from paddle_recompute.train_step.backward import inputs_of_cache
 from paddle_recompute.train_step.compiling import CompileReport, compile_model
@@ -10,12 +18,12 @@ from paddle_recompute.train_step.optimizer import (
     decayed_parameters,
     make_optimizer,
 )
-from paddle_recompute.train_step.step import NOT_UPDATED, OF_LOSS, Step, StepResult
+from paddle_recompute.train_step.step import LOSS_PREFIX, NOT_UPDATED, Step, StepResult
 from paddle_recompute.train_step.train_step import TrainStep
 
 __all__ = [
+    "LOSS_PREFIX",
     "NOT_UPDATED",
-    "OF_LOSS",
     "CompileReport",
     "OptimizerConfig",
     "Step",

@@ -13,7 +13,7 @@ from paddle.optimizer import AdamW, Lamb, lr
 
 from paddle_recompute.offload import OffloadOptimizer, offloaded_optimizer
 from paddle_recompute.options import Options
-from paddle_recompute.train_step.step import OF_LOSS
+from paddle_recompute.train_step.step import LOSS_PREFIX
 
 LARS_MOMENTUM = 0.9
 """``lars_configs`` has none: fleet takes it from the Momentum that it replaces."""
@@ -181,6 +181,6 @@ def decayed_parameters(model: paddle.nn.Layer) -> frozenset[str]:
         parameter.name
         for name, parameter in model.named_parameters()
         if id(parameter) not in norms
-        and not name.startswith(OF_LOSS)
+        and not name.startswith(LOSS_PREFIX)
         and not name.endswith(("bias", "logit_scale"))
     )

@@ -19,7 +19,7 @@ import paddle
 
 from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute.errors import CheckpointError
-from paddle_recompute.train_step.step import NOT_UPDATED, OF_LOSS
+from paddle_recompute.train_step.step import LOSS_PREFIX, NOT_UPDATED
 
 # Paddle numbers them: "moment1_0", and "fp32_master_0_moment1_0" where there is a master weight.
 _ACCUMULATOR = re.compile(r"(?:fp32_master_\d+_)?(.+)_\d+")
@@ -31,12 +31,12 @@ _HALF = (paddle.float16, paddle.bfloat16)
 def structured_parameters(
     model: paddle.nn.Layer, loss: paddle.nn.Layer | None
 ) -> dict[str, paddle.Tensor]:
-    """Parameters by structured name, those of `loss` with `OF_LOSS` in front."""
+    """Parameters by structured name, those of `loss` with `LOSS_PREFIX` in front."""
     of_model = dict(model.named_parameters())
     if isinstance(model, paddle.DataParallel):
         of_model = {name.removeprefix("_layers."): one for name, one in of_model.items()}
     of_loss = loss.named_parameters() if loss is not None else ()
-    return of_model | {f"{OF_LOSS}{name}": parameter for name, parameter in of_loss}
+    return of_model | {f"{LOSS_PREFIX}{name}": parameter for name, parameter in of_loss}
 
 
 def state_of(

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-OF_LOSS = "loss/"
+LOSS_PREFIX = "loss/"
 """Begins the structured name of a parameter of the loss; no parameter of a model has a slash."""
 NOT_UPDATED = "not_updated"
 """``"pooler.weight:not_updated"`` in an optimizer state: never updated, so it has no moments."""
@@ -96,7 +96,7 @@ class Step(Protocol):
     """One optimizer step. `TrainStep` is it in dygraph, `StaticTrainStep` in a static graph.
 
     State is under structured names, ``"encoder.layers.0.linear1.weight"``, in both modes; those of
-    the loss begin with `OF_LOSS`: ``"loss/logit_scale"``. So either mode continues the other.
+    the loss begin with `LOSS_PREFIX`: ``"loss/logit_scale"``. So either mode continues the other.
     """
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from paddle_recompute import (
     RecomputeConfig,
     apply_recompute,
-    recompute_wrapper,
     static_graph,
 )
 from paddle_recompute._paddle import device
@@ -33,9 +31,6 @@ from tests.static_graph.old_ir_programs import (
 
 pytestmark = needs_old_ir
 
-# Sums over a batch are taken in another order when it is cut into parts. Momentum, unlike Adam,
-# passes that rounding on without magnifying the gradients that are nearly zero.
-SAME_SUM_IN_ANOTHER_ORDER = 1e-6
 # The rounding of bfloat16, with 8 bits, on a loss near 1.
 BFLOAT16 = 2e-2
 
@@ -60,10 +55,6 @@ def unwrapped_loss(x: Any) -> Any:
     return (paddle.nn.TransformerEncoder(block, 3)(x) - x).square().mean()
 
 
-def momentum() -> Any:
-    return paddle.optimizer.Momentum(0.1)
-
-
 # ---------------------------------------------------------------------------------- equality
 
 
@@ -71,14 +62,6 @@ def test_ten_steps_with_dropout_are_those_without_recompute() -> None:
     plain = train(plain_loss, recompute=False, steps=10)
     recomputed = train(encoder_loss, recompute=True, steps=10)
     assert recomputed.count("depend") > 0 and len(plain.gradients) > 30
-    recomputed.same_as(plain)
-
-
-def test_wrapped_layers_are_recomputed() -> None:
-    plain = train(unwrapped_loss, recompute=False)
-    recomputed = train(wrapped_loss, recompute=True)
-    assert [one.name for one in recomputed.report.segments] == [f"layers.{i}" for i in range(3)]
-    assert all(one.num_recomputed > 20 for one in recomputed.report.segments)
     recomputed.same_as(plain)
 
 
@@ -97,12 +80,6 @@ def test_matrix_products_are_run_again() -> None:
     assert recomputed.count("matmul_v2") == 2 * plain.count("matmul_v2")
 
 
-def test_a_name_selects_one_call_and_the_others_are_kept() -> None:
-    one = train(wrapped_loss, recompute=True, names=("layers.1",))
-    assert [segment.name for segment in one.report.segments] == ["layers.1"]
-    one.same_as(train(unwrapped_loss, recompute=False))
-
-
 def test_variable_names_are_checkpoints_too_as_in_paddles_own_strategy() -> None:
     found: list[str] = []
 
@@ -116,53 +93,6 @@ def test_variable_names_are_checkpoints_too_as_in_paddles_own_strategy() -> None
     recomputed = train(build, recompute=True, names=tuple(found))
     assert [segment.name for segment in recomputed.report.segments] == found[:2]
     recomputed.same_as(plain)
-
-
-def test_the_optimizer_of_the_paddle_guide() -> None:
-    def run(recompute: bool) -> list[float]:
-        with training.static_mode():
-            main, startup = paddle.static.Program(), paddle.static.Program()
-            with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
-                x = paddle.static.data("x", [-1, LENGTH, WIDTH])
-                one = paddle.nn.Linear(WIDTH, WIDTH)(x.tanh()).sin()
-                two = paddle.nn.Linear(WIDTH, WIDTH)(one.tanh()).sin()
-                loss = two.square().mean()
-                optimizer = paddle.optimizer.SGD(0.1)
-                if recompute:
-                    optimizer = static_graph.RecomputeOptimizer(optimizer)
-                    optimizer._set_checkpoints([one, two])
-                optimizer.minimize(loss)
-            operators = main.global_block().ops
-            assert sum(one.type == "matmul_v2" for one in operators) == (4 if recompute else 2)
-            executor, scope = paddle.static.Executor(), paddle.static.Scope()
-            paddle.seed(1)
-            executor.run(startup, scope=scope)
-            return [
-                float(executor.run(main, feed={"x": batch}, fetch_list=[loss], scope=scope)[0])
-                for batch in batches(3)
-            ]
-
-    assert run(True) == run(False)
-
-
-def test_merged_gradients_are_those_of_one_batch() -> None:
-    def build(x: Any) -> Any:
-        return (blocks(x, dropout=0.0) - x).square().mean()
-
-    merged = train(
-        build,
-        recompute=True,
-        steps=4,
-        optimizer=momentum,
-        runs=lambda batch: list(np.split(batch, 2)),
-        gradient_merge=True,
-        gradient_merge_configs={"k_steps": 2, "avg": True},
-    )
-    whole = train(build, recompute=True, steps=4, optimizer=momentum)
-    assert len(merged.losses) == 8
-    for name, value in whole.variables.items():
-        close = np.abs(merged.variables[name] - value).max()
-        assert close < SAME_SUM_IN_ANOTHER_ORDER, name
 
 
 # --------------------------------------------------------------------------- mixed precision
@@ -238,113 +168,11 @@ def test_the_peak_falls_under_the_multi_threaded_executor() -> None:
 # ------------------------------------------------------------------------------------ words
 
 
-def test_explain_before_and_after() -> None:
-    with training.static_mode():
-        main, startup = paddle.static.Program(), paddle.static.Program()
-        with paddle.static.program_guard(main, startup):
-            x = paddle.static.data("x", [BATCH, LENGTH, WIDTH])
-            loss = encoder_loss(x)
-            before = static_graph.explain(main)
-            static_graph.minimize(
-                paddle.optimizer.SGD(0.1), loss, strategy(), startup_program=startup
-            )
-            after = static_graph.explain(main)
-    names = [f"block.{i}" for i in range(3)]
-    assert [one.name for one in before.segments] == [one.name for one in after.segments] == names
-    assert [one.num_ops for one in before.segments] == [one.num_ops for one in after.segments]
-    activation = 4 * BATCH * LENGTH * WIDTH
-    assert before.segments[0].num_recomputed is None
-    for segment in after.segments:
-        assert segment.crossing == 1 and segment.crossing_bytes == activation
-        # The checkpoint, and the masks of four dropouts, one byte per element. Of the last
-        # checkpoint the backward needs the difference to the input only.
-        masks = 2 * BATCH * LENGTH * LENGTH + 4 * BATCH * LENGTH * WIDTH
-        assert segment.kept_bytes == masks + (0 if segment is after.segments[-1] else activation)
-    assert "run again" in str(after) and "run again" not in str(before)
-
-
-def test_a_checkpoint_that_does_not_cut_the_graph_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    def build(x: Any) -> Any:
-        left, right = x.tanh(), x.sigmoid()
-        middle = paddle.nn.Linear(WIDTH, WIDTH)(left).tanh()
-        static_graph.mark_checkpoint(middle, "middle")
-        return (paddle.nn.Linear(WIDTH, WIDTH)(middle) * left * right).square().mean()
-
-    with caplog.at_level(logging.WARNING, logger="paddle_recompute"):
-        train(build, recompute=True)
-    (message,) = [one for one in caplog.messages if "does not cut the graph" in one]
-    assert "checkpoint 'middle'" in message and "2 variables cross" in message
-
-
-def test_a_mark_inside_a_call_has_no_effect_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    class Marking(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = (paddle.nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-        def forward(self, x: Any) -> Any:
-            inside = static_graph.mark_checkpoint(self.first(x).tanh(), "inside")
-            return self.second(inside).tanh()
-
-    def build(x: Any) -> Any:
-        return recompute_wrapper(Marking(), name="whole")(x).square().mean()
-
-    with caplog.at_level(logging.WARNING, logger="paddle_recompute"):
-        run = train(build, recompute=True)
-    assert [one.name for one in run.report.segments] == ["whole"]
-    (message,) = [one for one in caplog.messages if "has no effect" in one]
-    assert "checkpoint 'inside' has no effect: it is inside 'whole'" in message
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (("block.7",), r"the checkpoint 'block.7' is not in this Program; it has 3, among them"),
-        (("block.0", "nothing"), r"the checkpoint 'nothing' is not in this Program"),
-    ],
-)
-def test_a_name_that_does_not_exist(names: tuple[str, ...], message: str) -> None:
-    with pytest.raises(StaticGraphError, match=message):
-        train(encoder_loss, recompute=True, names=names)
-
-
-def test_a_program_without_checkpoints() -> None:
-    with pytest.raises(
-        StaticGraphError, match=r"this Program has no checkpoints.*: name variables"
-    ):
-        train(plain_loss, recompute=True)
-
-
-def test_wrapped_layers_are_not_kept_in_silence() -> None:
-    with pytest.raises(StaticGraphError, match="but the strategy does not set recompute"):
-        train(wrapped_loss, recompute=False)
-    with training.static_mode():
-        main, startup = paddle.static.Program(), paddle.static.Program()
-        with paddle.static.program_guard(main, startup):
-            loss = wrapped_loss(paddle.static.data("x", [BATCH, LENGTH, WIDTH]))
-            with pytest.raises(StaticGraphError, match="which Paddle's own backward would not"):
-                paddle.optimizer.SGD(0.1).minimize(loss)
-
-
 def test_to_static_is_refused() -> None:
     model = paddle.nn.Sequential(paddle.nn.Linear(WIDTH, WIDTH))
     apply_recompute(model, RecomputeConfig(checkpoints=["*"]))
     with pytest.raises(StaticGraphError, match=r"without a word on Paddle 2\.6"):
         paddle.jit.to_static(model, full_graph=True)(paddle.ones([2, WIDTH]))
-
-
-def test_marks_that_cannot_be() -> None:
-    with pytest.raises(StaticGraphError, match="in dygraph"):
-        static_graph.mark_checkpoint(paddle.ones([1]), "x")
-    with training.static_mode(), paddle.static.program_guard(paddle.static.Program()):
-        x = paddle.static.data("x", [BATCH, WIDTH])
-        linear = paddle.nn.Linear(WIDTH, WIDTH)
-        for one in (x, linear.weight, 3):
-            with pytest.raises(StaticGraphError, match="only an intermediate variable"):
-                static_graph.mark_checkpoint(one, "x")
-        static_graph.mark_checkpoint(linear(x), "taken")
-        with pytest.raises(StaticGraphError, match="name 'taken' is taken"):
-            static_graph.mark_checkpoint(linear(x), "taken")
 
 
 def test_offload_and_level_o2_are_refused() -> None:

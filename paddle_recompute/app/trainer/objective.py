@@ -14,7 +14,7 @@ from paddle_recompute.app.config import Config, sync_arguments
 from paddle_recompute.app.data import Pair
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache, text_ids
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.train_step import OF_LOSS, TrainStep
+from paddle_recompute.train_step import LOSS_PREFIX, TrainStep
 
 Batch = dict[str, paddle.Tensor]
 
@@ -93,7 +93,7 @@ class Objective:
         """The trained parameters besides the encoder's, by structured name: ``loss/logit_scale`` if
         the temperature is learned.
         """
-        return {f"{OF_LOSS}{name}": one for name, one in self.loss.named_parameters()}
+        return {f"{LOSS_PREFIX}{name}": one for name, one in self.loss.named_parameters()}
 
     def synchronization(self, model: paddle.nn.Layer) -> GradientSync:
         """A new synchronization of all that is trained; all ranks make it together."""

@@ -9,7 +9,7 @@ from paddle_recompute.recompute.program._backend import backend
 from paddle_recompute.recompute.program.graph import Graph
 from paddle_recompute.recompute.program.report import SegmentInfo, SegmentReport
 from paddle_recompute.recompute.program.segments import (
-    Segment,
+    ProgramSegment,
     applied_segments,
     crossing_variables,
     find_segments,
@@ -43,7 +43,7 @@ def explain(program: paddle.static.Program) -> SegmentReport:
     )
 
 
-def _info(segment: Segment, graph: Graph, *, is_trained: bool) -> SegmentInfo:
+def _info(segment: ProgramSegment, graph: Graph, *, is_trained: bool) -> SegmentInfo:
     crossing = crossing_variables(segment, graph)
     kept = {
         name

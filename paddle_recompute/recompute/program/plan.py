@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from paddle_recompute.recompute.program.graph import Graph
-from paddle_recompute.recompute.program.segments import Kept, Segment
+from paddle_recompute.recompute.program.segments import KeptVariables, ProgramSegment
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Plan:
         return [position for position in graph.backward_readers(name) if position >= self.at]
 
 
-def plan(segment: Segment, graph: Graph, kept: Kept) -> Plan | None:
+def plan(segment: ProgramSegment, graph: Graph, kept: KeptVariables) -> Plan | None:
     """The second run of `segment`; None if its backward needs only what is kept."""
     needed = [
         name
@@ -72,7 +72,9 @@ def _entering_gradients(at: int, graph: Graph) -> tuple[str, ...]:
     return tuple(entering or itertools.islice(filter(graph.can_wait, last_first), 1))
 
 
-def _held_back(copied: tuple[int, ...], graph: Graph, kept: Kept) -> tuple[tuple[str, ...], ...]:
+def _held_back(
+    copied: tuple[int, ...], graph: Graph, kept: KeptVariables
+) -> tuple[tuple[str, ...], ...]:
     """What the copies read that exists earlier, but is not a parameter or a constant; those only
     where an operator reads nothing else, as the cast of a weight does under mixed precision.
     """

@@ -25,7 +25,7 @@ from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program._backend import backend
 from paddle_recompute.recompute.program.plan import plan
 from paddle_recompute.recompute.program.segments import (
-    Kept,
+    KeptVariables,
     find_segments,
     warn_of_crossings,
     warn_of_marks_inside,
@@ -76,7 +76,7 @@ def recompute_segments(
     segments = find_segments(graph, names)
     warn_of_marks_inside(segments, graph, names)
     warn_of_crossings(segments, graph)
-    kept = Kept(segments, graph)
+    kept = KeptVariables(segments, graph)
     plans = []
     for segment in segments:
         for position in segment.positions:

@@ -24,7 +24,7 @@ _logger = logging.getLogger("paddle_recompute")
 
 
 @dataclass(frozen=True)
-class Segment:
+class ProgramSegment:
     """Forward operators that are recomputed together.
 
     Attributes:
@@ -46,7 +46,7 @@ class Segment:
         return frozenset(self.positions)
 
 
-def find_segments(graph: Graph, names: Collection[str] = ()) -> list[Segment]:
+def find_segments(graph: Graph, names: Collection[str] = ()) -> list[ProgramSegment]:
     """The segments of `graph` that `names` select, in Program order.
 
     Args:
@@ -77,7 +77,7 @@ def find_segments(graph: Graph, names: Collection[str] = ()) -> list[Segment]:
         if name not in selected and name not in ends:
             raise StaticGraphError(_unknown(name, known))
     segments = [
-        Segment(
+        ProgramSegment(
             name,
             tuple(positions),
             gives_up_outputs=any(graph.text(p, GIVES_UP) is not None for p in positions),
@@ -90,11 +90,11 @@ def find_segments(graph: Graph, names: Collection[str] = ()) -> list[Segment]:
     return sorted(segments, key=lambda segment: segment.positions[0])
 
 
-def applied_segments(graph: Graph) -> list[Segment]:
+def applied_segments(graph: Graph) -> list[ProgramSegment]:
     """The segments that a pass has applied to `graph`, in Program order; may be empty."""
     checkpoints = graph.checkpoints
     return [
-        Segment(
+        ProgramSegment(
             name,
             tuple(positions),
             frozenset(checkpoints[n] for n in (name, *name.split(_AND)) if n in checkpoints),
@@ -104,7 +104,7 @@ def applied_segments(graph: Graph) -> list[Segment]:
 
 
 def warn_of_marks_inside(
-    segments: Iterable[Segment], graph: Graph, names: Collection[str] = ()
+    segments: Iterable[ProgramSegment], graph: Graph, names: Collection[str] = ()
 ) -> None:
     """Warn of selected checkpoints inside a recomputed call, where they have no effect."""
     calls = [segment for segment in segments if not segment.ends]
@@ -119,7 +119,7 @@ def warn_of_marks_inside(
                 )
 
 
-def warn_of_crossings(segments: Iterable[Segment], graph: Graph) -> None:
+def warn_of_crossings(segments: Iterable[ProgramSegment], graph: Graph) -> None:
     """Warn of checkpoints that do not cut the graph.
 
     A variable from before a checkpoint that later operators read is kept besides the checkpoint.
@@ -142,7 +142,7 @@ def warn_of_crossings(segments: Iterable[Segment], graph: Graph) -> None:
             )
 
 
-def crossing_variables(segment: Segment, graph: Graph) -> list[str]:
+def crossing_variables(segment: ProgramSegment, graph: Graph) -> list[str]:
     """The variables of `segment` that forward operators outside of it read."""
     found = {
         name: None
@@ -154,10 +154,10 @@ def crossing_variables(segment: Segment, graph: Graph) -> list[str]:
     return list(found)
 
 
-class Kept:
+class KeptVariables:
     """The variables that are kept from the forward to the backward; others are recomputed."""
 
-    def __init__(self, segments: Iterable[Segment], graph: Graph) -> None:
+    def __init__(self, segments: Iterable[ProgramSegment], graph: Graph) -> None:
         self._graph = graph
         self._segment_at = {
             position: segment for segment in segments for position in segment.positions
@@ -195,11 +195,11 @@ class Kept:
         return graph.why_output_kept(name, position, self)
 
 
-def _escapes(name: str, segment: Segment, graph: Graph) -> bool:
+def _escapes(name: str, segment: ProgramSegment, graph: Graph) -> bool:
     return any(reader not in segment.members for reader in graph.forward_readers(name))
 
 
-def _between(checkpoints: dict[str, str], graph: Graph, taken: set[int]) -> list[Segment]:
+def _between(checkpoints: dict[str, str], graph: Graph, taken: set[int]) -> list[ProgramSegment]:
     """The segments that end at `checkpoints`, without operators that are `taken` already."""
     by_position: dict[int, list[str]] = {}
     for name, variable in checkpoints.items():
@@ -216,7 +216,7 @@ def _between(checkpoints: dict[str, str], graph: Graph, taken: set[int]) -> list
         positions = tuple(p for p in graph.forward if start <= p <= end and p not in taken)
         if positions:
             ends = frozenset(checkpoints[name] for name in names)
-            segments.append(Segment(_AND.join(names), positions, ends))
+            segments.append(ProgramSegment(_AND.join(names), positions, ends))
         start = end + 1
     return segments
 

@@ -6,7 +6,7 @@ import paddle
 
 from paddle_recompute._paddle.static import marks, old_ir
 from paddle_recompute.recompute.program.old_ir.detached import copy_detached
-from paddle_recompute.recompute.program.old_ir.graph import Graph
+from paddle_recompute.recompute.program.old_ir.graph import OldIrGraph as Graph
 from paddle_recompute.recompute.program.old_ir.recompute import carry_out
 
 __all__ = ["Graph", "carry_out", "prepare", "prepare_to_static"]

@@ -17,7 +17,7 @@ from paddle_recompute.recompute.program import graph
 from paddle_recompute.recompute.program.old_ir.operators import OPERATORS
 
 
-class Graph(graph.Graph):
+class OldIrGraph(graph.Graph):
     """See `graph.Graph`.
 
     Args:

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 
 from paddle_recompute._paddle.static import old_ir
 from paddle_recompute._paddle.static.marks import COPY_OF
-from paddle_recompute.recompute.program.old_ir.graph import Graph
+from paddle_recompute.recompute.program.old_ir.graph import OldIrGraph
 from paddle_recompute.recompute.program.plan import Plan
 
 
-def carry_out(plans: Sequence[Plan], graph: Graph) -> None:
+def carry_out(plans: Sequence[Plan], graph: OldIrGraph) -> None:
     """Insert the copies of `plans`, and let the backward read them."""
     # The last plan first, so that the positions of the others stay valid.
     for plan in sorted(plans, key=lambda plan: plan.at, reverse=True):
@@ -30,7 +30,7 @@ def carry_out(plans: Sequence[Plan], graph: Graph) -> None:
     old_ir.finish_changes(graph.program)
 
 
-def _carry_out(plan: Plan, graph: Graph) -> None:
+def _carry_out(plan: Plan, graph: OldIrGraph) -> None:
     block = old_ir.main_block(graph.program)
     renamed = {
         name: old_ir.new_variable_like(block, name, "RECOMPUTED")

@@ -7,7 +7,7 @@ import paddle
 from paddle_recompute._paddle.static import marks, pir, to_static
 from paddle_recompute.recompute.program.pir.bfloat16 import ask_for_both_gradients
 from paddle_recompute.recompute.program.pir.detached import copy_detached
-from paddle_recompute.recompute.program.pir.graph import Graph
+from paddle_recompute.recompute.program.pir.graph import PirGraph as Graph
 from paddle_recompute.recompute.program.pir.recompute import carry_out
 
 __all__ = ["Graph", "carry_out", "prepare", "prepare_to_static"]

@@ -21,7 +21,7 @@ SMALL = 8
 """A side result of at most 1/8 of the main result's size, like a norm's mean, is kept with it."""
 
 
-class Graph(graph.Graph):
+class PirGraph(graph.Graph):
     """See `graph.Graph`; backward and update of an earlier loss count as forward.
 
     Args:

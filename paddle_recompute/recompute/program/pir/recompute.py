@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from paddle_recompute._paddle.static import pir
 from paddle_recompute._paddle.static.marks import COPY_OF
 from paddle_recompute._paddle.static.pir import Value
-from paddle_recompute.recompute.program.pir.graph import FIRST_BACKWARD, Graph
+from paddle_recompute.recompute.program.pir.graph import FIRST_BACKWARD, PirGraph
 from paddle_recompute.recompute.program.plan import Plan
 
 
-def carry_out(plans: Sequence[Plan], graph: Graph) -> None:
+def carry_out(plans: Sequence[Plan], graph: PirGraph) -> None:
     """Insert the copies of `plans`, and let the backward take them.
 
     Also costs one copy of each value that a segment takes from outside.
@@ -23,7 +23,7 @@ def carry_out(plans: Sequence[Plan], graph: Graph) -> None:
             _carry_out(plan, graph)
 
 
-def _carry_out(plan: Plan, graph: Graph) -> None:
+def _carry_out(plan: Plan, graph: PirGraph) -> None:
     pir.insert_before(graph.operators[plan.at])
     zero = pir.zero_after(graph.value(plan.gradients[0])) if plan.gradients else None
     copies: dict[str, Value] = {}

@@ -1,4 +1,4 @@
-"""`minimize` on PIR means what fleet's means on 2.6: clip, merge, precision, names, refusals."""
+"""`minimize`: clip, merge, precision, names, refusals; the same tests on 2.6 and 3.3."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute_wrapper
 from paddle_recompute._paddle import device
+from paddle_recompute._paddle.static import native
+from paddle_recompute._paddle.static.marks import COPY_OF
 from paddle_recompute._paddle.static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
-from paddle_recompute.recompute.program.pir.recompute import COPY_OF
 from paddle_recompute.static_graph import (
     RecomputeOptimizer,
     explain,
     mark_checkpoint,
     minimize,
 )
-from paddle_recompute.static_graph._pir_data_parallel import mean_over_ranks
 from tests.bfloat16 import needs_bfloat16
 from tests.static_graph.models import (
     BATCH,
@@ -40,9 +40,8 @@ from tests.static_graph.models import (
     train,
 )
 
-pytestmark = pytest.mark.skipif(
-    paddle.__version__.startswith("2."), reason="Paddle 2.6 builds the old representation"
-)
+IS_26 = paddle.__version__.startswith("2.")
+needs_pir = pytest.mark.skipif(IS_26, reason="Paddle 2.6 builds the old representation")
 
 
 @contextlib.contextmanager
@@ -167,6 +166,7 @@ def bfloat16(**lists: Any) -> Callable[[], Any]:
     return lambda: paddle.amp.auto_cast(True, level="O1", dtype="bfloat16", **lists)
 
 
+@needs_pir
 @needs_bfloat16
 def test_bfloat16() -> None:
     run = assert_recompute_changes_nothing(marked_stack, prepare=bfloat16(), amp=True)
@@ -175,17 +175,20 @@ def test_bfloat16() -> None:
     assert run.losses == pytest.approx(plain.losses, rel=0.02)
 
 
+@needs_pir
 def test_a_cpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "programs_compute_bfloat16", lambda: False)
     with pytest.raises(StaticGraphError, match="needs AVX-512, and this CPU has none"):
         train(marked_stack, (), prepare=bfloat16(), amp=True)
 
 
+@needs_pir
 def test_amp_without_auto_cast_says_what_to_write() -> None:
     with pytest.raises(StaticGraphError, match=r"inside paddle\.amp\.auto_cast\(True, level='O1'"):
         train(marked_stack, (), amp=True)
 
 
+@needs_pir
 def test_float16_is_refused() -> None:
     def half() -> Any:
         x = paddle.cast(data(), "float16")
@@ -195,6 +198,7 @@ def test_float16_is_refused() -> None:
         train(half, (), amp=True)
 
 
+@needs_pir
 @pytest.mark.parametrize(
     ("name", "operator", "other"),
     [("custom_white_list", "layer_norm", "float32"), ("custom_black_list", "matmul", "bfloat16")],
@@ -204,6 +208,7 @@ def test_amp_lists_that_were_not_followed(name: str, operator: str, other: str) 
         train(marked_stack, (), prepare=bfloat16(), amp=True, amp_configs={name: [operator]})
 
 
+@needs_pir
 @needs_bfloat16
 def test_amp_lists_that_were_followed() -> None:
     lists = {"custom_black_list": ["gelu"]}
@@ -278,9 +283,11 @@ def test_joined_layers_keep_nothing_between_them() -> None:
 def test_cheap_parts_give_up_their_outputs_and_no_matmul_runs_twice() -> None:
     with building() as program:
         minimize(sgd(), wrapped(SELECTIONS["cheap"])(), strategy_of([]))
-        names = [op.name() for op in program.global_block().ops if op.has_attr(COPY_OF)]
-    assert "pd_op.gelu" in names and "pd_op.dropout_grad" in names
-    assert "pd_op.matmul" not in names
+        own = native()
+        copies = [one for one in own.operations(program) if own.text_attribute(one, COPY_OF)]
+        names = {own.kind(one).removeprefix("pd_op.") for one in copies}
+    assert {"gelu", "dropout_grad"} <= names
+    assert names.isdisjoint(["matmul", "matmul_v2"])
 
 
 def test_marks_and_wrapped_layers_together() -> None:
@@ -446,6 +453,7 @@ def test_paddles_own_backward_of_a_wrapped_model_is_refused(backward: Callable[.
 # -------------------------------------------------------------------------- two losses, in turn
 
 
+@needs_pir
 def test_two_minimizes_in_one_program() -> None:
     """As for two networks that are trained against each other; each has its own parameters."""
 
@@ -520,10 +528,12 @@ def test_explain_before_and_after() -> None:
         after = explain(program)
     assert [segment.num_recomputed for segment in before.segments] == [None, None]
     assert [s.num_ops for s in before.segments] == [s.num_ops for s in after.segments]
-    # The checkpoint of 4 x 8 floats and the masks of 4 x 32 and 4 x 8 bytes.
+    # The checkpoint of 4 x 8 floats and the masks of 4 x 32 and 4 x 8 bytes; in PIR the means and
+    # variances of a norm, too, which are small beside its result.
     first = after.segments[0]
-    assert first.kept_bytes == 4 * 8 * 4 + 4 * 32 + 4 * 8 + 2 * 4 * 4
-    assert "layers.0: 11 operators, 8 run again" in str(after)
+    of_norm = 0 if IS_26 else 2 * 4 * 4
+    assert first.kept_bytes == 4 * 8 * 4 + 4 * 32 + 4 * 8 + of_norm
+    assert f"layers.0: {'9 operators, 9' if IS_26 else '11 operators, 8'} run again" in str(after)
     assert "1 variable crosses its end" in str(after)
     assert "after the last checkpoint, kept" in str(after)
 
@@ -535,8 +545,9 @@ def test_explain_names_what_is_kept_and_unknown_sizes() -> None:
         mark_checkpoint(paddle.tanh(x * noise), "noisy")
         report = explain(program)
     assert report.unknown_sizes and "unknown dimensions count as 1" in str(report)
-    assert report.segments[0].kept_ops == {"pd_op.uniform": "it draws random numbers"}
-    assert "pd_op.uniform is kept: it draws random numbers" in str(report)
+    random = "uniform_random" if IS_26 else "pd_op.uniform"
+    assert report.segments[0].kept_ops == {random: "it draws random numbers"}
+    assert f"{random} is kept: it draws random numbers" in str(report)
 
 
 def test_explain_without_checkpoints() -> None:
@@ -569,8 +580,8 @@ def test_no_checkpoints_at_all() -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        (lambda: data(), "not what pd_op.data returns"),
-        (lambda: paddle.nn.Linear(2, 2).weight, "not what builtin.parameter returns"),
+        (lambda: data(), r"not .* \(a parameter or what is fed\)"),
+        (lambda: paddle.nn.Linear(2, 2).weight, r"not .* \(a parameter or what is fed\)"),
         (lambda: 3.0, "not a float"),
     ],
 )
@@ -618,7 +629,7 @@ def test_a_checkpoint_that_does_not_cut_the_graph(caplog: pytest.LogCaptureFixtu
         minimize(sgd(), loss, strategy_of([]))
     message, _ = [record.getMessage() for record in caplog.records]
     assert "'narrow' does not cut the graph: 3 variables cross this segment's end" in message
-    assert "tanh[4x8]" in message
+    assert "tanh" in message and "[4x8]" in message
 
 
 def test_a_segment_with_nothing_to_compute_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -630,8 +641,11 @@ def test_a_segment_with_nothing_to_compute_again(caplog: pytest.LogCaptureFixtur
     assert "segment 'b' is not recomputed" in message
 
 
+@needs_pir
 def test_a_gradient_that_ranks_cannot_exchange() -> None:
     """Paddle 3.3 makes no sparse gradients in PIR; an array stands for one."""
+    from paddle_recompute.static_graph._pir_data_parallel import mean_over_ranks
+
     with building():
         weight = paddle.nn.Linear(2, 2).weight
         array = paddle.tensor.create_array("float32")
@@ -639,6 +653,7 @@ def test_a_gradient_that_ranks_cannot_exchange() -> None:
             mean_over_ranks([(weight, array)], num_ranks=2, bucket_bytes=8)
 
 
+@needs_pir
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
@@ -661,6 +676,7 @@ def test_what_the_strategy_asks_and_cannot_have(name: str, value: Any, told: str
             minimize(sgd(), loss, strategy_of([], **{name: value}))
 
 
+@needs_pir
 def test_a_changed_build_strategy_is_refused() -> None:
     strategy = strategy_of([])
     build_strategy = paddle.static.BuildStrategy()
