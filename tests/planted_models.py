@@ -480,7 +480,7 @@ class RandomModel(nn.Layer):
     def __init__(self, drawn: random.Random, most_ordinary: int) -> None:
         super().__init__()
         kinds = [drawn.choice(ORDINARY) for _ in range(drawn.randint(1, most_ordinary))]
-        for _ in range(drawn.choice([0, 1, 1, 1, 2])):
+        for _ in range(drawn.choice([0, 0, 1, 1, 2])):
             kinds.insert(drawn.randint(0, len(kinds)), drawn.choice(ODD))
         blocks: list[nn.Layer] = [one(drawn.choice([-0.5, 0.5, 2.0])) for one in kinds]
         if drawn.random() < 0.3:  # one Layer, called twice
