@@ -289,10 +289,10 @@ class AmpConfigs(Options):
         custom_white_list: More operators in half precision.
         custom_black_list: More operators in float32.
         custom_black_varnames: Static graph: variables that are kept in float32.
-        use_pure_fp16: Level O2 in float16.
+        use_pure_fp16: Stands for level O2 in float16.
         use_fp16_guard: Static graph: only guarded operators in float16.
         use_optimizer_fp16: Static graph: optimizer state in float16.
-        use_pure_bf16: Level O2 in bfloat16.
+        use_pure_bf16: Stands for level O2 in bfloat16.
 
     Raises:
         ConfigError: A value is not allowed, or two contradict each other.
@@ -320,3 +320,10 @@ class AmpConfigs(Options):
     use_fp16_guard: bool = True
     use_optimizer_fp16: bool = False
     use_pure_bf16: bool = False
+
+    def __post_init__(self) -> None:
+        for name, dtype in PURE.items():
+            if getattr(self, name) is True and (self.dtype, self.level) == ("float16", "O1"):
+                object.__setattr__(self, "dtype", dtype)
+                object.__setattr__(self, "level", "O2")
+        super().__post_init__()

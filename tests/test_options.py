@@ -60,6 +60,11 @@ def test_all_faults_are_told_at_once() -> None:
     assert str(caught.value).count("received") == 3
 
 
+def test_a_switch_of_paddle_stands_for_dtype_and_level() -> None:
+    amp = AmpConfigs(use_pure_bf16=True)
+    assert (amp.dtype, amp.level) == ("bfloat16", "O2")
+
+
 def test_good_values() -> None:
     given = Every("b", 2, 1e-9, True, ["x"], "y", AmpConfigs())
     assert dataclasses.replace(given, count=3).count == 3
@@ -73,7 +78,7 @@ def test_good_values() -> None:
         (lambda: RecomputeConfig(policy="budget"), "memory_budget: .*required with policy: budget"),
         (lambda: RecomputeConfig(engine="fleet", offload="disk"), "not supported by engine: fleet"),
         (lambda: RecomputeConfig(num_shards=2), "no effect without offload_parameters"),
-        (lambda: AmpConfigs(use_pure_fp16=True), "means dtype: float16 and level: O2"),
+        (lambda: AmpConfigs("bfloat16", use_pure_fp16=True), "means dtype: float16 and level"),
         (lambda: AmpConfigs("bfloat16", incr_ratio=3.0), "no effect with bfloat16"),
         (lambda: AmpConfigs(custom_white_list=["x"], custom_black_list=["x"]), "contains x"),
         (lambda: OptimizerConfig("sgd"), "'adamw' or 'lamb' or 'lars'"),  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ class StaticConfig(Options):
         find_unused_parameters: Some parameters have no gradient in some steps.
         peer_timeout: Seconds without a sign of life after which a rank counts as dead.
         stall_timeout: Longest wait for a rank that is alive but late, in seconds.
+        chunked: The pairs are encoded in chunks: a loss that encodes all at once is refused.
 
     Raises:
         ConfigError: A value is not allowed.
@@ -39,6 +40,7 @@ class StaticConfig(Options):
     find_unused_parameters: bool = False
     peer_timeout: float = field(default=30.0, metadata={"above": 0})
     stall_timeout: float = field(default=1800.0, metadata={"above": 0})
+    chunked: bool = False
 
 
 class HasStaticConfig(Protocol):

@@ -140,7 +140,7 @@ class StaticTrainStep:
         _check_ranks()
         if is_distributed():
             peers().limits = Limits(config.peer_timeout, config.stall_timeout)
-        _check_loss(loss_fn, grad_cache)
+        _check_loss(config, loss_fn, grad_cache)
         self._config = config
         self._builder = ProgramBuilder(
             config,
@@ -380,11 +380,17 @@ class StaticTrainStep:
         )
 
 
-def _check_loss(loss_fn: Any, grad_cache: ProgramCache | None) -> None:
+def _check_loss(config: StaticConfig, loss_fn: Any, grad_cache: ProgramCache | None) -> None:
     if (loss_fn is None) == (grad_cache is None):
         raise ConfigError(
             f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; give "
             "one of them: a gradient cache has a loss of its own"
+        )
+    if grad_cache is None and config.chunked:
+        raise ConfigError(
+            "the configuration sets contrastive.chunk_size or chunk_tokens, but loss_fn encodes "
+            "all pairs at once; give grad_cache=ProgramCache(...) instead of loss_fn, or remove "
+            "the setting"
         )
 
 

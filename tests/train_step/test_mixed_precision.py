@@ -83,7 +83,7 @@ def test_the_scale_moves_as_that_of_paddle(settings: dict[str, Any]) -> None:
     ours = LossScaler(AmpConfigs(**settings))
     theirs = paddle.amp.GradScaler(enable=False)  # it switches itself off on a CPU, so by hand:
     theirs._enable = True
-    for name, value in AmpConfigs(**settings).model_dump().items():
+    for name, value in vars(AmpConfigs(**settings)).items():
         setattr(theirs, f"_{name}", value)
     # Its own tensor has one axis, which NumPy from 2.4 on does not turn into the number it prints.
     theirs._scale = paddle.to_tensor(ours.scale)

@@ -80,6 +80,7 @@ def static_config(config: Config) -> StaticConfig:
         find_unused_parameters=strategy.find_unused_parameters,
         peer_timeout=sync.peer_timeout,
         stall_timeout=sync.stall_timeout,
+        chunked=bool(config.contrastive.chunk_size or config.contrastive.chunk_tokens),
     )
     given, default = sync.model_dump(), type(sync)().model_dump()
     faults = [
