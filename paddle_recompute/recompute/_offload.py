@@ -110,7 +110,8 @@ class OffDevice:
         current: weakref.ref[_Queue] | None = getattr(self._thread, "queue", None)
         queue = current() if current is not None else None
         if queue is None:
-            queue = _Queue(slots(self._place, None))
+            # What is read ahead takes no memory of the device, also where that is a CPU.
+            queue = _Queue(slots(self._place, None, reads_into_tensors=False))
             self._thread.queue = weakref.ref(queue)
         return queue.keep(detached)
 

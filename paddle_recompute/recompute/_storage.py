@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import paddle
 
+from paddle_recompute._nested import dtype_name
 from paddle_recompute._paddle import device
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute._paddle.travelling import over_same_memory
@@ -43,17 +45,19 @@ class Slot(Protocol):
 MakeSlot = Callable[[], Slot]
 
 
-def slots(place: Place, folder: str | None) -> MakeSlot:
+def slots(place: Place, folder: str | None, *, reads_into_tensors: bool = True) -> MakeSlot:
     """What makes a `Slot` in `place`; those of one call share a file.
 
     Args:
         place: ``"host"`` or ``"disk"``.
         folder: Where the file is; None: where Python puts temporary files.
+        reads_into_tensors: Whether what is read ahead from the disk goes straight into a tensor
+            where the device is a CPU, without a copy.
     """
     if place == "host":
         return _HostSlot
     file = _File(folder)
-    return lambda: _DiskSlot(file)
+    return lambda: _DiskSlot(file, reads_into_tensors)
 
 
 class _HostSlot:
@@ -118,24 +122,22 @@ class _File:
         self._end += num_bytes
         return offset
 
-    def write(self, values: np.ndarray[Any, Any], offset: int) -> None:
-        data, done = _bytes_of(values), 0
+    def write(self, data: memoryview, offset: int) -> None:
+        done = 0
         while done < len(data):
             try:
                 done += os.pwrite(self._file.fileno(), data[done:], offset + done)
             except OSError as error:
                 raise self._full(len(data), error) from error
 
-    def read(self, shape: Sequence[int], dtype: Any, offset: int) -> np.ndarray[Any, Any]:
+    def read_into(self, data: memoryview, offset: int) -> None:
         """Lets go of the GIL."""
-        values = np.empty(shape, dtype)
-        data, done = _bytes_of(values), 0
+        done = 0
         while done < len(data):
             count = os.preadv(self._file.fileno(), [data[done:]], offset + done)
             if count == 0:
                 raise OffloadError(f"the offload file in {self._folder!r} was cut short")
             done += count
-        return values
 
     def _full(self, num_bytes: int, error: OSError) -> OffloadError:
         if error.errno != errno.ENOSPC:
@@ -157,54 +159,90 @@ _reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paddle_recompute
 
 
 class _DiskSlot:
-    """A place in a `_File`. A thread reads ahead, into memory of the host."""
+    """A place in a `_File`. A thread reads ahead."""
 
-    def __init__(self, file: _File) -> None:
+    def __init__(self, file: _File, reads_into_tensors: bool) -> None:
         self._file = file
+        self._reads_into_tensors = reads_into_tensors
         self._offset = 0
         self._capacity = -1
         self._shape: list[int] = []
         self._dtype: Any = None
-        self._numpy_dtype: Any = None
         self._place: Any = None
-        self._arriving: Future[np.ndarray[Any, Any]] | None = None
+        self._arriving: tuple[Any, Future[None]] | None = None
 
     def write(self, tensor: paddle.Tensor) -> None:
         self.cancel_prefetch()
-        values = np.ascontiguousarray(tensor.detach().numpy())
-        self._shape, self._dtype, self._place = list(tensor.shape), tensor.dtype, tensor.place
-        self._numpy_dtype = values.dtype
-        if values.nbytes > self._capacity:
-            self._offset = self._file.reserve(values.nbytes)
-            self._capacity = values.nbytes
-        self._file.write(values, self._offset)
+        host = tensor if device.is_on_host(tensor) else device.to_host(tensor.detach())
+        if not host.is_contiguous():
+            host = host.contiguous()
+        self._shape, self._dtype, self._place = list(host.shape), host.dtype, tensor.place
+        data = _bytes_of(host)
+        if len(data) > self._capacity:
+            self._offset = self._file.reserve(len(data))
+            self._capacity = len(data)
+        self._file.write(data, self._offset)
 
     def prefetch(self) -> None:
         if self._arriving is None:
-            self._arriving = _reader.submit(
-                self._file.read, self._shape, self._numpy_dtype, self._offset
-            )
+            memory, data = self._empty()
+            self._arriving = memory, _reader.submit(self._file.read_into, data, self._offset)
 
     def cancel_prefetch(self) -> None:
-        self._arriving = None
+        if self._arriving is not None:
+            self._arriving[1].exception()  # its memory must not be written any more
+            self._arriving = None
 
     def read(self) -> paddle.Tensor:
         self.prefetch()
         assert self._arriving is not None
-        arriving, self._arriving = self._arriving, None
-        values = arriving.result()
-        if str(paddle.get_device()) != "cpu":
-            return paddle.to_tensor(values, place=self._place)
-        # `paddle.to_tensor` (3.3) keeps 56 bytes of each tensor for ever.
-        tensor = paddle.empty(self._shape, self._dtype)
-        if values.size:
-            tensor.get_tensor().set(values, paddle.CPUPlace())
-        return tensor
+        memory, done = self._arriving
+        self._arriving = None
+        done.result()
+        if isinstance(memory, np.ndarray):
+            return paddle.to_tensor(memory, place=self._place)
+        return memory
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        return self._file.read(self._shape, self._numpy_dtype, self._offset)
+        values = np.empty(self._shape, _numpy_dtype(self._dtype))
+        self._file.read_into(_bytes_of_array(values), self._offset)
+        return values
+
+    def _empty(self) -> tuple[Any, memoryview]:
+        """Memory of the host for the tensor; maybe its own, where it is one of the CPU."""
+        is_cpu = self._place.is_cpu_place() and str(paddle.get_device()) == "cpu"
+        if is_cpu and self._reads_into_tensors:
+            tensor = paddle.empty(self._shape, self._dtype)
+            return tensor, _bytes_of(tensor)
+        values = np.empty(self._shape, _numpy_dtype(self._dtype))
+        return values, _bytes_of_array(values)
 
 
-def _bytes_of(values: np.ndarray[Any, Any]) -> memoryview:
+def _bytes_of(tensor: paddle.Tensor) -> memoryview:
+    """The memory of a contiguous `tensor` of the host, without a copy."""
+    num_bytes = int(np.prod(tensor.shape, dtype=np.int64)) * tensor.element_size()
+    return _view(tensor.data_ptr() if num_bytes else 0, num_bytes, tensor)
+
+
+def _bytes_of_array(values: np.ndarray[Any, Any]) -> memoryview:
     """The memory of a contiguous array, without a copy."""
-    return values.reshape(-1).view(np.uint8).data
+    return _view(values.ctypes.data, values.nbytes, values)
+
+
+def _view(address: int, num_bytes: int, owner: Any) -> memoryview:
+    """The bytes from `address` on. The view, and slices of it, keep their `owner` alive.
+
+    Otherwise the thread that reads ahead would write to memory that is freed already, where a slot
+    is dropped while it reads.
+    """
+    if num_bytes == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    name = dtype_name(dtype)
+    # uint16 is how NumPy carries bfloat16 in and out of Paddle.
+    return np.dtype("uint16" if name == "bfloat16" else name)

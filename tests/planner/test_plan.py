@@ -270,10 +270,7 @@ def test_neighbours_with_different_options_are_predicted(name: str) -> None:
                 choices.append(Choice(start + place, start + last, OPTION[letter]))
         predicted = simulate(costs, choices).peak.bytes - costs.base
         measured = measured_peak(job, make(costs, choices, job)) - costs.base
-        # Of chunks of a few rows, a boundary is a larger part.
-        above = 2 if name == "gradient cache" else 1
-        assert -0.5 * CLOSE * measured <= predicted - measured, mixture
-        assert predicted - measured <= 3 * above * CLOSE * measured, mixture
+        assert -0.5 * CLOSE * measured <= predicted - measured <= 3 * CLOSE * measured, mixture
 
 
 def gradients_of(job: Job, found: RecomputePlan | None, steps: int = 2) -> list[Any]:

@@ -221,14 +221,11 @@ def test_a_block_with_several_inputs_reads_each_once(
 ) -> None:
     """And reads the inputs of the block before ahead, as many as it has itself."""
     reads: list[int] = []
-    read = _storage._File.read
+    read = _storage._File.read_into
     monkeypatch.setattr(
         _storage._File,
-        "read",
-        lambda self, shape, dtype, offset: (
-            reads.append(offset),
-            read(self, shape, dtype, offset),
-        )[1],
+        "read_into",
+        lambda self, data, offset: (reads.append(offset), read(self, data, offset))[1],
     )
     x, scale = leaf(4, 4), paddle.full([4, 4], 0.5)
     y = x * 2
@@ -271,5 +268,7 @@ def test_the_tensor_before_is_read_while_one_is_used() -> None:
     first, second = storage.keep(paddle.ones([3])), storage.keep(paddle.full([3], 2.0))
     assert second.load().tolist() == [2.0, 2.0, 2.0]
     assert first._slot._arriving is not None, "nothing was read ahead"
-    assert first._slot._arriving.result().tolist() == [1.0, 1.0, 1.0]
+    values, done = first._slot._arriving
+    done.result()
+    assert values.tolist() == [1.0, 1.0, 1.0]
     assert first.load().tolist() == [1.0, 1.0, 1.0]
