@@ -191,7 +191,8 @@ class RecomputeConfig(Options):
         engine: ``"fleet"``: Paddle's own recompute around each sublayer, as a reference. Cases that
             it computes wrong without an error are refused.
         checkpoints: Glob patterns over sublayer names; ``*`` stays within one name, ``**`` crosses
-            dots. ``["auto"]``: the repeated blocks of the model, found by its structure.
+            dots. ``"auto"``, which is kept as ``["auto"]``: the repeated blocks of the model, found
+            by its structure.
         policy: ``"all"``: each selected sublayer on its own; ``"every_n"``: the 1st, (n+1)th, ...;
             ``"segments"``: consecutive ones are joined; ``"budget"``: what is fastest within
             `memory_budget`, by measurement.
@@ -227,6 +228,12 @@ class RecomputeConfig(Options):
     offload_parameters: Literal["none", "host", "disk"] = "none"
     num_shards: int = field(default=1, metadata={"at_least": 1})
     preserve_rng_state: bool = True
+
+    def __post_init__(self) -> None:
+        given: Any = self.checkpoints
+        if given == AUTO:
+            object.__setattr__(self, "checkpoints", [AUTO])
+        super().__post_init__()
 
 
 def _pure_is_level_o2(v: Any) -> Iterator[Fault]:

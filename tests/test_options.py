@@ -65,6 +65,10 @@ def test_a_switch_of_paddle_stands_for_dtype_and_level() -> None:
     assert (amp.dtype, amp.level) == ("bfloat16", "O2")
 
 
+def test_auto_is_a_list_of_one_word() -> None:
+    assert RecomputeConfig(checkpoints="auto") == RecomputeConfig()  # type: ignore[arg-type]
+
+
 def test_good_values() -> None:
     given = Every("b", 2, 1e-9, True, ["x"], "y", AmpConfigs())
     assert dataclasses.replace(given, count=3).count == 3

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from pydantic import ValidationError
 
 from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from paddle_recompute._paddle.fleet_recompute import fleet_recompute
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.encoder import build_model
-from paddle_recompute.errors import RecomputeError, SelectionError, StaticGraphError
+from paddle_recompute.errors import ConfigError, RecomputeError, SelectionError, StaticGraphError
 from paddle_recompute.recompute import _fleet, function
 from tests.recompute.contract import leaf
 
@@ -105,7 +104,7 @@ def test_a_function_is_refused() -> None:
 
 @pytest.mark.parametrize("setting", [{"policy": "segments"}, {"offload": "disk"}])
 def test_what_fleet_has_not_is_refused(setting: dict[str, str]) -> None:
-    with pytest.raises(ValidationError, match="is not supported by engine: fleet"):
+    with pytest.raises(ConfigError, match="is not supported by engine: fleet"):
         RecomputeConfig(engine="fleet", **setting)
 
 

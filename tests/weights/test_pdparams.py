@@ -51,7 +51,7 @@ def files_that_run_code(folder: Path) -> dict[str, tuple[bytes, str]]:
         "getattr": (pickle.dumps(Calls(getattr, array, "tofile"), 4), "builtins.getattr"),
         "a class of our own": (
             b"cpaddle_recompute.app.launch\nlaunch\n(tR.",
-            "paddle_recompute.laun",
+            "paddle_recompute.app.laun",
         ),
         "a dotted name": (b"\x80\x04\x8c\x05numpy\x8c\x0cos.path.join\x93.", "numpy.os.path.join"),
         "INST": (b"(S'" + shell.encode() + b"'\nios\nsystem\n.", ""),

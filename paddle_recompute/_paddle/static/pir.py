@@ -156,10 +156,14 @@ def lost_write(program: paddle.static.Program) -> str:
 
 
 def _line_of(operation: Operation) -> str:
-    """The line outside of Paddle that has appended `operation`; else what it is called."""
+    """The user's line that has appended `operation`; else what it is called."""
     stack = operation.attrs().get("op_callstack", [])
-    own = str(Path(paddle.__file__).parent)
-    lines = [code.strip() for file, code in pairwise(stack) if "File " in file and own not in file]
+    theirs = str(Path(paddle.__file__).parent), str(Path(__file__).parents[2])
+    lines = [
+        code.strip()
+        for file, code in pairwise(stack)
+        if "File " in file and not any(folder in file for folder in theirs)
+    ]
     return f"'{lines[-1]}'" if lines else operation.name()
 
 
