@@ -17,21 +17,36 @@ LARGEST = 64 << 20
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
     """Gives a path to write to. At the end its bytes are on disk, and it is renamed to `path`.
 
     Whoever reads `path` finds the old file or the new one, each complete, also after a kill.
+
+    Args:
+        path: The file.
+        alone: Nobody else writes it at the same time. Then a kill leaves at most one more file,
+            which the next writer takes over; else it leaves a folder of a new name.
 
     Raises:
         OSError: It cannot be written; `path` is as before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if alone:
+        unfinished = path.with_name(f".unfinished-{path.name}")
+        yield unfinished
+        _flush(unfinished)
+        unfinished.replace(path)
+        return
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as folder:
         unfinished = Path(folder) / path.name
         yield unfinished
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
+        _flush(unfinished)
         unfinished.replace(path)
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 @contextmanager

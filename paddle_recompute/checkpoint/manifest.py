@@ -29,7 +29,7 @@ def write_manifest(folder: Path) -> None:
         for path in sorted(folder.iterdir())
         if path.name != MANIFEST
     }
-    with written_whole(folder / MANIFEST) as unfinished:
+    with written_whole(folder / MANIFEST, alone=True) as unfinished:
         unfinished.write_text(json.dumps({"version": _VERSION, "files": files}, indent=2))
 
 

@@ -30,9 +30,8 @@ from paddle_recompute.recompute import apply_recompute
 
 SHORTEST_TEXT = 2
 """Tokens of an empty text: [CLS] and [SEP]."""
-BATCHES_AHEAD = 6
-"""Batches that are prefetched while a step runs: Paddle's reader has a queue of two and a buffer of
-two, one more is in transfer, and one has been divided into the step's micro-batches."""
+BATCHES_BESIDES = 1
+"""Batches that are held beside a step's micro-batches: the one that was divided into them."""
 PROGRAM_STEPS = 3
 """Steps of a Program whose least peak counts on a CPU, where its executor is late to free."""
 MOST_VERIFICATIONS = 3
@@ -258,7 +257,7 @@ def measure_step(
             largest_batch(config, vocab_size, chunks)
             for _ in range(config.strategy.gradient_merge_configs.k_steps)
         ]
-        for _ in range(1 + BATCHES_AHEAD)
+        for _ in range(1 + BATCHES_BESIDES)
     ]
     step([{name: rows[:8] for name, rows in batch.items()} for batch in steps[0]])
     peak = _peak_of(partial(step, steps[0]), repeats=PROGRAM_STEPS if _frees_late(config) else 1)

@@ -120,7 +120,7 @@ class MetricsLog:
     def __init__(self, path: Path, *, resumed_at: int = 0) -> None:
         self._path = path
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
-        with writing(path), written_whole(path) as unfinished:
+        with writing(path), written_whole(path, alone=True) as unfinished:
             unfinished.write_text("".join(map(_line, kept)), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:

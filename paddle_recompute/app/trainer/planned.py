@@ -19,7 +19,7 @@ from paddle_recompute._nested import tensors_in
 from paddle_recompute._paddle.memory import can_reset_peak
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.trainer.memory_probe import (
-    BATCHES_AHEAD,
+    BATCHES_BESIDES,
     Peaks,
     bare_model,
     largest_batch,
@@ -155,7 +155,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
     batch = largest_batch(config, vocab_size, chunks)
     of_batch = sum(int(one.size * one.element_size()) for one in tensors_in(batch))
     k_steps = config.strategy.gradient_merge_configs.k_steps
-    extra_bytes = {"batches that wait": of_batch * (k_steps * (1 + BATCHES_AHEAD) - 1)}
+    extra_bytes = {"batches that wait": of_batch * (k_steps * (1 + BATCHES_BESIDES) - 1)}
     if config.world_size > 1:
         extra_bytes["communication buckets"] = config.strategy.fuse_grad_size_in_MB * 2**20
         extra_bytes["communication buckets"] = min(

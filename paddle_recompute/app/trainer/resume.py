@@ -307,7 +307,7 @@ def _smaller_plan_file(config: Config) -> Path:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with writing(path), written_whole(path) as unfinished:
+    with writing(path), written_whole(path, alone=True) as unfinished:
         unfinished.write_text(json.dumps(value) + "\n", encoding="utf-8")
 
 
