@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,17 @@ settings.load_profile("tests")
 _why_not = selected.why_not() if selected.is_selected() else None
 if selected.is_selected() and _why_not is None:
     selected.enter()  # before any module of tests imports Paddle
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """A command that runs in this process sets variables, with which later ranks compute otherwise:
+    ``MKL_DEBUG_CPU_TYPE`` for instance."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
