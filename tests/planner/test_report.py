@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from paddle_recompute._paddle import memory
-from paddle_recompute.app.cli import main
+from paddle_recompute.app.cli import _process, main
 from paddle_recompute.app.memory_page import budget_of_card
 from paddle_recompute.app.trainer import what_if
 from paddle_recompute.errors import PlanError
@@ -21,6 +21,12 @@ SMALL = ["launch.num_ranks=1", "data.vocab_size=500", "model.num_layers=3"]
 needs_peaks = pytest.mark.skipif(
     not memory.can_reset_peak(), reason="2.6 cannot start the peak anew"
 )
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command would choose another path of MKL, for this process and all tests after it."""
+    monkeypatch.setattr(_process, "speed_settings", lambda *_, **__: {})
 
 
 @needs_peaks
