@@ -296,7 +296,7 @@ Seen = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def seen() -> Seen:
     """What each of two ranks saw, all cases one after the other."""
-    return run_ranks(every_case, 2, timeout=110)
+    return run_ranks(every_case, 2, fresh=True, timeout=110)
 
 
 def test_overlap_gives_the_bits_of_fused_in_every_combination(seen: Seen) -> None:

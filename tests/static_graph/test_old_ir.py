@@ -160,9 +160,12 @@ def peak_of_a_process(recompute: bool) -> int:
 
 
 def test_the_peak_falls_under_the_multi_threaded_executor() -> None:
-    # Each in a process of its own: on 2.6 the peak cannot be reset.
-    (plain,), (recomputed,) = (run_ranks(peak_of_a_process, 1, recompute=r) for r in (False, True))
-    assert recomputed < 0.5 * plain
+    # Each in a process of its own: on 2.6 the peak cannot be reset. The executor frees in a thread
+    # of its own, late on a loaded machine: the least of some processes is what a step needs.
+    def least(recompute: bool) -> int:
+        return min(run_ranks(peak_of_a_process, 1, recompute=recompute)[0] for _ in range(3))
+
+    assert least(True) < 0.5 * least(False)
 
 
 # ------------------------------------------------------------------------------------ words
