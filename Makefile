@@ -169,7 +169,8 @@ bench: venv
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
 # bench-control_plane, bench-failures,
 # bench-batch_size_study, bench-compile, bench-peers_that_die, bench-static_graph, bench26-static_graph,
-# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-offload, bench-paddle_restart,
+# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-offload,
+# bench-paddle_restart,
 # bench-real_models, bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
 bench-%: venv

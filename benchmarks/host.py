@@ -1,0 +1,209 @@
+"""Host time of a recomputed call above the plain call, beside fleet's forms and a floor.
+
+On a GPU the host only launches kernels. Python that takes longer than they do is the time of a
+step; on a CPU the kernels hide it. So the tensors are tiny here, the CPU time of the thread is
+taken, and what counts is a call's time above that of the plain call. The floor is twenty bare lines
+with the same saved-tensor hooks: exact for these blocks alone, and nothing is checked.
+
+    python -m benchmarks.host [--rounds N] [--block NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+from paddle.distributed.fleet.utils import recompute as fleet_recompute
+
+from benchmarks._record import table, write_record
+from paddle_recompute import recompute
+
+BLOCKS_IN_TURN = 12
+Call = Callable[[paddle.nn.Layer, paddle.Tensor], paddle.Tensor]
+
+
+class LinearBlock(paddle.nn.Layer):
+    """A pre-norm feed-forward block with a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = paddle.nn.LayerNorm(8)
+        self.up, self.down = paddle.nn.Linear(8, 16), paddle.nn.Linear(16, 8)
+        self.dropout = paddle.nn.Dropout(0.1)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[batch, length, 8]``, float32, as `x` is."""
+        return x + self.dropout(self.down(paddle.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class ResNetBlock(paddle.nn.Layer):
+    """Two convolutions with BatchNorm, whose statistics are updated once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = paddle.nn.LayerList(
+            [paddle.nn.Conv2D(4, 4, 3, padding=1, bias_attr=False) for _ in range(2)]
+        )
+        self.norms = paddle.nn.LayerList([paddle.nn.BatchNorm2D(4) for _ in range(2)])
+        self.activation = paddle.nn.ReLU()
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[batch, 4, height, width]``, float32, as `x` is."""
+        y = self.activation(self.norms[0](self.convolutions[0](x)))
+        return self.activation(self.norms[1](self.convolutions[1](y)) + x)
+
+
+class MixtureBlock(paddle.nn.Layer):
+    """Four experts behind a gate; it counts its calls, as many blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = paddle.nn.Linear(8, 4)
+        self.experts = paddle.nn.LayerList(
+            [
+                paddle.nn.Sequential(
+                    paddle.nn.Linear(8, 16), paddle.nn.GELU(), paddle.nn.Linear(16, 8)
+                )
+                for _ in range(4)
+            ]
+        )
+        self.calls = 0
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[batch, length, 8]``, float32, as `x` is."""
+        self.calls += 1
+        shares = paddle.nn.functional.softmax(self.gate(x)).unsqueeze(-2)
+        return x + (paddle.stack([expert(x) for expert in self.experts], -1) * shares).sum(-1)
+
+
+def transformer_layer() -> paddle.nn.Layer:
+    """Paddle's own, post-norm, with dropout."""
+    return paddle.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, activation="gelu")
+
+
+BLOCKS: dict[str, tuple[Callable[[], paddle.nn.Layer], list[int]]] = {
+    "Linear block": (LinearBlock, [2, 4, 8]),
+    "transformer layer": (transformer_layer, [2, 4, 8]),
+    "ResNet block": (ResNetBlock, [2, 4, 4, 4]),
+    "MoE block": (MixtureBlock, [2, 4, 8]),
+}
+
+
+def bare_hooks(block: paddle.nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+    """Twenty lines: the tensors of the second forward take the place of the first one's."""
+    numbers: list[int] = []
+    values: list[paddle.Tensor] = []
+    argument = x.detach()
+    argument.stop_gradient = False
+    state = paddle.get_rng_state()
+
+    def pack(tensor: paddle.Tensor) -> int:
+        numbers.append(len(numbers))
+        return numbers[-1]
+
+    def unpack(number: int) -> paddle.Tensor:
+        if not values:
+            now = paddle.get_rng_state()
+            paddle.set_rng_state(state)
+            with (
+                paddle.set_grad_enabled(True),
+                paddle.autograd.saved_tensors_hooks(
+                    lambda tensor: values.append(tensor.detach()), lambda nothing: nothing
+                ),
+            ):
+                block(argument)
+            paddle.set_rng_state(now)
+        return values[number]
+
+    with paddle.autograd.saved_tensors_hooks(pack, unpack):
+        return block(x)
+
+
+FORMS: dict[str, Call] = {
+    "plain": lambda block, x: block(x),
+    "floor": bare_hooks,
+    "fleet, default": lambda block, x: fleet_recompute(block, x),
+    "fleet, hooks": lambda block, x: fleet_recompute(block, x, use_reentrant=False),
+    "ours": lambda block, x: recompute(block, x),
+}
+# On a CPU of 2.6, fleet's hooks fail, and the engine empties a tensor that the floor gives twice.
+WITHOUT_26 = ("fleet, hooks", "floor")
+
+
+def measured(name: str, rounds: int) -> dict[str, tuple[float, float, float]]:
+    """By form: microseconds of a forward and of a backward, and of both above the plain call."""
+    paddle.seed(1)
+    make, shape = BLOCKS[name]
+    blocks = paddle.nn.LayerList([make() for _ in range(BLOCKS_IN_TURN)])
+    x = paddle.randn(shape)
+    x.stop_gradient = False  # fleet's default form gives no gradients otherwise
+    forms = {
+        form: call
+        for form, call in FORMS.items()
+        if not (form in WITHOUT_26 and paddle.__version__.startswith("2.6"))
+    }
+
+    def run(call: Call) -> tuple[float, float]:
+        start, y = time.thread_time(), x
+        for block in blocks:
+            y = call(block, y)
+        middle = time.thread_time()
+        y.sum().backward()
+        end = time.thread_time()
+        blocks.clear_gradients()
+        x.clear_gradient()
+        return middle - start, end - middle
+
+    seconds: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
+    for number in range(rounds + 3):
+        for form, call in forms.items():
+            taken = run(call)
+            if number >= 3:
+                seconds[form].append(taken)
+    found = {}
+    for form, values in seconds.items():
+        above = [sum(own) - sum(bare) for own, bare in zip(values, seconds["plain"], strict=True)]
+        parts = (*zip(*values, strict=True), above)
+        found[form] = tuple(statistics.median(part) / BLOCKS_IN_TURN * 1e6 for part in parts)
+    return found  # type: ignore[return-value]
+
+
+def main() -> None:
+    """Measure and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--block", choices=BLOCKS, help="this one alone, and no record")
+    arguments = parser.parse_args()
+    rows: list[list[Any]] = []
+    for name in [arguments.block] if arguments.block else BLOCKS:
+        found = measured(name, arguments.rounds)
+        fleet = found["fleet, default"][2]
+        for form, (forward, backward, above) in found.items():
+            ratio = f"{above / fleet:.2f}" if form != "plain" else "-"
+            rows.append([name, form, *(f"{us:.0f}" for us in (forward, backward, above)), ratio])
+        print(*(" ".join(map(str, row)) for row in rows[-len(found) :]), sep="\n", flush=True)
+    if arguments.block:
+        return
+    header = ["block", "form", "forward, us", "backward, us", "above plain, us", "of fleet's"]
+    path = write_record(
+        "host",
+        "Host time of a recomputed call",
+        f"python -m benchmarks.host --rounds {arguments.rounds}",
+        [
+            "CPU time of the thread, per call of a block, tiny tensors; the median of "
+            f"{arguments.rounds} rounds, in each of which every form runs {BLOCKS_IN_TURN} blocks "
+            "in turn, one after the other. 'Above plain' is taken within a round. Other programs "
+            "ran on the machine: the ratio counts, not the microseconds.",
+            "",
+            *table(header, rows),
+        ],
+    )
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
