@@ -270,8 +270,8 @@ def test_neighbours_with_different_options_are_predicted(name: str) -> None:
                 choices.append(Choice(start + place, start + last, OPTION[letter]))
         predicted = simulate(costs, choices).peak.bytes - costs.base
         measured = measured_peak(job, make(costs, choices, job)) - costs.base
-        # Too much by up to 3.2 % was seen with the gradient cache, by multiples of 4 KiB that differ
-        # from run to run: the skeleton takes some tensors apart that share an address.
+        # Up to 3.2 % too much was seen with the gradient cache: some multiples of 4 KiB, others in
+        # each run. Why is not known.
         most = (6 if name == "gradient cache" else 3) * CLOSE
         assert -0.5 * CLOSE * measured <= predicted - measured <= most * measured, mixture
 
