@@ -4,6 +4,7 @@
 #   ARGS=...    more arguments: key=value for train, pytest's own for test and test26
 
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 MAKEFLAGS += --no-print-directory
 
 CONFIG ?= fleet_configs/contrastive_ernie-tiny_2cpu.yaml
@@ -23,37 +24,50 @@ if [ -z "$$found" ]; then \
 fi
 endef
 
-# $(call install,FOLDER,REQUIREMENTS): keeps an environment that works, makes one otherwise.
+# Of what pip says: what is larger than 10 MB, and when all is there.
+PROGRESS := sed -un -e 's|^ *Downloading \(.*/\)\?\([^ ]*\) (\([0-9]\{2,\}[.0-9]* MB\)).*|  downloading \2, \3|p' \
+    -e 's|^Installing collected packages.*|  unpacking|p'
+
+# $(call install,FOLDER,REQUIREMENTS,MORE): keeps an environment that works, makes one otherwise.
 define install
-$(FIND_PYTHON); \
-$(1)/bin/python -c '$(PROBE)' >/dev/null 2>&1 || "$$found" -m venv --clear $(1)
-@echo "$(1): installing $(2), which takes a minute or two the first time"
-@$(1)/bin/python -m pip install --quiet --disable-pip-version-check -r $(2) -e .
-@touch $@
+$(FIND_PYTHON); SECONDS=0; \
+echo "$(1): installing $(2), which takes a minute or two the first time"; \
+$(1)/bin/python -c '$(PROBE)' >/dev/null 2>&1 || "$$found" -m venv --clear $(1); \
+$(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off -r $(2) $(3) | $(PROGRESS) && \
+touch $@ && echo "$(1): installed in $$SECONDS s"
 endef
 
 PACKAGE := $(shell find paddle_recompute -name '*.py')
 
-.PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-nlp test-formers train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
-.PHONY: lint bench wheel-test clean
+.PHONY: venv venv26 venv-torch venv-nlp venv-formers venv-etcd test-nlp test-formers test-torch train parity parity26 test test26 test-device test-device26 fuzz fuzz26 fuzz-readers
+.PHONY: lint bench docs retrieval-demo venv-docs venv-release wheel-test wheel-install-test clean
 
 venv: .venv/.installed
 venv26: .venv26/.installed
 
-.venv/.installed: setup.py requirements/paddle33.txt requirements/common.txt
-	@$(call install,.venv,requirements/paddle33.txt)
+# What a training run needs; `make venv` adds the tools of tests and benchmarks.
+.venv/.trains: setup.py requirements/train33.txt requirements/run.txt
+	@$(call install,.venv,requirements/train33.txt,-e .)
 
-.venv26/.installed: setup.py requirements/paddle26.txt requirements/common.txt
-	@$(call install,.venv26,requirements/paddle26.txt)
+.venv/.installed: setup.py requirements/paddle33.txt requirements/train33.txt requirements/common.txt requirements/run.txt
+	@$(call install,.venv,requirements/paddle33.txt,-e .)
+	@touch .venv/.trains
 
-# A benchmark's alone; it has nothing of the library in it.
+.venv26/.installed: setup.py requirements/paddle26.txt requirements/common.txt requirements/run.txt
+	@$(call install,.venv26,requirements/paddle26.txt,-e .)
+
+# The site of the documentation, in build/site-docs: open index.html, also without a network.
+docs: venv-docs
+	.venv-docs/bin/python docs/build.py
+
+venv-docs: .venv-docs/.installed
+.venv-docs/.installed: requirements/docs.txt
+	@$(call install,.venv-docs,$<)
+
+# For benchmarks and for test-torch; it has nothing of the library in it.
 venv-torch: .venv-torch/.installed
 .venv-torch/.installed: requirements/torch.txt
-	@$(FIND_PYTHON); \
-	.venv-torch/bin/python -c '$(PROBE)' >/dev/null 2>&1 || "$$found" -m venv --clear .venv-torch
-	@echo ".venv-torch: installing $<, which takes some minutes the first time"
-	@.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	@touch $@
+	@$(call install,.venv-torch,$<)
 
 # PaddleNLP (Paddle 2.6.2) and PaddleFormers (Paddle 3.3.1), for benchmarks/third_party.py and for
 # the tests of the mixins and the weights, which are skipped elsewhere.
@@ -61,18 +75,18 @@ venv-nlp: .venv-nlp/.installed
 venv-formers: .venv-formers/.installed
 
 .venv-nlp/.installed: setup.py requirements/nlp.txt requirements/common.txt
-	@$(call install,.venv-nlp,requirements/nlp.txt)
+	@$(call install,.venv-nlp,requirements/nlp.txt,-e .)
 
 .venv-formers/.installed: setup.py requirements/formers.txt requirements/common.txt
-	@$(call install,.venv-formers,requirements/formers.txt)
+	@$(call install,.venv-formers,requirements/formers.txt,-e .)
 
 # An etcd server and its client, with which Paddle's launcher restarts ranks.
 venv-etcd: .venv-etcd/.installed
 .venv-etcd/.installed: setup.py requirements/etcd.txt requirements/paddle33.txt requirements/common.txt
-	@$(call install,.venv-etcd,requirements/etcd.txt)
+	@$(call install,.venv-etcd,requirements/etcd.txt,-e .)
 
 THIRD_PARTY_TESTS := tests/integrations tests/weights/test_init_from.py tests/doctor/test_other_libraries.py \
-    tests/examples/test_trainer.py
+    tests/examples/test_trainer.py tests/docs/test_trainers.py
 
 test-nlp: venv-nlp
 	.venv-nlp/bin/python -m pytest $(THIRD_PARTY_TESTS) $(ARGS)
@@ -80,7 +94,12 @@ test-nlp: venv-nlp
 test-formers: venv-formers
 	.venv-formers/bin/python -m pytest $(THIRD_PARTY_TESTS) $(ARGS)
 
-train: venv
+# transformers and sentence-transformers load the folders that we write, and the other way round.
+test-torch: venv venv-torch
+	TORCH_PYTHON=$(CURDIR)/.venv-torch/bin/python .venv/bin/python -m pytest \
+	    tests/app/retrieval/test_hugging_face.py $(ARGS)
+
+train: .venv/.trains
 	@.venv/bin/python -m paddle_recompute train --config $(CONFIG) $(ARGS)
 
 # Do dygraph and the static graph train the same? With Paddle 2.6: make parity26
@@ -93,7 +112,7 @@ parity26: venv26
 # Two processes: most tests need one core. make test PARALLEL= runs them one after the other.
 PARALLEL ?= -n 2 --dist worksteal
 
-test: venv wheel-test
+test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test26: venv26
@@ -135,7 +154,7 @@ DEVICE_TESTS := tests/fake_device \
     tests/contrastive/test_grad_cache_memory.py \
     tests/grad_sync/test_gradient_sync.py \
     tests/offload \
-    $(addprefix tests/train_step/test_,train_step.py mixed_precision.py host_reads.py) \
+    $(addprefix tests/train_step/test_,train_step.py mixed_precision.py host_reads.py operators.py) \
     tests/test_checkpoint.py
 ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FAKE_COPY_US=200
 
@@ -153,13 +172,13 @@ lint: venv
 # Each prints a table and writes it to benchmarks/results. sync and sync_scaling make networks of
 # slow links, for which they need root and iproute2; sync_cost_model is a library of the latter.
 # batch_size_study takes an hour and a half, and goes on where it stopped: make bench-batch_size_study
-# contrastive_vs_sentence_transformers makes an environment with torch, .venv-torch.
+# *_vs_sentence_transformers make an environment with torch, .venv-torch.
 bench: venv
 	@for script in benchmarks/[a-z]*.py; do \
 	    module=benchmarks.$$(basename $$script .py); \
 	    case $$module in \
 	        *.sync_cost_model|*.batch_size_study) continue;; \
-	        *.contrastive_vs_sentence_transformers|*.third_party|*.peers|*.paddle_restart) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
+	        *_vs_sentence_transformers|*.retrieval_demo|*.host|*.third_party|*.peers|*.paddle_restart) $(MAKE) bench-$${module#*.} || exit 1; continue;; \
 	        *.sync|*.sync_scaling) [ $$(id -u) = 0 ] || { echo "=== $$module: left out, needs root"; continue; };; \
 	    esac; \
 	    echo "=== python -m $$module"; \
@@ -169,12 +188,20 @@ bench: venv
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
 # bench-control_plane, bench-failures,
 # bench-batch_size_study, bench-compile, bench-peers_that_die, bench-static_graph, bench26-static_graph,
-# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-offload,
+# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-mine, bench-offload,
 # bench-paddle_restart,
-# bench-real_models, bench-recompute_cost, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
+# bench-real_models, bench-recompute_cost, bench-sharding, bench-sharding_parameters, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
 bench-%: venv
 	.venv/bin/python -m benchmarks.$*
+
+# Two rounds of training for search on the sentences of LibreOffice, the second with mined negatives.
+# It continues where it stopped.
+retrieval-demo bench-retrieval_demo: venv
+	.venv/bin/python -m benchmarks.retrieval_demo $(ARGS)
+
+bench-retrieval_vs_sentence_transformers: venv venv-torch
+	.venv/bin/python -m benchmarks.retrieval_vs_sentence_transformers $(ARGS)
 
 bench-paddle_restart: venv-etcd
 	.venv-etcd/bin/python -m benchmarks.paddle_restart $(ARGS)
@@ -192,17 +219,40 @@ bench-peers: venv venv-torch
 bench-contrastive_vs_sentence_transformers: venv venv-torch
 	.venv/bin/python -m benchmarks.contrastive_vs_sentence_transformers $(ARGS)
 
+bench-host: venv
+	.venv/bin/python -m benchmarks.host $(ARGS)
+	.venv/bin/python -m benchmarks.host --steps $(ARGS)
+
+bench26-host: venv26
+	.venv26/bin/python -m benchmarks.host $(ARGS)
+	.venv26/bin/python -m benchmarks.host --steps $(ARGS)
+
 bench26-%: venv26
 	.venv26/bin/python -m benchmarks.$*
 
-# The wheel, not the work tree: is every module in it, does it work anywhere else?
+venv-release: .venv-release/.installed
+.venv-release/.installed: requirements/release.txt
+	@$(call install,.venv-release,$<)
+
+# The wheel, made from the sdist, not the work tree: is every module in it, does it work anywhere else?
 wheel-test: build/.wheel-tested
-build/.wheel-tested: .venv/.installed setup.py pyproject.toml tests/wheel_check.py $(PACKAGE) $(wildcard fleet_configs/*)
+build/.wheel-tested: .venv/.installed .venv-release/.installed README.md setup.py pyproject.toml tests/wheel_check.py $(PACKAGE) $(wildcard fleet_configs/*)
 	@rm -rf build/lib build/bdist.* build/site dist
-	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	@mkdir -p build
+	.venv-release/bin/python -m build --outdir dist . > build/release.log 2>&1 || { tail -n 30 build/release.log; exit 1; }
+	.venv-release/bin/twine check --strict dist/*
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/site dist/*.whl
 	cd / && PYTHONPATH=$(CURDIR)/build/site $(CURDIR)/.venv/bin/python $(CURDIR)/tests/wheel_check.py $(CURDIR)
 	@touch $@
+
+# The wheel in an environment of its own: with Paddle alone, then with the extra `train`. Takes some
+# minutes, so .ci/run leaves it out.
+wheel-install-test: wheel-test
+	@$(FIND_PYTHON); rm -rf build/empty; "$$found" -m venv build/empty
+	build/empty/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl paddlepaddle==3.3.1
+	cd / && $(CURDIR)/build/empty/bin/python $(CURDIR)/tests/wheel_installed.py alone
+	build/empty/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[train]"
+	cd / && $(CURDIR)/build/empty/bin/python $(CURDIR)/tests/wheel_installed.py train
 
 # The environments stay: they are dear, and `make venv` keeps them right. rm -rf .venv* ends them.
 clean:

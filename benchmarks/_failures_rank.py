@@ -110,7 +110,7 @@ def plant(planted: Planted) -> None:
     """Put calls of `planted` into the library's functions, for the rest of this process."""
     import paddle
 
-    from paddle_recompute.app.trainer import planned_steps, resume, trainer
+    from paddle_recompute.app.trainer import planned_steps, run_checkpoints, trainer
     from paddle_recompute.grad_sync._reduction import BucketedReduction
 
     def before(owner: Any, name: str, place: str, after: str | None = None) -> None:
@@ -159,13 +159,13 @@ def plant(planted: Planted) -> None:
     # Most of the time of such a run, and not what is tried here.
     trainer.MemoryProbe.measure = lambda *_: (None, 0)  # type: ignore[method-assign]
     trainer.write_report = lambda *_, **__: None  # type: ignore[assignment]
-    saved = resume.save_checkpoint
+    saved = run_checkpoints.save_checkpoint
     paddle.nn.LayerNorm.forward = forward
     planned_steps.PlannedSteps.__call__ = step  # type: ignore[method-assign]
-    resume.save_checkpoint = save  # type: ignore[assignment]
+    run_checkpoints.save_checkpoint = save  # type: ignore[assignment]
     before(BucketedReduction, "finish", "the sync")
     before(paddle.optimizer.AdamW, "step", "the update")
-    before(trainer, "encode_texts", "an evaluation")
+    before(trainer, "encode_batches", "an evaluation")
     before(planned_steps.PlannedSteps, "__init__", "the start")
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
-from paddle_recompute.app.data._cache import write_whole
+from paddle_recompute.app.data._cache_folder import write_whole
 from paddle_recompute.app.data.pairs import Pair
 from paddle_recompute.app.data.split import normal_form, rank_of
 from paddle_recompute.errors import DataError

@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from paddle_recompute.app.launch import signals_as_exit
 
 PREFIX = "gradient-sync-"
 BUCKET_SECONDS = 0.002
@@ -83,7 +84,7 @@ def rate_limited(num_hosts: int, mbit_per_second: float) -> Iterator[list[Host]]
     name = f"{PREFIX}{os.getpid()}-"
     switch = f"{name}switch"
     hosts = [Host(f"10.77.0.{i + 1}", f"{name}{i}", "wire") for i in range(num_hosts)]
-    with _signals_as_exit():
+    with signals_as_exit():
         try:
             _run("ip", "netns", "add", switch)
             _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -147,18 +148,3 @@ def _run(*command: str) -> None:
             f"'{' '.join(command)}' failed: {done.stderr.strip()}; rate-limited networks need root "
             "and the kernel's veth, bridge and tbf"
         )
-
-
-@contextlib.contextmanager
-def _signals_as_exit() -> Iterator[None]:
-    """A polite kill, or a terminal that is closed, passes through `finally`."""
-
-    def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

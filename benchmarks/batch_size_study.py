@@ -27,7 +27,7 @@ from benchmarks._batch_size_plan import BATCHES, SEEDS, Plan, next_run, remainin
 from benchmarks._batch_size_runs import CORPORA, Recipe, Run, Runs, evaluate, new_model, train
 from benchmarks._record import RESULTS, environment, hardware_tag
 from paddle_recompute.app.config import default_cache_dir
-from paddle_recompute.app.data._cache import write_whole
+from paddle_recompute.app.data._cache_folder import write_whole
 
 _LEAST_STEPS = 8  # of the largest batch
 _MEASURED_STEPS = {64: 12, 256: 4, 1024: 2, 4096: 1}

@@ -5,7 +5,9 @@ step; on a CPU the kernels hide it. So the tensors are tiny here, the CPU time o
 taken, and what counts is a call's time above that of the plain call. The floor is twenty bare lines
 with the same saved-tensor hooks: exact for these blocks alone, and nothing is checked.
 
-    python -m benchmarks.host [--rounds N] [--block NAME]
+    python -m benchmarks.host [--rounds N] [--block NAME] [--steps]
+
+Whole steps, of `_host_steps`, have a record of their own.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from typing import Any
 import paddle
 from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
+from benchmarks import _host_steps
 from benchmarks._record import table, write_record
-from paddle_recompute import recompute
+from paddle_recompute import ContrastiveLoss, GradCache, recompute
 
 BLOCKS_IN_TURN = 12
 Call = Callable[[paddle.nn.Layer, paddle.Tensor], paddle.Tensor]
@@ -172,12 +175,69 @@ def measured(name: str, rounds: int) -> dict[str, tuple[float, float, float]]:
     return found  # type: ignore[return-value]
 
 
+class Encoder(paddle.nn.Layer):
+    """A transformer layer without dropout, and the mean over the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = paddle.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[batch, 8]``, float32, of ``[batch, length, 8]``."""
+        return self.layer(x).mean(1)
+
+
+def cached_by_hand(
+    encoder: paddle.nn.Layer, loss: Callable[..., paddle.Tensor], sides: list[paddle.Tensor]
+) -> None:
+    """What GradCache computes, where nothing draws, has state, or is checked."""
+    chunks = [[side[i : i + 4] for i in range(0, CACHED_ROWS, 4)] for side in sides]
+    with paddle.no_grad():
+        heads = [paddle.concat([encoder(chunk) for chunk in side]) for side in chunks]
+    for head in heads:
+        head.stop_gradient = False
+    loss(*heads).backward()
+    for side, head in zip(chunks, heads, strict=True):
+        for number, chunk in enumerate(side):
+            encoder(chunk).backward(head.grad[4 * number : 4 * number + 4])
+
+
+CACHED_ROWS = 32
+
+
+def measured_cache(rounds: int) -> tuple[float, float, float]:
+    """Microseconds per chunk by hand and of `GradCache`, and the ratio, taken within a round."""
+    paddle.seed(1)
+    encoder, loss = Encoder(), ContrastiveLoss(0.1)
+    sides = [paddle.randn([CACHED_ROWS, 4, 8]) for _ in range(2)]
+    cache = GradCache(encoder, loss, chunk_size=4)
+    seconds: list[tuple[float, float]] = []
+    for number in range(rounds + 3):
+        taken = []
+        for run in (lambda: cached_by_hand(encoder, loss, sides), lambda: cache.backward(*sides)):
+            start = time.thread_time()
+            run()
+            taken.append(time.thread_time() - start)
+            encoder.clear_gradients()
+        if number >= 3:
+            seconds.append((taken[0], taken[1]))
+    of_a_chunk = 1e6 / (2 * CACHED_ROWS / 4)
+    by_hand, ours = (statistics.median(part) * of_a_chunk for part in zip(*seconds, strict=True))
+    return by_hand, ours, statistics.median(own / bare for bare, own in seconds)
+
+
 def main() -> None:
     """Measure and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--block", choices=BLOCKS, help="this one alone, and no record")
+    parser.add_argument("--steps", action="store_true", help="whole steps alone")
     arguments = parser.parse_args()
+    if arguments.steps:
+        layer = measured("transformer layer", arguments.rounds)
+        above = {form: taken[2] for form, taken in layer.items()}
+        print(_host_steps.record(above, arguments.rounds))
+        return
     rows: list[list[Any]] = []
     for name in [arguments.block] if arguments.block else BLOCKS:
         found = measured(name, arguments.rounds)
@@ -188,6 +248,8 @@ def main() -> None:
         print(*(" ".join(map(str, row)) for row in rows[-len(found) :]), sep="\n", flush=True)
     if arguments.block:
         return
+    by_hand, cached, ratio = measured_cache(arguments.rounds)
+    print("GradCache", *(f"{value:.2f}" for value in (by_hand, cached, ratio)))
     header = ["block", "form", "forward, us", "backward, us", "above plain, us", "of fleet's"]
     path = write_record(
         "host",
@@ -200,6 +262,18 @@ def main() -> None:
             "ran on the machine: the ratio counts, not the microseconds.",
             "",
             *table(header, rows),
+            "",
+            "The gradient cache: a transformer layer without dropout as encoder of both sides, "
+            f"{CACHED_ROWS} rows in chunks of 4, loss and both forwards; the ratio is taken within "
+            "a round.",
+            "",
+            *table(
+                ["form", "per chunk, us", "of by hand"],
+                [
+                    ["by hand", f"{by_hand:.0f}", "1.00"],
+                    ["GradCache", f"{cached:.0f}", f"{ratio:.2f}"],
+                ],
+            ),
         ],
     )
     print(path)

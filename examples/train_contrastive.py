@@ -20,7 +20,7 @@ from paddle_recompute import (
     load_config,
 )
 from paddle_recompute.app.data import build_loader, prepare_data
-from paddle_recompute.app.retrieval.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.app.retrieval.evaluation import encode_batches, retrieval_metrics
 from paddle_recompute.distributed import barrier, broadcast_from_rank0
 from paddle_recompute.train_step.optimizer import build_optimizer, build_schedule
 
@@ -29,9 +29,11 @@ rank, num_ranks = dist.get_rank(), dist.get_world_size()
 config = load_config(sys.argv[1], [*sys.argv[2:], f"launch.num_ranks={num_ranks}"])
 train, batch, part = config.train, config.local_batch, config.micro_batch
 longest = {"query": config.data.max_query_tokens, "positive": config.data.max_positive_tokens}
-data = prepare_data(config.data, seed=train.seed, is_main_rank=rank == 0, barrier=barrier)
+prompts = config.model.prompts
+own = {"is_main_rank": rank == 0, "barrier": barrier, "prompts": prompts}
+data = prepare_data(config.data, seed=train.seed, **own)
 limits = {f"max_{side}_tokens": length for side, length in longest.items()}
-share = {"local_batch": batch, "rank": rank, "num_ranks": num_ranks}
+share = {"local_batch": batch, "rank": rank, "num_ranks": num_ranks, "prompts": prompts}
 loader = build_loader(data.train, data.tokenizer, seed=train.seed, **share, **limits)
 
 paddle.seed(train.seed)
@@ -39,8 +41,8 @@ model = build_model(config.model, data.tokenizer.vocab_size)
 broadcast_from_rank0(model)
 print(apply_recompute(model, config.recompute))
 section = config.contrastive
-if section.memory_budget or section.mask_false_negatives:
-    sys.exit("memory_budget and mask_false_negatives: with `paddle-recompute train`, not here")
+if section.memory_budget or section.mask_false_negatives or section.hard_negatives:
+    sys.exit("memory_budget, mask_false_negatives and hard_negatives: `paddle-recompute train`")
 contrastive = ContrastiveLoss(
     section.temperature,
     section.symmetric,
@@ -74,9 +76,11 @@ for step in range(train.max_steps):
     schedule.step()
     print(f"step {step + 1}  loss {result.loss:.4f}")
 if rank == 0:
-    encode = partial(encode_texts, model, data.tokenizer, batch_size=train.eval_batch)
-    query = encode([pair.query for pair in data.valid], max_tokens=longest["query"])
-    pool = encode(data.pool, max_tokens=longest["positive"])
+    encode = partial(encode_batches, model, data.tokenizer, batch_size=train.eval_batch)
+    query = encode(
+        [pair.query for pair in data.valid], max_tokens=longest["query"], prompt=prompts[0]
+    )
+    pool = encode(data.pool, max_tokens=longest["positive"], prompt=prompts[1])
     places = np.array([data.pool.index(pair.positive) for pair in data.valid])
     print(retrieval_metrics(query, pool, places))
     paddle.save(model.state_dict(), str(train.output_dir / "model.pdparams"))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paddle_recompute import errors, static_graph
     from paddle_recompute.app.config import Config, load_config
     from paddle_recompute.app.encoder import build_model
+    from paddle_recompute.app.retrieval import Index, encode_texts, load_encoder
     from paddle_recompute.app.trainer import Trainer
     from paddle_recompute.contrastive import ContrastiveLoss, GradCache, all_gather_with_grad
     from paddle_recompute.doctor import DoctorReport, doctor
@@ -51,9 +52,10 @@ if TYPE_CHECKING:
         recompute,
         recompute_wrapper,
     )
+    from paddle_recompute.sharding import ShardedOptimizer
     from paddle_recompute.train_step import CompileReport, TrainStep, compile_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AmpConfigs",
@@ -64,12 +66,14 @@ __all__ = [
     "DoctorReport",
     "GradCache",
     "GradientSync",
+    "Index",
     "MemoryEstimate",
     "OffloadSequential",
     "RecomputeConfig",
     "RecomputeLayer",
     "RecomputePlan",
     "RecomputeReport",
+    "ShardedOptimizer",
     "TrainStep",
     "Trainer",
     "__version__",
@@ -78,12 +82,14 @@ __all__ = [
     "build_model",
     "compile_model",
     "doctor",
+    "encode_texts",
     "errors",
     "estimate",
     "find_batch_size",
     "forward_count",
     "is_recomputing",
     "load_config",
+    "load_encoder",
     "patch_fleet",
     "plan",
     "recompute",
@@ -105,12 +111,14 @@ _WITH_PADDLE = {
     "DoctorReport": "doctor",
     "GradCache": "contrastive",
     "GradientSync": "grad_sync",
+    "Index": "app.retrieval",
     "BatchSize": "planner",
     "MemoryEstimate": "planner",
     "OffloadSequential": "offload",
     "RecomputeLayer": "recompute",
     "RecomputePlan": "planner",
     "RecomputeReport": "recompute",
+    "ShardedOptimizer": "sharding",
     "TrainStep": "train_step",
     "Trainer": "app.trainer",
     "all_gather_with_grad": "contrastive",
@@ -118,12 +126,14 @@ _WITH_PADDLE = {
     "build_model": "app.encoder",
     "compile_model": "train_step",
     "doctor": "doctor",
+    "encode_texts": "app.retrieval",
     "estimate": "planner",
     "find_batch_size": "planner",
     "plan": "planner",
     "forward_count": "recompute",
     "is_recomputing": "recompute",
     "patch_fleet": "patch",
+    "load_encoder": "app.retrieval",
     "recompute": "recompute",
     "recompute_wrapper": "recompute",
     "unpatch_fleet": "patch",
@@ -149,9 +159,10 @@ def __getattr__(name: str) -> Any:
 
         require_paddle()
     if home.startswith("app."):
-        from paddle_recompute._installed import require_application
+        from paddle_recompute._installed import of_application
 
-        require_application(name)
+        with of_application(name):
+            importlib.import_module(f"paddle_recompute.{home}")
     value = getattr(importlib.import_module(f"paddle_recompute.{home}"), name)
     globals()[name] = value
     return value

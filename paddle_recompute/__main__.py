@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 
-from paddle_recompute._installed import require_application
+from paddle_recompute._installed import of_application
 from paddle_recompute.errors import DependencyError
 
 
 def main() -> None:
     """Run the command."""
     try:
-        require_application("the command paddle-recompute")
+        with of_application("the command paddle-recompute"):
+            from paddle_recompute.app.cli import main as command
     except DependencyError as error:
         sys.exit(f"Error: {error}")
-    from paddle_recompute.app.cli import main as command
-
     command()
 
 

@@ -34,19 +34,47 @@ def written_whole(path: Path, *, alone: bool = False) -> Iterator[Path]:
     if alone:
         unfinished = path.with_name(f".unfinished-{path.name}")
         yield unfinished
-        _flush(unfinished)
+        flush(unfinished)
         unfinished.replace(path)
         return
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as folder:
         unfinished = Path(folder) / path.name
         yield unfinished
-        _flush(unfinished)
+        flush(unfinished)
         unfinished.replace(path)
 
 
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Gives an empty folder to write into. At the end it is renamed to `path`.
+
+    After an error or a kill there is no `path`.
+
+    Raises:
+        OutputError: `path` exists, or cannot be written.
+    """
+    if path.exists():
+        raise OutputError(f"{path}: exists; name a new folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=path.parent) as folder:
+            unfinished = Path(folder) / path.name
+            unfinished.mkdir()
+            yield unfinished
+            unfinished.rename(path)
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def flush(path: Path) -> None:
+    """Return when what was written to a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from importlib import import_module
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from paddle_recompute.errors import DependencyError
@@ -35,8 +36,9 @@ def require_paddle() -> None:
         raise DependencyError(f"PaddlePaddle {received} is too old; {_REMEDY}")
 
 
-def require_application(name: str) -> None:
-    """Check that what the application is made of is installed, or say how to install it.
+@contextmanager
+def of_application(name: str) -> Iterator[None]:
+    """Inside, a module of the application is imported; without its packages, say how to get them.
 
     Args:
         name: What was asked for.
@@ -44,14 +46,13 @@ def require_application(name: str) -> None:
     Raises:
         DependencyError: A package is missing.
     """
-    for package in ("click", "pydantic", "tqdm", "yaml"):
-        try:
-            import_module(package)
-        except ModuleNotFoundError as error:
-            raise DependencyError(
-                f"{name} belongs to the application, which needs {package}; "
-                "pip install 'paddle-recompute[train]'"
-            ) from error
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            f"{name} belongs to the application, which needs {error.name}; "
+            "pip install 'paddle-recompute[train]'"
+        ) from error
 
 
 def _installed_version() -> str | None:

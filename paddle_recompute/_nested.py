@@ -31,6 +31,8 @@ def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with everything that is not a container replaced by ``function(leaf)``."""
+    if isinstance(value, paddle.Tensor):
+        return function(value)
     if isinstance(value, tuple):
         items = [map_leaves(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else _tuple_like(value, items)
@@ -54,9 +56,22 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def tensors_in(value: Any) -> Iterator[paddle.Tensor]:
     """The tensors in `value`, depth first, in the order of `map_tensors`; repeats included."""
-    for _, leaf in named_leaves(value):
-        if is_tensor(leaf):
-            yield leaf
+    return filter(is_tensor, leaves_of(value))
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Everything in `value` that is not a container, depth first."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves_of(item)
+    elif isinstance(value, DICTS):
+        for item in value.values():
+            yield from leaves_of(item)
+    elif _is_dataclass_instance(value):
+        for field in dataclasses.fields(value):
+            yield from leaves_of(getattr(value, field.name))
+    else:
+        yield value
 
 
 def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -94,4 +109,4 @@ def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 
 def _is_dataclass_instance(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return hasattr(type(value), "__dataclass_fields__")

@@ -28,8 +28,9 @@ from typing import Literal
 
 from paddle_recompute.errors import ConfigError
 
-CHECKPOINTS, METRICS, RECORD = "checkpoint", "metrics.jsonl", "result.json"
+CHECKPOINTS, BEST, METRICS, RECORD = "checkpoint", "best", "metrics.jsonl", "result.json"
 """Names in the folder. The record is that of a finished run."""
+EVENTS, PLAN, REPORT = "events.jsonl", "plan.json", "report.html"
 MANIFEST = "manifest.json"
 """A folder of a checkpoint that has it is complete, whatever its name."""
 FOLDER = re.compile(r"step-(\d{1,18})")
@@ -102,6 +103,23 @@ def hold(folder: Path, say: Callable[[str], object], *, for_ranks: bool = False)
         _release(lock)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a run writes into `folder` now; false on a disk without locks."""
+    try:
+        lock = os.open(folder / ".lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for a moment; a run that starts waits
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return False
+
+
 def make_folder(folder: Path) -> None:
     """Make the folder of a run, and write a page into it to see that one can.
 
@@ -162,8 +180,12 @@ def begin_anew(folder: Path, say: Callable[[str], object], *, overwrite: bool) -
             say(f"The metrics of an earlier start, which saved no checkpoint, are kept in {kept}")
         return
     written = [
-        *(path for _, path in checkpoints_in(folder / CHECKPOINTS, complete=False)),
-        *(path for path in (folder / METRICS, folder / RECORD) if path.exists()),
+        *(
+            path
+            for name in (CHECKPOINTS, BEST)
+            for _, path in checkpoints_in(folder / name, complete=False)
+        ),
+        *(path for path in (folder / METRICS, folder / RECORD, folder / EVENTS) if path.exists()),
     ]
     if written:
         say(f"train.overwrite: the run in {folder} is removed")

@@ -108,10 +108,6 @@ def _within(limits: typing.Mapping[str, Any], value: Any) -> str | None:
     return None
 
 
-def _defaults(options: type[Options]) -> dict[str, Any]:
-    return {one.name: one.default for one in dataclasses.fields(options)}
-
-
 def byte_count(text: str) -> int:
     """The number of bytes that ``"1.5GiB"`` stands for.
 
@@ -130,8 +126,8 @@ def byte_count(text: str) -> int:
 
 
 def _settings_need_their_policy(v: Any) -> Iterator[Fault]:
-    for name, default in (("every_n", 2), ("segments", AUTO)):
-        if v["policy"] != name and v[name] != default:
+    for name in ("every_n", "segments"):
+        if v["policy"] != name and v[name] != getattr(RecomputeConfig, name):
             yield Fault(
                 name,
                 v[name],
@@ -163,7 +159,7 @@ def _budget_and_its_bytes(v: Any) -> Iterator[Fault]:
 def _offloaded_layers_are_all_recomputed(v: Any) -> Iterator[Fault]:
     place, shards = v["offload_parameters"], v["num_shards"]
     if place == "none":
-        if shards != 1:
+        if shards != RecomputeConfig.num_shards:
             yield Fault("num_shards", shards, "has no effect without offload_parameters; remove it")
         return
     for name, allowed in (
@@ -178,7 +174,7 @@ def _offloaded_layers_are_all_recomputed(v: Any) -> Iterator[Fault]:
                 name,
                 v[name],
                 f"does not go with offload_parameters: {place}, which recomputes every "
-                f"offloaded sublayer and keeps its inputs there too; remove it",
+                f"offloaded sublayer and says where its inputs are; remove it",
             )
 
 
@@ -201,7 +197,7 @@ class RecomputeConfig(Options):
         segments: Their number; ``"auto"``: the square root of the number of selected sublayers.
         offload: Where the inputs of recomputed parts wait for the backward.
         offload_parameters: Where parameters, gradients and optimizer state of the selected
-            sublayers are while others compute.
+            sublayers are while others compute; ``"ranks"``: each part on one rank.
         num_shards: With `offload_parameters`: one of so many parts is on the device at a time.
         preserve_rng_state: The second forward draws the random numbers of the first. False is only
             correct if the recomputed parts draw none.
@@ -225,7 +221,7 @@ class RecomputeConfig(Options):
     every_n: int = field(default=2, metadata={"at_least": 1})
     segments: int | Literal["auto"] = field(default=AUTO, metadata={"at_least": 1})
     offload: Literal["none", "host", "disk"] = "none"
-    offload_parameters: Literal["none", "host", "disk"] = "none"
+    offload_parameters: Literal["none", "host", "disk", "ranks"] = "none"
     num_shards: int = field(default=1, metadata={"at_least": 1})
     preserve_rng_state: bool = True
 
@@ -249,7 +245,7 @@ def _pure_is_level_o2(v: Any) -> Iterator[Fault]:
 
 def _scale_settings_need_a_scale(v: Any) -> Iterator[Fault]:
     for name in _SCALE:
-        if v[name] == _defaults(AmpConfigs)[name]:
+        if v[name] == getattr(AmpConfigs, name):
             continue
         if v["dtype"] == "bfloat16":
             words = "has no effect with bfloat16, which needs no loss scale; remove it"
@@ -261,7 +257,7 @@ def _scale_settings_need_a_scale(v: Any) -> Iterator[Fault]:
 
 def _float16_settings_need_float16(v: Any) -> Iterator[Fault]:
     for name in ("use_fp16_guard", "use_optimizer_fp16"):
-        if v["dtype"] == "bfloat16" and v[name] != _defaults(AmpConfigs)[name]:
+        if v["dtype"] == "bfloat16" and v[name] != getattr(AmpConfigs, name):
             words = "is a setting of float16, and has no effect with bfloat16; remove it"
             yield Fault(name, v[name], words)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-ABSENT = {"pydantic", "yaml", "click", "tqdm", "tokenizers", "matplotlib"}
+ABSENT = {"pydantic", "yaml", "click", "tqdm", "tokenizers", "bokeh", "jinja2"}
 
 
 class Absent(MetaPathFinder):

@@ -25,7 +25,7 @@ def test_an_import_is_free_and_a_configuration_needs_no_paddle() -> None:
 import os, sys
 before = dict(os.environ)
 import paddle_recompute
-heavy = {"paddle", "numpy", "matplotlib", "tokenizers"}
+heavy = {"paddle", "numpy", "bokeh", "tokenizers"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 from paddle_recompute.app import cli
 paddle_recompute.load_config("fleet_configs/contrastive_ernie-tiny_2cpu.yaml")
@@ -34,6 +34,21 @@ assert os.environ == before
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_type_checkers_see_the_types_of_what_is_installed(tmp_path: Path) -> None:
+    """Also of an editable install, which must be a plain path for that (setup.py)."""
+    (tmp_path / "use.py").write_text("import paddle_recompute\npaddle_recompute.load_config(3)\n")
+    mypy = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent"]
+    alone = {name: value for name, value in os.environ.items() if "PYTHONPATH" not in name}
+    found = subprocess.run(
+        [*mypy, "--ignore-missing-imports", "use.py"],
+        cwd=tmp_path,
+        env=alone,
+        capture_output=True,
+        text=True,
+    )
+    assert 'incompatible type "int"' in found.stdout, found.stdout + found.stderr
 
 
 def test_every_public_name_is_there() -> None:

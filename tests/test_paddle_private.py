@@ -12,7 +12,6 @@ import math
 import os
 import random
 import re
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -41,6 +40,7 @@ from paddle_recompute._paddle.distributed import (
     store_publish,
     without_own_flags,
 )
+from paddle_recompute._paddle.flat import empty, joined, parted, replace_memory
 from paddle_recompute._paddle.fleet_recompute import (
     FORWARDS_TO_FLEET,
     custom_state_functions,
@@ -88,6 +88,7 @@ from paddle_recompute._paddle.updates import (
 )
 from paddle_recompute._paddle.writes import address_of, watch_writes
 from paddle_recompute.errors import DependencyError
+from tests.processes import python
 from tests.ranks import run_ranks
 
 IS_26 = paddle.__version__.startswith("2.6")
@@ -523,6 +524,19 @@ def test_register_backward_hook_fires_after_the_addition() -> None:
     assert seen == [4, 8]
 
 
+def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
+    """``_share_buffer_to``, ``_C_ops.reshape``, ``_C_ops.concat`` and ``_C_ops.split``."""
+    one, other = paddle.randn([2, 3]), paddle.randn([4])
+    wanted = np.concatenate([one.numpy().ravel(), other.numpy()])
+    flat = joined([one, other])
+    shells = parted(flat, (6, 4))
+    assert [tensor.numpy().tolist() for tensor in shells] == [*map(list, np.split(wanted, [6]))]
+    replace_memory([one, other], shells)
+    assert one.data_ptr() == shells[0].data_ptr() and one.shape == [2, 3]
+    empty(shells)
+    assert np.array_equal(joined([one, other], shells).numpy(), wanted)
+
+
 def test_unscaling_raises_the_version_when_it_is_made_visible() -> None:
     """``_legacy_C_ops.check_finite_and_unscale`` and ``_bump_inplace_version``."""
     make_unscaling_visible()
@@ -693,7 +707,7 @@ def test_the_peak_can_be_reset_where_it_is_said() -> None:
 
 @pytest.mark.parametrize("kind", ["current_value", "peak_value", "reset_peak_value"])
 def test_core_device_memory_stat(kind: str) -> None:
-    """``device_memory_stat_current_value``, ``_peak_value``; 2.6 cannot reset a peak."""
+    """And 2.6 has no ``core.device_memory_stat_reset_peak_value``: it cannot reset a peak."""
     is_there = hasattr(core, f"device_memory_stat_{kind}")
     assert is_there is not (IS_26 and kind == "reset_peak_value")
 
@@ -784,8 +798,7 @@ guarded.unguard(weight)
 assert type(weight) is paddle.base.framework.EagerParamBase
 assert weight.sum().shape in ([], [1])
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-2000:].decode()
+    python("-c", code, timeout=300)
 
 
 def test_a_gradient_is_taken_with_its_memory() -> None:
@@ -797,13 +810,6 @@ def test_a_gradient_is_taken_with_its_memory() -> None:
     assert weight.grad is None and taken is not None and taken.tolist() == [[2.0] * 3] * 2
     travelling.set_gradient(weight, taken.astype("float64"))
     assert weight.grad.dtype == paddle.float64
-
-
-def test_optimizer_grad_clip() -> None:
-    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
-    weight = paddle.nn.Linear(2, 3).weight
-    optimizer = paddle.optimizer.SGD(parameters=[weight], grad_clip=clip)
-    assert clip_of_optimizer(optimizer) is clip
 
 
 # -------------------------------------------------------------------------- translated bytecode
@@ -887,11 +893,6 @@ def test_places_by_kind_and_number() -> None:
     """``core.CUDAPlace``, ``core.XPUPlace`` and ``core.CustomPlace``, which streams take."""
     assert core.CUDAPlace is paddle.CUDAPlace and core.XPUPlace is paddle.XPUPlace
     assert isinstance(core.CustomPlace, type)  # to make one needs the device: tests/fake_device
-
-
-def test_the_peak_of_a_device_can_begin_anew() -> None:
-    """``core.device_memory_stat_reset_peak_value``, from 3.0 on."""
-    assert hasattr(core, "device_memory_stat_reset_peak_value") != IS_26
 
 
 def test_where_fleets_recompute_lives() -> None:
@@ -1089,3 +1090,8 @@ def test_what_a_compared_program_is_made_of() -> None:
     runner._set_grad_type(runner._params, runner.program)
     # What a conversion keeps: Paddle empties the gradient here.
     assert layer.weight.grad is None or not layer.weight.grad._is_initialized()
+
+
+def test_the_expected_place_is_that_of_the_device() -> None:
+    place = paddle.base.framework._current_expected_place_()
+    assert isinstance(place, paddle.CPUPlace) == (paddle.get_device() == "cpu")

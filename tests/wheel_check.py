@@ -37,6 +37,11 @@ def main(repo: Path) -> None:
     for path in configs:
         paddle_recompute.load_config(path)
 
+    from paddle_recompute.app.cli._init import _shipped
+
+    assert {file.name for file in _shipped().values()} == {path.name for path in configs}
+    assert all(installed in file.parents for file in _shipped().values())
+
     command = [
         sys.executable,
         "-m",

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 from paddle.base import core, framework
 
 
-@dataclass(frozen=True)
-class AmpState:
+class AmpState(NamedTuple):
     """What ``paddle.amp.auto_cast`` leaves on the tracer; ops read it as they are recorded."""
 
     level: Any
@@ -30,31 +28,37 @@ def amp_state() -> AmpState:
     give back lists that were changed after the first one was entered.
     """
     tracer = framework._dygraph_tracer()
-    white, black = tracer._get_amp_op_list()
-    return AmpState(tracer._amp_level, tracer._amp_dtype, (white, black), tracer._use_promote)
+    lists = tracer._get_amp_op_list()
+    return AmpState(tracer._amp_level, tracer._amp_dtype, lists, tracer._use_promote)
 
 
 @contextlib.contextmanager
 def amp_state_of(state: AmpState) -> Iterator[None]:
     """Inside, `state` is in force; afterwards what was before."""
-    before = amp_state()
-    _set_amp_state(state)
+    before = set_amp_state(state)
     try:
         yield
     finally:
-        _set_amp_state(before)
+        set_amp_state(before)
 
 
-def _set_amp_state(state: AmpState) -> None:
-    tracer = framework._dygraph_tracer()
-    tracer._amp_level = state.level
-    tracer._set_amp_op_list(*state.lists)
-    tracer._amp_dtype = state.dtype
-    tracer._use_promote = state.use_promote
+def set_amp_state(state: AmpState) -> AmpState:
+    """Bring `state` into force; returns the one before."""
+    before = amp_state()
+    if before != state:
+        tracer = framework._dygraph_tracer()
+        tracer._amp_level = state.level
+        tracer._set_amp_op_list(*state.lists)
+        tracer._amp_dtype = state.dtype
+        tracer._use_promote = state.use_promote
+    return before
 
 
 def amp_off() -> contextlib.AbstractContextManager[None]:
-    """``auto_cast(enable=False)``, with a type: Paddle's has none."""
+    """``auto_cast(enable=False)``, with a type: Paddle's has none. Nothing where it is off."""
+    tracer = framework._dygraph_tracer()
+    if tracer is not None and tracer._amp_level == core.AmpLevel.O0:
+        return contextlib.nullcontext()
     off: contextlib.AbstractContextManager[None] = paddle.amp.auto_cast(enable=False)
     return off
 

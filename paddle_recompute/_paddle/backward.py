@@ -47,6 +47,22 @@ def current_backward() -> Backward | None:
     return _running.calls[-1] if _running.calls else None
 
 
+def is_last_backward() -> bool:
+    """Whether the innermost running engine call frees the graph: not under ``retain_graph``."""
+    calls = _running.calls
+    return bool(calls) and not calls[-1].retain_graph
+
+
+def set_gradients(enabled: bool) -> bool:
+    """What ``paddle.set_grad_enabled`` does (``_has_grad`` of the tracer; 2.6, 3.x), without its
+    frames; returns whether gradients were enabled.
+    """
+    tracer = framework._dygraph_tracer()
+    before: bool = tracer._has_grad
+    tracer._has_grad = enabled
+    return before
+
+
 def hand_on(error: BaseException) -> None:
     """Let `error`, raised inside the engine, reach the engine's caller as itself."""
     backward = current_backward()
@@ -74,6 +90,8 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
     def run(*args: Any, **kwargs: Any) -> Any:
         retain = kwargs.get("retain_graph", args[position] if len(args) > position else False)
         call = Backward(bool(retain), partial)
+        for tell in _before:
+            tell()
         grad_enabled = paddle.is_grad_enabled()
         _running.calls.append(call)
         try:
@@ -101,7 +119,14 @@ def _watched(engine: Callable[..., Any], *, partial: bool, position: int) -> Cal
     return run
 
 
+_before: list[Callable[[], None]] = []
 _after: list[Callable[[], None]] = []
+
+
+def before_each_backward(tell: Callable[[], None]) -> None:
+    """Have `tell` called before each backward, in the thread of the caller."""
+    watch_backward()
+    _before.append(tell)
 
 
 def after_each_backward(tell: Callable[[], None]) -> Callable[[], None]:

@@ -100,11 +100,7 @@ def on_gradient_added(parameter: paddle.Tensor, call: Callable[[], None]) -> Non
     ``register_hook`` runs *before* the addition and never for the PyLayer form's inner backward.
     Such a hook cannot be removed: it lives as long as the parameter.
     """
-
-    def added(*_: object) -> None:
-        call()
-
-    parameter._register_backward_hook(added)
+    parameter._register_backward_hook(call)
 
 
 @functools.cache

@@ -1,4 +1,6 @@
-"""Parameters that operators and methods are kept from, because their memory is elsewhere."""
+"""Parameters that operators and methods are kept from, because their memory is elsewhere, or do
+not get at before it has been written to.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import paddle
-from paddle.base import framework
+from paddle.base import core, framework
 
 Call = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """``call(name, function, args, kwargs)`` calls `function`, or refuses to."""
@@ -48,7 +50,53 @@ class Guarded(framework.EagerParamBase):
         return True
 
 
+class Awaited(framework.EagerParamBase):
+    """The class of a parameter that another thread writes to: whoever uses it waits first.
+
+    ``parameter.__class__`` is set to it and, by what waits, back.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in _HARMLESS and not name.startswith("_paddle_recompute"):
+            _wait[0](self)
+        return _BASE.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _HARMLESS:
+            _wait[0](self)
+        _BASE.__setattr__(self, name, value)
+
+
+_HARMLESS = (_FACTS - {"initialize", "from_tensor"}) | names(
+    "grad grad_ _grad_ivar clear_grad clear_gradient gradient __class__ __dict__ __hash__"
+)
+"""What neither reads nor writes the memory of a parameter; all else of it waits."""
 _BASE = framework.EagerParamBase
+_call: list[Call] = []
+_wait: list[Callable[[paddle.Tensor], None]] = []
+
+
+def wait_before_use(wait: Callable[[paddle.Tensor], None]) -> None:
+    """From now on, who uses the memory of an `Awaited` parameter calls `wait`; called once.
+
+    `wait` sets its class back. All methods and operators do, and the collectives of Paddle, of
+    which not all look at an attribute of the tensor. The engine's backward does not.
+    """
+
+    def call(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        for one in args:
+            if type(one) is Awaited:
+                wait(one)
+        return function(*args, **kwargs)
+
+    _wait.append(wait)
+    for name in (one for one in _SPECIAL if hasattr(_BASE, one)):
+        setattr(Awaited, name, _method(name, call))
+    for name in (one for one in _OPERATORS if hasattr(_BASE, f"__{one}__")):
+        setattr(Awaited, f"__r{name}__", _reflected(f"__{name}__", call))
+    for name in (one for one in vars(core.ProcessGroup) if not one.startswith("_")):
+        setattr(core.ProcessGroup, name, _operator(name, getattr(core.ProcessGroup, name)))
+    _wrap_operators()
 
 
 def is_guarded(value: object) -> bool:
@@ -61,14 +109,18 @@ def guard(parameter: paddle.Tensor) -> None:
     parameter.__class__ = Guarded
 
 
+def wait_for(parameter: paddle.Tensor) -> None:
+    """From now on, who uses `parameter` waits; see `wait_before_use`."""
+    parameter.__class__ = Awaited
+
+
 def unguard(parameter: paddle.Tensor) -> None:
-    """End of `guard`."""
+    """End of `guard` and of `wait_for`."""
     parameter.__class__ = _BASE
 
 
-def gradient_of(parameter: paddle.Tensor) -> paddle.Tensor | None:
-    """What is in the ``.grad`` of `parameter` itself, guarded or not."""
-    return _BASE.grad.__get__(parameter)
+gradient_of: Callable[[paddle.Tensor], paddle.Tensor | None] = _BASE.grad.__get__
+"""What is in the ``.grad`` of a parameter itself, guarded or not."""
 
 
 def guard_methods_and_operators(call: Call, gradient: tuple[property, Callable[..., Any]]) -> None:
@@ -98,10 +150,16 @@ def guard_methods_and_operators(call: Call, gradient: tuple[property, Callable[.
     Guarded.grad_, Guarded.clear_grad = Guarded.grad, Guarded.clear_gradient
     Guarded._grad_ivar = lambda self: self.grad
     Guarded.gradient = lambda self: None if self.grad is None else self.grad.numpy()
+    _call.append(call)
+    _wrap_operators()
+
+
+@functools.cache
+def _wrap_operators() -> None:
     for name in ("copy_", "_setitem_dygraph", "set_value"):
-        setattr(paddle.Tensor, name, _operator(name, getattr(paddle.Tensor, name), call))
+        setattr(paddle.Tensor, name, _operator(name, getattr(paddle.Tensor, name)))
     known = {
-        id(function): _operator(name, function, call)
+        id(function): _operator(name, function)
         for operators in (paddle._C_ops, paddle._legacy_C_ops)
         for name, function in vars(operators).items()
         if isinstance(function, types.BuiltinFunctionType)
@@ -137,22 +195,25 @@ def _property(name: str, call: Call) -> property:
     )
 
 
-_LOOKED_AT: frozenset[type] = frozenset([Guarded, list, tuple])
+_LOOKED_AT: frozenset[type] = frozenset([Guarded, Awaited, list, tuple])
 _mentions_neither = _LOOKED_AT.isdisjoint
 
 
-def _operator(name: str, function: Callable[..., Any], call: Call) -> Callable[..., Any]:
+def _operator(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def operator(*args: Any, **kwargs: Any) -> Any:
         if _mentions_neither(map(type, args)) and (
             not kwargs or _mentions_neither(map(type, kwargs.values()))
         ):
             return function(*args, **kwargs)
+        is_any_guarded = False
         for arg in (*args, *kwargs.values()):
-            if type(arg) is Guarded or (
-                isinstance(arg, (list, tuple)) and any(type(one) is Guarded for one in arg)
-            ):
-                return call(name, function, args, kwargs)
+            for one in arg if isinstance(arg, (list, tuple)) else (arg,):
+                if type(one) is Awaited:
+                    _wait[0](one)
+                is_any_guarded |= type(one) is Guarded
+        if is_any_guarded:
+            return _call[0](name, function, args, kwargs)
         return function(*args, **kwargs)
 
     return operator

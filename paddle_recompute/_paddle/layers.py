@@ -63,6 +63,10 @@ def own_sublayers(layer: paddle.nn.Layer) -> dict[str, Any]:
     return layer.__dict__["_sub_layers"]  # type: ignore[no-any-return]
 
 
+MEMBER_DICTS = ("_sub_layers", "_parameters", "_forward_pre_hooks", "_forward_post_hooks")
+"""Where the ``__dict__`` of a Layer keeps its sublayers, parameters and hooks (2.6, 3.x)."""
+
+
 def forward_pre_hooks(layer: paddle.nn.Layer) -> dict[Any, Any]:
     """The hooks before the forward of `layer` itself (2.6, 3.x)."""
     return layer._forward_pre_hooks  # type: ignore[no-any-return]

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from typing import Any
 
 import paddle
-from paddle.base import core
+from paddle.base import core, framework
+
+DRAWING_FROM_PADDLE_ALONE = (
+    "paddle.nn.functional",
+    "paddle.nn.layer",
+    "paddle.tensor",
+    "paddle.vision.models",
+    "paddle.base.dygraph",
+    "paddle_recompute._paddle",
+)
+"""Modules of Paddle (2.6, 3.x), and ours around them, whose functions draw from neither NumPy's
+stream nor Python's. Private are the operators that ``paddle.base.dygraph`` makes methods."""
+
+MODULES_BEHIND_ATTRIBUTES = (
+    "random", "initializer", "io", "vision", "utils", "incubate", "dataset", "text", "hapi",
+    "callbacks", "distribution", "audio", "geometric", "fleet",
+)  # fmt: skip
+"""Attributes of the modules ``paddle`` and ``paddle.nn`` (2.6, 3.x) behind which others lie."""
 
 
 def generator_states() -> tuple[Any, Any]:
@@ -16,8 +34,13 @@ def generator_states() -> tuple[Any, Any]:
     The CPU's is read through ``core.default_cpu_generator`` because ``paddle.set_rng_state`` with
     a device raises AttributeError on 2.6.2. Can go with 2.6.
     """
-    on_cpu = paddle.get_device() == "cpu"
-    return core.default_cpu_generator().get_state(), None if on_cpu else paddle.get_rng_state()
+    device = None if _is_on_cpu() else paddle.get_rng_state()
+    return core.default_cpu_generator().get_state(), device
+
+
+def _is_on_cpu() -> bool:
+    """What ``paddle.get_device`` tells, without text: ``_current_expected_place_`` (2.6, 3.x)."""
+    return isinstance(framework._current_expected_place_(), core.CPUPlace)
 
 
 def set_generator_states(states: tuple[Any, Any]) -> None:
@@ -49,12 +72,13 @@ def mark_of_generator_state(state: Any) -> object:
         return None
     if isinstance(state, list):  # of the devices, from ``paddle.get_rng_state``
         return [mark_of_generator_state(one) for one in state]
-    if paddle.get_device() != "cpu":
+    if not _is_on_cpu():
         return re.sub(r"0x[0-9a-f]+", "", str(state))
     _probe.generator.set_state(state)
     return _probe.generator.random()
 
 
+@functools.cache
 def hybrid_parallel_tracker() -> Any:
     """Fleet's tracker of the named streams of tensor parallelism.
 
@@ -66,3 +90,9 @@ def hybrid_parallel_tracker() -> Any:
     )
 
     return get_rng_state_tracker()
+
+
+def tracker_states() -> dict[str, Any]:
+    """The states of the tracker's streams; nothing is asked where it has none (``states_``)."""
+    tracker = hybrid_parallel_tracker()
+    return tracker.get_states_tracker() if tracker.states_ else {}

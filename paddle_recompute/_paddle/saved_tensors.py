@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import paddle
 from paddle.base import core
 
-from paddle_recompute._paddle.amp import amp_state, amp_state_of
-from paddle_recompute._paddle.layers import is_initialized
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from paddle_recompute._paddle.version import paddle_version
 
 
@@ -23,11 +22,14 @@ def shares_memory(tensor: paddle.Tensor) -> paddle.Tensor:
     ``Tensor.detach`` does not serve: it shares the C++ tensor itself, and on 2.6 the engine moves
     the memory *out of* the tensor that an unpack hook returns, which would empty the original.
     ``_new_shared_tensor`` exists from 3.0; on 2.6 ``get_tensor()._share_data_with`` does the same:
-    it takes strides and offset along, which ``_share_buffer_to`` leaves out. Can go when a public
-    shallow copy exists in every supported version.
+    it takes strides and offset along, which ``_share_buffer_to`` leaves out. (A view of the same
+    dtype would be faster, but has no kernel with ``FLAGS_use_stride_kernel=0``.) Can go when a
+    public shallow copy exists in every supported version.
     """
-    if hasattr(tensor, "_new_shared_tensor"):
-        shared = tensor._new_shared_tensor().detach()
+    if _HAS_SHALLOW_COPY:
+        shared = tensor._new_shared_tensor()
+        if not shared.is_leaf:
+            shared = shared.detach()
     else:
         shared = core.eager.Tensor(
             tensor.dtype, tensor.shape, "", core.VarDesc.VarType.LOD_TENSOR, False
@@ -37,32 +39,42 @@ def shares_memory(tensor: paddle.Tensor) -> paddle.Tensor:
     return shared
 
 
-Layout = tuple[tuple[int, ...], int]
-"""Strides (in elements) of a tensor, and its offset in its memory (in bytes)."""
+_HAS_SHALLOW_COPY = hasattr(core.eager.Tensor, "_new_shared_tensor")
+version_of: Callable[[paddle.Tensor], int] = core.eager.Tensor._inplace_version
+"""What ``Tensor.inplace_version`` calls (2.6, 3.x), without its Python frame."""
+
+Look = tuple[Any, list[int], list[int] | None, int]
+"""Dtype, shape, strides (in elements; None: contiguous) and offset in its memory (in bytes; -1: it
+has none) of a tensor."""
 
 
-def layout_of(tensor: paddle.Tensor) -> Layout | None:
-    """How `tensor` lies in its memory (``strides``, ``offset``; 2.6, 3.x); None if it has none.
+def look_of(tensor: paddle.Tensor) -> Look:
+    """What a tensor looks like, and how it lies in its memory (``strides``, ``offset``; 2.6, 3.x).
 
     ``nn.LSTM`` in eval mode saves a tensor without memory, ``paddle.einsum`` an empty one: 3.3 and
     2.6 end the process where the strides of such a tensor are asked.
     """
-    has_elements = is_initialized(tensor) and tensor.size > 0
-    return (tuple(tensor.strides), tensor.offset) if has_elements else None
+    shape = tensor.shape
+    if tensor._is_initialized() and 0 not in shape:
+        strides = None if tensor.is_contiguous() else tensor.strides
+        return tensor.dtype, shape, strides, tensor.offset
+    return tensor.dtype, shape, None, -1
 
 
-def with_layout(tensor: paddle.Tensor, layout: Layout | None) -> paddle.Tensor:
-    """`tensor`, or a copy of it that lies in its memory as `layout` says.
+def with_layout(tensor: paddle.Tensor, look: Look) -> paddle.Tensor:
+    """`tensor`, or a copy of it that lies in its memory as a tensor of this `look` does.
 
     The engine (2.6, 3.x) takes the bare memory from what an unpack hook returns, and reads it with
     the strides and the offset of the tensor that the operator had saved. Can go when the engine
     takes the tensor itself.
     """
-    if layout is None or layout_of(tensor) in (None, layout):
+    _, shape, strides, offset = look
+    if offset < 0 or look_of(tensor)[2:] in ((None, -1), (strides, offset)):
         return tensor
-    strides, offset = layout
+    if strides is None:
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    with paddle.no_grad(), amp_state_of(replace(amp_state(), level=core.AmpLevel.O0)):
+    with paddle.no_grad(), amp_state_of(AmpState(core.AmpLevel.O0, *amp_state()[1:])):
         memory = paddle.zeros([offset // tensor.element_size() + last + 1], tensor.dtype)
         copy = paddle.as_strided(memory, tensor.shape, strides, offset)
         paddle.assign(tensor, output=copy)
@@ -103,4 +115,7 @@ def give_back_pack_references(tickets: list[Any]) -> None:
         ticket = tickets.pop()
         own = 2  # the name `ticket`, and the argument of getrefcount
         if sys.getrefcount(ticket) - own >= 2:
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(ticket))
+            _drop_reference(ticket)
+
+
+_drop_reference = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_DecRef", ctypes.pythonapi))

@@ -14,6 +14,7 @@ from typing import Any
 
 import paddle
 
+_HALF = frozenset((paddle.float16, paddle.bfloat16))
 _KEEPS_AT_RATE_0 = (
     paddle.optimizer.SGD,
     paddle.optimizer.Momentum,
@@ -74,14 +75,14 @@ def zero_if(condition: paddle.Tensor, tensors: Sequence[paddle.Tensor]) -> None:
     """
     by_dtype: dict[Any, list[paddle.Tensor]] = {}
     for tensor in tensors:
-        place, is_half = tensor.place, tensor.dtype in (paddle.float16, paddle.bfloat16)
-        has_kernel = place.is_gpu_place() or (place.is_cpu_place() and not is_half)
-        if not has_kernel:
-            wide = tensor.astype("float32") if is_half else tensor
-            wide = paddle.where(condition, paddle.zeros_like(wide), wide)
-            paddle.assign(wide.astype(tensor.dtype) if is_half else wide, tensor)
-        else:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        place, dtype = tensor.place, tensor.dtype
+        is_half = dtype in _HALF
+        if place.is_gpu_place() or (place.is_cpu_place() and not is_half):
+            by_dtype.setdefault(dtype, []).append(tensor)
+            continue
+        wide = tensor.astype("float32") if is_half else tensor
+        wide = paddle.where(condition, paddle.zeros_like(wide), wide)
+        paddle.assign(wide.astype(dtype) if is_half else wide, tensor)
     for dtype, alike in by_dtype.items():
         scale = paddle.ones([1], dtype)
         good, bad = paddle.zeros([1], "int32"), paddle.zeros([1], "int32")

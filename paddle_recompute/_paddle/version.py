@@ -8,9 +8,6 @@ import paddle
 
 from paddle_recompute.errors import DependencyError
 
-OLDEST_SUPPORTED = (2, 6, 2)
-NEWEST_KNOWN = (3, 3)
-
 
 def paddle_version() -> tuple[int, int, int]:
     """``(major, minor, patch)`` of the installed Paddle."""

@@ -23,6 +23,14 @@ def address_of(tensor: paddle.Tensor) -> int | None:
         return None
 
 
+def addresses_of(tensors: list[paddle.Tensor]) -> list[int | None]:
+    """`address_of` each of them; 0 may stand for None."""
+    try:
+        return [*map(paddle.Tensor.data_ptr, tensors)]
+    except RuntimeError:
+        return [*map(address_of, tensors)]
+
+
 @functools.cache
 def watch_writes(written: Callable[[paddle.Tensor], None]) -> None:
     """From now on, call ``written(tensor)`` for each write that no ``inplace_version`` counts.

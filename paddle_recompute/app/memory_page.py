@@ -1,17 +1,15 @@
-"""What an estimate or a plan looks like: a table, a picture, a page."""
+"""What an estimate or a plan looks like: a table, a page."""
 
 from __future__ import annotations
 
-import base64
-import html
-import importlib.util
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.errors import DependencyError, PlanError
+from paddle_recompute.app.report import MIB, Curve, Page, Part, chart, level_curves, timeline_chart
+from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
     PLAIN,
     WHOLE,
@@ -124,8 +122,8 @@ def rows_of(
     return found
 
 
-def table(rows: Sequence[Row], budget: int | None) -> str:
-    """The rows as text."""
+def cells(rows: Sequence[Row], budget: int | None) -> list[list[str]]:
+    """The head of the table and its lines."""
     head = ["policy", "peak", "extra time", "binds at", *(["largest batch"] if budget else [])]
     lines = [head]
     for row in rows:
@@ -135,7 +133,13 @@ def table(rows: Sequence[Row], budget: int | None) -> str:
         if budget is not None:
             line.append("" if row.largest_batch is None else str(row.largest_batch))
         lines.append(line)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return lines
+
+
+def table(rows: Sequence[Row], budget: int | None) -> str:
+    """The rows as text."""
+    lines = cells(rows, budget)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
@@ -154,81 +158,62 @@ def front(costs: StepCosts) -> list[Solution]:
     return found
 
 
-def picture(costs: StepCosts, rows: Sequence[Row], budget: int | None) -> bytes:
-    """A PNG: memory over a step, and the front of peak against time.
+def write(
+    folder: Path,
+    costs: StepCosts,
+    rows: Sequence[Row],
+    budget: int | None,
+    title: str,
+    words: str,
+) -> Path:
+    """Write ``memory.html`` into `folder`; returns its path.
+
+    Args:
+        folder: Is made.
+        costs: Of the step.
+        rows: Of the table.
+        budget: In bytes.
+        title: Which step.
+        words: What else there is to say.
 
     Raises:
-        DependencyError: matplotlib is missing.
+        DependencyError: Bokeh is missing.
+        OutputError: It cannot be written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise DependencyError("a picture needs matplotlib: pip install paddle-recompute[train]")
-    import matplotlib
+    planned = rows[-1].policy if rows[-1].policy.startswith("plan for") else "smallest"
+    shown = {row.policy: row.timeline for row in rows if row.policy in ("plain", "all", planned)}
+    head, *lines = cells(rows, budget)
+    parts = [
+        Part("Policies", head=head, rows=lines, numbers=(1, 2), is_wide=True),
+        Part("Memory over one step", chart=timeline_chart(shown, {"budget": budget})),
+        Part("Peak against time", chart=_against_time(costs, rows, budget)),
+        *([Part("In words", text=words, is_wide=True)] if words else []),
+    ]
+    path = folder / "memory.html"
+    Page("Memory of a step", title, parts=parts).write(path)
+    return path
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5))
-    planned = rows[-1].policy if rows[-1].policy.startswith("plan") else "smallest"
-    for row in rows:
-        if row.policy in ("plain", "all", planned):
-            left.plot(
-                [point.bytes / 2**20 for point in row.timeline.points], label=row.policy, lw=1.6
-            )
-    left.set_xlabel("events of one step: forwards, loss, backwards, update")
-    left.set_ylabel("MiB")
-    left.set_ylim(0)
-    solutions = front(costs)
+def _against_time(costs: StepCosts, rows: Sequence[Row], budget: int | None) -> Any:
     plain = simulate(costs, uniform(costs, PLAIN)).seconds
-    right.plot(
+    solutions = front(costs) if plain else []
+    by_hand = [row for row in rows if not row.policy.startswith(("plan for", "smallest"))]
+    planner = Curve(
+        "planner",
         [one.seconds / plain for one in solutions],
-        [one.peak / 2**20 for one in solutions],
-        "o-",
-        ms=3,
-        label="planner",
+        [one.peak / MIB for one in solutions],
     )
-    for row in rows:
-        if not row.policy.startswith(("plan", "smallest")) or row.policy == "plain":
-            peak = row.timeline.peak.bytes / 2**20
-            right.scatter(1 + row.extra, peak, color="#888888", s=28)
-            right.annotate(row.policy, (1 + row.extra, peak), (5, 3), textcoords="offset points")
-    right.set_xlabel("time of a step, to the plain one")
-    right.set_ylabel("peak, MiB")
-    right.set_ylim(0)
-    for axes in (left, right):
-        if budget is not None:
-            axes.axhline(budget / 2**20, color="#d62728", ls="--", lw=1, label="budget")
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.tight_layout()
-    stream = io.BytesIO()
-    figure.savefig(stream, dpi=110, format="png")
-    pyplot.close(figure)
-    return stream.getvalue()
-
-
-def page(title: str, rows: Sequence[Row], budget: int | None, words: str, png: bytes) -> str:
-    """A self-contained HTML page."""
-    image = base64.b64encode(png).decode()
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
-<style>body{{font:15px/1.5 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}}
-pre{{background:#f6f6f6;padding:1em;overflow:auto}}img{{max-width:100%}}</style></head>
-<body><h1>{html.escape(title)}</h1>
-<pre>{html.escape(table(rows, budget))}</pre>
-<img alt="memory over one step; peak against time" src="data:image/png;base64,{image}">
-<pre>{html.escape(words)}</pre>
-</body></html>
-"""
-
-
-def write(
-    folder: Path, name: str, costs: StepCosts, rows: Sequence[Row], budget: int | None, words: str
-) -> list[Path]:
-    """Write the picture and the page into `folder`; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    png = picture(costs, rows, budget)
-    paths = [folder / f"{name}.png", folder / f"{name}.html"]
-    paths[0].write_bytes(png)
-    text = page("paddle-recompute: memory of a step", rows, budget, words, png)
-    paths[1].write_text(text, encoding="utf-8")
-    return paths
+    hand = Curve(
+        "by hand",
+        [1 + row.extra for row in by_hand],
+        [row.timeline.peak.bytes / MIB for row in by_hand],
+        labels=[row.policy for row in by_hand],
+        joined=False,
+    )
+    times = [*planner.x, *hand.x]
+    return chart(
+        [planner, hand, *level_curves({"budget": budget}, min(times), max(times))],
+        x_label="time of a step, to the plain one",
+        y_label="peak, MiB",
+        from_zero=True,
+    )

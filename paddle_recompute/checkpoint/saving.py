@@ -8,7 +8,6 @@ there is a complete checkpoint at each moment. `find_checkpoint` knows both name
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,10 +18,12 @@ import paddle
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from paddle_recompute._files import flush
 from paddle_recompute._run_folder import MANIFEST, UNFINISHED, step_of
 from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.checkpoint.reading import TREE, Checkpoint, sync_file
 from paddle_recompute.errors import CheckpointError
+from paddle_recompute.offload import take_part_in_state_dict
 from paddle_recompute.weights import save_weights
 
 
@@ -81,6 +82,7 @@ def save_checkpoint(
             _save_sync_state(sync_state, unfinished / sync_file(rank))
         wait()
         if rank != 0:
+            take_part_in_state_dict(model)
             return Checkpoint(final, state)
         save_weights(model, unfinished / "model.safetensors")
         if loss is not None and loss.parameters():
@@ -91,12 +93,12 @@ def save_checkpoint(
         (unfinished / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
         for path in unfinished.iterdir():
             path.chmod(0o644)  # safetensors makes its files unreadable for others
-            _flush_to_disk(path)
+            flush(path)
         write_manifest(unfinished)
         unfinished.chmod(0o755)
-        _flush_to_disk(unfinished)
+        flush(unfinished)
         _replace(final, unfinished)
-        _flush_to_disk(folder)
+        flush(folder)
         _remove_others(folder, final, keep)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -151,11 +153,3 @@ def _save_sync_state(state: dict[str, Any], file: Path) -> None:
 
 def _nothing() -> None:
     """The barrier of a single rank."""
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,6 @@ are updated once per chunk.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
@@ -18,11 +17,11 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves, tensors_in
+from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves
 from paddle_recompute._paddle.amp import amp_off
 from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, joined, padded, rows_of
 from paddle_recompute.errors import DataError, RecomputeError
-from paddle_recompute.replay import ReplayState, StateWatch, layers_of
+from paddle_recompute.replay import Call
 
 # Both forwards of a chunk run the same operations on the same numbers. GPU kernels may sum in
 # another order (a difference of 1 % in bfloat16); another dropout mask makes a larger difference.
@@ -91,13 +90,14 @@ class ChunkedEncoder:
         self.name = name
         self._keeps_graph = keeps_graph
         self._outputs: list[paddle.Tensor] = []  # of the first forward, if it keeps its graph
-        self._states: list[ReplayState] = []
+        self._calls: list[Call] = []
         self._paths: list[str] = []
         self._trained: list[int] = []  # the heads (places among the outputs) that need a gradient
         self._cut: dict[int, tuple[int, ...]] = {}  # by head: the axes that are a chunk's length
         self._gradients: dict[int, paddle.Tensor] = {}
         self._first: dict[int, _Kept] = {}  # by head: the outputs of the first forwards
         self._deviations: list[paddle.Tensor] = []
+        self._form: Form | None = None
 
     def encode(self, when_reached: Callable[[], None]) -> Any:
         """The first forward of every chunk.
@@ -112,21 +112,17 @@ class ChunkedEncoder:
         has_gradients = paddle.is_grad_enabled()
         # What a second forward would need is not looked at where there is none.
         is_repeated = has_gradients and not self._keeps_graph
-        watch = StateWatch(self._layers()) if is_repeated else None
         structure: Any = None
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
         undecided = True
         for number, chunk in enumerate(self._chunks):
-            if watch is not None:
-                self._states.append(watch.capture())
             # With a graph until each output was found to depend on a trained parameter: usually one
             # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer
             # alone do not tell, because it may reach others.
-            seen = watch.forward() if watch is not None else contextlib.nullcontext()
             keeps = has_gradients and (undecided or self._keeps_graph)
-            with paddle.set_grad_enabled(keeps), seen:
-                output = self._call(chunk)
+            with paddle.set_grad_enabled(keeps):
+                output = self._first_of(chunk) if is_repeated else self._call_once(chunk)
             leaves = self._leaves(output, chunk)
             if number == 0:
                 structure = map_leaves(lambda leaf: None if is_tensor(leaf) else leaf, output)
@@ -143,7 +139,7 @@ class ChunkedEncoder:
             del leaves
         self._trained = sorted(trained)
         if not trained:
-            self._states, self._outputs = [], []
+            self._calls, self._outputs = [], []
         heads = self._joined(parts)
         for place in self._trained:
             self._first[place] = _Kept(heads[place])
@@ -166,8 +162,9 @@ class ChunkedEncoder:
         chunk = self._chunks[number]
         outputs, self._outputs = self._outputs, []
         if not self._keeps_graph:
-            with self._states[number].replayed():
-                outputs = self._leaves(self._call(chunk), chunk, again=True)
+            arguments, named = self._arguments(chunk)
+            outputs = self._calls[number].repeat(arguments, named)
+            outputs = self._leaves(outputs, chunk, again=True)
         with amp_off():
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
             for place, gradient in self._gradients.items():
@@ -201,20 +198,24 @@ class ChunkedEncoder:
         self._deviations = []
         return worst
 
-    def _layers(self) -> list[paddle.nn.Layer]:
-        return layers_of(self.encoder, ())
-
-    def _call(self, chunk: Chunk) -> Any:
+    def _arguments(self, chunk: Chunk) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch = chunk.of(self._batch)
-        versions = [(tensor, tensor.inplace_version) for tensor in tensors_in(batch)]
-        arguments, named = arguments_for(self.encoder, batch)
-        output = self.encoder(*arguments, **named)
-        if any(tensor.inplace_version != version for tensor, version in versions):
-            raise RecomputeError(
-                f"the encoder of {self.name} changes its input in place, so the second forward "
-                "would read other values than the first; let it change a copy"
-            )
-        return output
+        if self._form is None:
+            self._form = form_for(self.encoder, batch)
+        return self._form(batch)
+
+    def _call_once(self, chunk: Chunk) -> Any:
+        arguments, named = self._arguments(chunk)
+        return self.encoder(*arguments, **named)
+
+    def _first_of(self, chunk: Chunk) -> Any:
+        """The first forward of a chunk; chunks share the state that does not change."""
+        arguments, named = self._arguments(chunk)
+        name = f"the encoder of {self.name}"
+        call = Call(self.encoder, name, preserve_rng_state=True, check=False)
+        like = self._calls[-1] if self._calls else None
+        self._calls.append(call)
+        return call.first(arguments, named, like=like)
 
     def _leaves(self, output: Any, chunk: Chunk, *, again: bool = False) -> list[paddle.Tensor]:
         """The tensors of an output, after checks."""
@@ -364,21 +365,22 @@ class _Holder:
     receive: Callable[[paddle.Tensor], None]
 
 
-def arguments_for(
-    encoder: Callable[..., Any], batch: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How `batch` is passed to the encoder: (positional arguments, keyword arguments).
+Form = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Gives the positional and the keyword arguments for a batch."""
+
+
+def form_for(encoder: Callable[..., Any], batch: Any) -> Form:
+    """How a batch of this structure is passed to the encoder.
 
     A dict becomes keyword arguments if the encoder has arguments of these names; a tuple or list
     becomes positional arguments if the encoder has that many. Anything else is one argument.
     """
     if isinstance(batch, DICTS) and all(isinstance(key, str) for key in batch):
-        named = dict(batch)
-        if _takes(encoder, (), named):
-            return (), named
+        if _takes(encoder, (), dict(batch)):
+            return lambda batch: ((), dict(batch))
     elif type(batch) in (tuple, list) and _takes(encoder, tuple(batch), {}):
-        return tuple(batch), {}
-    return (batch,), {}
+        return lambda batch: (tuple(batch), {})
+    return lambda batch: ((batch,), {})
 
 
 def _takes(encoder: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> bool:

@@ -7,8 +7,10 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
 from paddle_recompute.contrastive._chunks import Chunk, rows_of
+from paddle_recompute.replay import Draws
 
 
 class OwnBackward(ABC):
@@ -54,7 +56,7 @@ class ChunksWithOwnBackward(ChunkedEncoder):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._own_states: list[Any] = []
+        self._states: list[tuple[Draws, AmpState, Any]] = []
 
     def backward(self, number: int) -> None:
         chunk = self._chunks[number]
@@ -63,18 +65,28 @@ class ChunksWithOwnBackward(ChunkedEncoder):
             for place, gradient in self._gradients.items()
         }
         batch = chunk.of(self._batch, arrays=True)
-        with self._states[number].replayed(), paddle.no_grad():
-            output = self.encoder.backward(batch, self._own_states[number], gradients)
-            now = self._leaves(output, chunk, again=True)
+        draws, amp, state = self._states[number]
+        before = draws.begin_again()
+        try:
+            with amp_state_of(amp), paddle.no_grad():
+                output = self.encoder.backward(batch, state, gradients)
+                now = self._leaves(output, chunk, again=True)
+        finally:
+            draws.end_again(before)
         for place in self._gradients:
             self._deviation(now[place], self._first[place], chunk, self._cut[place])
 
-    def _call(self, chunk: Chunk) -> Any:
-        self._own_states.append(self.encoder.state())
+    def _call_once(self, chunk: Chunk) -> Any:
         return self.encoder(chunk.of(self._batch, arrays=True))
 
-    def _layers(self) -> list[paddle.nn.Layer]:
-        return []  # its Layers, if it has any, are not in dygraph
+    def _first_of(self, chunk: Chunk) -> Any:
+        # Its Layers, if it has any, are not in dygraph: no `Call` watches them.
+        draws = Draws(of_the_host=True)
+        try:
+            self._states.append((draws, amp_state(), self.encoder.state()))
+            return self._call_once(chunk)
+        finally:
+            draws.end_first()
 
 
 def _cut(gradient: paddle.Tensor, axes: tuple[int, ...], chunk: Chunk) -> paddle.Tensor:

@@ -32,16 +32,28 @@ _NAMES = ("query", "positive")
 
 
 class GradCache:
-    r"""Computes the gradient of a loss over all rows of a batch, with the encoder in chunks.
+    """Computes the gradient of a loss over all rows of a batch, with the encoder in chunks.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute import ContrastiveLoss, GradCache
+        >>> encoder = paddle.nn.Linear(64, 32)
+        >>> optimizer = paddle.optimizer.AdamW(parameters=encoder.parameters())
+        >>> cache = GradCache(encoder, ContrastiveLoss(0.05, normalize=True), chunk_size=128)
+        >>> query, positive = paddle.randn([1024, 64]), paddle.randn([1024, 64])
+        >>> loss = cache.backward(query, positive)  # in place of loss.backward()
+        >>> list(encoder.weight.grad.shape)
+        [64, 32]
+        >>> optimizer.step()
+        >>> optimizer.clear_grad()
 
     A contrastive loss needs the embeddings of the whole batch at once, but the encoder's
     activations of one chunk at a time. So: (1) every chunk is encoded without a graph; (2) the
-    loss is computed on all embeddings E, and its backward leaves :math:`\partial L / \partial E`,
-    the cache; (3) every chunk is encoded again, with a graph, and its rows of the cache are
-    propagated into the parameters. By the chain rule the sum is the gradient of the whole batch:
+    loss L is computed on all embeddings E, and its backward leaves ``dL/dE``, the cache; (3) every
+    chunk c is encoded again, with a graph, and its rows of the cache are propagated into the
+    parameters. By the chain rule the sum over the chunks is the gradient of the whole batch:
 
-    .. math:: \frac{\partial L}{\partial \theta} =
-        \sum_{chunks\ c} \frac{\partial L}{\partial E_c} \frac{\partial E_c}{\partial \theta}
+        dL/dparameters = sum over c of  dL/dE[c] * dE[c]/dparameters
 
     The second forward repeats the first: dropout masks, AMP state, flags and buffers are replayed.
 
@@ -124,15 +136,6 @@ class GradCache:
         Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
         Limited Setup", arXiv:2101.06983, section 3.2. The random streams are replayed as in the
         authors' code; chunks by length, buffers and the overlapped synchronization are ours.
-
-    Examples:
-        >>> import paddle
-        >>> from paddle_recompute import ContrastiveLoss
-        >>> encoder = paddle.nn.Linear(8, 4)
-        >>> cache = GradCache(encoder, ContrastiveLoss(temperature=0.1), chunk_size=16)
-        >>> loss = cache.backward(paddle.randn([64, 8]), paddle.randn([64, 8]))
-        >>> list(encoder.weight.grad.shape)
-        [8, 4]
     """
 
     def __init__(

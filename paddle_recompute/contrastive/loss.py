@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._batch import ContrastiveBatch, LossOptions, Scale
 from paddle_recompute.contrastive._dense_loss import whole_loss
 from paddle_recompute.contrastive._gather_static import gather_in_program
+from paddle_recompute.contrastive._prefixes import checked_dims, prefixes
 from paddle_recompute.contrastive._step import at_end_of_step
 from paddle_recompute.contrastive._tiled_loss import streamed_loss, streamed_loss_in_program
 from paddle_recompute.contrastive.gather import agree_on_rows, gather_rows, has_other_ranks
@@ -31,12 +32,11 @@ we found necessary to prevent training instability" (CLIP, section 2.5)."""
 
 
 class ContrastiveLoss(paddle.nn.Layer):
-    r"""InfoNCE with the other pairs of the batch as negatives.
+    """InfoNCE with the other pairs of the batch as negatives.
 
-    With the scores :math:`s_{ij} = \langle q_i, p_j \rangle / \tau` of query i and positive j, and
-    b pairs,
+    Of b pairs, query i and positive j have the score ``s[i, j] = dot(q[i], p[j]) / temperature``:
 
-    .. math:: L = \frac{1}{b} \sum_i -\log \frac{e^{s_{ii}}}{\sum_j e^{s_{ij}}}
+        loss = mean over i of  -log( exp(s[i, i]) / sum over j of exp(s[i, j]) )
 
     The sum over j is over the positives of all ranks (``negatives="global"``) or of this rank
     (``"local"``), and over hard negatives if there are any. ``symmetric`` takes the mean of this
@@ -50,14 +50,14 @@ class ContrastiveLoss(paddle.nn.Layer):
 
     - ``"global"``: the mean of the ranks' gradients is the gradient of the mean loss over the
       *global* batch, as one process with all pairs computes it; also with uneven batches and a
-      learned temperature. A rank computes the rows of its own pairs only, [b, R*b] scores; the
+      learned temperature. A rank computes the rows of its own pairs only, ``[b, R*b]`` scores; the
       vectors of other ranks come from `all_gather_with_grad`, whose gradients are exact.
     - ``"local"``: the mean of the ranks' gradients is that of the mean of R losses with b
       candidates each. Its scale is the same, but it is *not* the gradient of one loss over all
       pairs, in which a query has R*b - 1 negatives.
 
     In a Program, where no operator gathers rows with their gradients, each rank computes the loss
-    of the pairs of all ranks, [R*b, R*b] scores, and propagates the gradients of its own rows: the
+    of the pairs of all ranks, ``[R*b, R*b]`` scores, and propagates the gradients of its rows: the
     same gradient for R times the work. All ranks must have the same number of pairs there.
 
     K micro-batches of b pairs give the mean of K such losses in both cases: more negatives need a
@@ -75,7 +75,7 @@ class ContrastiveLoss(paddle.nn.Layer):
     ``retain_graph``), and ``paddle.grad`` must ask for all of their vectors that need a gradient.
 
     Args:
-        temperature: :math:`\tau > 0`; with normalised vectors the scores are within 1/temperature.
+        temperature: Above 0; with normalised vectors the scores are within 1/temperature.
         symmetric: Whether positives search for queries too.
         negatives: ``"global"``: the pairs of all ranks; ``"local"``: of this rank. Equal in a
             single process.
@@ -93,6 +93,11 @@ class ContrastiveLoss(paddle.nn.Layer):
         mask_false_negatives: Exclude candidates that equal the query's positive, by their ids,
             which are then required. A row whose every candidate is masked has no loss.
         normalize: Scale the vectors to length 1 first.
+        matryoshka_dims: The loss is the mean of the losses of the vectors' first d numbers, each
+            scaled to length 1, over these d. The largest must be the length of the vectors. Needs
+            `normalize`. The encoder runs as without it, and the ranks exchange their vectors once;
+            the scores, and without `tile` their memory, are there once for each d. None: the whole
+            vectors only.
         group: The ranks of ``"global"``; None is all of them.
 
     Raises:
@@ -101,7 +106,9 @@ class ContrastiveLoss(paddle.nn.Layer):
     References:
         van den Oord et al., "Representation Learning with Contrastive Predictive Coding",
         arXiv:1807.03748, equation 4; Radford et al., "CLIP", arXiv:2103.00020, figure 3, for the
-        symmetric form and section 2.5 for the learned temperature.
+        symmetric form and section 2.5 for the learned temperature; Kusupati et al., "Matryoshka
+        Representation Learning", arXiv:2205.13147, equation 1 (a sum; here the mean, whose scale
+        does not depend on the number of lengths).
 
     Examples:
         >>> import paddle
@@ -122,6 +129,7 @@ class ContrastiveLoss(paddle.nn.Layer):
         tile: int | None = None,
         mask_false_negatives: bool = False,
         normalize: bool = False,
+        matryoshka_dims: Sequence[int] | None = None,
         group: Group | None = None,
     ) -> None:
         super().__init__()
@@ -152,6 +160,9 @@ class ContrastiveLoss(paddle.nn.Layer):
         self.tile = tile
         self.mask_false_negatives = mask_false_negatives
         self.normalize = normalize
+        self.matryoshka_dims = (
+            None if matryoshka_dims is None else checked_dims(matryoshka_dims, normalize=normalize)
+        )
         self.group = group
         self._temperature = temperature
         self.logit_scale: paddle.Tensor | None = (
@@ -190,7 +201,9 @@ class ContrastiveLoss(paddle.nn.Layer):
                 row i. Normalise it if the scores must be cosines.
             positive: ``[local_batch, dim]``, like `query`.
             hard_negatives: ``[local_batch, num_negatives, dim]``, more candidates for all queries
-                (with ``"global"`` of all ranks), not only for the query of their row.
+                (with ``"global"`` of all ranks), not only for the query of their row. In dygraph
+                also ``[local_batch * num_negatives, dim]``, those of the first query first, as
+                `GradCache` gives them.
             positive_ids: ``[local_batch]``, int64, with ``mask_false_negatives``: positives of
                 equal texts have equal ids on all ranks, as from `text_ids`.
             negative_ids: ``[local_batch, num_negatives]``, int64, the same for `hard_negatives`,
@@ -200,13 +213,16 @@ class ContrastiveLoss(paddle.nn.Layer):
             A scalar, float32 (float64 from float64 input), at least 0.
 
         Raises:
-            DataError: Shapes or dtypes do not fit together; ids are missing or not used; a rank has
+            DataError: Shapes or dtypes do not fit together; ids are missing or not used;
+                the largest of `matryoshka_dims` is not the length of the vectors; a rank has
                 no pairs; or there is only one pair, which has no negatives, so its loss would be 0
                 for every model.
             SyncError: The ranks' arguments differ in more than the number of pairs.
             StaticGraphError: In a Program, `group` is set, or `tile` and the number of pairs is not
                 known.
         """
+        if hard_negatives is not None and len(hard_negatives.shape) == 2 and is_dygraph():
+            hard_negatives = _by_query(hard_negatives, query)
         given = (query, positive, hard_negatives, positive_ids, negative_ids)
         _check_shapes(query, positive, hard_negatives)
         self._check_ids(*given)
@@ -219,10 +235,17 @@ class ContrastiveLoss(paddle.nn.Layer):
             batch, weight = self._batch(*given)
             options = LossOptions(self.symmetric, self.label_smoothing, weight, self.normalize)
             scale = self._scale(batch.queries.dtype)
-            if self.tile is None:
-                return whole_loss(batch, scale, options)
-            tiled = streamed_loss if is_dygraph() else streamed_loss_in_program
-            return tiled(batch, scale, options, self.tile)
+            if self.matryoshka_dims is None:
+                return self._of(batch, scale, options)
+            every = prefixes(batch, self.matryoshka_dims, normalize=self.tile is None)
+            losses = [self._of(one, scale, options) for one in every]
+            return paddle.add_n(losses) / len(losses)
+
+    def _of(self, batch: ContrastiveBatch, scale: Scale, options: LossOptions) -> paddle.Tensor:
+        if self.tile is None:
+            return whole_loss(batch, scale, options)
+        tiled = streamed_loss if is_dygraph() else streamed_loss_in_program
+        return tiled(batch, scale, options, self.tile)
 
     def _batch(
         self,
@@ -273,8 +296,9 @@ class ContrastiveLoss(paddle.nn.Layer):
         if vectors.dtype not in (paddle.float32, paddle.float64):
             vectors = vectors.astype("float32")
         # The tiled loss normalises each tile instead, which saves a copy of all vectors.
-        whole = self.tile is None
-        return F.normalize(vectors, axis=-1) if self.normalize and whole else vectors
+        # With several lengths each is scaled after the gather.
+        here = self.normalize and self.tile is None and self.matryoshka_dims is None
+        return F.normalize(vectors, axis=-1) if here else vectors
 
     def _scale(self, dtype: Any) -> Scale:
         if self.logit_scale is None:
@@ -344,6 +368,12 @@ def text_ids(texts: Iterable[str]) -> paddle.Tensor:
     """
     digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
     return device.put(np.frombuffer(digests, "<i8").astype(np.int64))
+
+
+def _by_query(rows: paddle.Tensor, query: paddle.Tensor) -> paddle.Tensor:
+    """`rows` as ``[local_batch, num_negatives, dim]``, where they are as many for each query."""
+    count, rest = divmod(rows.shape[0], max(1, query.shape[0]))
+    return rows if rest or not count else rows.reshape([query.shape[0], count, rows.shape[1]])
 
 
 def _check_shapes(

@@ -14,8 +14,8 @@ from paddle_recompute.distributed.agreement import (
     first_that_differs,
 )
 from paddle_recompute.distributed.control_client import is_distributed, peers, scope_of
-from paddle_recompute.distributed.device_watch import watched_on_device
-from paddle_recompute.distributed.gloo_lane import lane_of
+from paddle_recompute.distributed.gathered import gathered
+from paddle_recompute.distributed.gloo_lane import Job, lane_of
 from paddle_recompute.distributed.groups import device_group
 from paddle_recompute.distributed.numbers import are_equal, fingerprint, reduce_numbers
 from paddle_recompute.distributed.peer_state import Limits, Scope
@@ -31,8 +31,10 @@ from paddle_recompute.distributed.ranks import (
     values_of_ranks,
 )
 from paddle_recompute.distributed.stop_request import StopRequest
+from paddle_recompute.distributed.waiting_collectives import watched_on_device
 
 __all__ = [
+    "Job",
     "Limits",
     "Scope",
     "StopRequest",
@@ -47,6 +49,7 @@ __all__ = [
     "equal_buffers",
     "fingerprint",
     "first_that_differs",
+    "gathered",
     "is_distributed",
     "lane_of",
     "mean_over_ranks",

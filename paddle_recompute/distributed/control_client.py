@@ -189,7 +189,14 @@ class ControlClient:
         content_of = {rank: one.content for one in said for rank in one.ranks}
         return [Said(group.ranks, content_of[group.ranks[0]]) for group in groups]
 
-    def wait_until(self, has_come: Callable[[float], bool], what: str, scope: Scope) -> None:
+    def wait_until(
+        self,
+        has_come: Callable[[float], bool],
+        what: str,
+        scope: Scope,
+        *,
+        announces: bool = True,
+    ) -> None:
         """Return when something has come.
 
         Args:
@@ -199,6 +206,8 @@ class ControlClient:
                 program; ranks whose main threads wait in different ones wait for ever, which they
                 are told.
             scope: The ranks whose death or failure ends the wait.
+            announces: Whether it needs the main threads of the others, which must not wait in
+                different places then.
 
         Raises:
             PeerError: One of them has died, failed, fallen silent, or not come in time.
@@ -206,7 +215,7 @@ class ControlClient:
         """
         waited = 0.0
         began = time.monotonic()
-        announces = threading.current_thread() is threading.main_thread()
+        announces &= threading.current_thread() is threading.main_thread()
         serial = 0
         try:
             while not has_come(min(_POLL, max(waited, 0.002))):

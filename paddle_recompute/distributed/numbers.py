@@ -18,9 +18,9 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle.device import HostNumbers
 from paddle_recompute._paddle.distributed import all_reduce_numbers
 from paddle_recompute.distributed.control_client import peers, scope_of
-from paddle_recompute.distributed.device_watch import watched_on_device
 from paddle_recompute.distributed.gloo_lane import MAIN_LANE, lane_of
 from paddle_recompute.distributed.groups import device_group
+from paddle_recompute.distributed.waiting_collectives import watched_on_device
 
 _HALF_OF_HASH = 20
 """Bits; sums of squares of 8,192 ranks are exact in float64."""

@@ -19,10 +19,10 @@ from paddle_recompute._paddle.layers import saved_buffers
 from paddle_recompute.distributed import stop_request
 from paddle_recompute.distributed.agreement import first_that_differs
 from paddle_recompute.distributed.control_client import is_distributed, peers, scope_of
-from paddle_recompute.distributed.device_watch import watched_on_device
 from paddle_recompute.distributed.gloo_lane import MAIN_LANE, lane_of
 from paddle_recompute.distributed.numbers import reduce_numbers
 from paddle_recompute.distributed.peer_state import Scope
+from paddle_recompute.distributed.waiting_collectives import watched_on_device
 from paddle_recompute.errors import DivergenceError, SyncError
 
 Result = TypeVar("Result")

@@ -15,6 +15,7 @@ from paddle_recompute.grad_sync._offloaded import (
     keep_elsewhere,
     owner_of,
 )
+from paddle_recompute.grad_sync._timeline import Timeline
 from paddle_recompute.grad_sync.gradient_sync import GradientSync, SyncMode
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "SentPiece",
     "StepReport",
     "SyncMode",
+    "Timeline",
     "keep_elsewhere",
     "owner_of",
 ]

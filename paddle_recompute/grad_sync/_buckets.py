@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress, repeat
+from operator import is_, not_
 from typing import Any
 
 import numpy as np
 import paddle
+
+from paddle_recompute._paddle.flat import empty, joined, parted, replace_memory
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class Bucket:
 
     members: tuple[int, ...]
     sizes: tuple[int, ...]
+    _shells: list[paddle.Tensor] = field(default_factory=list, compare=False, repr=False)
 
     def join(
         self, gradients: Sequence[paddle.Tensor | None], dtype: Any, scale: float
@@ -29,30 +34,42 @@ class Bucket:
             dtype: That of the members.
             scale: A factor.
         """
-        parts = [
-            paddle.zeros([size], dtype) if gradient is None else gradient.reshape([-1])
+        there = [
+            paddle.zeros([size], dtype) if gradient is None else gradient
             for gradient, size in zip(gradients, self.sizes, strict=True)
         ]
-        return (paddle.concat(parts) if len(parts) > 1 else parts[0].clone()).scale_(scale)
+        return joined(there, self._shells).scale_(scale)
 
     def split(self, flat: paddle.Tensor) -> list[paddle.Tensor]:
         """The members' pieces of `flat`."""
-        return paddle.split(flat, list(self.sizes)) if len(self.sizes) > 1 else [flat]
+        return parted(flat, self.sizes) if len(self.sizes) > 1 else [flat]
 
     def split_into(
-        self, parameters: Sequence[paddle.Tensor], flat: paddle.Tensor, skip: frozenset[int]
+        self,
+        parameters: Sequence[paddle.Tensor],
+        gradients: Sequence[paddle.Tensor | None],
+        flat: paddle.Tensor,
+        skip: frozenset[int],
     ) -> None:
-        """Write the pieces of `flat` into the members' ``.grad``, except for those in `skip`."""
-        offset = 0
-        for index, size in zip(self.members, self.sizes, strict=True):
-            parameter = parameters[index]
-            if index not in skip:
-                piece = flat[offset : offset + size].reshape(parameter.shape)
-                if parameter.grad is None:
-                    parameter.grad = piece
-                else:
-                    paddle.assign(piece, parameter.grad)
-            offset += size
+        """Let the members' ``.grad`` have the pieces of `flat`, but for those in `skip`.
+
+        Args:
+            parameters: All parameters.
+            gradients: What each of them has in ``.grad`` now.
+            flat: The content of this bucket, not used afterwards.
+            skip: Indices of parameters without a gradient.
+        """
+        pieces = self._shells[:] = self.split(flat)
+        taken = [gradients[index] for index in self.members]
+        absent = [*map(is_, taken, repeat(None))]
+        if any(absent):
+            for at, index in compress(enumerate(self.members), absent):
+                if index not in skip:
+                    parameters[index].grad = pieces[at].reshape(parameters[index].shape)
+            present = [*map(not_, absent)]
+            taken, pieces = [*compress(taken, present)], [*compress(pieces, present)]
+        replace_memory(taken, pieces)
+        empty(self._shells)
 
 
 def plan_buckets(

@@ -23,6 +23,7 @@ from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
 from paddle_recompute.grad_sync._codec import Codec
 
 _OWNER = "_paddle_recompute_gradient_owner"
+_num_kept = 0
 
 
 class OffloadedGradients(Protocol):
@@ -45,6 +46,13 @@ class OffloadedGradients(Protocol):
 def keep_elsewhere(parameter: paddle.Tensor, owner: OffloadedGradients) -> None:
     """From now on, `owner` has the gradient of `parameter`, as long as `owner` lives."""
     setattr(parameter, _OWNER, weakref.ref(owner))
+    global _num_kept
+    _num_kept += 1
+
+
+def num_kept() -> int:
+    """How often `keep_elsewhere` was called; as long as it is the same, no owner is new."""
+    return _num_kept
 
 
 def owner_of(parameter: paddle.Tensor) -> OffloadedGradients | None:
@@ -69,6 +77,7 @@ class PieceSender:
         scope = scope_of(group)
         agree_on_parameters([p.name for p in parameters], parameters, structured=False, scope=scope)
         self._group = group
+        self.ranks = scope.ranks
         self._scale = 1.0 / len(scope.ranks)
         # No other sender has it, so that two chains need not send in the same order.
         _num_senders[scope.ranks] += 1

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import compress, repeat
+from operator import is_, not_
+from typing import Any
 
 import paddle
 
+from paddle_recompute._paddle.flat import are_sparse, gradient_of, is_frozen
 from paddle_recompute._paddle.gradients import keeps_main_grad
 from paddle_recompute.distributed import Scope, agree_on_parameters
 from paddle_recompute.errors import SyncError
-from paddle_recompute.grad_sync._offloaded import OffloadedGradients, owner_of
+from paddle_recompute.grad_sync._offloaded import OffloadedGradients, num_kept, owner_of
 
-Source = Callable[[], Iterable[tuple[str, paddle.Tensor]]]
-"""Lists name and parameter anew at each call."""
+Source = Callable[[], tuple[Sequence[str], Sequence[paddle.Tensor]]]
+"""Lists names and parameters anew at each call."""
 
 
 class ParameterList:
@@ -41,6 +46,9 @@ class ParameterList:
         """Indices of those that took part in the last step, in the order of the source."""
         self.digest = 0
         """The same number on all ranks where the same parameters take part."""
+        self._listed: Sequence[paddle.Tensor] = ()
+        self._own: list[int] = []  # indices of those listed that no one else owns, each once
+        self._known: tuple[Any, ...] | None = None  # what `trained` follows from
         self.read()
 
     def read(self) -> bool:
@@ -49,44 +57,55 @@ class ParameterList:
         Raises:
             SyncError: A gradient is sparse.
         """
+        names, listed = self._source()
+        is_same = len(listed) == len(self._listed) and all(map(is_, listed, self._listed))
+        if not is_same or self._known is None or self.offloaded or self._known[0] != num_kept():
+            self._take(names, listed)
+        own = [*map(self.parameters.__getitem__, self._own)]
+        gradients = [*map(gradient_of, own)]
+        absent = [*map(is_, gradients, repeat(None))]
+        if are_sparse([*compress(gradients, map(not_, absent))]):
+            sparse = (g is not None and g.is_selected_rows() for g in gradients)
+            raise SyncError(
+                f"the gradient of '{self.names[next(compress(self._own, sparse))]}' is sparse "
+                "(SelectedRows), which cannot be synchronized; make its Embedding with sparse=False"
+            )
         self.gradients = [None] * len(self.parameters)
-        trained: dict[int, None] = {}  # by identity: a tied weight is one
-        for name, parameter in self._source():
+        deque(map(self.gradients.__setitem__, self._own, gradients), 0)
+        known = num_kept(), self._own, absent, [*map(is_frozen, own)]
+        if known == self._known:
+            return False
+        self._known = known
+        before = self.trained
+        self.trained = tuple(
+            index
+            for index, has_none, frozen in zip(*known[1:], strict=True)
+            if not (has_none and frozen)
+        )
+        if self.trained == before:
+            return False
+        # Names that Paddle gives by itself are left out: they may differ between the ranks.
+        described = [
+            f"{index} {self.names[index] if self.structured else ''} "
+            f"{list(self.parameters[index].shape)} {self.parameters[index].dtype}"
+            for index in self.trained
+        ]
+        self.digest = zlib.crc32("\n".join(described).encode())
+        return True
+
+    def _take(self, names: Sequence[str], listed: Sequence[paddle.Tensor]) -> None:
+        own: dict[int, None] = {}  # by identity: a tied weight is one
+        for name, parameter in zip(names, listed, strict=True):
             owner = owner_of(parameter)
             if owner is not None:
                 self.offloaded[id(owner)] = owner
                 continue
-            index = self._index_of.get(id(parameter))
-            if index is None:
-                index = self._join(name, parameter)
-            gradient = parameter.grad
-            if gradient is None and parameter.stop_gradient:
-                continue
-            if gradient is not None and gradient.is_selected_rows():
-                raise SyncError(
-                    f"the gradient of '{name}' is sparse (SelectedRows), which cannot be "
-                    "synchronized; make its Embedding with sparse=False"
-                )
-            self.gradients[index] = gradient
-            trained[index] = None
-        changed = tuple(trained) != self.trained
-        self.trained = tuple(trained)
-        if changed:
-            # Names that Paddle gives by itself are left out: they may differ between the ranks.
-            described = [
-                f"{index} {self.names[index] if self.structured else ''} "
-                f"{list(self.parameters[index].shape)} {self.parameters[index].dtype}"
-                for index in self.trained
-            ]
-            self.digest = zlib.crc32("\n".join(described).encode())
-        return changed
-
-    def _join(self, name: str, parameter: paddle.Tensor) -> int:
-        index = self._index_of[id(parameter)] = len(self.parameters)
-        self.parameters.append(parameter)
-        self.names.append(name)
-        self.gradients.append(None)
-        return index
+            index = self._index_of.setdefault(id(parameter), len(self.parameters))
+            if index == len(self.parameters):
+                self.parameters.append(parameter)
+                self.names.append(name)
+            own[index] = None
+        self._listed, self._own = [*listed], [*own]
 
 
 def agree_on_trained(parameters: ParameterList, scope: Scope) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,6 +54,58 @@ class _Sending(NamedTuple):
     flat: paddle.Tensor
     queued: float
     task: AllReduceTask
+
+    def times(self, number: int) -> BucketTimes:
+        """When it was sent, as the one with this `number`."""
+        num_bytes = int(self.flat.size) * self.flat.element_size()
+        return BucketTimes(number, num_bytes, self.queued, self.task.started, self.task.ended)
+
+
+class _Arrivals:
+    """Which gradients of a step are still to come: all that the hooks of parameters know.
+
+    Of each addition to a gradient it takes one call; the `reduction` is told when a bucket is
+    complete, and of an addition too many. The hooks may outlive the reduction.
+
+    Attributes:
+        armed: Whether the backward that runs is the last one of its step.
+        order: The parameters, as they were added to.
+        left: How often each parameter is still to be added to.
+        unseen: Of each bucket, how many gradients are not complete yet.
+        first: When the first addition came (``time.perf_counter``).
+    """
+
+    def __init__(self, reduction: BucketedReduction) -> None:
+        self._reduction = weakref.ref(reduction)
+        self.armed = False
+        self.begin([], {}, [])
+
+    def begin(self, left: list[int], bucket_of: dict[int, int], unseen: list[int]) -> None:
+        """A step begins."""
+        self.order: list[int] = []
+        self.first: float | None = None
+        self.left, self.unseen, self._bucket_of = left, unseen, bucket_of
+
+    def added(self, index: int) -> None:
+        """A backward has added to the gradient of parameter `index`."""
+        if not self.armed:
+            return
+        if not self.order:
+            self.first = time.perf_counter()
+        self.order.append(index)
+        left = self.left[index] = self.left[index] - 1
+        if not left:
+            bucket = self._bucket_of[index]
+            self.unseen[bucket] -= 1
+            if not self.unseen[bucket]:
+                self._tell(None)
+        elif left < 0:
+            self._tell(index)
+
+    def _tell(self, index: int | None) -> None:
+        alive = self._reduction()
+        if alive is not None:
+            alive.arrived(index)
 
 
 class BucketedReduction:
@@ -83,12 +136,15 @@ class BucketedReduction:
         self._buckets: list[Bucket] = []
         """In the order in which they are sent; none before the first step has ended."""
         self._bucket_of: dict[int, int] = {}
+        self._left: list[int] = []
+        self._unseen: list[int] = []
+        """What `_Arrivals` begins a step with."""
+        self._arrivals = _Arrivals(self)
         if early:
             watch_backward()
             make_unscaling_visible()
         self._hooked: set[int] = set()
         self._call_on_additions()
-        self._armed = False
         self._under_way: list[_Sending] = []
         self._steps_unchanged = 0
         self._counts_differ = False
@@ -108,40 +164,28 @@ class BucketedReduction:
             label = self._label("number of examples")
             self._weight = self._agreement.weight_of(report.count, label)
         self._began = time.perf_counter()
-        self._first_gradient: float | None = None
-        self._counts = [0] * len(self._parameters)
-        self._order: list[int] = []
         self._late: int | None = None
-        self._unseen = [sum(i in self._expected for i in one.members) for one in self._buckets]
-        """Of each bucket, how many gradients are not complete yet."""
+        unknown = [0] * (len(self._parameters) - len(self._left))
+        self._arrivals.begin([*self._left, *unknown], self._bucket_of, [*self._unseen])
         self._sent = SentGradients()
         self._begin_sending()
-        self._armed = True
+        self._arrivals.armed = True
 
-    def gradient_added(self, index: int) -> None:
-        """A backward has added to the gradient of parameter `index`; called by its hook."""
-        if not self._armed:
-            return
-        self._counts[index] += 1
-        self._order.append(index)
-        if self._first_gradient is None:
-            self._first_gradient = time.perf_counter()
-        if not self._buckets and self._early:
-            self._sent.expect_end(index, self._parameters)
-        bucket = self._bucket_of.get(index)
-        if bucket is None:  # had no gradient on any rank so far
-            return
-        if bucket < len(self._under_way):
-            self._late = index
-            self._sent.forget(index)
-        elif self._counts[index] == self._expected.get(index):
-            self._unseen[bucket] -= 1
+    def arrived(self, index: int | None) -> None:
+        """A bucket is complete; or parameter `index` was added to more often than expected."""
+        if index is None:
             while self._early and self._is_next_complete():
                 self._send_next()
+        elif not self._buckets:
+            if self._early:
+                self._sent.expect_end(index, self._parameters)
+        elif self._bucket_of.get(index, len(self._under_way)) < len(self._under_way):
+            self._late = index
+            self._sent.forget(index)
 
     def _is_next_complete(self) -> bool:
         place = len(self._under_way)
-        return place < len(self._buckets) and not self._unseen[place]
+        return place < len(self._buckets) and not self._arrivals.unseen[place]
 
     @paddle.no_grad()
     def finish(self, report: StepReport) -> Agreed:
@@ -149,7 +193,7 @@ class BucketedReduction:
 
         In a step that goes well the ranks agree in one small collective, behind the buckets.
         """
-        self._armed = False
+        self._arrivals.armed = False
         backward_ended = time.perf_counter()
         self.num_early = len(self._under_way)
         changed = self._listed.read()
@@ -172,17 +216,18 @@ class BucketedReduction:
             self._wait()
         elif flags.missing:
             without_gradient = self._agreement.without_gradient(self._label(_PRESENCE))
-        for sending in self._under_way:
-            mean = self._codec.decode(sending.flat, self._dtype(sending.bucket))
-            sending.bucket.split_into(self._parameters, mean, without_gradient)
+        times = tuple(one.times(number) for number, one in enumerate(self._under_way))
+        self._sent = SentGradients()
+        for _ in times:  # a bucket is free when the next one is written
+            self._write(self._under_way.pop(0), without_gradient)
         self._codec.commit(without_gradient)
-        self.timeline = self._timeline(backward_ended)
-        self._under_way, self._sent = [], SentGradients()
+        first, ended = self._arrivals.first, time.perf_counter()
+        self.timeline = Timeline(self._began, first, backward_ended, ended, times)
         return agreed
 
     def disarm(self) -> None:
         """The backward failed."""
-        self._armed = False
+        self._arrivals.armed = False
 
     # ------------------------------------------------------------------------------ sending
 
@@ -193,7 +238,7 @@ class BucketedReduction:
             if index in self._hooked or parameter.stop_gradient:
                 continue
             refuse_main_grad(parameter, self._listed.names[index])
-            on_gradient_added(parameter, partial(_tell, weakref.ref(self), index))
+            on_gradient_added(parameter, partial(self._arrivals.added, index))
             self._hooked.add(index)
 
     def _begin_sending(self) -> None:
@@ -204,10 +249,11 @@ class BucketedReduction:
     def _send_next(self) -> None:
         place = len(self._under_way)
         bucket = self._buckets[place]
-        gradients = [self._parameters[index].grad for index in bucket.members]
-        if self._armed:  # from here on, they are not to change
-            for index, gradient in zip(bucket.members, gradients, strict=True):
-                self._sent.add(index, gradient)
+        if self._arrivals.armed:  # from here on, they are not to change
+            gradients = [self._parameters[index].grad for index in bucket.members]
+            self._sent.add(bucket.members, gradients)
+        else:
+            gradients = [self._listed.gradients[index] for index in bucket.members]
         scale = (self._weight or 1.0) / len(self._ranks)
         flat = bucket.join(gradients, self._dtype(bucket), scale)
         flat = self._codec.encode(flat, bucket)
@@ -227,32 +273,18 @@ class BucketedReduction:
     def _dtype(self, bucket: Bucket) -> Any:
         return self._parameters[bucket.members[0]].dtype
 
-    def _timeline(self, backward_ended: float) -> Timeline:
-        return Timeline(
-            began=self._began,
-            first_gradient=self._first_gradient,
-            backward_ended=backward_ended,
-            ended=time.perf_counter(),
-            buckets=tuple(
-                BucketTimes(
-                    number,
-                    int(one.flat.size) * one.flat.element_size(),
-                    one.queued,
-                    one.task.started,
-                    one.task.ended,
-                )
-                for number, one in enumerate(self._under_way)
-            ),
-        )
+    def _write(self, sending: _Sending, without_gradient: frozenset[int]) -> None:
+        mean = self._codec.decode(sending.flat, self._dtype(sending.bucket))
+        gradients = self._listed.gradients
+        sending.bucket.split_into(self._parameters, gradients, mean, without_gradient)
 
     # ----------------------------------------------------------------------------- agreeing
 
     def _flags(self) -> StepFlags:
         """What has happened on this rank; says what the user should know of it."""
         names, gradients = self._listed.names, self._listed.gradients
-        is_unplanned = any(
-            g is not None and i not in self._bucket_of and g.size for i, g in enumerate(gradients)
-        )
+        unplanned = [g for i, g in enumerate(gradients) if i not in self._bucket_of]
+        is_unplanned = any(gradient is not None and gradient.size for gradient in unplanned)
         missing = [index for index in self._bucket_of if gradients[index] is None]
         if self._late is not None:
             _logger.warning(
@@ -283,12 +315,13 @@ class BucketedReduction:
         """
         without_gradient = self._agreement.without_gradient(self._label(_PRESENCE))
         size = len(self._parameters)
-        last = {index: position for position, index in enumerate(self._order)}
+        arrived = self._arrivals.order
+        last = {index: position for position, index in enumerate(arrived)}
         # A gradient that did not come goes to the end, later parameters first.
-        order = sorted(range(size), key=lambda i: (last.get(i, len(self._order)), -i))
+        order = sorted(range(size), key=lambda i: (last.get(i, len(arrived)), -i))
         is_first = peers().rank == self._ranks[0]  # whose order all take over
         learnt = self._agreement.largest(
-            [*self._counts, *[0] * (size - len(self._counts)), *(i * is_first for i in order)],
+            [*self._counts(), *(i * is_first for i in order)],
             self._label("order of gradients"),
         )
         self._expected.update((i, count) for i, count in enumerate(learnt[:size]) if count)
@@ -297,7 +330,15 @@ class BucketedReduction:
         planned = [i for i in learnt[size:] if i in known or i not in without_gradient]
         self._buckets = plan_buckets(self._parameters, planned, **self._sizes)
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.members}
+        self._left = [self._expected.get(i, 0) * (i in self._bucket_of) for i in range(size)]
+        # A bucket waits for the end where no backward adds to a gradient, as if given by hand.
+        self._unseen = [len(bucket.members) for bucket in self._buckets]
         return without_gradient
+
+    def _counts(self) -> list[int]:
+        """How often each parameter was added to in this step."""
+        counted = Counter(self._arrivals.order)
+        return [counted[index] for index in range(len(self._parameters))]
 
     def _has_long_frozen(self, changed: bool) -> bool:
         """Whether buckets have parameters that are not trained any more, not only in turn."""
@@ -315,10 +356,3 @@ class BucketedReduction:
 
     def _label(self, what: str) -> str:
         return f"gradient sync of step {self._step}: {what}"
-
-
-def _tell(reduction: weakref.ref[BucketedReduction], index: int) -> None:
-    """The hook of a parameter, which may outlive the reduction."""
-    alive = reduction()
-    if alive is not None:
-        alive.gradient_added(index)

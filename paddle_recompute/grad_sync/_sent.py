@@ -20,24 +20,36 @@ import numpy as np
 import paddle
 
 from paddle_recompute._paddle.backward import at_end_of_backward
+from paddle_recompute._paddle.flat import versions_of
 
 
 class SentGradients:
     """The gradients that one step has sent, or has ready."""
 
     def __init__(self) -> None:
-        # The tensor too: while it lives, no other one can have its address.
-        self._sent: dict[int, tuple[paddle.Tensor | None, tuple[int, int] | None]] = {}
+        # Indices and gradients; while these live, no other tensor can have their address.
+        self._members: list[int] = []
+        self._gradients: list[paddle.Tensor] = []
+        self._versions: list[tuple[int, int]] = []
+        self._absent: set[int] = set()
         self._extremes: dict[int, paddle.Tensor | None] = {}
         self._unread: set[int] = set()
 
-    def add(self, index: int, gradient: paddle.Tensor | None) -> None:
-        """`gradient` of parameter `index` was sent as it is now."""
-        self._sent[index] = (gradient, _identity(gradient))
+    def add(self, members: Sequence[int], gradients: Sequence[paddle.Tensor | None]) -> None:
+        """`gradients` of the parameters `members` were sent as they are now."""
+        absent = {i for i, one in zip(members, gradients, strict=True) if one is None}
+        present = [one for one in gradients if one is not None]
+        self._absent |= absent
+        self._members += [index for index in members if index not in absent]
+        self._gradients += present
+        self._versions += versions_of(present)
 
     def forget(self, index: int) -> None:
         """A backward has added to the gradient of parameter `index` since."""
-        self._sent.pop(index, None)
+        self._absent.discard(index)
+        if index in self._members:
+            at = self._members.index(index)
+            del self._members[at], self._gradients[at], self._versions[at]
 
     def expect_end(self, index: int, parameters: Sequence[paddle.Tensor]) -> None:
         """A backward that runs has added to `index`: read its gradient when the backward ends."""
@@ -46,7 +58,10 @@ class SentGradients:
 
     def is_changed(self, gradients: Sequence[paddle.Tensor | None]) -> bool:
         """Whether one of `gradients`, those of all parameters, is not what it was."""
-        if any(_identity(gradients[i]) != identity for i, (_, identity) in self._sent.items()):
+        if any(gradients[index] is not None for index in self._absent):
+            return True
+        present = [one for i in self._members if (one := gradients[i]) is not None]
+        if len(present) != len(self._members) or versions_of(present) != self._versions:
             return True
         before, now = [], []
         for index, extremes in self._extremes.items():
@@ -71,10 +86,6 @@ class SentGradients:
             elif gradient.is_dense() and gradient.size:  # a sparse one is refused later
                 self._extremes[index] = _extremes(gradient)
         self._unread.clear()
-
-
-def _identity(gradient: paddle.Tensor | None) -> tuple[int, int] | None:
-    return None if gradient is None else (gradient.data_ptr(), gradient.inplace_version)
 
 
 @paddle.no_grad()

@@ -11,6 +11,7 @@ import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.distributed import is_from_gloo
+from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.distributed import (
     Limits,
     agree_on_options,
@@ -218,8 +219,9 @@ class GradientSync:
     @paddle.no_grad()
     def add_loss(self, loss: paddle.Tensor) -> None:
         """Add `loss` to the one that the ranks agree on at the end of this step, on the device."""
-        own = loss.detach().astype("float64").reshape([1]) / self.report.divisor
-        self.report.losses.append(own)
+        if self._reduction is not None:
+            own = loss.detach().astype("float64").reshape([1]) / self.report.divisor
+            self.report.losses.append(own)
 
     @contextlib.contextmanager
     def _offloaded_gradients(self) -> Iterator[None]:
@@ -309,8 +311,8 @@ class GradientSync:
     @property
     def parameters(self) -> list[paddle.Tensor]:
         """What is trained now, each once: what the next step synchronizes."""
-        trained = (parameter for _, parameter in self._source() if not parameter.stop_gradient)
-        return list({id(parameter): parameter for parameter in trained}.values())
+        _, parameters = self._source()
+        return list({id(one): one for one in parameters if not one.stop_gradient}.values())
 
     @property
     def timeline(self) -> Timeline | None:
@@ -358,11 +360,16 @@ def _source_of(
     parameters: paddle.nn.Layer | Iterable[paddle.Tensor] | Callable[[], Iterable[paddle.Tensor]],
 ) -> Source:
     if isinstance(parameters, paddle.nn.Layer):
-        return parameters.named_parameters  # type: ignore[no-any-return]
+        return ParameterWalk(parameters)
     if callable(parameters):
-        return lambda: [(parameter.name, parameter) for parameter in parameters()]
-    listed = [(parameter.name, parameter) for parameter in parameters]
+        return lambda: _named(parameters())
+    listed = _named(parameters)
     return lambda: listed
+
+
+def _named(parameters: Iterable[paddle.Tensor]) -> tuple[list[str], list[paddle.Tensor]]:
+    listed = [*parameters]
+    return [parameter.name for parameter in listed], listed
 
 
 def _choose(mode: str, group: Group | None) -> tuple[str, str]:

@@ -105,6 +105,8 @@ class ContrastiveTrainerMixin(RecomputeTrainerMixin):
         return 1.0 if divides_itself else 1.0 / self.args.gradient_accumulation_steps
 
     def _cache_for(self, model: Any) -> GradCache:
+        if isinstance(model, paddle.distributed.fleet.meta_parallel.ShardingParallel):
+            model = model._layers  # stage 1; the wrapper has no method `encode`
         if model is not self._cached_model:
             self._cache, self._cached_model = self._cache_of(model), model
         return self._cache

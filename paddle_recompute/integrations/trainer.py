@@ -38,10 +38,19 @@ _SPLIT_MODEL = (
     "context_parallel_size",
     "expert_parallel_degree",
     "expert_model_parallel_size",
-    "sharding_parallel_degree",
-    "sharding_parallel_size",
 )
-_REFUSED_FLAGS = ("use_hybrid_parallel", "use_expert_parallel", "enable_auto_parallel")
+_SHARDING = ("sharding_parallel_degree", "sharding_parallel_size")
+_REFUSED_FLAGS = ("use_expert_parallel", "enable_auto_parallel")
+# Of sharding_parallel_config in PaddleNLP, arguments of their own in PaddleFormers.
+_REFUSED_WITH_STAGE_1 = (
+    "split_param",
+    "stage1_overlap",
+    "stage1_tensor_fusion",
+    "stage1_broadcast_overlap",
+    "stage1_allgather_overlap",
+    "sd_release_grads",
+    "fuse_optimizer_states",
+)
 
 if TYPE_CHECKING:
 
@@ -67,6 +76,9 @@ class RecomputeTrainerMixin(_Trainer):
     ``class MyTrainer(RecomputeTrainerMixin, Trainer): ...`` takes two more arguments. All others,
     and all training arguments, keep their meaning.
 
+    With ``sharding="stage1"`` their optimizer keeps its share of the state and synchronizes the
+    gradients, in place of `GradientSync`; recompute and the gradient cache stay ours.
+
     Their own recompute (``TrainingArguments.recompute``) and ours on the same Layers would be three
     forwards: give one of them. With ``patch_fleet`` theirs is ours.
 
@@ -77,8 +89,10 @@ class RecomputeTrainerMixin(_Trainer):
         **kwargs: As for their trainer.
 
     Raises:
-        ConfigError: The training arguments split the model or the optimizer over ranks (tensor,
-            pipeline, sharding, expert parallel), or ask for ``amp_master_grad`` on several ranks.
+        ConfigError: The training arguments split the model over ranks (tensor, pipeline, expert
+            parallel, sharding of stage 2 or 3, or of stage 1 with overlap, tensor fusion or
+            ``split_param``, which is the default of PaddleFormers), or ask for ``amp_master_grad``
+            on several ranks; or for stage 1, whose synchronization is theirs, beside `sync`.
     """
 
     def __init__(
@@ -92,6 +106,11 @@ class RecomputeTrainerMixin(_Trainer):
         _refuse(*given)  # before theirs, which would start what is asked for
         super().__init__(*args, **kwargs)
         _refuse(self.args)
+        if sync and _is_stage_1(self.args):
+            raise ConfigError(
+                f"sync has {', '.join(sync)}, and with sharding=stage1 the trainer's optimizer "
+                "synchronizes the gradients; remove sync or the sharding"
+            )
         self.recompute_report: RecomputeReport | None = None
         """Which parts are recomputed."""
         if recompute is not None:
@@ -107,7 +126,7 @@ class RecomputeTrainerMixin(_Trainer):
         """Theirs, with the bare model where theirs has a ``paddle.DataParallel``."""
         with _bare_model_for_data_parallel():
             model = super()._wrap_model(model, training)
-        if training and self._sync is None and is_distributed():
+        if training and self._sync is None and is_distributed() and not _is_stage_1(self.args):
             self._sync = GradientSync(model, **self._sync_options)
             _logger.info("Gradient synchronization: %s (%s)", self._sync.mode, self._sync.reason)
         return model
@@ -194,22 +213,41 @@ def _option_of_the_command(name: str) -> str:
 def _refuse(*given: Any) -> None:
     faults = []
     for settings in given:
-        split = {name: getattr(settings, name, None) for name in _SPLIT_MODEL}
+        is_stage_1 = _is_stage_1(settings)
+        names = _SPLIT_MODEL if is_stage_1 else (*_SPLIT_MODEL, *_SHARDING)
+        split = {name: getattr(settings, name, None) for name in names}
         faults += [f"{k}={size}" for k, size in split.items() if isinstance(size, int) and size > 1]
-        faults += [f"{name}=True" for name in _REFUSED_FLAGS if getattr(settings, name, False)]
-        sharding = getattr(settings, "sharding", None)
-        stages = sharding if isinstance(sharding, list | tuple) else [sharding]
-        # On one rank their arguments forget that it was asked for.
-        asked = " ".join(str(getattr(one, "value", one)) for one in stages if one) or (
-            _option_of_the_command("sharding") if sharding is not None else ""
-        )
-        if asked:
-            faults.append(f"sharding={asked}")
+        flags = _REFUSED_FLAGS if is_stage_1 else (*_REFUSED_FLAGS, "use_hybrid_parallel")
+        faults += [f"{name}=True" for name in flags if getattr(settings, name, False)]
+        if is_stage_1:
+            options = str(getattr(settings, "sharding_parallel_config", "") or "")
+            faults += [
+                f"sharding=stage1 with {one}"
+                for one in _REFUSED_WITH_STAGE_1
+                if one in options or getattr(settings, one, False) is True
+            ]
+        elif _sharding_of(settings):
+            faults.append(f"sharding={_sharding_of(settings)}")
         if is_distributed() and getattr(settings, "amp_master_grad", False):
             faults.append("amp_master_grad=True")
     if faults:
         raise ConfigError(
             f"the training arguments ask for {', '.join(faults)}; RecomputeTrainerMixin averages "
-            "the gradients of ranks that each have the whole model and optimizer. Remove these "
-            "arguments, or use the trainer without the mixin (patch_fleet works with all of them)"
+            "the gradients of ranks that each have the whole model, or leaves them to sharding="
+            "stage1. Stages 2 and 3 take gradients and parameters apart in the backward, in hooks "
+            "under which the ranks got different weights, without the mixin too (2.6.2, 3.3.1). "
+            "Remove these arguments, or use the trainer without the mixin (patch_fleet works with "
+            "all of them)"
         )
+
+
+def _sharding_of(settings: Any) -> str:
+    """What is asked for, in words; on one rank their arguments forget it."""
+    sharding = getattr(settings, "sharding", None)
+    stages = sharding if isinstance(sharding, list | tuple) else [sharding]
+    asked = " ".join(str(getattr(one, "value", one)) for one in stages if one)
+    return asked or (_option_of_the_command("sharding") if sharding is not None else "")
+
+
+def _is_stage_1(settings: Any) -> bool:
+    return _sharding_of(settings) in ("stage1", "True")

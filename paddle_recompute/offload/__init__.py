@@ -10,6 +10,7 @@ with a parameter that is away.
 
 from paddle_recompute.offload._gradients import OnComplete
 from paddle_recompute.offload._resident import resident
+from paddle_recompute.offload._state import take_part_in_state_dict
 from paddle_recompute.offload.named import OffloadReport, offload_layers, offloaded_optimizer
 from paddle_recompute.offload.optimizer import OffloadOptimizer
 from paddle_recompute.offload.sequential import OffloadSequential
@@ -22,4 +23,5 @@ __all__ = [
     "offload_layers",
     "offloaded_optimizer",
     "resident",
+    "take_part_in_state_dict",
 ]

@@ -25,6 +25,7 @@ class Away:
     when it leaves.
 
     Attributes:
+        slot: Has the bytes.
         owner: The chain that has taken it; None once that is gone.
         gradients: Of a parameter: what has its gradient, under the number `index`.
     """
@@ -34,7 +35,7 @@ class Away:
         # Weakly: a parameter refers to this object.
         self._tensor = weakref.ref(tensor)
         self.key = id(tensor)
-        self._slot = slot
+        self.slot = slot
         self._arrived: Stamp | None = None
         """As the tensor was when it came from the slot; None: the slot does not have its value."""
         self._form = _form_of(tensor)
@@ -101,26 +102,30 @@ class Away:
     def prefetch(self) -> None:
         """Begin to bring it back."""
         if not self.is_here:
-            self._slot.prefetch()
+            self.slot.prefetch()
 
     def cancel_prefetch(self) -> None:
         """Forget what `prefetch` has started."""
-        self._slot.cancel_prefetch()
+        self.slot.cancel_prefetch()
 
     def bring(self) -> None:
         """Bring it to the device."""
         if not self.is_here:
-            travelling.take_memory(self.tensor, self._slot.read())
+            travelling.take_memory(self.tensor, self.slot.read())
             self._arrived = stamp_in_place(self.tensor)
 
     def mark_written(self) -> None:
         """It was written to, in a way that nobody counts."""
         self._arrived = None
 
+    def mark_written_by_owner(self) -> None:
+        """The rank that owns it wrote to it, and this rank did not."""
+        self._num_written += 1
+
     def write(self) -> None:
         """Let the slot have its value now; it stays where it is."""
         if self.is_here and self._is_written():
-            self._slot.write(self.tensor)
+            self.slot.write(self.tensor)
             self._form = _form_of(self.tensor)
             self._num_written += 1
             self._arrived = stamp_in_place(self.tensor)
@@ -133,7 +138,7 @@ class Away:
 
     def copy(self) -> paddle.Tensor:
         """A parameter of its name, flags and value, for one call."""
-        memory = travelling.over_same_memory(self.tensor) if self.is_here else self._slot.read()
+        memory = travelling.over_same_memory(self.tensor) if self.is_here else self.slot.read()
         return travelling.twin_of(self.tensor, memory)
 
     def replace(self, copy: paddle.Tensor) -> None:
@@ -143,13 +148,13 @@ class Away:
             travelling.take_memory(self.tensor, copy)
             self._arrived = None
         else:
-            self._slot.write(copy)
+            self.slot.write(copy)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Its values, wherever it is; a copy."""
         if self.is_here:
             return np.array(self.copy().numpy())
-        return self._slot.numpy()
+        return self.slot.numpy()
 
 
 def _form_of(tensor: paddle.Tensor) -> tuple[list[int], Any]:

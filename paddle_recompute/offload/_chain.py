@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import keep_elsewhere
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._gradients import ChainGradients, ShardGradients
+from paddle_recompute.offload._ranks import Carrier, HereSlot, OwnedShard
 from paddle_recompute.recompute import MakeSlot
 
 
@@ -19,16 +22,25 @@ class Shard:
         gradients: Theirs.
         state: Tensors of the optimizer that come with them when it makes its step.
         has_stepped: Whether it has made one.
-        make_slot: Where they are when they are not on the device.
+        make_slot: Where gradients and state are when they are not on the device.
+        owned: Which rank has all of that; None: every rank.
     """
 
-    def __init__(self, name: str, parameters: Sequence[Away], make_slot: MakeSlot) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[Away],
+        make_slot: MakeSlot,
+        owned: OwnedShard | None = None,
+    ) -> None:
         self.name = name
+        self.owned = owned
         self.parameters = list(parameters)
         self.state: list[Away] = []
         self.has_stepped = False
         self.make_slot = make_slot
         self.gradients = ShardGradients(name, [p.tensor for p in parameters], make_slot)
+        self.gradients.is_own = self.is_own
         for index, away in enumerate(parameters):
             away.gradients, away.index = weakref.ref(self.gradients), index
         self._num_residents = 0
@@ -38,7 +50,27 @@ class Shard:
         """Of the parameters."""
         return sum(int(p.tensor.size) * p.tensor.element_size() for p in self.parameters)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank updates it."""
+        return self.owned is None or self.owned.is_own
+
+    @property
+    def _is_here(self) -> bool:
+        return all(away.is_here for away in self.parameters)
+
     def bring(self) -> None:
+        if self.owned is not None and not self._is_here:
+            self.owned.bring()
+        self._take()
+
+    def bring_own(self) -> None:
+        """`bring` for an update, which its owner makes alone."""
+        if self.owned is not None:
+            self.owned.bring_own()
+        self._take()
+
+    def _take(self) -> None:
         for away in self.parameters:
             away.prefetch()
         for away in self.parameters:
@@ -73,8 +105,16 @@ class Shard:
                 away.guard()
 
     def prefetch(self) -> None:
+        if self.owned is not None and not self._is_here:
+            self.owned.prefetch()
         for away in self.parameters:
             away.prefetch()
+
+    def cancel_prefetch(self) -> None:
+        if self.owned is not None:
+            self.owned.cancel_prefetch()
+        for away in self.parameters:
+            away.cancel_prefetch()
 
     def write(self) -> None:
         for away in self.parameters:
@@ -83,8 +123,8 @@ class Shard:
     def release(self) -> None:
         if self.is_resident:
             return
+        self.cancel_prefetch()
         for away in self.parameters:
-            away.cancel_prefetch()
             away.unguard()
             away.release()
             away.guard()
@@ -98,6 +138,7 @@ class Chain:
         taken: All that the chain has taken off the device, also what has come back for good.
         make_slot: Where they are when they are not on the device.
         prefetch: How many shards are on their way while one computes.
+        carrier: Shards live with the ranks of it; None: all with each rank.
     """
 
     def __init__(
@@ -107,10 +148,16 @@ class Chain:
         make_slot: MakeSlot,
         *,
         prefetch: int,
+        carrier: Carrier | None = None,
     ) -> None:
         self.prefetch = prefetch
-        self.shards = [Shard(name, parameters, make_slot) for name, parameters in groups]
-        self.gradients = ChainGradients([shard.gradients for shard in self.shards])
+        self.is_spread = carrier is not None
+        if carrier is None:
+            self.shards = [Shard(name, parameters, make_slot) for name, parameters in groups]
+        else:
+            self.shards = _spread(groups, carrier)
+        ranks = carrier.ranks if carrier is not None else ()
+        self.gradients = ChainGradients([shard.gradients for shard in self.shards], ranks)
         self._here: int | None = None
         for away in taken:
             away.owner = weakref.ref(self)
@@ -133,14 +180,13 @@ class Chain:
         if self._here not in (None, index):
             left = self.shards[self._here or 0]
             self._here = None
+            left.release()  # before its gradients are joined, which takes memory
             self.gradients.collect(left.gradients)
-            left.release()
         self.shards[index].bring()
         self._here = index
         for other, shard in enumerate(self.shards):
             if other != index and other not in then:
-                for away in shard.parameters:
-                    away.cancel_prefetch()
+                shard.cancel_prefetch()
         for other in then:
             self.shards[other].prefetch()
         try:
@@ -151,6 +197,10 @@ class Chain:
     @contextlib.contextmanager
     def resident(self, indices: Iterable[int]) -> Iterator[None]:
         """Have the shards of `indices` on the device as if they were not offloaded."""
+        if self.is_spread:
+            raise OffloadError(
+                "resident() is not supported with offload='ranks'; use offload='host'"
+            )
         come: list[Shard] = []
         try:
             for index in indices:
@@ -171,4 +221,20 @@ class Chain:
 
     def note_backward(self, index: int) -> None:
         """A backward through shard `index` has ended."""
-        self.shards[index].gradients.num_backwards += 1
+        shard = self.shards[index]
+        shard.gradients.num_backwards += 1
+        if self.is_spread and index == 0:  # its gradients are collected when another one comes
+            shard.release()
+
+
+def _spread(groups: Sequence[tuple[str, Sequence[Away]]], carrier: Carrier) -> list[Shard]:
+    """Shards that live with one rank each."""
+    sizes = [sum(int(one.tensor.size) for one in parameters) for _, parameters in groups]
+    owners = carrier.owners(sizes)
+    shards = []
+    for (name, parameters), owner in zip(groups, owners, strict=True):
+        members: list[Any] = [
+            (one.slot, list(one.tensor.shape), one.tensor.dtype) for one in parameters
+        ]
+        shards.append(Shard(name, parameters, HereSlot, OwnedShard(carrier, name, owner, members)))
+    return shards

@@ -11,6 +11,7 @@ from paddle_recompute._paddle.layers import own_parameters, statistics_among_par
 from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.offload._away import Away, away_of, let_travel
 from paddle_recompute.offload._chain import Chain
+from paddle_recompute.offload._ranks import Carrier
 from paddle_recompute.offload._rule import enforce
 from paddle_recompute.recompute import MakeSlot
 
@@ -73,6 +74,7 @@ def chain_of(
     *,
     prefetch: int = 1,
     names: Sequence[str] | None = None,
+    carrier: Carrier | None = None,
 ) -> tuple[Chain, list[range]]:
     """`layers`, whose parameters are in `away`, in shards of which the largest is small.
 
@@ -83,6 +85,7 @@ def chain_of(
         make_slot: As in `send_away`.
         prefetch: As in `Chain`.
         names: Of the layers, for messages; None: their numbers.
+        carrier: As in `Chain`.
 
     Returns:
         The chain, and the places of each shard's Layers.
@@ -101,7 +104,8 @@ def chain_of(
         (f"shard {number} of {num_shards} ({names[part[0]]} to {names[part[-1]]})", own)
         for number, (part, own) in enumerate(zip(ranges, _owned(layers, ranges, away), strict=True))
     ]
-    return Chain(groups, away.values(), make_slot, prefetch=prefetch), ranges
+    chain = Chain(groups, away.values(), make_slot, prefetch=prefetch, carrier=carrier)
+    return chain, ranges
 
 
 def _owned(

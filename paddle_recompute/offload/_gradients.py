@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from paddle_recompute._paddle import travelling
 from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import PieceSender, SentPiece
+from paddle_recompute.offload._ranks import HereSlot
 from paddle_recompute.recompute import MakeSlot, Slot
 
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -96,6 +98,16 @@ class _StoredGradients:
         self.shown.pop(index, None)
         if index in self._slots:
             self._slots[index].cancel_prefetch()
+            self._free(index)
+
+    def forget_all(self) -> None:
+        self.present = set()
+        for index in list(self._slots):
+            self._free(index)
+
+    def _free(self, index: int) -> None:
+        if isinstance(self._slots[index], HereSlot):  # others have their place for the next step
+            del self._slots[index]
 
 
 class ShardGradients:
@@ -106,6 +118,8 @@ class ShardGradients:
         squares: Sum of the squares of each complete gradient, by the index of its parameter; a
             scalar on the device.
         is_lent: Whether the gradients are in ``.grad``, where the user has them for a while.
+        is_own: Whether this rank keeps them when they are the means over the ranks.
+        are_spread: Whether they are those of one rank then; nobody can read or set them.
     """
 
     def __init__(self, name: str, parameters: Sequence[paddle.Tensor], make_slot: MakeSlot) -> None:
@@ -118,6 +132,8 @@ class ShardGradients:
         self.present_here: set[int] = set()
         """The indices of the parameters that have a gradient on this rank."""
         self.is_lent = False
+        self.is_own, self.are_spread = True, False
+        self._means: set[int] = set()
         self._kept = _StoredGradients(self.parameters, make_slot)
         self._late = _StoredGradients(self.parameters, make_slot)
 
@@ -152,6 +168,11 @@ class ShardGradients:
 
     def begin_backward(self) -> None:
         """A forward begins whose backward will add to ``.grad``: what is there is added before."""
+        if self.are_spread and self._means:
+            raise OffloadError(
+                f"{self.name} has gradients of the step before, which only its owner has; with "
+                "offload='ranks' call clear_grad() of the optimizer before the next forward"
+            )
         if self._kept.present and not self.is_sent:
             self.keep(self.take())
 
@@ -172,7 +193,7 @@ class ShardGradients:
         kept.prefetch()
         totals = [kept.with_added(i, taken.pop(i, None)) for i in range(len(self.parameters))]
         self.present_here |= {i for i, total in enumerate(totals) if total is not None}
-        kept.present = set()
+        kept.forget_all()
         self.is_sent = True
         return totals
 
@@ -192,7 +213,11 @@ class ShardGradients:
                 assert gradient is not None
             if how.norm_dtype is not None:
                 self.squares[index] = gradient.astype(how.norm_dtype).square().sum()
-            self._kept.put(index, gradient)
+            self._means.add(index)
+            if self.is_own:
+                self._kept.put(index, gradient)
+            else:
+                self._kept.put_zero(index)  # takes no memory
         self.is_complete = True
 
     def without(self, indices: set[int]) -> None:
@@ -226,11 +251,13 @@ class ShardGradients:
 
     def show(self, index: int) -> paddle.Tensor | None:
         """The gradient of the parameter `index`, for somebody who may change it in place."""
+        self._refuse_access(index)
         self.keep(self.take())
         return self._kept.show(index)
 
     def replace(self, index: int, gradient: paddle.Tensor) -> None:
         """Make `gradient` that of the parameter `index`."""
+        self._refuse_access(index)
         self.clear([index], set_to_zero=False)
         self._kept.shown[index] = gradient
         self._kept.put(index, gradient)
@@ -251,6 +278,7 @@ class ShardGradients:
                 self._kept.shown[index].zero_()
             self._kept.forget(index)
             self._late.forget(index)
+            self._means.discard(index)
             self.squares.pop(index, None)
             travelling.set_gradient(parameter, None)
             if had_one and set_to_zero:
@@ -277,6 +305,13 @@ class ShardGradients:
         for index, gradient in self.take().items():
             self._kept.put(index, gradient)
 
+    def _refuse_access(self, index: int) -> None:
+        if self.are_spread:
+            raise OffloadError(
+                f"the gradient of {self.parameters[index].name} is with the owner of its shard; "
+                "with offload='ranks' gradients cannot be read or set. Use offload='host' for that"
+            )
+
     def _begin_anew(self) -> None:
         self.squares = {}
         self.present_here = set()
@@ -290,9 +325,16 @@ class ChainGradients:
     In the last backward of a step a shard's gradient is complete when it has seen as many backwards
     as in the step before; it is sent then, while the next shard computes, always in the order from
     the last shard to the first. What comes later than that is added at the end.
+
+    Args:
+        shards: In the order of the forward.
+        ranks: Each of `shards` is kept by one of these ranks; empty: all, by each rank.
     """
 
-    def __init__(self, shards: Sequence[ShardGradients]) -> None:
+    def __init__(self, shards: Sequence[ShardGradients], ranks: Sequence[int] = ()) -> None:
+        self._ranks = tuple(ranks)
+        for shard in shards:
+            shard.are_spread = len(self._ranks) > 1
         self._order = list(reversed(shards))
         self.on_complete = OnComplete()
         self._armed = False
@@ -322,6 +364,7 @@ class ChainGradients:
                 "gradients are synchronized inside of resident(), where they are in .grad and not "
                 "with their shards; leave resident() before last_backward()"
             )
+        self._check_ranks(sender)
         self._sender = sender
         self._armed, self._next = True, 0
         for shard in self._order:
@@ -345,6 +388,7 @@ class ChainGradients:
             shard.keep(taken)
 
     def finish(self) -> None:
+        self._check_ranks(self._sender)
         kept = [shard for shard in self._order if not shard.is_lent]
         for shard in kept:
             shard.keep(shard.take())
@@ -375,6 +419,27 @@ class ChainGradients:
             if is_late:
                 self._complete(shard, {})
                 self._take_sent()
+                if shard.are_spread:
+                    self._share_squares(shard)
+
+    def _check_ranks(self, sender: PieceSender | None) -> None:
+        ranks = sender.ranks if sender is not None else ()
+        if len(self._ranks) > 1 and ranks != self._ranks:
+            raise OffloadError(
+                f"the shards are owned by {len(self._ranks)} ranks (offload='ranks'), and their "
+                "gradients are not synchronized between all of them. Use TrainStep, or run the "
+                "last backward inside of GradientSync(model).last_backward()"
+            )
+
+    def _share_squares(self, shard: ShardGradients) -> None:
+        """What came late was added by the owner alone, which knows the squares of the sums."""
+        assert self._sender is not None
+        indices = sorted(shard.squares)
+        own = [float(shard.squares[i]) if shard.is_own else -math.inf for i in indices]
+        own = [math.inf if math.isnan(one) else one for one in own]  # no maximum has a NaN
+        told = self._sender.largest(own, f"the norms of {shard.name}")
+        for index, value in zip(indices, told, strict=True):
+            shard.squares[index] = paddle.full_like(shard.squares[index], value)
 
     def _is_next(self, shard: ShardGradients) -> bool:
         if self._expected is None or self._order[self._next] is not shard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import paddle
 
 from paddle_recompute._paddle.travelling import set_values_of, twin_of
 from paddle_recompute.offload._away import Away, away_of
+from paddle_recompute.offload._resident import chains_of
 
 
 def on_host(values: Any, name: str, dtype: Any) -> paddle.Tensor:
@@ -24,10 +26,28 @@ def show_values_in_state_dict(layer: paddle.nn.Layer) -> None:
     def show(state: MutableMapping[str, Any]) -> None:
         for key, value in state.items():
             away = away_of(value)
-            if away is not None:
+            if away is not None and _keeps_nothing.get():
+                away.numpy()  # an exchange between ranks
+            elif away is not None:
                 state[key] = _copy_of(value, away)
 
     layer.register_state_dict_hook(show)
+
+
+_keeps_nothing = contextvars.ContextVar("keeps_nothing", default=False)
+
+
+def take_part_in_state_dict(model: paddle.nn.Layer) -> None:
+    """To be called while other ranks call ``model.state_dict()``: with ``offload="ranks"`` they
+    get parameters that this rank owns.
+    """
+    if not any(chain.is_spread for chain in chains_of(model)):
+        return
+    token = _keeps_nothing.set(True)
+    try:
+        model.state_dict()
+    finally:
+        _keeps_nothing.reset(token)
 
 
 def _copy_of(parameter: paddle.Tensor, away: Away) -> paddle.Tensor:

@@ -14,6 +14,7 @@ from paddle_recompute.errors import ConfigError, OffloadError, SelectionError
 from paddle_recompute.offload import _shard_call
 from paddle_recompute.offload._chain import Chain
 from paddle_recompute.offload._cut import chain_of, send_away, sent_away
+from paddle_recompute.offload._ranks import Carrier, RankSlot
 from paddle_recompute.offload._resident import chains_of
 from paddle_recompute.offload._state import show_values_in_state_dict
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
@@ -36,7 +37,7 @@ class OffloadReport:
     Attributes:
         shards: The names of the Layers of each shard, in the order of the forward.
         num_bytes: The bytes of the parameters of each.
-        place: Where they are: ``"host"`` or ``"disk"``.
+        place: Where they are: ``"host"``, ``"disk"`` or ``"ranks"``.
     """
 
     shards: tuple[tuple[str, ...], ...]
@@ -45,9 +46,10 @@ class OffloadReport:
 
     def __str__(self) -> str:
         total = format_bytes(sum(self.num_bytes))
+        place = "ranks, each shard with one" if self.place == "ranks" else self.place
         lines = [
             f"offload: {total} of parameters, with their gradients and optimizer state, to the "
-            f"{self.place}, in {len(self.shards)} shards of at most "
+            f"{place}, in {len(self.shards)} shards of at most "
             f"{format_bytes(max(self.num_bytes))}"
         ]
         for names, size in zip(self.shards, self.num_bytes, strict=True):
@@ -103,7 +105,7 @@ def offload_layers(model: paddle.nn.Layer, config: RecomputeConfig) -> OffloadRe
         model: Any Layer. Its selected sublayers change in place; all else stays on the device.
         config: ``checkpoints`` selects the Layers, ``offload_parameters`` says where their
             parameters, gradients and optimizer state are, ``num_shards`` into how many shards they
-            are cut. Their inputs wait there too.
+            are cut. Their inputs wait there too, but for ``"ranks"``.
 
     Returns:
         The shards.
@@ -115,7 +117,7 @@ def offload_layers(model: paddle.nn.Layer, config: RecomputeConfig) -> OffloadRe
     """
     place = config.offload_parameters
     if place == "none":
-        raise ConfigError("offload_parameters is none; set it to host or disk")
+        raise ConfigError("offload_parameters is none; set it to host, disk or ranks")
     if config.checkpoints == [AUTO]:
         names = [name for one in find_blocks(model) for name in one.names]
     else:
@@ -123,18 +125,21 @@ def offload_layers(model: paddle.nn.Layer, config: RecomputeConfig) -> OffloadRe
     found = dict(model.named_sublayers())
     layers = [found[name] for name in names]
     _check_not_wrapped(names, layers)
-    make_slot = slots(place, None)
+    carrier = Carrier() if place == "ranks" else None
+    make_slot = RankSlot if place == "ranks" else slots(place, None)
     others = _others(model, layers)
     with sent_away() as away:
         for layer in layers:
             send_away(layer, away, make_slot, but=others)
-        chain, ranges = chain_of(layers, config.num_shards, away, make_slot, names=names)
+        chain, ranges = chain_of(
+            layers, config.num_shards, away, make_slot, names=names, carrier=carrier
+        )
     shards = tuple(tuple(names[part.start : part.stop]) for part in ranges)
     for number, part in enumerate(ranges):
         for layer in layers[part.start : part.stop]:
             layer._offload_chain = chain
             layer._offload_shard = number
-            layer._offload_inputs = OFFLOADS[place]
+            layer._offload_inputs = OFFLOADS[None if place == "ranks" else place]
             replace_class(layer, OffloadedLayer)
     show_values_in_state_dict(model)
     return OffloadReport(shards, tuple(shard.num_bytes for shard in chain.shards), place)

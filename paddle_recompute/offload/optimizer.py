@@ -60,6 +60,22 @@ class OffloadOptimizer:
         first = [self._rest] if self._rest is not None else []
         return [*first, *self._of_shard.values()]
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether its state is that of some shards only, and other ranks have the rest."""
+        return any(not shard.is_own for chain in self._chains for shard in chain.shards)
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """Paddle's names of the parameters that every rank updates."""
+        return frozenset(p.name for p in self._parameter_list if owner_of(p) is None)
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Paddle's names of the parameters that this rank updates."""
+        own = [p.name for shard, _ in self._shards() for p in shard.gradients.parameters]
+        return self.shared.union(own)
+
     # ------------------------------------------------------------------------- for TrainStep
 
     def finish_with(self, on_complete: OnComplete) -> None:
@@ -98,6 +114,9 @@ class OffloadOptimizer:
         for chain in self._chains:
             if not chain.gradients.is_complete:  # not in a last_backward() of GradientSync
                 chain.gradients.finish()
+            if chain.is_spread:
+                self._step_of_own(chain)
+                continue
             for index in reversed(range(len(chain.shards))):
                 with chain.use(index, [index - 1]):
                     self._step_of(chain, index)
@@ -130,7 +149,20 @@ class OffloadOptimizer:
             optimizer.set_lr(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the plain optimizer's; what is off the device comes as copies in host memory."""
+        """As the plain optimizer's; what is off the device comes as copies in host memory.
+
+        Raises:
+            OffloadError: Other ranks have a part of it.
+        """
+        if self.is_spread:
+            raise OffloadError(
+                "with offload='ranks' the optimizer of a rank has the state of its own shards; "
+                "TrainStep.state_dict() gathers that of all ranks"
+            )
+        return self.own_state_dict()
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """`state_dict` of what this rank updates."""
         state: dict[str, Any] = dict(self._rest.state_dict()) if self._rest is not None else {}
         masters = dict(state.pop(_MASTERS, {}))
         for shard, optimizer in self._shards():
@@ -167,12 +199,27 @@ class OffloadOptimizer:
             self._let_state_leave(shard, optimizer, only_masters=not shard.has_stepped)
 
     def _shards(self) -> list[tuple[Shard, paddle.optimizer.Optimizer]]:
+        """Those that this rank updates."""
         return [
             (shard, self._of_shard[id(shard)])
             for chain in self._chains
             for shard in chain.shards
-            if shard.parameters
+            if shard.parameters and shard.is_own
         ]
+
+    def _step_of_own(self, chain: Chain) -> None:
+        """Nothing travels: each shard is with the rank that updates it."""
+        chain.release()
+        for index in reversed(range(len(chain.shards))):
+            shard = chain.shards[index]
+            if shard.is_own:
+                shard.bring_own()
+                self._step_of(chain, index)
+                shard.release()
+                continue
+            shard.gradients.end_step()
+            for away in shard.parameters:
+                away.mark_written_by_owner()
 
     def _step_of(self, chain: Chain, index: int) -> None:
         shard = chain.shards[index]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import paddle
 
@@ -12,6 +12,7 @@ from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.offload import _shard_call
 from paddle_recompute.offload._away import Away
 from paddle_recompute.offload._cut import chain_of, send_away, sent_away
+from paddle_recompute.offload._ranks import Carrier, RankSlot
 from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload._state import show_values_in_state_dict
 from paddle_recompute.offload.optimizer import MakeOptimizer, OffloadOptimizer
@@ -62,7 +63,7 @@ class OffloadSequential(paddle.nn.Sequential):
         layers: paddle.nn.Sequential | Iterable[LayerOrFactory],
         *,
         num_shards: int,
-        offload: Place = "host",
+        offload: Place | Literal["ranks"] = "host",
         num_microbatches: int = 1,
         checkpoint_activations: bool = True,
         prefetch: int = 1,
@@ -76,7 +77,10 @@ class OffloadSequential(paddle.nn.Sequential):
                 device never holds all of them.
             num_shards: Into how many shards; they are cut so that the largest is small.
             offload: ``"host"`` (pinned memory on GPUs; on a CPU it changes nothing) or ``"disk"``
-                (a temporary file, which the system removes even after a crash).
+                (a temporary file, which the system removes even after a crash), or ``"ranks"``:
+                each shard is on the device of one rank, which alone updates it, and the others get
+                its parameters while they compute with it. All ranks then call the chain, and read
+                and write its parameters, together.
             num_microbatches: A shard computes so many parts of the batch one after the other. Every
                 tensor that is as long as the first input is split.
             checkpoint_activations: Whether the backward computes activations again; False keeps
@@ -91,13 +95,14 @@ class OffloadSequential(paddle.nn.Sequential):
         """
         super().__init__()
         _check(num_shards, offload, num_microbatches, prefetch)
-        make_slot = slots(offload, offload_folder)
+        carrier = Carrier() if offload == "ranks" else None
+        make_slot = RankSlot if offload == "ranks" else slots(offload, offload_folder)
         with sent_away() as away:
             self._add(layers, make_slot, away)
             self._offload_chain, self._cuts = chain_of(
-                list(self), num_shards, away, make_slot, prefetch=prefetch
+                list(self), num_shards, away, make_slot, prefetch=prefetch, carrier=carrier
             )
-        self._storage = OFFLOADS[offload]
+        self._storage = OFFLOADS[None if offload == "ranks" else offload]
         self._num_microbatches = num_microbatches
         self._checkpoint = checkpoint_activations
         show_values_in_state_dict(self)
@@ -185,9 +190,10 @@ class _Consecutive:
 
 
 def _check(num_shards: int, offload: str, num_microbatches: int, prefetch: int) -> None:
-    if offload not in PLACES:
+    places = (*PLACES, "ranks")
+    if offload not in places:
         raise ConfigError(
-            f"offload={offload!r} does not exist; it is one of {', '.join(map(repr, PLACES))}"
+            f"offload={offload!r} does not exist; it is one of {', '.join(map(repr, places))}"
         )
     for name, value, least in (
         ("num_shards", num_shards, 1),

@@ -10,9 +10,9 @@ calls of a model; `planning` measures a step under it, and plans anew for what w
 from paddle_recompute.planner.batch_size import costs_of_batch, extrapolated, probe
 from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts, maximum
 from paddle_recompute.planner.find_batch import BatchSize, find_batch_size, largest_that_fits
-from paddle_recompute.planner.front import next_faster, smallest
 from paddle_recompute.planner.job import Job
 from paddle_recompute.planner.offloaded import Offloaded, offloaded
+from paddle_recompute.planner.pareto_front import next_faster, smallest
 from paddle_recompute.planner.planning import (
     MemoryEstimate,
     estimate,

@@ -10,12 +10,12 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.distributed import is_distributed, values_of_ranks
+from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.errors import PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.batch_size import extrapolated, probe, with_rows
-from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.job import Job, LossFn, check_count
+from paddle_recompute.planner.pareto_front import smallest
 from paddle_recompute.planner.planning import bytes_of_budget
 from paddle_recompute.planner.planning import verified as verified_plan
 from paddle_recompute.planner.recompute_plan import RecomputePlan, infeasible, make_plan
@@ -163,4 +163,4 @@ def smallest_of_ranks(rows: int) -> int:
     """The smallest of the ranks' numbers, on all of them."""
     if not is_distributed():
         return rows
-    return min(int(n) for n in values_of_ranks(rows, "the rows of a batch"))
+    return int(reduce_numbers([rows], "min", "the rows of a batch")[0])

@@ -27,10 +27,11 @@ from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import OFFLOADED, StepCosts
 from paddle_recompute.planner.in_program import MeasureCall
-from paddle_recompute.planner.measure import OPTIONS
+from paddle_recompute.planner.measured_call import OPTIONS
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
 from paddle_recompute.recompute import Offload
+from paddle_recompute.sharding import inner_of, parts_of_ranks
 from paddle_recompute.train_step import inputs_of_cache
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
@@ -49,6 +50,8 @@ class Job:
         batch: A sample micro-batch, as `loss_fn` or `grad_cache` take it.
         loss_fn: ``loss_fn(model, batch)`` returns a scalar; None with `grad_cache`.
         optimizer: Its moments are part of the memory; None: there are none.
+        optimizer_ranks: Over how many ranks its state is spread (`ShardedOptimizer`). The largest
+            share counts; where `optimizer` is sharded already, that of this rank.
         grad_cache: Computes the gradient chunk by chunk instead of `loss_fn`.
         sync: Its communication is kept out of the measurement.
         extra_bytes: More bytes that every step begins with, by what they are: communication
@@ -72,6 +75,7 @@ class Job:
     sync: GradientSync | None = None
     extra_bytes: Mapping[str, int] = field(default_factory=dict)
     keeps_gradients: bool = True
+    optimizer_ranks: int = 1
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     preserve_rng_state: bool = True
@@ -179,18 +183,21 @@ class Job:
             **self.extra_bytes,
         }
         if self.optimizer is not None:
-            name = type(self.optimizer).__name__
-            updated = parameters_of_optimizer(self.optimizer) or self.parameters()
+            optimizer = inner_of(self.optimizer)
+            name = type(optimizer).__name__
+            updated = parameters_of_optimizer(optimizer) or self.parameters()
             trained = [p for p in updated if not p.stop_gradient]
+            parts = parts_of_ranks(trained, self.optimizer_ranks)
+            trained = max(parts, key=lambda part: sum(int(p.size) for p in part))
             # Of an optimizer that is not known, what it has made so far.
             numel = sum(int(p.size) for p in trained)
-            exact = _existing_moments(self.optimizer)
+            exact = _existing_moments(optimizer)
             # With the learning rate, a number of four bytes.
             held["moments"] = exact or 4 + 4 * _MOMENTS.get(name, 0) * numel + (
                 2 * 4 * len(trained) if name in ("Adam", "AdamW", "Lamb", "NAdam", "RAdam") else 0
             )
             half = [p for p in trained if _nested.dtype_name(p.dtype) in ("float16", "bfloat16")]
-            if keeps_master_weights(self.optimizer):
+            if keeps_master_weights(optimizer):
                 held["masters"] = 4 * sum(int(p.size) for p in half)
         return held
 
@@ -207,7 +214,7 @@ class Job:
         """Those of the held bytes that are allocated now."""
         moments = 0
         if self.optimizer is not None:
-            moments = _existing_moments(self.optimizer)
+            moments = _existing_moments(inner_of(self.optimizer))
         there = held["parameters"] + held["buffers"] + held["batch"]
         return there + (held["moments"] + held["masters"] if moments else 0)
 

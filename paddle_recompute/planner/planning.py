@@ -17,8 +17,8 @@ from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.options import RecomputeConfig, byte_count
 from paddle_recompute.planner.batch_size import costs_of_batch
 from paddle_recompute.planner.costs import WHOLE, StepCosts
-from paddle_recompute.planner.front import smallest
 from paddle_recompute.planner.job import Job, LossFn
+from paddle_recompute.planner.pareto_front import smallest
 from paddle_recompute.planner.policies import choices_of_policy, uniform
 from paddle_recompute.planner.recompute_plan import (
     MOST_CORRECTIONS,
@@ -181,8 +181,9 @@ def plan(
         grad_cache: As in `estimate`.
         sync: As in `estimate`.
         checkpoints: As in `estimate`.
-        verify: Run forward and backward under the plan and measure them; what they take more than
-            predicted counts as held, and the plan is made anew, at most three times.
+        verify: Run forward and backward under the plan and measure them. If they take more than
+            predicted, the difference is added to the bytes that the step always holds, and the plan
+            is made again, at most three times.
         progress: As in `estimate`.
         **options: As in `estimate`.
 
@@ -263,7 +264,8 @@ def within_budget(
 ) -> RecomputePlan:
     """The plan whose measured step is within the budget: `found`, or one that is made anew.
 
-    What a step took more than predicted counts as held in the next plan. Before the budget is
+    If a step takes more than predicted, the next plan adds the difference to the bytes that the
+    step always holds. Before the budget is
     refused, the plan with the smallest peak and that with all blocks recomputed are measured.
 
     Args:
@@ -299,16 +301,16 @@ def within_budget(
             break
         if found.hash in measured:
             break
-    least = smallest(found.costs)
     if not within:
+        least = smallest(found.costs)
         # Which of these takes least, the costs do not say: of a Program, or of blocks whose losses
         # are summed, so that all of them are computed again at once.
         for choices in (least.choices, uniform(found.costs, WHOLE)):
             low = replace(found, choices=choices)
             if low.hash not in measured:
                 fits(low)
-    if not within:
-        raise PlanError(infeasible(found.costs, budget, least, measured.values()))
+        if not within:
+            raise PlanError(infeasible(found.costs, budget, least, measured.values()))
     return min(within, key=lambda one: one.seconds)
 
 

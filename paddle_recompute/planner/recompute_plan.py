@@ -17,9 +17,9 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
-from paddle_recompute.planner.front import smallest
-from paddle_recompute.planner.measure import parts_of_options
+from paddle_recompute.planner.measured_call import parts_of_options
 from paddle_recompute.planner.offloaded import offloaded
+from paddle_recompute.planner.pareto_front import smallest
 from paddle_recompute.planner.partial_options import is_partial
 from paddle_recompute.planner.simulate import (
     JOINED,
@@ -351,6 +351,11 @@ def make_plan(
     )
 
 
+_SHARD = (
+    "spread the optimizer's state over more ranks (strategy.sharding: true, or ShardedOptimizer)"
+)
+
+
 def infeasible(
     costs: StepCosts, memory_budget: int, least: Solution, measured: Collection[int] = ()
 ) -> str:
@@ -369,11 +374,12 @@ def infeasible(
         lower.append("name the parts of that block as checkpoints instead, so that less is live")
     if costs.held.get("moments"):
         lower.append("use an optimizer with smaller moments")
+        lower.append(_SHARD)
     if costs.offload is None and any(call.input_bytes for call in costs.calls):
         lower.append("let inputs of blocks wait off the device (offload='host' or 'disk')")
     lower.append("give a smaller batch or gradient-cache chunk")
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
-        lower = ["use fewer or smaller parameters, or an optimizer with smaller moments"]
+        lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", _SHARD]
     off = offloaded(costs)
     if off is not None and off.peak_bytes < least.peak:
         within = "within" if off.peak_bytes <= memory_budget else "still not within"

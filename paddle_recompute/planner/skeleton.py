@@ -19,7 +19,7 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.amp import AmpState, amp_state
 from paddle_recompute._paddle.layers import is_initialized, is_parameter
-from paddle_recompute._paddle.saved_tensors import layout_of
+from paddle_recompute._paddle.saved_tensors import look_of
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import Event
 from paddle_recompute.planner.signatures import structure_of
@@ -413,8 +413,7 @@ def _pointers(value: Any) -> dict[int, int]:
 
 def _owns_its_memory(tensor: paddle.Tensor) -> bool:
     """Whether nothing says that `tensor` is a part of another one."""
-    layout = layout_of(tensor)
-    return layout is not None and not layout[1] and bool(tensor.is_contiguous())
+    return look_of(tensor)[2:] == (None, 0)
 
 
 def _likenesses(inputs: Any) -> tuple[Any, ...]:

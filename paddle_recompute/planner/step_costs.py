@@ -16,7 +16,7 @@ from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
 from paddle_recompute.planner.in_program import MeasureCall
-from paddle_recompute.planner.measure import OPTIONS, MeasuredCall
+from paddle_recompute.planner.measured_call import OPTIONS, MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import Offload, is_treated
 from paddle_recompute.replay import RngState

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,56 +32,62 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._nested import describe, dtype_name
-from paddle_recompute._paddle.backward import current_backward
+from paddle_recompute._paddle.backward import current_backward, is_last_backward, set_gradients
 from paddle_recompute._paddle.layers import is_parameter
-from paddle_recompute._paddle.saved_tensors import Layout, layout_of
+from paddle_recompute._paddle.saved_tensors import Look, look_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
-from paddle_recompute.recompute._hooks import Kept, Recorder, innermost, recording
+from paddle_recompute.recompute._hooks import (
+    Kept,
+    Recorder,
+    begin_recording,
+    end_recording,
+    innermost,
+)
 from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import REPETITION_ADVICE, Call, Stamp, is_written_since
 from paddle_recompute.replay import stamp as stamp_of
 
-Likeness = tuple[Any, tuple[int, ...]]
-"""Dtype and shape of a tensor."""
+_RELEASED = (
+    "The inputs of a recomputed function were released: its backward ran, or failed, without "
+    "retain_graph=True."
+)
 
 
-class FrameTicket:
-    """A placeholder in the graph for a tensor that a frame can recompute."""
+class FrameTicket(Kept):
+    """A placeholder in the graph for a tensor that a frame can recompute.
 
-    __slots__ = ("__weakref__", "frame", "is_spent", "kept", "why_gone")
+    It holds the tensor from the second run until the operator's backward asks.
+    """
+
+    __slots__ = ("__weakref__", "frame", "is_spent", "why_gone")
 
     def __init__(self, frame: Frame) -> None:
         self.frame: Frame | None = frame
-        self.kept: Kept | None = None
-        """The tensor itself, once the frame is over and the operator's backward is not."""
-        self.why_gone = (
-            "The inputs of a recomputed function were released: its backward ran, or failed, "
-            "without retain_graph=True."
-        )
+        self.tensor = None
+        self.why_gone = _RELEASED
         self.is_spent = False
         """Whether the operator's backward is over and cannot run again."""
 
     def value(self) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
-        if self.kept is not None:
-            return self.kept.value()
-        if self.frame is None:
-            raise RecomputeError(self.why_gone)
-        return self.frame.value_of(self)
+        frame, is_last = self.frame, is_last_backward()
+        if frame is None:
+            if self.tensor is None:
+                raise RecomputeError(self.why_gone)
+            return self.take(is_last)
+        if self.tensor is None:
+            frame.recompute(is_last)
+        value = self.take(True)
+        if is_last and not self.is_spent:
+            self.is_spent = True
+            frame.num_unspent -= 1
+            if frame.num_unspent <= 0:
+                frame.end_if_spent()
+        return value
 
 
-@dataclass
-class _Saved:
-    """One tensor that the first run saved: its ticket, dtype, shape and checksum."""
-
-    ticket: weakref.ref[FrameTicket]
-    likeness: Likeness
-    layout: Layout | None
-    checksum: int | None
-
-
-@dataclass
+@dataclass(slots=True)
 class _Part:
     """One call of a frame; its inputs come from outside or from earlier parts."""
 
@@ -95,7 +102,7 @@ class _OutputTicket:
     ticket: weakref.ref[FrameTicket]
     part: int
     leaf: int
-    layout: Layout | None
+    look: Look
 
 
 class Frame:
@@ -108,41 +115,58 @@ class Frame:
     def __init__(self, storage: InputStorage) -> None:
         self.parts: list[_Part] = []
         self._storage = storage
-        self._saved: list[_Saved] = []
+        # Of each tensor that the first run saved: its ticket, what it looked like, its checksum.
+        self.tickets: list[weakref.ref[FrameTicket]] = []
+        self.looks: list[Look] = []
+        self.checksums: dict[int, int] = {}
         self._output_tickets: list[_OutputTicket] = []
-        self._values: weakref.WeakKeyDictionary[FrameTicket, Kept] = weakref.WeakKeyDictionary()
-        """What the second run saved; a ticket takes its tensor out."""
         self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, _Link]] = {}
-        self._recording = False
-        self._compare_values = False
-        self._num_unspent: int | None = None
-        """Tickets that operators still need, at most; None before the last backward asks."""
+        self._recording: Call | None = None
+        self._is_ending = False
+        self.num_unspent = 0
+        """Tickets that operators still need, at most, once the last backward has asked."""
 
-    def record(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `call` for the first time, as the next part; returns its result."""
-        inputs = _keep(self, self._storage, innermost(), (args, kwargs))
-        self._recording, self._compare_values = True, call.compare_values
-        num_saved = len(self._saved)
+    def record(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, linked: bool = False
+    ) -> Any:
+        """Run `call` for the first time, as the next part; returns its result.
+
+        Args:
+            call: The call.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            linked: Whether `link_to` or `ticket_for_output` will be asked for its outputs.
+
+        Raises:
+            HooksAreTaken: Before anything has run: hooks of other code are in force.
+        """
+        outer = innermost()
+        if not begin_recording(self):
+            raise HooksAreTaken
+        num_saved = len(self.tickets)
         try:
-            with recording(self):
-                outputs = call.first(args, kwargs)
+            inputs = _keep(self, self._storage, outer, (args, kwargs))
+            self._recording = call
+            outputs = call.first(args, kwargs)
         except BaseException:
             self._forget(num_saved, call.name)
             raise
         finally:
-            self._recording = False
-        part = len(self.parts)
+            self._recording = None
+            end_recording()
         self.parts.append(_Part(call, inputs))
-        for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
-            link = _Link(part, leaf)
-            self._outputs[id(tensor)] = (weakref.ref(tensor), stamp_of(tensor), link)
+        if linked:
+            for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
+                link = _Link(len(self.parts) - 1, leaf)
+                self._outputs[id(tensor)] = (weakref.ref(tensor), stamp_of(tensor), link)
         return outputs
 
     def _forget(self, num_saved: int, name: str) -> None:
         """Undo a part that raised, so that the caller may catch the error and continue."""
-        failed, self._saved[num_saved:] = self._saved[num_saved:], []
-        for saved in failed:
-            ticket = saved.ticket()
+        failed = self.tickets[num_saved:]
+        del self.tickets[num_saved:], self.looks[num_saved:]
+        for reference in failed:
+            ticket = reference()
             if ticket is not None:  # a tensor of the failed part is still referenced
                 ticket.frame = None
                 ticket.why_gone = (
@@ -152,7 +176,7 @@ class Frame:
 
     def link_to(self, tensor: paddle.Tensor) -> _Link | None:
         """The output of an earlier part that `tensor` is; None if it is none or was changed."""
-        if id(tensor) not in self._outputs or not self.parts:  # no parts: its backward is over
+        if not self.parts or id(tensor) not in self._outputs:  # no parts: its backward is over
             return None
         known, stamp, link = self._outputs[id(tensor)]
         output = known()  # None or another tensor if the id was reused
@@ -166,69 +190,65 @@ class Frame:
         if link is None:
             return None
         ticket = FrameTicket(self)
-        layout = layout_of(tensor)
         self._output_tickets.append(
-            _OutputTicket(weakref.ref(ticket), link.part, link.leaf, layout)
+            _OutputTicket(weakref.ref(ticket), link.part, link.leaf, look_of(tensor))
         )
         return ticket
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
         ticket = FrameTicket(self)
-        checksum = _checksum(tensor) if self._compare_values else None
-        layout = layout_of(tensor)
-        self._saved.append(_Saved(weakref.ref(ticket), _likeness(tensor), layout, checksum))
+        self.tickets.append(weakref.ref(ticket))
+        self.looks.append(look_of(tensor))
+        if self._recording is not None and self._recording.compare_values:
+            self.checksums[len(self.tickets) - 1] = _checksum(tensor)
         return ticket
 
-    def value_of(self, ticket: FrameTicket) -> paddle.Tensor:
-        """The tensor of `ticket`; runs the function again if necessary."""
-        backward = current_backward()
-        is_last = backward is not None and not backward.retain_graph
-        if ticket not in self._values:
-            try:
-                self._recompute()
-            except BaseException:
-                self._values.clear()  # of a second forward that raised before its checks
-                if is_last:  # Paddle keeps what it held when a hook raises
-                    self._release()
-                raise
-        value = self._values.pop(ticket).value()
-        if backward is not None and is_last:
-            if self._num_unspent is None:
-                self._num_unspent = len(self._tickets())
-                backward.at_end[id(self)] = self._end
-            self._num_unspent -= not ticket.is_spent
-            ticket.is_spent = True
-            if self._num_unspent <= 0:  # its inputs need not wait for the blocks before it
-                self._release_if_spent()
-        return value
+    def recompute(self, is_last: bool) -> None:
+        """Run the function again, which gives their tensors to the tickets."""
+        try:
+            self._recompute()
+        except BaseException:
+            tickets = self._live_tickets()
+            for ticket in tickets:
+                ticket.tensor = None  # of a second forward that raised before its checks
+            if is_last:  # Paddle keeps what it held when a hook raises
+                self._release(tickets)
+            raise
 
-    def _release_if_spent(self) -> None:
-        """Release the inputs once no operator needs them, even if an output is still referenced."""
-        if all(ticket.is_spent for ticket in self._tickets()):
-            self._release()
+    def end_if_spent(self) -> None:
+        """Release the inputs once all tickets have been asked for the last time, even if an output
+        is still referenced: they need not wait for the blocks before this one.
+        """
+        if not self._is_ending:
+            self._is_ending = True
+            backward = current_backward()
+            assert backward is not None
+            backward.at_end[id(self)] = self._end
+            self.num_unspent += len(self._live_tickets())
+        if self.num_unspent <= 0:
+            self._release_if(lambda ticket: ticket.is_spent)
 
     def _end(self) -> None:
         """Release the inputs at the end of a backward, unless a ticket needs another second run."""
-        unspent = [ticket for ticket in self._tickets() if not ticket.is_spent]
-        if all(ticket in self._values for ticket in unspent):
-            for ticket in unspent:
-                ticket.kept = self._values[ticket]
-            self._release()
+        self._release_if(lambda ticket: ticket.is_spent or ticket.tensor is not None)
 
-    def _release(self) -> None:
+    def _release_if(self, is_over: Callable[[FrameTicket], bool]) -> None:
+        tickets = self._live_tickets() if self.parts else []
+        if all(map(is_over, tickets)):
+            self._release(tickets)
+
+    def _release(self, tickets: list[FrameTicket]) -> None:
         self.parts.clear()
-        self._values.clear()
         # The graph keeps its tickets as long as an output is referenced.
-        for ticket in self._tickets():
+        for ticket in tickets:
             ticket.frame = None
 
-    def _tickets(self) -> list[FrameTicket]:
+    def _live_tickets(self) -> list[FrameTicket]:
         """The tickets that are still referenced."""
-        references = [saved.ticket for saved in self._saved]
-        references += [promise.ticket for promise in self._output_tickets]
-        tickets = [reference() for reference in references]
-        return [ticket for ticket in tickets if ticket is not None]
+        tickets = [ticket for reference in self.tickets if (ticket := reference()) is not None]
+        promised = [promise.ticket() for promise in self._output_tickets]
+        return tickets + [ticket for ticket in promised if ticket is not None]
 
     @property
     def name(self) -> str:
@@ -237,7 +257,7 @@ class Frame:
         return first if len(self.parts) == 1 else f"{first} to {last}"
 
     def _recompute(self) -> None:
-        if self._recording:
+        if self._recording is not None:
             raise RecomputeError(
                 "A recomputed function asks for gradients of its own intermediate results while "
                 "it is still running (paddle.grad or backward inside it). Move that part out of "
@@ -245,23 +265,35 @@ class Frame:
             )
         again = _Repetition(self)
         outputs: list[list[paddle.Tensor]] = []
+        is_linked = bool(self._outputs)
         for part in self.parts:
             args, kwargs = _fetch(part.inputs, outputs)
             # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores
             # hooks that are registered then.
-            with paddle.set_grad_enabled(True), recording(again):
+            had_gradients = set_gradients(True)
+            begin_recording(again)
+            try:
                 result = part.call.repeat(args, kwargs)
-            outputs.append(list(_nested.tensors_in(result)))
+            finally:
+                end_recording()
+                set_gradients(had_gradients)
+            if is_linked:
+                outputs.append(list(_nested.tensors_in(result)))
         again.finish()
         for promise in self._output_tickets:
             ticket = promise.ticket()
             if ticket is not None:
-                output = outputs[promise.part][promise.leaf]
-                self._values[ticket] = Kept(output, promise.layout)
+                ticket.keep(outputs[promise.part][promise.leaf], promise.look)
+
+
+class HooksAreTaken(Exception):
+    """Saved-tensor hooks of other code are in force."""
 
 
 class _Repetition:
     """The second run of a frame: passes its saved tensors to the frame's tickets."""
+
+    __slots__ = ("_can_go_on", "_count", "_difference", "_frame")
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
@@ -272,19 +304,27 @@ class _Repetition:
     def pack(self, tensor: paddle.Tensor) -> None:
         """Pass the tensor to the ticket of the same number, if that ticket is still referenced."""
         frame, number = self._frame, self._count
-        self._count += 1
-        if number >= len(frame._saved):
+        self._count = number + 1
+        if number >= len(frame.tickets):
             return
-        saved = frame._saved[number]
-        if self._difference is None:
-            self._difference = self._compare(saved, tensor, number)
-        ticket = saved.ticket()
-        if _likeness(tensor) != saved.likeness:
+        was, look = frame.looks[number], look_of(tensor)
+        if was != look and was[:2] != look[:2]:
             # Then it is not known which tensor is which, though others may be alike by chance.
             self._can_go_on = False
-        elif ticket is not None:
+            self._note(number, f"was {dtype_name(was[0])}{[*was[1]]}, now it is {describe(tensor)}")
+            return
+        if frame.checksums and frame.checksums.get(number) not in (None, _checksum(tensor)):
+            self._note(number, f"({describe(tensor)}) has other values than in the first forward")
+        ticket = frame.tickets[number]()
+        if ticket is not None:
             # A reloaded input or a copied buffer may have another layout than the original.
-            frame._values[ticket] = Kept(tensor, saved.layout)
+            ticket.keep(tensor, None if was == look else was)
+
+    def _note(self, number: int, difference: str) -> None:
+        """Note the first difference."""
+        if self._difference is None:
+            place = f"saved tensor {number} of {len(self._frame.tickets)}"
+            self._difference = f"{place} {difference}"
 
     def finish(self) -> None:
         """Compare the two runs.
@@ -294,14 +334,13 @@ class _Repetition:
                 tensor.
         """
         frame = self._frame
-        if self._count != len(frame._saved):
+        if self._count != len(frame.tickets):
             self._difference = self._difference or (
-                f"{len(frame._saved)} tensors were saved for the backward, now {self._count}"
+                f"{len(frame.tickets)} tensors were saved for the backward, now {self._count}"
             )
-        can_go_on = self._can_go_on and self._count >= len(frame._saved)
+        can_go_on = self._can_go_on and self._count >= len(frame.tickets)
         must_fail = frame.parts[0].call.check or not can_go_on
         if self._difference is not None and must_fail:
-            frame._values.clear()
             raise RecomputeError(
                 f"The second forward of {frame.name} is not a repetition of the first: "
                 f"{self._difference}. {self._advice()}"
@@ -311,16 +350,6 @@ class _Repetition:
         """What to do: of the part that names a changed argument, if one does."""
         advices = [part.call.advice for part in self._frame.parts]
         return next((one for one in advices if one != REPETITION_ADVICE), REPETITION_ADVICE)
-
-    def _compare(self, saved: _Saved, tensor: paddle.Tensor, number: int) -> str | None:
-        place = f"saved tensor {number} of {len(self._frame._saved)}"
-        if _likeness(tensor) != saved.likeness:
-            dtype, shape = saved.likeness
-            was = f"{dtype_name(dtype)}{list(shape)}"
-            return f"{place} was {was}, now it is {describe(tensor)}"
-        if saved.checksum is not None and _checksum(tensor) != saved.checksum:
-            return f"{place} ({describe(tensor)}) has other values than in the first forward"
-        return None
 
 
 class _DiscardAll:
@@ -342,8 +371,11 @@ def run_inside_a_repetition(
 ) -> Any:
     """Run an inner `call` while the outer frame is being recomputed."""
     _keep(None, storage, innermost(), (args, kwargs))
-    with recording(_DiscardAll()):
+    begin_recording(_DiscardAll())
+    try:
         return call.function(*args, **kwargs)
+    finally:
+        end_recording()
 
 
 def is_inside_a_repetition() -> bool:
@@ -367,6 +399,8 @@ class _Input:
 
     Not a dataclass, because `map_leaves` would look for tensors inside it.
     """
+
+    __slots__ = ("source", "stamp", "stop_gradient")
 
     def __init__(self, source: Any, stop_gradient: bool, stamp: Stamp | None = None) -> None:
         self.source = source
@@ -440,10 +474,6 @@ def _fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
 
 def _named(tensor: paddle.Tensor) -> str:
     return f"parameter '{tensor.name}'" if is_parameter(tensor) else describe(tensor)
-
-
-def _likeness(tensor: paddle.Tensor) -> Likeness:
-    return tensor.dtype, tuple(tensor.shape)
 
 
 def _checksum(tensor: paddle.Tensor) -> int:

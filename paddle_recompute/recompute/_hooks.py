@@ -18,19 +18,20 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import paddle
 
 from paddle_recompute._nested import describe
-from paddle_recompute._paddle.backward import current_backward, hand_on
+from paddle_recompute._paddle.backward import hand_on, is_last_backward
 from paddle_recompute._paddle.saved_tensors import (
     PACK_LEAKS_A_REFERENCE,
-    Layout,
+    Look,
     before_saved_tensors_hooks,
     give_back_pack_references,
     shares_memory,
+    version_of,
     with_layout,
 )
 from paddle_recompute.errors import RecomputeError
@@ -53,36 +54,47 @@ class Recorder(Protocol):
 
 
 class Kept:
-    """A tensor that is kept, with the version check that Paddle has for tensors it keeps.
+    """A tensor that is kept, with the version check that Paddle has for tensors it keeps."""
 
-    `layout` is that of the tensor in whose place it is kept.
-    """
+    __slots__ = ("look", "tensor", "version")
 
-    __slots__ = ("layout", "tensor", "version")
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        self.keep(tensor, None)
 
-    def __init__(self, tensor: paddle.Tensor, layout: Layout | None = None) -> None:
+    def keep(self, tensor: paddle.Tensor, look: Look | None) -> None:
+        """Keep `tensor`; `look` is that of the tensor in whose place it is kept, if another."""
         # The same C++ tensor, hence the same version counter.
-        self.tensor: paddle.Tensor | None = tensor.detach()
-        self.tensor.stop_gradient = tensor.stop_gradient  # a PyLayer may ask what it saved
-        self.version = tensor.inplace_version
-        self.layout = layout
+        kept = self.tensor = tensor.detach()
+        if not tensor.stop_gradient:
+            kept.stop_gradient = False  # a PyLayer may ask what it saved
+        self.version = version_of(kept)
+        self.look = look
 
-    def value(self) -> paddle.Tensor:
-        """The tensor, unless it was changed in place or its backward is over."""
+    def take(self, is_last: bool) -> paddle.Tensor:
+        """The tensor, unless it was changed in place; it is kept no longer if `is_last`."""
         kept = self.tensor
         if kept is None:
             raise RecomputeError(
                 "A saved tensor was freed: its backward ran without retain_graph=True."
             )
-        if kept.inplace_version != self.version:
+        if version_of(kept) != self.version:
             raise RecomputeError(
                 f"A tensor ({describe(kept)}) that an operator saved for its backward was "
                 "changed in place afterwards. Change a copy instead."
             )
-        backward = current_backward()
-        if backward is not None and not backward.retain_graph:
+        if is_last:
             self.tensor = None  # freed as in Paddle, even if the output is still referenced
-        return shares_memory(with_layout(kept, self.layout))
+        return shares_memory(kept if self.look is None else with_layout(kept, self.look))
+
+    def value(self) -> paddle.Tensor:
+        """See `Ticket`."""
+        return self.take(is_last_backward())
+
+
+def _keep(tensor: paddle.Tensor) -> Ticket:
+    """What a thread does that has no recorder."""
+    _pair.register_thread()
+    return Kept(tensor)
 
 
 class _Thread(threading.local):
@@ -90,6 +102,8 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
+        self.pack: Callable[[paddle.Tensor], Ticket | None] = _keep
+        """Of the innermost recorder."""
         self.is_known = False
         """Whether `_Pair` knows this thread as one that runs operators."""
         self.issued: list[Ticket | None] = []
@@ -127,11 +141,12 @@ class _Pair:
         """Count one recording thread less."""
         with self._lock:
             self._num_recording -= 1
-            me = threading.current_thread()
-            if any(thread is not me and thread.is_alive() for thread in self._threads):
-                before_saved_tensors_hooks(self.make_room)
-            else:
-                self.make_room()
+            if len(self._threads) > 1:
+                me = threading.current_thread()
+                if any(thread is not me and thread.is_alive() for thread in self._threads):
+                    before_saved_tensors_hooks(self.make_room)
+                    return
+            self.make_room()
 
     def make_room(self) -> None:
         """Remove the pair if no thread records."""
@@ -164,42 +179,43 @@ def innermost() -> Recorder | None:
     return _thread.recorders[-1] if _thread.recorders else None
 
 
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Inside, `recorder` gets what the operators of this thread save."""
+def begin_recording(recorder: Recorder) -> bool:
+    """From now on, `recorder` gets what the operators of this thread save.
+
+    Returns:
+        False, with nothing begun, if hooks of other code are in force. Otherwise `end_recording`
+        must follow.
+    """
     recorders = _thread.recorders
     if not recorders:
-        _pair.enter()
+        try:
+            _pair.enter()
+        except ValueError:  # Paddle: "only one pair of hooks is allowed at a time"
+            return False
     recorders.append(recorder)
-    try:
-        yield
-    finally:
-        recorders.pop()
-        if not recorders:
-            _pair.leave()
-            give_back_pack_references(_thread.issued)
-
-
-def are_free() -> bool:
-    """Whether `recording` is possible now: no hooks of other code are in force."""
-    if _thread.recorders:
-        return True
-    try:
-        _pair.enter()
-    except ValueError:  # Paddle: "only one pair of hooks is allowed at a time"
-        return False
-    _pair.leave()
+    _thread.pack = recorder.pack
     return True
 
 
+def end_recording() -> None:
+    """End what the last `begin_recording` of this thread began."""
+    thread = _thread
+    recorders = thread.recorders
+    recorders.pop()
+    thread.pack = recorders[-1].pack if recorders else _keep
+    if not recorders:
+        _pair.leave()
+        if thread.issued:
+            give_back_pack_references(thread.issued)
+
+
 def _pack(tensor: paddle.Tensor) -> object:
-    _pair.register_thread()
-    recorder = innermost()
-    ticket = Kept(tensor) if recorder is None else recorder.pack(tensor)
-    if ticket is not None and PACK_LEAKS_A_REFERENCE:
-        if recorder is None:  # another thread records; this one has no end of recording
-            give_back_pack_references(_thread.issued)
-        _thread.issued.append(ticket)
+    thread = _thread
+    ticket = thread.pack(tensor)
+    if PACK_LEAKS_A_REFERENCE and ticket is not None:
+        if not thread.recorders:  # another thread records; this one has no end of recording
+            give_back_pack_references(thread.issued)
+        thread.issued.append(ticket)
     return ticket
 
 

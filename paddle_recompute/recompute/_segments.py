@@ -46,7 +46,7 @@ class Segment:
             frame = None
         if frame is None:
             frame = Frame(storage)
-        outputs = frame.record(call, args, kwargs)
+        outputs = frame.record(call, args, kwargs, linked=True)
         self._open, self._next = weakref.ref(frame), position + 1
         return outputs
 

@@ -15,16 +15,17 @@ from paddle_recompute._paddle.backward import watch_backward
 from paddle_recompute._paddle.translation import never_translate, set_translator
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.recompute import _discarded, _hooks
+from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._frames import (
     Frame,
+    HooksAreTaken,
     is_inside_a_repetition,
     run_inside_a_repetition,
 )
 from paddle_recompute.recompute._offload import OFFLOADS, InputStorage, SomeOnHost
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.program.marked_call import run_marked
-from paddle_recompute.replay import Call, name_of, watch_writes
+from paddle_recompute.replay import Call, watch_writes
 
 DeterminismCheck = Literal["default", "values", "none"]
 Offload = Literal["none", "host", "disk"]
@@ -182,7 +183,7 @@ def run_recomputed(
         kwargs: Its keyword arguments.
         options: The options of `recompute`.
         storage: Where its inputs are kept, if not where the options say.
-        name: Its name in errors; None: its own name.
+        name: Its name in errors; "": its own name.
         gives_up_outputs: Whether its outputs, too, are recomputed (`_discarded`).
         segment: The segment of the call, and the call's position there.
     """
@@ -196,70 +197,43 @@ def run_recomputed(
             gives_up_outputs=gives_up_outputs,
             segment=segment,
         )
-    translator = set_translator(None)
-    try:
-        return _run_in_dygraph(
-            function, args, kwargs, options, storage, name, gives_up_outputs, segment
-        )
-    finally:
-        set_translator(translator)
-
-
-def _run_in_dygraph(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RecomputeOptions,
-    storage: InputStorage | None,
-    name: str,
-    gives_up_outputs: bool,
-    segment: tuple[Segment, int] | None,
-) -> Any:
-    name = name or name_of(function)
-    if not paddle.is_grad_enabled():
-        return function(*args, **kwargs)
     watch_backward()
     watch_writes()
     storage = storage or OFFLOADS[options.offload]
     check = options.determinism_check
-    call = Call(
-        function,
-        name,
-        options.preserve_rng_state,
-        check=check != "none",
-        compare_values=check == "values",
-    )
-    if not _hooks.are_free():
-        return _call_plainly(function, args, kwargs, name)
-    if is_inside_a_repetition():
-        return run_inside_a_repetition(call, storage, args, kwargs)
-    if segment is not None:
-        chain, position = segment
-        return chain.record(position, call, storage, args, kwargs)
-    frame = Frame(storage)
-    outputs = frame.record(call, args, kwargs)
-    if gives_up_outputs:
-        _discarded.offer(outputs, (args, kwargs), frame)
-    return outputs
+    call = Call(function, name, options.preserve_rng_state, check != "none", check == "values")
+    translator = set_translator(None)
+    try:
+        if not paddle.is_grad_enabled():
+            return function(*args, **kwargs)
+        if is_inside_a_repetition():
+            return run_inside_a_repetition(call, storage, args, kwargs)
+        if segment is not None:
+            chain, position = segment
+            return chain.record(position, call, storage, args, kwargs)
+        frame = Frame(storage)
+        outputs = frame.record(call, args, kwargs, linked=gives_up_outputs)
+        if gives_up_outputs:
+            _discarded.offer(outputs, (args, kwargs), frame)
+        return outputs
+    except HooksAreTaken:
+        return _call_plainly(call, args, kwargs)
+    finally:
+        set_translator(translator)
 
 
 never_translate(recompute)
 never_translate(run_recomputed)
 
 
-def _call_plainly(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    name: str,
-) -> Any:
-    """Call `function` under saved-tensor hooks of other code, which decide what is kept.
+def _call_plainly(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the function under saved-tensor hooks of other code, which decide what is kept.
 
     Paddle allows one pair at a time, and its PyLayer form crashes under hooks (2.6.2, 3.3.1).
     """
     _logger.warning(
         "recompute(%s): other saved_tensors_hooks are in force; the function is called without "
         "recompute",
-        name,
+        call.name,
     )
-    return function(*args, **kwargs)
+    return call.function(*args, **kwargs)

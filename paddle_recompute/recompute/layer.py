@@ -17,7 +17,7 @@ from paddle_recompute._paddle.translation import (
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.errors import SelectionError
 from paddle_recompute.recompute._discarded import Keeper
-from paddle_recompute.recompute._hooks import are_free, innermost, recording
+from paddle_recompute.recompute._hooks import begin_recording, end_recording, innermost
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute._turns import Turns
 from paddle_recompute.recompute.function import (
@@ -123,15 +123,17 @@ class SelectiveLayer(WrappedLayer):
         """The Layer's own call, with a `Keeper` for what its operators save."""
         if not is_dygraph():  # in a Program the pass decides what is kept
             return super().__call__(*args, **kwargs)
-        if innermost() is not None or not paddle.is_grad_enabled() or not are_free():
+        if innermost() is not None or not paddle.is_grad_enabled():
+            return super().__call__(*args, **kwargs)
+        watch_backward()
+        if not begin_recording(Keeper()):
             return super().__call__(*args, **kwargs)
         translator = set_translator(None)
         try:
-            watch_backward()
-            with recording(Keeper()):
-                return super().__call__(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         finally:
             set_translator(translator)
+            end_recording()
 
 
 class RecomputedFunction:

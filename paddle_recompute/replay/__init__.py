@@ -16,12 +16,12 @@ from paddle_recompute.replay.comparison import (
     on_host,
 )
 from paddle_recompute.replay.model_state import ModelStamp, ModelState, alias, clone
-from paddle_recompute.replay.random_streams import RngState
+from paddle_recompute.replay.random_streams import Draws, RngState
 from paddle_recompute.replay.reach import Reach, layers_of
-from paddle_recompute.replay.replay_state import ReplayState, StateWatch
 from paddle_recompute.replay.writes import (
     Stamp,
     is_written_since,
+    note_write,
     stamp,
     stamp_in_place,
     travels,
@@ -33,16 +33,15 @@ __all__ = [
     "LATER",
     "REPETITION_ADVICE",
     "Call",
+    "Draws",
     "DygraphRun",
     "ModelStamp",
     "ModelState",
     "Occasions",
     "Reach",
-    "ReplayState",
     "RngState",
     "Seen",
     "Stamp",
-    "StateWatch",
     "alias",
     "clone",
     "compare",
@@ -54,6 +53,7 @@ __all__ = [
     "layers_of",
     "moved_by_last_bit",
     "name_of",
+    "note_write",
     "on_every_call",
     "on_host",
     "stamp",

@@ -6,26 +6,24 @@ random streams, AMP state, train/eval flags, buffers, and a description of the o
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import paddle
 
 from paddle_recompute import _nested
-from paddle_recompute._nested import describe
-from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
-from paddle_recompute._paddle.backward import is_raised_by_an_operator
+from paddle_recompute._paddle.amp import amp_state, set_amp_state
+from paddle_recompute._paddle.backward import is_raised_by_an_operator, set_gradients
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.arguments import Opaque
-from paddle_recompute.replay.called_layers import reporting_layers
+from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.layer_state import LayerState
 from paddle_recompute.replay.random_streams import Draws
 from paddle_recompute.replay.reach import Reach
+from paddle_recompute.replay.snapshot import Undo
 
 REPETITION_ADVICE = (
     "A recomputed function must do the same thing twice: look for state that it changes, a global "
@@ -51,55 +49,108 @@ def is_recomputing() -> bool:
     return _depth.now > 0
 
 
-@dataclass
 class Call:
     """``function(*args, **kwargs)``, run once by `first` and again by `repeat`.
 
     Attributes:
         function: The user's function or Layer.
-        name: The name of the function in errors.
         preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
         check: Whether `repeat` must return what `first` returned (count, shape, dtype).
         compare_values: Whether the saved values of both runs will be compared.
+        advice: What to do if the second forward differs; names an argument that the first one
+            changed.
     """
 
-    function: Callable[..., Any]
-    name: str
-    preserve_rng_state: bool
-    check: bool
-    compare_values: bool = False
-    _draws: Draws | None = None
-    _amp: AmpState | None = None
-    _reach: Reach | None = None
-    _layers: LayerState | None = None
-    _opaque: Opaque | None = None
-    _returned: list[str] = field(default_factory=list)
-    advice: str = REPETITION_ADVICE
-    """What to do if the second forward differs; names an argument that the first one changed."""
+    __slots__ = (
+        "_amp", "_draws", "_layers", "_name", "_opaque", "_reach", "_returned", "advice", "check",
+        "compare_values", "function", "preserve_rng_state",
+    )  # fmt: skip
 
-    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function and record its state."""
-        self._draws = Draws() if self.preserve_rng_state else None
+    _draws: Draws | None
+    _reach: Reach
+    _layers: LayerState
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        preserve_rng_state: bool,
+        check: bool,
+        compare_values: bool = False,
+    ) -> None:
+        """A call of `function`; `name` is its name in errors, "": its own."""
+        self.function = function
+        self._name = name
+        self.preserve_rng_state = preserve_rng_state
+        self.check = check
+        self.compare_values = compare_values
+        self.advice = REPETITION_ADVICE
+
+    @property
+    def name(self) -> str:
+        """The name of the function in errors."""
+        return self._name or name_of(self.function)
+
+    def first(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, like: Call | None = None
+    ) -> Any:
+        """Run the function and record its state.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            like: An earlier call of the function, which shares the state that has not changed.
+        """
+        stamps, opaque = [], False
+        for leaf in _nested.leaves_of((args, kwargs)):
+            if isinstance(leaf, paddle.Tensor):
+                stamps.append((leaf, _writes.stamp(leaf)))
+            else:
+                opaque |= type(leaf) not in _PLAIN
         self._amp = amp_state()
-        self._opaque = Opaque(args, kwargs)
-        self._reach = Reach(self.function, (args, kwargs))
-        self._layers = LayerState(self._reach.layers, with_statistics=self.compare_values)
-        stamps = [(t, _writes.stamp(t)) for t in _nested.tensors_in((args, kwargs))]
-        draws = self._draws.first() if self._draws is not None else contextlib.nullcontext()
-        with draws, reporting_layers(self._layers.add_called):
+        self._opaque = Opaque(args, kwargs) if opaque else None
+        if like is None or opaque or not like._reach.is_unchanged():
+            self._reach = Reach(self.function, (args, kwargs) if opaque else ())
+        else:
+            self._reach = like._reach
+        reach = self._reach
+        is_shared = like is not None and reach is like._reach and like._layers.is_unchanged()
+        if like is not None and is_shared:
+            self._layers = like._layers
+        else:
+            members = reach.snapshot.layers
+            self._layers = LayerState(members, with_statistics=self.compare_values)
+        draws = self._draws = None
+        if self.preserve_rng_state:
+            of_the_host = reach.may_draw
+            if like is not None and like._draws is not None:
+                of_the_host |= like._draws.of_the_host  # a Layer that the search did not find
+            draws = self._draws = Draws(of_the_host=of_the_host, may_seed=reach.may_seed)
+        begin_reporting(self._layers.known, self._add_called)
+        try:
             outputs = self.function(*args, **kwargs)
-        self._layers.after_forward()
-        self._reach.after_forward()
-        changed = [t for t, stamp in stamps if _writes.is_written_since(t, stamp)]
-        if changed:
-            raise RecomputeError(
-                f"{self.name} changes {_argument(args, kwargs, changed[0])} in place, "
-                "so the second forward would read other values than the first. Let it "
-                "change a copy (x = x.clone() before the in-place operation)."
-            )
-        if self.check:
-            self._returned = _description(outputs)
+        finally:
+            end_reporting()
+            if draws is not None:
+                draws.end_first()
+        if not is_shared:
+            self._layers.after_forward()
+        reach.after_forward()
+        for tensor, stamp in stamps:
+            if _writes.is_written_since(tensor, stamp):
+                raise RecomputeError(
+                    f"{self.name} changes {_argument(args, kwargs, tensor)} in place, "
+                    "so the second forward would read other values than the first. Let it "
+                    "change a copy (x = x.clone() before the in-place operation)."
+                )
+        self._returned = _outline(outputs) if self.check else []
         return outputs
+
+    def _add_called(self, layer: paddle.nn.Layer) -> None:
+        """Watch `layer`, which the first forward calls and the search did not find."""
+        if self._draws is not None:
+            self._draws.read_host()
+        self._layers.add_called(layer)
 
     def repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function again, with gradients enabled, as `first` ran it.
@@ -110,51 +161,62 @@ class Call:
                 Paddle.
             BaseException: Whatever else the function itself raises, with a note that names it.
         """
-        assert self._amp is not None and self._layers is not None and self._reach is not None
-        assert self._opaque is not None
-        with (
-            self._draws.again() if self._draws is not None else contextlib.nullcontext(),
-            amp_state_of(self._amp),
-            self._reach.replayed(),
-            self._layers.replayed(),
-            self._layers.refusing_new_layers(self.name),
-            paddle.set_grad_enabled(True),
-            _recomputing(),
-        ):
-            changed = self._opaque.changed()
-            self.advice = changed or REPETITION_ADVICE
-            try:
-                outputs = self.function(*args, **kwargs)
-            except BaseException as error:
-                if _is_of_the_repetition(error, bool(changed)):
-                    raise RecomputeError(
-                        f"The second forward of {self.name} raised {type(error).__name__}, its "
-                        f"first forward did not: {_first_line(error)}. {self.advice}"
-                    ) from error
-                _add_note(error, f"This happened in the second forward of {self.name}.")
-                raise
+        draws = self._draws
+        undo: Undo = []
+        try:
+            if draws is not None:
+                undo.append(functools.partial(draws.end_again, draws.begin_again()))
+            undo.append(functools.partial(set_amp_state, set_amp_state(self._amp)))
+            self._reach.put_back(undo)
+            self._layers.put_back(undo)
+            self._layers.refuse_new_layers(self, undo)
+            undo.append(functools.partial(set_gradients, set_gradients(True)))
+            outputs = self._run_again(args, kwargs)
+        finally:
+            while undo:
+                undo.pop()()
         if self.check:
-            self._compare(_description(outputs))
-            if self._draws is not None and self._draws.problem is not None:
+            again = _outline(outputs)
+            if again != self._returned:
+                self._refuse(_described(self._returned), _described(again))
+            if draws is not None and draws.problem is not None:
                 raise RecomputeError(
                     f"The second forward of {self.name} is not a repetition of the first: "
-                    f"{self._draws.problem}. Let one thread draw at a time; if functions draw no "
+                    f"{draws.problem}. Let one thread draw at a time; if functions draw no "
                     "random numbers, give them preserve_rng_state=False, in all threads. "
                     'determinism_check="none" disables this check.'
                 )
         return outputs
 
-    def _compare(self, again: list[str]) -> None:
-        if again == self._returned:
-            return
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = self._opaque.changed() if self._opaque is not None else ""
+        self.advice = changed or REPETITION_ADVICE
+        _depth.now += 1
+        try:
+            return self.function(*args, **kwargs)
+        except BaseException as error:
+            if _is_of_the_repetition(error, bool(changed)):
+                raise RecomputeError(
+                    f"The second forward of {self.name} raised {type(error).__name__}, its "
+                    f"first forward did not: {_first_line(error)}. {self.advice}"
+                ) from error
+            _add_note(error, f"This happened in the second forward of {self.name}.")
+            raise
+        finally:
+            _depth.now -= 1
+
+    def _refuse(self, then: list[str], again: list[str]) -> None:
         was, now = next(
-            ((a, b) for a, b in zip(self._returned, again, strict=False) if a != b),
-            (f"{len(self._returned)} values", f"{len(again)} values"),
+            ((a, b) for a, b in zip(then, again, strict=False) if a != b),
+            (f"{len(then)} values", f"{len(again)} values"),
         )
         raise RecomputeError(
             f"{self.name} returned something else in its second forward: {was} became {now}. "
             f"{self.advice}"
         )
+
+
+_PLAIN = frozenset({int, float, str, bytes, complex, bool, type(None)})
 
 
 def _is_of_the_repetition(error: BaseException, argument_changed: bool) -> bool:
@@ -193,10 +255,18 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"function '{getattr(function, '__qualname__', type(function).__name__)}'"
 
 
-def _description(value: Any) -> list[str]:
+def _outline(value: Any) -> list[tuple[Any, ...]]:
+    """What is equal for equal structure, shapes and dtypes."""
     return [
-        f"output{path} {describe(leaf) if _nested.is_tensor(leaf) else type(leaf).__name__}"
+        (path, leaf.dtype, leaf.shape) if _nested.is_tensor(leaf) else (path, type(leaf))
         for path, leaf in _nested.named_leaves(value)
+    ]
+
+
+def _described(outline: list[tuple[Any, ...]]) -> list[str]:
+    return [
+        f"output{path} {f'{_nested.dtype_name(kind)}{[*shape[0]]}' if shape else kind.__name__}"
+        for path, kind, *shape in outline
     ]
 
 
@@ -207,12 +277,3 @@ def _add_note(error: BaseException, note: str) -> None:
             error.add_note(note)
     elif error.__cause__ is None:
         error.__cause__ = RecomputeError(note)
-
-
-@contextlib.contextmanager
-def _recomputing() -> Iterator[None]:
-    _depth.now += 1
-    try:
-        yield
-    finally:
-        _depth.now -= 1

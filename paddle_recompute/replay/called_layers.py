@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import paddle
 
@@ -20,26 +21,26 @@ Callback = Callable[[paddle.nn.Layer], None]
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.called: list[Callback] = []
+        self.called: list[tuple[dict[int, Any], Callback]] = []
         self.built: list[Callback] = []
 
 
 _thread = _Thread()
 
 
-@contextlib.contextmanager
-def reporting_layers(called: Callback, built: Callback | None = None) -> Iterator[None]:
-    """Inside, in this thread, ``called(layer)`` runs before each call of a Layer, and
-    ``built(layer)`` after each Layer was constructed.
+def begin_reporting(known: dict[int, Any], called: Callback, built: Callback | None = None) -> None:
+    """From now on, in this thread, ``called(layer)`` runs before each call of a Layer whose id is
+    not `known`, and ``built(layer)`` after each Layer was constructed; until `end_reporting`.
     """
     watch_layers(_called, _built)
-    _thread.called.append(called)
+    _thread.called.append((known, called))
     _thread.built.append(built or _ignore)
-    try:
-        yield
-    finally:
-        _thread.called.pop()
-        _thread.built.pop()
+
+
+def end_reporting() -> None:
+    """End what the last `begin_reporting` of this thread began."""
+    _thread.called.pop()
+    _thread.built.pop()
 
 
 _everywhere: list[Callback] = []
@@ -62,8 +63,9 @@ def on_every_call(called: Callback) -> Callable[[], None]:
 
 
 def _called(layer: paddle.nn.Layer) -> None:
-    for callback in _thread.called:
-        callback(layer)
+    for known, report in _thread.called:
+        if id(layer) not in known:
+            report(layer)
     if _everywhere:
         for callback in list(_everywhere):
             callback(layer)

@@ -7,9 +7,12 @@ BatchNorm's running statistics are updated once per step, a spectral norm iterat
 from __future__ import annotations
 
 import collections
-import contextlib
+import functools
+import math
+import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +23,16 @@ from paddle_recompute._paddle.layers import (
     is_initialized,
     non_trained_state,
     own_parameters,
-    own_sublayers,
     set_own_parameters,
     statistics_among_parameters,
 )
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.called_layers import reporting_layers
+from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.contents import content_of, hold, is_same
+from paddle_recompute.replay.places import fill_dict
+from paddle_recompute.replay.plan import layers_below
+from paddle_recompute.replay.snapshot import Undo
 
 SMALL_BYTES = 64 * 1024
 """A copy of a buffer up to this size is kept until the backward, changed or not."""
@@ -51,10 +56,18 @@ class _Buffer:
         """Drop the copy if it is large and the Layer's tensor (`now`) is unchanged."""
         copy = self._copy
         assert copy is not None
-        if copy.size * copy.element_size() <= SMALL_BYTES or not is_same(self._held, now):
+        if math.prod(copy.shape) * copy.element_size() <= SMALL_BYTES:
             return
-        if is_left_alone(now, self._mode, self._stamp, copy):
+        if self.is_unchanged(now):
             self._copy = None
+
+    def is_unchanged(self, now: paddle.Tensor | None) -> bool:
+        """Whether the Layer still has the tensor (`now`), with the value of before."""
+        if now is None or not is_same(self._held, now):
+            return False
+        return is_left_alone(
+            now, self._mode, self._stamp, now if self._copy is None else self._copy
+        )
 
     def as_it_was(self, name: str) -> paddle.Tensor:
         """A copy of the value before the forward; the caller may write to it."""
@@ -147,69 +160,84 @@ class _Holder:
     before: dict[str, _Buffer | None]
 
 
+_STATISTICS = ("_mean", "_variance")
+"""Of a BatchNorm; a subclass may have other buffers, which its forward reads."""
+
+
 class LayerState:
-    """Flags, buffers and parameter versions of some Layers and all their sublayers."""
+    """Flags, buffers and parameter versions of some Layers.
+
+    Attributes:
+        known: The Layers, by id.
+    """
+
+    __slots__ = ("_bare", "_flags", "_holders", "_stamps", "_with_statistics", "known")
 
     def __init__(self, layers: list[paddle.nn.Layer], *, with_statistics: bool = False) -> None:
-        """The state before a forward; call `after_forward` next.
+        """The state of `layers`, without their sublayers, before a forward; call `after_forward`
+        next.
 
         A training BatchNorm does not read its statistics, so they are copied only
         `with_statistics`: the kernel saves them for the backward nevertheless.
         """
         self._with_statistics = with_statistics
-        self._known: dict[int, paddle.nn.Layer] = {}
-        self._flags: list[tuple[paddle.nn.Layer, bool]] = []
-        self._parameters: list[tuple[paddle.nn.Layer, Any]] = []
+        self.known: dict[int, paddle.nn.Layer] = {}
+        self._flags: list[bool] = []
+        self._bare: list[dict[str, Any]] = []  # the dicts of buffers that are empty
         self._holders: list[_Holder] = []
+        self._stamps: list[_writes.Stamps] = []
         self._add(layers)
 
     def add_called(self, layer: paddle.nn.Layer) -> None:
-        """Add `layer`, which the forward calls, with its state of now, unless it is known."""
-        if id(layer) not in self._known:
-            self._add([layer])
+        """Add `layer`, which the forward calls and nobody knew, with its state of now."""
+        self._add([one for one in layers_below(layer) if id(one) not in self.known])
 
-    @contextlib.contextmanager
-    def refusing_new_layers(self, name: str) -> Iterator[None]:
-        """Around the second forward of `name`.
-
-        Raises:
-            RecomputeError: It calls a Layer that the first forward neither reached nor called. A
-                Layer that the second forward constructs is allowed.
+    def refuse_new_layers(self, call: Any, undo: Undo) -> None:
+        """In the second forward of `call`, until `undo`, raise RecomputeError if it calls a Layer
+        that the first forward neither reached nor called. A Layer that it constructs is allowed.
         """
         made: dict[int, paddle.nn.Layer] = {}
 
         def refuse_new(layer: paddle.nn.Layer) -> None:
-            if id(layer) not in self._known and id(layer) not in made:
+            if id(layer) not in made:
                 raise RecomputeError(
-                    f"the second forward of {name} calls the Layer '{layer.full_name()}', which "
-                    "the first one did not call: the Layer was replaced between forward and "
+                    f"the second forward of {call.name} calls the Layer '{layer.full_name()}', "
+                    "which the first one did not call: the Layer was replaced between forward and "
                     "backward. Run the backward before you replace it"
                 )
 
-        with reporting_layers(refuse_new, lambda layer: made.update({id(layer): layer})):
-            yield
-
-    @property
-    def layers(self) -> list[paddle.nn.Layer]:
-        """All Layers of this state, sublayers included."""
-        return list(self._known.values())
+        begin_reporting(self.known, refuse_new, lambda layer: made.update({id(layer): layer}))
+        undo.append(end_reporting)
 
     def _add(self, layers: list[paddle.nn.Layer]) -> None:
-        members = [layer for layer in _members(layers) if id(layer) not in self._known]
-        self._known.update((id(layer), layer) for layer in members)
-        self._flags += [(layer, layer.training) for layer in members]
-        self._parameters += [(layer, _stamps(layer)) for layer in members]
-        for layer in members:
-            is_training_norm = isinstance(layer, BATCH_NORMS) and layer.training
-            copied = self._with_statistics or not is_training_norm
-            for tensors, names in non_trained_state(layer):
-                before = {
-                    name: _Buffer(tensors[name], layer.training)
-                    if copied and is_initialized(tensors[name])
-                    else None
-                    for name in names
-                }
-                self._holders.append(_Holder(layer, tensors, before))
+        self.known.update(zip(map(id, layers), layers, strict=True))
+        self._flags += map(_training, layers)
+        trained: list[paddle.Tensor] = []
+        for layer, (parameters, buffers) in zip(
+            layers, map(_tensors_of, map(vars, layers)), strict=True
+        ):
+            is_norm = isinstance(layer, BATCH_NORMS)
+            if is_norm:
+                names = statistics_among_parameters(layer)
+                trained += [one for name, one in dict.items(parameters) if name not in names]
+            elif parameters:
+                trained += dict.values(parameters)
+            if buffers or is_norm:
+                self._add_buffers(layer, is_norm=is_norm)
+            else:
+                self._bare.append(buffers)
+        self._stamps.append(_writes.Stamps([one for one in trained if one is not None]))
+
+    def _add_buffers(self, layer: paddle.nn.Layer, *, is_norm: bool) -> None:
+        unread = () if self._with_statistics or not (is_norm and layer.training) else _STATISTICS
+        for tensors, names in non_trained_state(layer):
+            before = {
+                name: _Buffer(tensors[name], layer.training)
+                if name not in unread and is_initialized(tensors[name])
+                else None
+                for name in names
+            }
+            self._holders.append(_Holder(layer, tensors, before))
 
     def after_forward(self) -> None:
         """Drop the copies that are not needed."""
@@ -218,35 +246,57 @@ class LayerState:
                 if buffer is not None:
                     buffer.after_forward(holder.tensors.get(name))
 
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside, flags and buffers are as before the first forward, and every buffer is a copy
-        that the forward may write to; afterwards everything is as it was.
+    def is_unchanged(self) -> bool:
+        """Whether flags, parameters, and the buffers that were copied, are as before."""
+        return (
+            [*map(_training, self.known.values())] == self._flags
+            and not any(self._bare)
+            and all(holder.tensors.keys() == holder.before.keys() for holder in self._holders)
+            and not any(stamps.written() for stamps in self._stamps)
+            and all(
+                buffer is None or buffer.is_unchanged(holder.tensors.get(name))
+                for holder in self._holders
+                for name, buffer in holder.before.items()
+            )
+        )
+
+    def put_back(self, undo: Undo) -> None:
+        """Let flags and buffers be as before the first forward, and every buffer a copy that the
+        forward may write to, until `undo`.
 
         Raises:
             RecomputeError: A large buffer, or a parameter that the forward reads, was changed.
         """
-        flags_now = [(layer, layer.training) for layer, _ in self._flags]
-        tensors_now = [(holder.tensors, dict(holder.tensors)) for holder in self._holders]
-        try:
-            _set_flags(self._flags)
-            for holder in self._holders:
-                _put_back(holder)
-            with contextlib.ExitStack() as guards:
-                for layer, stamps in self._parameters:
-                    _guard(layer, stamps, guards)
-                yield
-        finally:
-            _set_flags(flags_now)
-            for tensors, before in tensors_now:
-                tensors.clear()
-                tensors.update(before)
+        undo.append(functools.partial(self._set_flags, [*map(_training, self.known.values())]))
+        self._set_flags(self._flags)
+        filled = [(buffers, dict(buffers)) for buffers in self._bare if buffers]
+        undo.append(functools.partial(self._empty, filled))
+        self._empty()
+        for holder in self._holders:
+            undo.append(functools.partial(fill_dict, holder.tensors, dict(holder.tensors)))
+            _put_back(holder)
+        written = {id(tensor) for stamps in self._stamps for tensor in stamps.written()}
+        if written:
+            for layer in self.known.values():
+                _guard(layer, written, undo)
+
+    def _set_flags(self, flags: list[bool]) -> None:
+        layers = self.known.values()
+        if [*map(_training, layers)] != flags:  # an assignment to a Layer takes a microsecond
+            for layer, training in zip(layers, flags, strict=True):
+                layer.training = training
+
+    def _empty(self, filled: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()) -> None:
+        """Remove the buffers that a forward has registered in Layers without; restore `filled`."""
+        if any(self._bare):
+            for buffers in self._bare:
+                buffers.clear()
+        for buffers, content in filled:
+            buffers.update(content)
 
 
-def _set_flags(flags: list[tuple[paddle.nn.Layer, bool]]) -> None:
-    for layer, training in flags:
-        if layer.training is not training:  # an assignment to a Layer takes a microsecond
-            layer.training = training
+_training = operator.attrgetter("training")
+_tensors_of = operator.itemgetter("_parameters", "_buffers")
 
 
 def _put_back(holder: _Holder) -> None:
@@ -263,51 +313,24 @@ def _put_back(holder: _Holder) -> None:
             del holder.tensors[name]  # registered by the first forward, or since
 
 
-def _members(layers: list[paddle.nn.Layer]) -> Iterator[paddle.nn.Layer]:
-    seen: set[int] = set()
-    waiting = list(reversed(layers))
-    while waiting:
-        layer = waiting.pop()
-        if id(layer) not in seen:
-            seen.add(id(layer))
-            yield layer
-            sublayers = own_sublayers(layer).values()
-            waiting += [sublayer for sublayer in sublayers if sublayer is not None]
-
-
 # ------------------------------------------------------------------------- changed parameters
 
 
-def _stamps(layer: paddle.nn.Layer) -> list[tuple[str, paddle.Tensor, _writes.Stamp]]:
-    """The parameters of `layer` itself, without statistics that Paddle keeps as parameters."""
-    parameters = own_parameters(layer)
-    not_trained = statistics_among_parameters(layer)
-    return [
-        (name, parameter, _writes.stamp(parameter))
-        for name, parameter in dict.items(parameters)
-        if parameter is not None and name not in not_trained
-    ]
-
-
-def _guard(
-    layer: paddle.nn.Layer,
-    stamps: list[tuple[str, paddle.Tensor, _writes.Stamp]],
-    guards: contextlib.ExitStack,
-) -> None:
-    """Let the changed parameters of `layer` raise when they are read.
+def _guard(layer: paddle.nn.Layer, written: AbstractSet[int], undo: Undo) -> None:
+    """Let the parameters of `layer` with an id that was `written` raise when they are read.
 
     Not earlier: between forward and backward one of two optimizers may step, as in GAN training,
     and the function may not use the parameters that it changed.
     """
+    parameters = own_parameters(layer)
     changed = {
         name: _ChangedParameter(parameter)
-        for name, parameter, stamp in stamps
-        if _writes.is_written_since(parameter, stamp)
+        for name, parameter in dict.items(parameters)
+        if id(parameter) in written
     }
     if changed:
-        parameters = own_parameters(layer)
         set_own_parameters(layer, _Guarded(parameters, changed))
-        guards.callback(set_own_parameters, layer, parameters)
+        undo.append(functools.partial(set_own_parameters, layer, parameters))
 
 
 class _ChangedParameter:

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from itertools import zip_longest
+from itertools import chain
 from typing import Any
 
 import paddle
@@ -25,7 +25,7 @@ from paddle_recompute._paddle.layers import (
     own_sublayers,
 )
 from paddle_recompute._paddle.writes import address_of
-from paddle_recompute.replay.names import forward_names
+from paddle_recompute.replay.names import kind_of
 from paddle_recompute.replay.random_streams import RngState
 from paddle_recompute.replay.reach import names_read
 
@@ -192,71 +192,58 @@ class ModelStamp:
 
     def __init__(self, model: paddle.nn.Layer) -> None:
         names = names_read(model)
-        self._places: list[_Place] = []
+        self._places: list[tuple[str, dict[Any, Any], Callable[[Any], bool] | None]] = []
+        """Label, dict and which of its keys matter; None: all."""
         for name, layer in model.named_sublayers(include_self=True):
             label = f"{name}.{{}}" if name else "{}"
-            self._places += [
-                _Place(label, vars(layer), _read_by(layer, names)),
-                _Place(label, own_sublayers(layer)),
-            ]
+            self._places.append((label, vars(layer), _read_by(layer, names)))
+            self._places.append((label, own_sublayers(layer), None))
             if layer is not model:  # whose own hooks run around its Program, not in it
-                self._places += [
-                    _Place(f"the hooks of {name}", forward_pre_hooks(layer)),
-                    _Place(f"the hooks of {name}", forward_post_hooks(layer)),
-                ]
+                for hooks in (forward_pre_hooks(layer), forward_post_hooks(layer)):
+                    self._places.append((f"the hooks of {name}", hooks, None))
+        self._entries = [entries for _, entries, _ in self._places]
+        self._look()
 
     def change(self) -> str:
-        """What is not as it was at the last call, or when the stamp was made; "" if nothing."""
-        changes = [place.change() for place in self._places]
-        return next(filter(None, changes), "")
+        """What is not as it was at the last call, or when the stamp was made; "" if nothing.
+
+        Where every entry is the object that it was, which is compared in C, no place is looked at.
+        """
+        if self._ids() == self._seen:
+            return ""
+        then = self._held
+        self._look()
+        for place in {**then, **self._held}:
+            one, other = then.get(place, _ABSENT), self._held.get(place, _ABSENT)
+            if one is not other and not (isinstance(one, _TOLD_BY_VALUE) and one == other):
+                number, key, _ = place
+                return self._places[number][0].format(key)
+        return ""
+
+    def _look(self) -> None:
+        values = [*chain.from_iterable(map(dict.values, self._entries))]
+        self._lists = [value for value in values if type(value) is list]
+        self._seen = self._ids()
+        # Held, or their ids could be used again; but not a tensor with its graph.
+        self._held = {
+            (number, key, at): None if _has_graph(one) else one
+            for number, (_, entries, matters) in enumerate(self._places)
+            for key, value in entries.items()
+            if matters is None or matters(key)
+            for at, one in enumerate([value, *value] if type(value) is list else [value])
+        }
+
+    def _ids(self) -> tuple[list[Any], list[int]]:
+        values = chain.from_iterable(map(dict.values, self._entries))
+        return [*chain.from_iterable(self._entries)], [*map(id, chain(values, *self._lists))]
 
 
 def _read_by(layer: paddle.nn.Layer, others: frozenset[str] | None) -> Callable[[str], bool]:
     """Whether an attribute of `layer` may be looked up: by its forward, or by `others`."""
-    read, own = forward_names(type(layer)).attributes, attributes_of_every_layer()
+    read, own = kind_of(type(layer)).attributes, attributes_of_every_layer()
     if read is None or others is None:
         return lambda name: name not in own
     return (read | others - own).__contains__
-
-
-class _Place:
-    """The entries of a dict of a Layer whose keys `matter`; `label` names them."""
-
-    def __init__(
-        self,
-        label: str,
-        entries: dict[Any, Any],
-        matters: Callable[[Any], bool] = lambda key: True,
-    ) -> None:
-        self._label = label
-        self._entries = entries
-        self._matters = matters
-        self._size = -1
-        self._now: tuple[Any, ...] = ()
-        self._ids: tuple[int, ...] = ()
-        self.change()
-
-    def change(self) -> str:
-        entries = self._entries
-        if len(entries) != self._size:
-            self._size = len(entries)
-            self._keys = [*filter(self._matters, entries)]
-        now = [*map(entries.get, self._keys)]
-        names = list(self._keys)
-        for name, value in zip(self._keys, now[: len(names)], strict=True):
-            if type(value) is list:
-                now += value
-                names += [name] * len(value)
-        ids = (*map(id, now),)
-        if ids == self._ids:
-            return ""
-        # Held, or their ids could be used again; but not a tensor with its graph.
-        then, held = self._now, (*(None if _has_graph(value) else value for value in now),)
-        self._now, self._ids = held, ids
-        for at, (one, other) in enumerate(zip_longest(then, held, fillvalue=_ABSENT)):
-            if one is not other and not (isinstance(one, _TOLD_BY_VALUE) and one == other):
-                return self._label.format(names[at] if at < len(names) else names[-1])
-        return ""
 
 
 _ABSENT = object()

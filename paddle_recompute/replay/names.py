@@ -7,17 +7,40 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import Any
 
 import paddle
 
 from paddle_recompute._paddle.layers import attributes_of_every_layer
+from paddle_recompute._paddle.random_streams import (
+    DRAWING_FROM_PADDLE_ALONE,
+    MODULES_BEHIND_ATTRIBUTES,
+)
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"}
 _DYNAMIC = {"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"}
 _LIBRARIES = {"paddle", "numpy"}
+OURS = "paddle_recompute"
+_OUR_WRAPPERS = "paddle_recompute._paddle"
+_DRAWING = {
+    *MODULES_BEHIND_ATTRIBUTES,
+    "np",
+    "numpy",
+    "eval",
+    "exec",
+    "compile",
+    "globals",
+    "locals",
+    "__import__",
+}
+"""Names behind which code may draw that is not searched."""
+_SEEDING = {"seed", "set_rng_state", "set_cuda_rng_state", "set_state", "setstate", "manual_seed"}
+"""Names of functions that set a stream."""
 _OF_PYTHON = sys.stdlib_module_names
 UNNAMED = frozenset(
     {"__call__", "__getitem__", "__iter__", "__getattr__", "__len__", "__enter__", "__contains__"}
@@ -33,29 +56,38 @@ class Names:
         globals: Names of globals.
         attributes: Names of attributes, of any object.
         is_dynamic: Whether it may look up others, by ``getattr`` and the like.
+        may_draw: Whether it imports, or names what may draw from NumPy's or Python's stream.
+        may_seed: Whether it names what may set a stream.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
     is_dynamic: bool
+    may_draw: bool
+    may_seed: bool
 
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> Names:
     """The names that `code` and the functions inside it use."""
-    found_globals, attributes = set(), set()
+    found_globals, attributes, may_draw, may_seed = set(), set(), False, False
     for instruction in dis.get_instructions(code):
         if instruction.opname in _ATTRIBUTES:
             attributes.add(instruction.argval)
         elif instruction.opname in _GLOBALS:
             found_globals.add(instruction.argval)
+        may_draw |= instruction.opname == "IMPORT_NAME"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = names_in(constant)
             found_globals |= inner.globals
             attributes |= inner.attributes
+            may_draw |= inner.may_draw
+            may_seed |= inner.may_seed
     is_dynamic = not _DYNAMIC.isdisjoint(found_globals | attributes)
-    return Names(frozenset(found_globals), frozenset(attributes), is_dynamic)
+    may_draw |= not _DRAWING.isdisjoint(found_globals | attributes)
+    may_seed |= not _SEEDING.isdisjoint(found_globals | attributes)
+    return Names(frozenset(found_globals), frozenset(attributes), is_dynamic, may_draw, may_seed)
 
 
 def methods(kind: type, name: str) -> Iterator[types.FunctionType]:
@@ -74,51 +106,194 @@ def methods(kind: type, name: str) -> Iterator[types.FunctionType]:
             yield value
 
 
-@dataclass(frozen=True)
-class ForwardNames:
-    """The names that the forward of a Layer class looks up; no reference to the class is kept.
+class Codes:
+    """The code of some functions of classes and modules, as it was; none of them is kept alive.
 
-    Attributes:
-        methods: The methods of the class that its forward uses, Paddle's own excepted.
-        attributes: The attributes of the Layer that they may look up; None: any.
+    Args:
+        owners: The classes and modules, each with the names that are looked up there.
     """
 
-    methods: tuple[str, ...]
-    attributes: frozenset[str] | None
+    __slots__ = ("_codes",)
+
+    def __init__(self, owners: Mapping[Any, AbstractSet[str]]) -> None:
+        self._codes = [
+            (weakref.ref(owner), len(vars(owner)), *_codes_of(owner, names))
+            for owner, names in owners.items()
+        ]
+
+    def are_current(self) -> bool:
+        """Whether nobody has replaced or added a function since."""
+        try:
+            for reference, size, read, codes in self._codes:
+                owner = reference()
+                if len(vars(owner)) != size or read(owner) != codes:
+                    return False
+        except (AttributeError, TypeError):
+            return False
+        return True
 
 
-_known: weakref.WeakKeyDictionary[type, ForwardNames] = weakref.WeakKeyDictionary()
+class Kind:
+    """What the code of a class of Layers tells; no reference to the class is kept.
+
+    Attributes:
+        named: What its code names.
+        codes: Of the functions of that name, in the class and in Paddle.
+        methods: The methods of the class that its forward uses, Paddle's own excepted.
+        attributes: The attributes of the Layer that they may look up; None: any.
+        others: The names of its other functions, Paddle's own excepted: others may call them.
+        may_draw: Whether code that is not among `methods` may draw from NumPy's or Python's stream.
+    """
+
+    __slots__ = (
+        "_class", "attributes", "codes", "may_draw", "methods", "named",
+        "others",
+    )  # fmt: skip
+
+    def __init__(self, kind: type, forget: Callable[[object], object]) -> None:
+        waiting, done = ["forward"], {"forward"}
+        of_the_user: dict[str, None] = {}
+        is_dynamic = self.may_draw = False
+        while waiting:
+            name = waiting.pop()
+            for function in methods(kind, name):
+                names = names_in(function.__code__)
+                is_dynamic |= names.is_dynamic
+                waiting += names.attributes - done
+                done |= names.attributes
+                if is_library(function.__module__):
+                    self.may_draw |= names.may_draw or not is_deterministic(function.__module__)
+                else:
+                    of_the_user[name] = None
+        self.methods = (*of_the_user,)
+        self.others = frozenset(
+            name
+            for base in _bases(kind)
+            if not is_library(base.__module__)
+            for name, value in vars(base).items()
+            if type(value) in _FUNCTIONS and name not in of_the_user
+        )
+        self.attributes = None if is_dynamic else frozenset(done - attributes_of_every_layer())
+        self.may_draw |= is_dynamic and bool(of_the_user)
+        self.may_draw |= any(_hides_code(owner, done) for owner in owners_of(kind))
+        self.named, self.codes = done, Codes(dict.fromkeys(owners_of(kind), done))
+        self._class = weakref.ref(kind, forget)
+
+    def reader(self, entries: dict[str, Any]) -> Reader:
+        """For the ``__dict__`` of a Layer: what is looked at."""
+        names = self.attributes
+        return reader_of(
+            entries, entries.keys() - attributes_of_every_layer() if names is None else names
+        )
 
 
-def forward_names(layer_class: type) -> ForwardNames:
-    """The names that ``forward`` and the methods it names look up."""
-    known = _known.get(layer_class)
-    if known is not None:
-        return known
-    waiting, done = ["forward"], {"forward"}
-    attributes, of_the_user, is_dynamic = {"forward"}, [], False
-    while waiting:
-        name = waiting.pop()
-        for function in methods(layer_class, name):
-            names = names_in(function.__code__)
-            attributes |= names.attributes
-            is_dynamic |= names.is_dynamic
-            waiting += names.attributes - done
-            done |= names.attributes
-            if not is_library(function.__module__):
-                of_the_user.append(name)
-    found = ForwardNames(
-        tuple(dict.fromkeys(of_the_user)),
-        None if is_dynamic else frozenset(attributes - attributes_of_every_layer()),
+Reader = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], AbstractSet[str]]
+"""Of a dict: the names that it has of those that are looked at (one alone twice), what reads their
+values, and all names that are looked at."""
+
+
+def reader_of(entries: dict[str, Any], names: AbstractSet[str]) -> Reader:
+    """Look at the entries `names`."""
+    found = (*(name for name in names if name in entries),)
+    if not found:
+        return found, nothing, names
+    found = found if len(found) > 1 else found * 2
+    return found, itemgetter(*found), names
+
+
+def nothing(_: object) -> tuple[()]:
+    """Reads nothing of a dict."""
+    return ()
+
+
+_kinds: dict[int, Kind] = {}
+
+
+def kind_of(layer_class: type) -> Kind:
+    """What is known of the class as it is now."""
+    key = id(layer_class)
+    known = _kinds.get(key)
+    if known is None or not known.codes.are_current():
+        known = _kinds[key] = Kind(layer_class, lambda _: _kinds.pop(key, None))
+    return known
+
+
+def _bases(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if base is not paddle.nn.Layer and base is not object]
+
+
+def owners_of(kind: type) -> list[Any]:
+    """Where the functions are that the code of a class names."""
+    return [*_bases(kind), *_OWNERS_IN_PADDLE]
+
+
+_OWNERS_IN_PADDLE = (paddle.nn.functional, paddle.Tensor)
+
+
+def _codes_of(owner: Any, names: AbstractSet[str]) -> tuple[Callable[[Any], Any], Any]:
+    """What reads the code of the functions `names` of `owner`, and that code."""
+    entries = vars(owner)
+    paths = [
+        f"{name}{_FUNCTIONS[type(entries[name])]}.__code__"
+        for name in names & entries.keys()
+        if type(entries[name]) in _FUNCTIONS
+    ]
+    read: Callable[[Any], Any] = attrgetter(*paths) if paths else nothing
+    return read, read(owner)
+
+
+_FUNCTIONS = {
+    types.FunctionType: "",
+    staticmethod: "",
+    classmethod: "",
+    property: ".fget",
+    functools.cached_property: ".func",
+}
+"""What has code as an attribute of a class, and where."""
+_CONSTANTS = (int, float, str, bytes, type(None))
+
+
+def _hides_code(base: Any, names: AbstractSet[str]) -> bool:
+    """Whether calls reach code of the class that `methods` does not give."""
+    if base in _OWNERS_IN_PADDLE:
+        functions = map(vars(base).get, names & vars(base).keys())
+        return not all(  # `functools.wraps` copies ``__module__``, not the globals
+            is_deterministic(one.__module__)
+            and ((place := one.__globals__.get("__name__")) in _WRAPPED_BY or is_library(place))
+            for one in functions
+            if type(one) is types.FunctionType
+        )
+    if is_library(base.__module__) or base.__module__.partition(".")[0] == OURS:
+        return False
+    return any(
+        name[:2] == "__" and name not in _NOT_OF_A_CALL and callable(value)
+        if type(value) in _FUNCTIONS
+        else name in names and not isinstance(value, _CONSTANTS)
+        for name, value in vars(base).items()
     )
-    return _known.setdefault(layer_class, found)
 
 
+_WRAPPED_BY = {"decorator"}  # a package, which makes some of Paddle's functions (2.6, 3.x)
+_NOT_OF_A_CALL = {"__init__", "__repr__", "__str__"}
+
+
+@functools.lru_cache(maxsize=4096)
+def is_deterministic(module: object) -> bool:
+    """Whether the functions of the module draw from Paddle's stream alone, if from any."""
+    return isinstance(module, str) and module.startswith(DRAWING_FROM_PADDLE_ALONE)
+
+
+@functools.lru_cache(maxsize=4096)
 def is_library(module_name: object) -> bool:
-    """Whether the module belongs to Paddle or NumPy, which hold no Layer of a user."""
-    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
+    """Whether the module belongs to Paddle or NumPy, or wraps Paddle: it holds no Layer of a
+    user.
+    """
+    return isinstance(module_name, str) and (
+        module_name.partition(".")[0] in _LIBRARIES or module_name.startswith(_OUR_WRAPPERS)
+    )
 
 
+@functools.lru_cache(maxsize=4096)
 def is_of_python(module_name: object) -> bool:
     """Whether the module belongs to Python's standard library."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _OF_PYTHON

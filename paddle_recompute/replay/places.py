@@ -24,6 +24,9 @@ class Place(Protocol):
     def after_forward(self) -> None:
         """Accept what the first forward changed and the second one must not undo."""
 
+    def is_unchanged(self) -> bool:
+        """Whether nothing differs from before, but what `after_forward` has accepted."""
+
     def put_back(self) -> Callable[[], None] | None:
         """Restore the old content; returns the function that undoes this, None if unchanged."""
 
@@ -33,12 +36,15 @@ class Entries:
 
     __slots__ = ("_before", "_entries", "_left", "_names", "_size")
 
-    def __init__(self, entries: dict[str, Any], names: AbstractSet[str]) -> None:
+    def __init__(
+        self, entries: dict[str, Any], names: AbstractSet[str], before: dict[str, Any], size: int
+    ) -> None:
+        """Of the `names`, `before` were there and held (`contents.hold`) so, among `size`."""
         self._entries = entries
         self._names = names
-        self._before = {name: hold(entries[name]) for name in names & entries.keys()}
+        self._before = before
         self._left: AbstractSet[str] = frozenset()
-        self._size = len(entries)
+        self._size = size
 
     def after_forward(self) -> None:
         """See `Place`: numbers, and Layers and parameters that the forward has built, stay.
@@ -48,7 +54,7 @@ class Entries:
         """
         before, now, changed = self._before, self._entries, self._changed()
         is_cache = any(isinstance(now.get(name), paddle.Tensor) for name in changed)
-        self._left = {
+        self._left = self._left | {
             name
             for name in changed
             if (
@@ -62,6 +68,10 @@ class Entries:
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
         return _put_back(self._entries, self._before, self._changed())
+
+    def is_unchanged(self) -> bool:
+        """See `Place`."""
+        return not self._changed()
 
     def _changed(self) -> list[str]:
         entries, before = self._entries, self._before
@@ -120,71 +130,8 @@ def _is_built(value: Any) -> bool:
     return isinstance(value, paddle.nn.Layer) or is_parameter(value)
 
 
-class Globals:
-    """Some globals of a module. Globals that are added later are ignored: a module is large."""
-
-    __slots__ = ("_before", "_entries")
-
-    def __init__(self, entries: dict[str, Any], names: list[str]) -> None:
-        self._entries = entries
-        self._before = {name: hold(entries[name]) for name in names}
-
-    def after_forward(self) -> None:
-        """See `Entries`."""
-        for name in self._changed():
-            if _is_own_state(self._before[name], self._entries.get(name)):
-                del self._before[name]
-
-    def put_back(self) -> Callable[[], None] | None:
-        """See `Place`."""
-        return _put_back(self._entries, self._before, self._changed())
-
-    def _changed(self) -> list[str]:
-        get = self._entries.get
-        return [
-            name for name, held in self._before.items() if not is_same(held, get(name, _ABSENT))
-        ]
-
-
-class Members:
-    """A whole dict of a Layer: sublayers, parameters or hooks, in order.
-
-    `find` reads the dict from the Layer each time: ``del`` on a LayerList replaces the dict.
-    """
-
-    __slots__ = ("_find", "_layer", "_names", "_values")
-
-    def __init__(
-        self, layer: paddle.nn.Layer, find: Callable[[paddle.nn.Layer], dict[str, Any]]
-    ) -> None:
-        self._layer = layer
-        self._find = find
-        self._capture()
-
-    def after_forward(self) -> None:
-        """Accept what the forward built or replaced."""
-        if not self._is_unchanged():
-            self._capture()
-
-    def put_back(self) -> Callable[[], None] | None:
-        """See `Place`."""
-        if self._is_unchanged():
-            return None
-        entries = self._find(self._layer)
-        now = dict(entries)
-        _fill_dict(entries, dict(zip(self._names, self._values, strict=True)))
-        return lambda: _fill_dict(entries, now)
-
-    def _capture(self) -> None:
-        entries = self._find(self._layer)
-        self._names, self._values = (*entries,), (*entries.values(),)
-
-    def _is_unchanged(self) -> bool:
-        entries = self._find(self._layer)
-        return (*entries,) == self._names and _are(self._values, entries.values())
-
-
-def _fill_dict(entries: dict[Any, Any], values: dict[Any, Any]) -> None:
+def fill_dict(entries: dict[Any, Any], values: dict[Any, Any]) -> None:
+    """Let `entries` hold `values` and nothing else."""
     entries.clear()
     entries.update(values)
 
@@ -194,18 +141,21 @@ class Items:
 
     __slots__ = ("_before", "_container", "_is_own")
 
-    def __init__(self, container: list[Any] | dict[Any, Any]) -> None:
+    def __init__(
+        self, container: list[Any] | dict[Any, Any], names: object, before: list[Any], size: int
+    ) -> None:
+        """`container` held (`contents.hold`) `before`, in the order of `items_of`."""
         self._container = container
-        self._before = [hold(item) for item in _items(container)]
+        self._before = before
         self._is_own = False
 
     def after_forward(self) -> None:
         """A list of data that the forward changes is its own state, and so is one into which it
         puts Layers that it builds. Tensors and objects, such as those of a cache, are put back.
         """
-        if self._is_unchanged():
+        if self.is_unchanged():
             return
-        now = _items(self._container)
+        now = items_of(self._container)
         known = {id(item) for item in self._before}
         self._is_own = all(map(_is_data, (*self._before, *now))) or any(
             _is_built(item) for item in now if id(item) not in known
@@ -215,18 +165,21 @@ class Items:
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        if self._is_own or self._is_unchanged():
+        if self.is_unchanged():
             return None
-        container, now = self._container, _items(self._container)
+        container, now = self._container, items_of(self._container)
         _fill(container, [content_of(item) for item in self._before])
         return lambda: _fill(container, now)
 
-    def _is_unchanged(self) -> bool:
-        now = _items(self._container)
-        return len(now) == len(self._before) and all(map(is_same, self._before, now))
+    def is_unchanged(self) -> bool:
+        """See `Place`."""
+        now = items_of(self._container)
+        return self._is_own or (
+            len(now) == len(self._before) and all(map(is_same, self._before, now))
+        )
 
 
-def _items(container: list[Any] | dict[Any, Any]) -> list[Any]:
+def items_of(container: list[Any] | dict[Any, Any]) -> list[Any]:
     """The items of a list; of a dict, its keys and then its values."""
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
@@ -236,7 +189,7 @@ def _items(container: list[Any] | dict[Any, Any]) -> list[Any]:
 def _fill(container: list[Any] | dict[Any, Any], items: list[Any]) -> None:
     if isinstance(container, dict):
         half = len(items) // 2
-        _fill_dict(container, dict(zip(items[:half], items[half:], strict=True)))
+        fill_dict(container, dict(zip(items[:half], items[half:], strict=True)))
     else:
         container[:] = items
 
@@ -252,20 +205,21 @@ class Cell:
 
     def after_forward(self) -> None:
         """See `Entries`."""
-        if self._changed() and _is_own_state(self._before, _in_cell(self._cell)):
+        if not self.is_unchanged() and _is_own_state(self._before, _in_cell(self._cell)):
             self._cell = None
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
         cell = self._cell
-        if cell is None or not self._changed():
+        if cell is None or self.is_unchanged():
             return None
         now = _in_cell(cell)
         _fill_cell(cell, content_of(self._before))
         return lambda: _fill_cell(cell, now)
 
-    def _changed(self) -> bool:
-        return not is_same(self._before, _in_cell(self._cell))
+    def is_unchanged(self) -> bool:
+        """See `Place`."""
+        return self._cell is None or is_same(self._before, _in_cell(self._cell))
 
 
 def _in_cell(cell: types.CellType | None) -> Any:
@@ -294,10 +248,14 @@ class Defaults:
     def after_forward(self) -> None:
         """Do nothing: a forward does not change its defaults."""
 
+    def is_unchanged(self) -> bool:
+        """See `Place`."""
+        return _are(_defaults(self._function), self._before)
+
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
         function, now = self._function, _defaults(self._function)
-        if _are(now, self._before):
+        if self.is_unchanged():
             return None
         _set_defaults(function, self._before)
         return lambda: _set_defaults(function, now)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,11 +13,11 @@ from paddle_recompute._paddle.random_streams import (
     hybrid_parallel_tracker,
     mark_of_generator_state,
     set_generator_states,
+    tracker_states,
 )
 
 
-@dataclass(frozen=True)
-class RngState:
+class RngState(NamedTuple):
     """The state of all streams: Paddle (CPU and current device), fleet's tracker of tensor-parallel
     streams, NumPy's global stream and Python's. None: that stream is not restored.
     """
@@ -35,7 +32,7 @@ class RngState:
         """The state now. Costs a few kilobytes and no device synchronization on CPU."""
         return cls(
             generators=generator_states(),
-            tracker=hybrid_parallel_tracker().get_states_tracker(),
+            tracker=tracker_states(),
             numpy=np.random.get_state(),
             python=random.getstate(),
         )
@@ -51,47 +48,39 @@ class RngState:
         if self.python is not None:
             random.setstate(self.python)
 
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside, the streams continue from this state; afterwards they are restored."""
-        before = self._now()
-        self.restore()
-        try:
-            yield
-        finally:
-            before.restore()
-
     def _now(self) -> RngState:
         """The current state of the same streams."""
-        tracker = hybrid_parallel_tracker
         return RngState(
-            generators=None if self.generators is None else generator_states(),
-            tracker=None if self.tracker is None else tracker().get_states_tracker(),
+            generators=self.generators and generator_states(),
+            tracker=None if self.tracker is None else tracker_states(),
             numpy=None if self.numpy is None else np.random.get_state(),
             python=None if self.python is None else random.getstate(),
         )
 
-    def where_moved(self) -> RngState:
-        """This state without the streams that are still at it."""
+    def where_moved(self, moved: tuple[Any, Any] | None = None) -> RngState:
+        """This state without the streams that are still at it; `moved`: the marks of the
+        generators in this state and now, if they are known.
+        """
         now = self._now()
-        state = self
-        if _same(self.generators, now.generators):
-            state = replace(state, generators=None)
-        if _same(self.tracker, now.tracker):
-            state = replace(state, tracker=None)
-        if self.numpy[2:] == now.numpy[2:] and np.array_equal(self.numpy[1], now.numpy[1]):
-            state = replace(state, numpy=None)
-        if self.python == now.python:
-            state = replace(state, python=None)
-        return state
+        then, end = moved or (_marks(self.generators), _marks(now.generators))
+        return RngState(
+            None if then == end else self.generators,
+            None if _marks(self.tracker) == _marks(now.tracker) else self.tracker,
+            None if _same_numpy_state(self.numpy, now.numpy) else self.numpy,
+            None if self.python == now.python else self.python,
+        )
 
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(_marks(one) == _marks(other))
+def _same_numpy_state(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(one[2:] == other[2:] and np.array_equal(one[1], other[1]))
 
 
 def _marks(states: Any) -> Any:
     """A value that is equal for equal states of Paddle's generators."""
+    if not states:
+        return states
     if isinstance(states, dict):
         return {name: mark_of_generator_state(state) for name, state in states.items()}
     return [mark_of_generator_state(state) for state in states]
@@ -109,72 +98,90 @@ class Draws:
     or a stream ends in another state. Draws from the other streams are not compared.
     """
 
-    def __init__(self) -> None:
-        self._start: RngState | None = None
-        self._first_end: Any = None
-        self._first_was_alone = True
+    __slots__ = (
+        "_first_was_alone", "_marks", "_may_seed", "_start", "_window", "of_the_host", "problem",
+    )  # fmt: skip
+
+    def __init__(self, *, of_the_host: bool, may_seed: bool = False) -> None:
+        """Before the call; `end_first` must follow.
+
+        Args:
+            of_the_host: Whether the call may draw from NumPy's stream or Python's.
+            may_seed: Whether it may set a stream: one that ends where it began may have moved.
+        """
+        self.of_the_host, self._may_seed = of_the_host, may_seed
+        self._start = RngState(generator_states(), tracker_states(), None, None)
+        if of_the_host:
+            self.read_host()
         self.problem: str | None = None
-        """After `again`: why other numbers may have been drawn from Paddle's streams."""
+        """After `end_again`: why other numbers may have been drawn from Paddle's streams."""
+        self._window = _Window()
 
-    @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
-        """Around the call."""
-        start = RngState.capture()
-        with _window() as window:
-            yield
-        self._start = start.where_moved()
-        if self._start.generators is not None:
-            self._first_end = _marks(generator_states())
-            self._first_was_alone = window.is_alone
+    def read_host(self) -> None:
+        """During the call, which may draw from NumPy's stream or Python's from now on."""
+        self.of_the_host = True
+        if self._start.numpy is None:
+            start = self._start
+            self._start = RngState(
+                start.generators, start.tracker, np.random.get_state(), random.getstate()
+            )
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Around the repetition."""
-        assert self._start is not None
+    def end_first(self) -> None:
+        """After the call."""
+        self._first_was_alone = self._window.close()
+        # Of Paddle's streams, before the call and after it.
+        self._marks = _marks(self._start.generators), _marks(generator_states())
+        if not self._may_seed:
+            self._start = self._start.where_moved(self._marks)
+
+    def begin_again(self) -> RngState:
+        """Before the repetition; `end_again` must follow, with the result."""
         self.problem = None
-        with self._start.replayed():
-            with _window() as window:
-                yield
-            if self._start.generators is not None:
-                self.problem = self._compare(_marks(generator_states()), window)
+        before = self._start._now()
+        self._start.restore()
+        self._window = _Window()
+        return before
 
-    def _compare(self, end: Any, window: _Window) -> str | None:
-        assert self._start is not None
-        if end == _marks(self._start.generators):
+    def end_again(self, before: RngState) -> None:
+        """After the repetition."""
+        was_alone = self._window.close()
+        if self._start.generators is not None:
+            self.problem = self._compare(_marks(generator_states()), was_alone)
+        before.restore()
+
+    def _compare(self, end: Any, was_alone: bool) -> str | None:
+        if end == self._marks[0]:
             return None  # the function draws nothing: another thread did, in the first forward
-        if not (self._first_was_alone and window.is_alone):
+        if not (self._first_was_alone and was_alone):
             return (
                 "it draws random numbers while a recomputed function of another thread may draw, "
                 "and Paddle has one random stream for all threads"
             )
-        if end != self._first_end:
+        if end != self._marks[1]:
             return "it draws other numbers from Paddle's random stream than in its first forward"
         return None
 
 
 class _Window:
-    """The duration of a call; `is_alone` if no call of another thread overlaps with it."""
+    """The duration of a call, until `close`; `is_alone` if no call of another thread overlaps."""
+
+    __slots__ = ("is_alone", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.is_alone = True
+        with _lock:
+            for window in _open_windows:
+                if window.thread != self.thread:
+                    window.is_alone = self.is_alone = False
+            _open_windows.append(self)
+
+    def close(self) -> bool:
+        """Returns `is_alone`."""
+        with _lock:
+            _open_windows.remove(self)
+        return self.is_alone
 
 
 _open_windows: list[_Window] = []
 _lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _window() -> Iterator[_Window]:
-    mine = _Window()
-    with _lock:
-        others = [window for window in _open_windows if window.thread != mine.thread]
-        for window in others:
-            window.is_alone = False
-        mine.is_alone = not others
-        _open_windows.append(mine)
-    try:
-        yield mine
-    finally:
-        with _lock:
-            _open_windows.remove(mine)

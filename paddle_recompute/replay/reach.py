@@ -24,8 +24,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import operator
 import types
+import weakref
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import paddle
@@ -33,31 +36,26 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import (
     attributes_of_every_layer,
-    forward_post_hooks,
-    forward_pre_hooks,
     is_parameter,
-    own_parameters,
-    own_sublayers,
 )
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
+from paddle_recompute.replay.contents import hold
 from paddle_recompute.replay.names import (
+    OURS,
     UNNAMED,
-    forward_names,
+    Kind,
+    Reader,
+    is_deterministic,
     is_library,
     is_of_python,
     methods,
     names_in,
+    reader_of,
 )
-from paddle_recompute.replay.places import (
-    Cell,
-    Defaults,
-    Entries,
-    Globals,
-    Items,
-    Members,
-    Place,
-)
+from paddle_recompute.replay.places import Cell, Defaults, Entries, Items, items_of
+from paddle_recompute.replay.plan import DICT_OF, LEAVES, plan_of
+from paddle_recompute.replay.snapshot import Snapshot, Undo
 
 LONGEST_SEARCHED = 1000
 """Containers with more items hold data, not Layers; a search in them would slow down each call."""
@@ -65,10 +63,15 @@ LONGEST_SEARCHED = 1000
 MOST_SEARCHED = 2_000
 """The most objects that one search visits."""
 
-_LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None), types.BuiltinFunctionType})
+_WITHOUT_STREAMS = {"builtins", "math", "operator", "_operator", "functools"}
+_PADDLE = (paddle, paddle.nn, paddle.nn.functional, paddle.Tensor)
+_hook_dicts = operator.itemgetter("_forward_pre_hooks", "_forward_post_hooks")
+_ITEMS: tuple[Reader, Reader] = (
+    ((), lambda value: (*items_of(value),), frozenset()),
+    ((), tuple, frozenset()),
+)
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 """The objects of Python's library that hold a user's objects."""
-_OURS = "paddle_recompute"
 
 
 def layers_of(function: Any, arguments: Any) -> list[paddle.nn.Layer]:
@@ -91,37 +94,52 @@ class Reach:
     """What one call of `function` reaches; construct it before the first forward.
 
     Attributes:
-        layers: The Layers; sublayers may be missing, as in `layers_of`.
+        snapshot: What it holds; with all Layers.
+        may_draw: Whether the call may draw from NumPy's stream or Python's. Not before it calls a
+            Layer that is not among the Layers.
+        may_seed: Whether it may set a stream, which then may end where it began.
     """
+
+    __slots__ = ("_tensors", "may_draw", "may_seed", "snapshot")
 
     def __init__(self, function: Any, arguments: Any) -> None:
         search = _Search.of(function, arguments)
-        self.layers = list(search.layers.values())
-        self._places = search.places
+        self.snapshot = search.snapshot
+        self.snapshot.capture()
+        self.may_draw, self.may_seed = search.may_draw, search.may_seed
         self._tensors = search.tensors
 
     def after_forward(self) -> None:
         """Accept what the first forward changed itself: see the module."""
-        for place in self._places:
-            place.after_forward()
-        self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
+        self.snapshot.after_forward()
+        if self._tensors:
+            self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
 
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside, every place has its content of before the first forward.
+    def is_unchanged(self) -> bool:
+        """Whether another search would find the same."""
+        return self.snapshot.is_unchanged() and not any(one.is_written() for one in self._tensors)
+
+    def put_back(self, undo: Undo) -> None:
+        """Give every place its content of before the first forward; `undo` gets what undoes this.
 
         Raises:
             RecomputeError: A tensor that the function reaches was written to meanwhile.
         """
-        with contextlib.ExitStack() as stack:
-            for place in self._places:
-                undo = place.put_back()
-                if undo is not None:
-                    stack.callback(undo)
-            for tensor in self._tensors:  # after the places: `refuse` may add a hook
-                if tensor.is_written():
-                    tensor.refuse(stack)
+        self.snapshot.put_back(undo)
+        for tensor in self._tensors:  # after the places: `refuse` may add a hook
+            if tensor.is_written():
+                tensor.refuse(undo)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Inside, what `put_back` does."""
+        undo: Undo = []
+        try:
+            self.put_back(undo)
             yield
+        finally:
+            while undo:
+                undo.pop()()
 
 
 class _Captured:
@@ -144,7 +162,7 @@ class _Captured:
     def is_written(self) -> bool:
         return _writes.is_written_since(self._tensor, self._stamp)
 
-    def refuse(self, stack: contextlib.ExitStack) -> None:
+    def refuse(self, undo: Undo) -> None:
         """Raise now, or, if a Layer owns the tensor, when that Layer is called."""
         what = f"the tensor '{self.name}' ({_nested.describe(self._tensor)})"
         if is_parameter(self._tensor):
@@ -160,7 +178,7 @@ class _Captured:
         def refuse(*_: object) -> None:
             raise error
 
-        stack.callback(self.owner.register_forward_pre_hook(refuse).remove)
+        undo.append(self.owner.register_forward_pre_hook(refuse).remove)
 
 
 class _Search:
@@ -170,7 +188,8 @@ class _Search:
 
     def __init__(self) -> None:
         self.layers: dict[int, paddle.nn.Layer] = {}
-        self.places: list[Place] = []
+        self.snapshot = Snapshot()
+        self.may_draw = self.may_seed = False
         self.tensors: list[_Captured] = []
         # By id, with a reference: the id of a temporary tuple would be used again.
         self._seen: dict[int, Any] = {}
@@ -178,23 +197,32 @@ class _Search:
         self._names: set[str] = set(UNNAMED)
         self._any_name = False
         self._owner: paddle.nn.Layer | None = None
+        self._kinds: dict[type, Kind] = {}
+        self._read_by_others: dict[int, set[str]] = {}  # of Layers and kinds, by id
 
     @classmethod
     def of(cls, function: Any, arguments: Any) -> _Search:
         """Search all that a call reaches."""
         search = cls()
         search._visit(function, "")
-        for path, leaf in _nested.named_leaves(arguments):
-            if not isinstance(leaf, paddle.Tensor):
-                search._visit(leaf, path)
+        if arguments:
+            for path, leaf in _nested.named_leaves(arguments):
+                if not isinstance(leaf, paddle.Tensor):
+                    search._visit(leaf, path)
+        search.may_draw |= bool(search._objects)
         search._look_up_names()
         return search
 
     def _visit(self, value: Any, name: str) -> None:
         """Visit `value`, which `name` holds, and its content."""
-        if type(value) in _LEAVES or id(value) in self._seen:
+        if type(value) in LEAVES or id(value) in self._seen:
             return
+        if type(value) in weakref.ProxyTypes:
+            value = value.__repr__.__self__  # what it stands for
+            if id(value) in self._seen:
+                return
         if len(self._seen) >= MOST_SEARCHED:
+            self.may_draw = True
             return
         self._seen[id(value)] = value
         if isinstance(value, paddle.nn.Layer):
@@ -205,6 +233,8 @@ class _Search:
         elif isinstance(value, (list, tuple, set, frozenset, dict)):
             if len(value) <= LONGEST_SEARCHED:
                 self._visit_container(value, name)
+            else:
+                self.may_draw = True
         elif isinstance(value, types.FunctionType):
             self._visit_function(value)
         elif isinstance(value, types.MethodType):
@@ -216,73 +246,110 @@ class _Search:
         elif isinstance(value, types.ModuleType):
             if not is_library(value.__name__) and not is_of_python(value.__name__):
                 self._objects.append((value, set()))
+            self.may_draw |= value not in _PADDLE and not is_deterministic(value.__name__)
         elif isinstance(value, _RECORDS) or _is_users(value):
             self._objects.append((value, set()))
+        else:
+            self.may_draw |= getattr(value, "__module__", "") not in _WITHOUT_STREAMS
 
     def _visit_container(self, value: Any, name: str) -> None:
         if isinstance(value, (list, dict)):
-            self.places.append(Items(value))
+            items = items_of(value)
+            held = [hold(item) for item in items]
+            if all(map(operator.is_, held, items)):
+                reader = _ITEMS[isinstance(value, list)]
+                self.snapshot.add(Items, [value], [reader], [(*items,)])
+            else:
+                self.snapshot.places.append(Items(value, (), held, len(value)))
         for item in value.values() if isinstance(value, dict) else value:
             self._visit(item, name)
+
+    def _watch(self, entries: Any, reader: Reader) -> None:
+        """Watch entries of a dict, and visit what they hold."""
+        found, read, names = reader
+        values, has_graph = read(entries), False
+        for name, value in zip(found, values, strict=True):
+            if type(value) not in LEAVES:
+                has_graph |= hold(value) is not value
+                self._visit(value, name)
+        if has_graph:
+            held = {name: hold(value) for name, value in zip(found, values, strict=True)}
+            self.snapshot.places.append(Entries(entries, names, held, len(entries)))
+        elif names:
+            self.snapshot.add(Entries, [entries], [reader], [values])
 
     def _visit_function(self, function: types.FunctionType) -> None:
         module = function.__globals__.get("__name__")
         if is_library(module):
+            self.may_draw |= not is_deterministic(function.__module__)
             return
         code = function.__code__
         names = names_in(code)
         self._names |= names.attributes
         self._any_name |= names.is_dynamic and self._owner is None
+        self.may_seed |= names.may_seed
         if function.__defaults__ or function.__kwdefaults__:
-            self.places.append(Defaults(function))
+            self.snapshot.places.append(Defaults(function))
             self._visit(function.__defaults__, code.co_name)
             self._visit(function.__kwdefaults__, code.co_name)
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a cell that is still empty
                 content = cell.cell_contents
-                self.places.append(Cell(cell, content))
+                self.snapshot.places.append(Cell(cell, content))
                 self._visit(content, variable)
-        if str(module).partition(".")[0] != _OURS:
+        if str(module).partition(".")[0] != OURS:
+            self.may_draw |= names.may_draw or names.is_dynamic
             self._visit_globals(function.__globals__, names.globals)
+            for owner in _PADDLE:  # whose functions somebody may have replaced
+                for name in names.attributes & vars(owner).keys():
+                    if type(value := vars(owner)[name]) is types.FunctionType:
+                        self._visit(value, name)
 
-    def _visit_layer(self, layer: paddle.nn.Layer) -> None:
-        sublayers = own_sublayers(layer)
-        if sublayers:
-            self.places.append(Members(layer, own_sublayers))
-        if own_parameters(layer):
-            self.places.append(Members(layer, own_parameters))
-        outer, self._owner = self._owner, layer
-        names = forward_names(type(layer))
-        self._visit_attributes(layer, names.attributes)
-        for method in names.methods:
-            for function in methods(type(layer), method):
-                self._visit(function, method)
-        for find in (forward_pre_hooks, forward_post_hooks):
-            self.places.append(Members(layer, find))
-            for hook in find(layer).values():
-                self._visit(hook, "a hook")
+    def _visit_layer(self, root: paddle.nn.Layer) -> None:
+        outer, snapshot = self._owner, self.snapshot
+        layers, plan, before = plan_of(root)
+        is_first = not snapshot.layers
+        self._seen.update(zip(map(id, layers), layers, strict=True))
+        snapshot.layers += layers
+        if not is_first:  # some may have been there
+            snapshot.layers = [*{id(layer): layer for layer in snapshot.layers}.values()]
+        graphs = set()
+        for at, name, place in plan.visited:
+            value, self._owner = before[at][place], layers[at]
+            if hold(value) is not value:
+                graphs.add(at)
+            self._visit(value, name)
+        watched = [at for at in plan.watched if at not in graphs] if graphs else plan.watched
+        readers, entries = plan.readers, [*map(DICT_OF, layers)]
+        for at in graphs:
+            self._watch(entries[at], readers[at])
+        snapshot.add(
+            Entries,
+            [entries[at] for at in watched],
+            [readers[at] for at in watched],
+            [before[at] for at in watched],
+        )
+        for at, kind in plan.kinds:
+            layer = self._owner = layers[at]
+            if self._kinds.setdefault(type(layer), kind) is kind:
+                self.may_draw |= kind.may_draw
+                for method in kind.methods:
+                    for function in methods(type(layer), method):
+                        self._visit(function, method)
+        if any(map(any, map(_hook_dicts, entries))):
+            for self._owner in layers:
+                for hooks in _hook_dicts(vars(self._owner)):
+                    for hook in hooks.values():
+                        self._visit(hook, "a hook")
         self._owner = outer
-        for sublayer in sublayers.values():
-            if sublayer is not None and id(sublayer) not in self._seen:
-                self._seen[id(sublayer)] = sublayer
-                self._visit_layer(sublayer)
-
-    def _visit_attributes(self, layer: paddle.nn.Layer, names: frozenset[str] | None) -> None:
-        """Visit what a Layer holds besides parameters, buffers and sublayers."""
-        entries = layer.__dict__
-        if names is None:
-            names = frozenset(entries) - attributes_of_every_layer()
-        found = names & entries.keys()
-        if names:
-            self.places.append(Entries(entries, names))
-        for name in found:
-            self._visit(entries[name], name)
 
     def _look_up_names(self) -> None:
-        """Look up the names in the plain objects until there is no new name and no new object."""
+        """Look up the names in the plain objects, and in the Layers beyond what their own forwards
+        use, until there is no new name and no new object.
+        """
         is_done = False
         while not is_done:
-            is_done = True
+            is_done = not self._look_up_in_layers()
             for value, known in list(self._objects):
                 new = self._names - known
                 if self._any_name and not isinstance(value, types.ModuleType):
@@ -292,15 +359,46 @@ class _Search:
                     is_done = False
                     self._visit_object(value, frozenset(new))
 
+    def _look_up_in_layers(self) -> bool:
+        """Returns whether there was something new."""
+        names = self._names - UNNAMED - attributes_of_every_layer()
+        if not names:
+            return False
+        unread: dict[type, AbstractSet[str]] = {}
+        is_new = False
+        for layer in list(self.snapshot.layers):
+            layer_class, entries = type(layer), vars(layer)
+            kind = self._kinds[layer_class]
+            if layer_class not in unread:
+                own = kind.attributes
+                unread[layer_class] = frozenset() if own is None else names - own
+                known = self._read_by_others.setdefault(id(kind), set())
+                if new := (kind.others & names) - known:
+                    is_new = True
+                    known |= new
+                    self._visit_methods(layer, new)
+            if not unread[layer_class].isdisjoint(entries):
+                known = self._read_by_others.setdefault(id(layer), set())
+                if new := (unread[layer_class] & entries.keys()) - known:
+                    is_new = True
+                    known |= new
+                    self._watch(entries, reader_of(entries, new))
+        return is_new
+
+    def _visit_methods(self, layer: paddle.nn.Layer, names: AbstractSet[str]) -> None:
+        outer, self._owner = self._owner, layer
+        for name in names:
+            for function in methods(type(layer), name):
+                self._visit(function, name)
+        self._owner = outer
+
     def _visit_object(self, value: Any, names: frozenset[str]) -> None:
         entries = getattr(value, "__dict__", None)
         if isinstance(value, types.ModuleType):
             self._visit_globals(value.__dict__, names)
             return
         if isinstance(entries, dict):
-            self.places.append(Entries(entries, names))
-            for name in names & entries.keys():
-                self._visit(entries[name], name)
+            self._watch(entries, reader_of(entries, names))
         for name in names.intersection(_slots(type(value))):
             self._visit(getattr(value, name, None), name)
         for name in names:
@@ -308,15 +406,16 @@ class _Search:
                 self._visit(function, name)
 
     def _visit_globals(self, entries: dict[str, Any], names: frozenset[str]) -> None:
-        found = [name for name in names if name in entries]
-        if found:
-            self.places.append(Globals(entries, found))
-            for name in found:
-                self._visit(entries[name], name)
+        """Watch those that are there: a module is large, and what is added later is ignored."""
+        self._watch(entries, reader_of(entries, names & entries.keys()))
 
 
 def _is_users(value: Any) -> bool:
     module = type(value).__module__
+    if module.partition(".")[0] == OURS:
+        return (
+            False  # it notes what happens, in both forwards: the planner's recorder, for instance
+        )
     return not (isinstance(value, type) or is_library(module) or is_of_python(module))
 
 

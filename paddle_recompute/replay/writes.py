@@ -19,7 +19,8 @@ from typing import NamedTuple
 import paddle
 
 from paddle_recompute._paddle import layers, writes
-from paddle_recompute._paddle.writes import address_of
+from paddle_recompute._paddle.saved_tensors import version_of
+from paddle_recompute._paddle.writes import address_of, addresses_of
 
 
 class Stamp(NamedTuple):
@@ -33,13 +34,15 @@ class Stamp(NamedTuple):
 
 
 _tick = 0
+_any_travels = False
 _last_write: dict[int, int] = {}
 """Address -> tick of the last write there. Allocators reuse addresses, so this stays small."""
 _sorted: list[int] = []
 """The addresses, sorted; valid while there are as many as in `_last_write`."""
 
 
-def _written(tensor: paddle.Tensor) -> None:
+def note_write(tensor: paddle.Tensor) -> None:
+    """Count a write to `tensor` that is not seen by itself, such as a collective's."""
     global _tick
     _tick += 1
     address = address_of(tensor)
@@ -49,7 +52,7 @@ def _written(tensor: paddle.Tensor) -> None:
 
 def watch_writes() -> None:
     """Count writes from now on."""
-    writes.watch_writes(_written)
+    writes.watch_writes(note_write)
 
 
 def travels(parameter: paddle.Tensor, content: Callable[[], int]) -> None:
@@ -59,7 +62,35 @@ def travels(parameter: paddle.Tensor, content: Callable[[], int]) -> None:
         parameter: Keeps `content`.
         content: Its number, another one after each write to `parameter`, wherever it is.
     """
+    global _any_travels
+    _any_travels = True
     parameter._paddle_recompute_content = content
+
+
+class Stamps:
+    """The stamps of many parameters, side by side."""
+
+    __slots__ = ("_addresses", "_stamps", "_tensors", "_tick", "_versions")
+
+    def __init__(self, tensors: list[paddle.Tensor]) -> None:
+        self._tensors = tensors
+        self._tick = _tick
+        self._versions = [*map(version_of, tensors)]
+        self._addresses = addresses_of(tensors)
+        self._stamps = [*map(stamp, tensors)] if _any_travels else None
+
+    def written(self) -> list[paddle.Tensor]:
+        """Those of the tensors that were written to since."""
+        tensors, stamps = self._tensors, self._stamps
+        if stamps is None:
+            versions, addresses = [*map(version_of, tensors)], addresses_of(tensors)
+            if (self._tick, self._versions, self._addresses) == (_tick, versions, addresses):
+                return []  # nearly always
+            stamps = [
+                Stamp(version, self._tick, address or None)
+                for version, address in zip(self._versions, self._addresses, strict=True)
+            ]
+        return [t for t, then in zip(tensors, stamps, strict=True) if is_written_since(t, then)]
 
 
 def stamp(tensor: paddle.Tensor) -> Stamp:

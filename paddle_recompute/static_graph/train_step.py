@@ -265,8 +265,11 @@ class StaticTrainStep:
         with training.static_mode():
             return explain(self._known().explained)
 
-    def state_dict(self) -> dict[str, Arrays]:
+    def state_dict(self, *, keep: bool = True) -> dict[str, Arrays]:
         """A copy of the trained state, by the names of the dygraph model.
+
+        Args:
+            keep: See `Step.state_dict`; every rank has the whole state here.
 
         Returns:
             ``"model"``: parameters and buffers, as in ``model.state_dict()``; ``"optimizer"``: the

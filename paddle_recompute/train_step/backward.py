@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import paddle
 
 from paddle_recompute._nested import tensors_in
@@ -128,13 +129,21 @@ def _length_of_first_axis(micro_batch: Any) -> int:
 
 
 def inputs_of_cache(micro_batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    """(query, positive and negatives; keyword arguments of the loss)."""
+    """(query, positive and negatives; keyword arguments of the loss).
+
+    Negatives that are one array, ``[batch, negatives, ...]``, are one input with the rows
+    ``[batch * negatives, ...]``.
+    """
     if isinstance(micro_batch, (tuple, list)) and len(micro_batch) >= 2:
         return list(micro_batch), {}
     if isinstance(micro_batch, Mapping) and {"query", "positive"} <= micro_batch.keys():
         rest = dict(micro_batch)
-        inputs = [rest.pop("query"), rest.pop("positive"), *rest.pop("negatives", ())]
-        return inputs, rest
+        negatives = rest.pop("negatives", ())
+        if isinstance(negatives, np.ndarray):
+            negatives = (negatives.reshape(-1, *negatives.shape[2:]),)
+        elif hasattr(negatives, "flatten"):  # a Tensor, or a variable of a Program
+            negatives = (negatives.flatten(0, 1),)
+        return [rest.pop("query"), rest.pop("positive"), *negatives], rest
     raise DataError(
         "a micro-batch of a TrainStep with grad_cache is (query, positive, *negatives) or a dict "
         f"with 'query' and 'positive'; received {type(micro_batch).__name__}"

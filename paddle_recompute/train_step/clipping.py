@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import paddle
+
+from paddle_recompute._paddle.flat import multiply_all
 
 _HALF = (paddle.float16, paddle.bfloat16)
 
@@ -25,13 +26,11 @@ def scale_to_norm(gradients: Sequence[paddle.Tensor], norm: paddle.Tensor, limit
     norm = norm.astype("float64").reshape([])
     quotient = paddle.full_like(norm, limit) / norm
     factor = paddle.where(norm > limit, quotient, paddle.ones_like(norm))
-    factors: dict[Any, paddle.Tensor] = {paddle.float64: factor}
-    for gradient in gradients:
-        exact = paddle.float32 if gradient.dtype in _HALF else gradient.dtype
-        if exact not in factors:
-            factors[exact] = factor.astype(exact)
-        if gradient.dtype == exact:
-            gradient.multiply_(factors[exact])
-        else:  # as the kernel of scale_ does it
-            scaled = gradient.astype(exact) * factors[exact]
-            paddle.assign(scaled.astype(gradient.dtype), gradient)
+    for dtype in {gradient.dtype for gradient in gradients}:
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        if dtype not in _HALF:
+            multiply_all(alike, factor.astype(dtype))
+            continue
+        for gradient in alike:  # as the kernel of scale_ does it
+            scaled = gradient.astype("float32") * factor.astype("float32")
+            paddle.assign(scaled.astype(dtype), gradient)

@@ -33,6 +33,7 @@ from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute.errors import ConfigError, DivergenceError
 from paddle_recompute.offload import OffloadOptimizer
 from paddle_recompute.options import AmpConfigs
+from paddle_recompute.sharding import inner_of
 
 MAX_SKIPS_IN_A_ROW = 50
 """After so many steps without an update the loss scale is not what is wrong."""
@@ -224,6 +225,7 @@ def _decorate(
         raise ConfigError(
             "level O2 casts the parameters, and offloaded ones are not on the device; use level O1"
         )
+    optimizer = inner_of(optimizer)
     if not isinstance(optimizer, (paddle.optimizer.Adam, paddle.optimizer.AdamW)):
         raise ConfigError(
             f"level O2 does not go with {type(optimizer).__name__}; only Adam and AdamW update "

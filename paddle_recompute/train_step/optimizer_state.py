@@ -18,7 +18,10 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import parameters_of_optimizer
+from paddle_recompute.distributed import gathered
 from paddle_recompute.errors import CheckpointError
+from paddle_recompute.offload import OffloadOptimizer
+from paddle_recompute.sharding import ShardedOptimizer, inner_of
 from paddle_recompute.train_step.step import LOSS_PREFIX, NOT_UPDATED
 
 # Paddle numbers them: "moment1_0", and "fp32_master_0_moment1_0" where there is a master weight.
@@ -40,20 +43,22 @@ def structured_parameters(
 
 
 def state_of(
-    optimizer: paddle.optimizer.Optimizer,
+    optimizer: paddle.optimizer.Optimizer | ShardedOptimizer,
     parameters: Mapping[str, paddle.Tensor],
     *,
     updated: Collection[str] = (),
     loaded: Mapping[str, Any] | None = None,
+    keep: bool = True,
 ) -> dict[str, Any]:
     """The optimizer's tensors by structured name, ``"norm.weight:moment1"``; no copies.
 
     Args:
-        optimizer: Any of Paddle's.
+        optimizer: Any of Paddle's, or one whose state is gathered from the ranks here.
         parameters: What it updates, by structured name.
         updated: Paddle's names of the parameters that it has updated.
         loaded: What `set_state_of` returned: Paddle does not show the moments that it was given
             for a parameter until it updates that parameter.
+        keep: Whether this rank wants a state that is gathered; False: it gets an empty one.
 
     Raises:
         CheckpointError: It has a tensor that belongs to none of them, or lacks moments of one that
@@ -61,7 +66,7 @@ def state_of(
     """
     structured = {parameter.name: name for name, parameter in parameters.items()}
     state = {}
-    for key, tensor in optimizer.state_dict().items():
+    for key, tensor in _own_state_of(optimizer).items():
         if key == "LR_Scheduler":
             continue
         if key == "master_weights":
@@ -76,6 +81,17 @@ def state_of(
     for key, value in (loaded or {}).items():
         if parameters[key.partition(":")[0]].name not in updated:
             state.setdefault(key, value)
+    if isinstance(optimizer, ShardedOptimizer):
+        state = optimizer.gathered(state, keep=keep)
+        if not keep:
+            return {}
+    elif isinstance(optimizer, OffloadOptimizer) and optimizer.is_spread:
+        names = {name for name, one in parameters.items() if one.name in optimizer.shared}
+        common = {k: one for k, one in state.items() if k.partition(":")[0] in names}
+        rest = {key: one for key, one in state.items() if key not in common}
+        state = {**common, **gathered(rest, None, keep)}
+        if not keep:
+            return {}
     found = _accumulators(state)
     kinds = set().union(*found.values())
     for name, parameter in parameters.items():
@@ -92,7 +108,7 @@ def state_of(
 
 
 def set_state_of(
-    optimizer: paddle.optimizer.Optimizer,
+    optimizer: paddle.optimizer.Optimizer | ShardedOptimizer,
     parameters: Mapping[str, paddle.Tensor],
     state: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -100,10 +116,10 @@ def set_state_of(
 
     A parameter that was in half precision and is in float32 now gets its master weight. One that
     was in float32 and is in half precision now is rounded, and its master weight starts from that.
-    The learning rate is left alone.
+    The learning rate is left alone. Of a `ShardedOptimizer` each rank takes what it owns.
 
     Returns:
-        The moments, for `state_of`.
+        The moments that were taken, for `state_of`.
 
     Raises:
         CheckpointError: There is no parameter of a name in `state`, a parameter lacks moments
@@ -121,22 +137,35 @@ def set_state_of(
         is_half = parameter.dtype in _HALF
         # The moments are named after the master weight, where the optimizer keeps one.
         owner = f"{parameter.name}_{_MASTER}_0" if is_half else parameter.name
+        is_spread = isinstance(optimizer, ShardedOptimizer | OffloadOptimizer)
+        is_owned = not is_spread or parameter.name in optimizer.owned
         if accumulator != _MASTER:
+            if not is_owned:
+                continue
             moments[f"{owner}_{accumulator}_0"] = given[key] = value
-        elif is_half:
+        elif is_half and is_owned:
             masters[parameter.name] = paddle.to_tensor(value)
             masters[parameter.name].name = owner
-        else:
+        elif not is_half:
             parameter.set_value(value)
     if masters:
         moments["master_weights"] = masters
     # Paddle insists on the state of a scheduler that the optimizer has: give it its own back.
-    schedule = optimizer.state_dict().get("LR_Scheduler")
+    optimizer = inner_of(optimizer)
+    schedule = _own_state_of(optimizer).get("LR_Scheduler")
     with warnings.catch_warnings():
         # Of LinearWarmup's own state it says that it holds "unused values" (2.6, 3.x).
         warnings.filterwarnings("ignore", "There are some unused values", UserWarning)
         optimizer.set_state_dict({**moments, **({"LR_Scheduler": schedule} if schedule else {})})
     return given
+
+
+def _own_state_of(optimizer: Any) -> dict[str, Any]:
+    """The state of what this rank updates, under Paddle's names."""
+    if isinstance(optimizer, OffloadOptimizer):
+        return optimizer.own_state_dict()
+    state: dict[str, Any] = inner_of(optimizer).state_dict()
+    return state
 
 
 def _accumulators(state: Mapping[str, Any]) -> dict[str, set[str]]:
@@ -152,7 +181,7 @@ def _accumulators(state: Mapping[str, Any]) -> dict[str, set[str]]:
 def _check_complete(
     parameters: Mapping[str, paddle.Tensor],
     state: Mapping[str, Any],
-    optimizer: paddle.optimizer.Optimizer,
+    optimizer: paddle.optimizer.Optimizer | ShardedOptimizer,
 ) -> None:
     """A parameter has all kinds of moments or, if it never had a gradient, none and a mark."""
     for key, value in state.items():
@@ -167,7 +196,7 @@ def _check_complete(
             )
     found = _accumulators(state)
     kinds = set().union(*found.values())
-    if found and isinstance(optimizer, paddle.optimizer.Adam | paddle.optimizer.AdamW):
+    if found and isinstance(inner_of(optimizer), paddle.optimizer.Adam | paddle.optimizer.AdamW):
         kinds |= _OF_ADAM
     of_optimizer = {id(parameter) for parameter in parameters_of_optimizer(optimizer)}
     for name, parameter in parameters.items():

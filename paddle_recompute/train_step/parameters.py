@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import paddle
 
+from paddle_recompute._paddle.flat import are_sparse
 from paddle_recompute._paddle.gradients import keeps_main_grad
 from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute._paddle.layers import parameters_of_optimizer
@@ -13,22 +15,26 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import GradientSync, SyncMode, owner_of
 from paddle_recompute.offload import OffloadOptimizer
+from paddle_recompute.sharding import ShardedOptimizer
 
 _SHOWN = 5
 _logger = logging.getLogger("paddle_recompute")
 
 
 def all_parameters(
-    model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer
+    own: Sequence[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
 ) -> list[paddle.Tensor]:
-    """Those of `model`, and what `optimizer` updates besides, each once; frozen ones too."""
-    both = [*model.parameters(), *parameters_of_optimizer(optimizer)]
-    return list({id(p): p for p in both}.values())
+    """Those of a model, its `own`, and what `optimizer` updates besides, each once; frozen ones
+    too.
+    """
+    return list({id(p): p for p in [*own, *parameters_of_optimizer(optimizer)]}.values())
 
 
-def trained(model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer) -> list[paddle.Tensor]:
-    """What `model` trains and what `optimizer` updates besides, each once."""
-    return [p for p in all_parameters(model, optimizer) if not p.stop_gradient]
+def trained(
+    own: Sequence[paddle.Tensor], optimizer: paddle.optimizer.Optimizer
+) -> list[paddle.Tensor]:
+    """What a model trains of its `own`, and what `optimizer` updates besides, each once."""
+    return [p for p in all_parameters(own, optimizer) if not p.stop_gradient]
 
 
 def updated(
@@ -87,6 +93,8 @@ def refuse_main_grad(parameters: list[paddle.Tensor]) -> None:
 
 def refuse_sparse(parameters: list[paddle.Tensor]) -> None:
     """Raise ConfigError if a gradient of `parameters` is sparse; it has no norm."""
+    if not are_sparse([one for one in map(gradient_of, parameters) if one is not None]):
+        return
     for parameter in parameters:
         gradient = gradient_of(parameter)
         if gradient is not None and gradient.is_selected_rows():
@@ -94,6 +102,24 @@ def refuse_sparse(parameters: list[paddle.Tensor]) -> None:
                 f"the gradient of {parameter.name} is sparse (SelectedRows), of which Paddle "
                 "computes no norm; make its Embedding with sparse=False"
             )
+
+
+def check_sharded(
+    model: paddle.nn.Layer, optimizer: paddle.optimizer.Optimizer, sync: GradientSync
+) -> None:
+    """Raise ConfigError if `optimizer` is sharded, and `model` or `sync` does not go with that."""
+    if not isinstance(optimizer, ShardedOptimizer):
+        return
+    if isinstance(model, paddle.DataParallel):
+        raise ConfigError(
+            "a ShardedOptimizer does not go with paddle.DataParallel; give TrainStep the bare "
+            "Layer, whose gradients it synchronizes itself"
+        )
+    if sync.mode == "fleet":
+        raise ConfigError(
+            "a ShardedOptimizer does not go with sync mode 'fleet', the reference for a replicated "
+            "run; use 'overlap' or 'fused'"
+        )
 
 
 def synchronization_of(
@@ -122,7 +148,7 @@ def synchronization_of(
             "paddle.DataParallel does not have it; pass the bare Layer, which is synchronized here"
         )
     else:
-        sync = GradientSync(lambda: all_parameters(model, optimizer), mode=given)
+        sync = GradientSync(lambda: all_parameters(model.parameters(), optimizer), mode=given)
     if cache is not None and cache.sync is not None and cache.sync is not sync:
         raise ConfigError(
             "grad_cache has a GradientSync, and sync is another one; leave one of them out"

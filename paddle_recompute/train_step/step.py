@@ -102,8 +102,12 @@ class Step(Protocol):
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
         """Run one optimizer step on the micro-batches."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
         """What the next step depends on beside the model.
+
+        Args:
+            keep: False: this rank needs no optimizer state. It gets none where the state is
+                gathered from the ranks, as that of a `ShardedOptimizer`.
 
         Returns:
             ``"optimizer"``: moments and master weights, ``"<parameter>:moment1"``, Tensors or

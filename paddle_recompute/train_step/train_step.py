@@ -1,4 +1,8 @@
-"""`TrainStep`: one optimizer step from several micro-batches, on one or many ranks."""
+"""`TrainStep`: one optimizer step from several micro-batches, on one or many ranks.
+
+The modules beside it do each part. The order of the parts is one class, whose docstrings make it
+longer than 500 lines.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,27 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import paddle
 
+from paddle_recompute._paddle.flat import is_frozen, squares_of
 from paddle_recompute._paddle.guarded import gradient_of
+from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute._paddle.updates import (
     keeps_parameters_at_rate_0,
     learning_rate_times,
     zero_if,
 )
+from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import ends_all_ranks, mean_over_ranks
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode
+from paddle_recompute.grad_sync import GradientSync, StepReport, SyncMode, Timeline
 from paddle_recompute.offload import OffloadOptimizer, OnComplete
 from paddle_recompute.options import AmpConfigs
+from paddle_recompute.sharding import ShardedOptimizer, inner_of
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
 from paddle_recompute.train_step.clipping import scale_to_norm
 from paddle_recompute.train_step.mixed_precision import MixedPrecision, to_float32
@@ -33,6 +42,7 @@ from paddle_recompute.train_step.optimizer_state import (
 )
 from paddle_recompute.train_step.parameters import (
     check_all_synchronized,
+    check_sharded,
     offload_optimizer,
     refuse_main_grad,
     refuse_sparse,
@@ -99,7 +109,7 @@ class TrainStep:
     def __init__(
         self,
         model: paddle.nn.Layer,
-        optimizer: paddle.optimizer.Optimizer | OffloadOptimizer,
+        optimizer: paddle.optimizer.Optimizer | OffloadOptimizer | ShardedOptimizer,
         *,
         loss_fn: LossFn | None = None,
         grad_cache: GradCache | None = None,
@@ -121,9 +131,9 @@ class TrainStep:
             grad_cache: Instead of `loss_fn`: runs forward and backward of a micro-batch chunk by
                 chunk. Its encoders are `model`, or in it. A micro-batch is then
                 ``(query, positive, *negatives)``, or a dict with ``query``, ``positive`` and
-                perhaps ``negatives`` (a list of them), in which everything else is a keyword
-                argument of its loss, such as ``positive_ids``. It synchronizes with `sync`; one
-                that has a `GradientSync` already keeps that.
+                perhaps ``negatives`` (a list of them, or one array ``[batch, n, ...]``), in which
+                everything else is a keyword argument of its loss, such as ``positive_ids``. It
+                synchronizes with `sync`; one that has a `GradientSync` already keeps that.
             sync: How gradients are synchronized: a mode or your own `GradientSync`. A mode
                 is for all that `model` trains and `optimizer` updates: a learnable temperature of
                 the loss too.
@@ -169,7 +179,10 @@ class TrainStep:
         self._offloaded = offload_optimizer(model, optimizer)
         self._amp = MixedPrecision(amp, model, optimizer) if amp is not None else None
         self._scaler = self._amp.scaler if self._amp is not None else None
-        self._trained = trained(model, optimizer)
+        self._walk = ParameterWalk(model)
+        self._looked_at: list[paddle.Tensor] = []  # `_trained` and `_updated` follow from them
+        self._state: tuple[int, list[bool]] = 0, []  # and from which of them are frozen
+        self._trained = trained(self._walk.parameters(), optimizer)
         self._updated: list[paddle.Tensor] = []
         self._moved: set[str] = set()  # Paddle's names of what was updated
         self._without_moments: list[paddle.Tensor] = []
@@ -177,6 +190,7 @@ class TrainStep:
         refuse_main_grad(self._trained)
         warn_of_not_updated(self._trained, optimizer)
         self._sync = synchronization_of(sync, model, optimizer, self._trained, grad_cache)
+        check_sharded(model, optimizer, self._sync)
         self._backward: Backward
         if grad_cache is not None:
             self._backward = CachedBackward(grad_cache, self._sync, self.autocast)
@@ -300,13 +314,20 @@ class TrainStep:
         """How gradients are synchronized and why, in words."""
         return f"{self._sync.mode}, {self._sync.reason}"
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside the model; see `Step.state_dict`. No copies.
+    @property
+    def timeline(self) -> Timeline | None:
+        """When the last step's gradients were ready and sent; see `GradientSync.timeline`."""
+        return self._sync.timeline
+
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """What the next step depends on beside the model; see `Step.state_dict`. No copies, but of
+        what a `ShardedOptimizer` gathers from other ranks; then all ranks call this.
 
         Raises:
             CheckpointError: The optimizer updates a parameter that is neither of `model` nor of
                 `loss`; or it has only a part of its state, as under fleet's sharding.
             DivergenceError: A step was not finite that nobody has looked at.
+            SyncError: An update of a `ShardedOptimizer` did not reach all ranks, or a rank failed.
         """
         self._unread.look()
         moments = state_of(
@@ -314,6 +335,7 @@ class TrainStep:
             structured_parameters(self._model, self._loss),
             updated=self._moved,
             loaded=self._loaded,
+            keep=keep,
         )
         state: dict[str, Any] = {"optimizer": moments, "sync": self._sync.state_dict()}
         if self._scaler is not None:
@@ -343,8 +365,10 @@ class TrainStep:
     def _clear_gradients(self) -> None:
         # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
         self._optimizer.clear_grad(set_to_zero=False)
-        for parameter in self._model.parameters():
-            if parameter.stop_gradient or gradient_of(parameter) is not None:
+        parameters = self._walk.parameters()
+        gradients, frozen = map(gradient_of, parameters), map(is_frozen, parameters)
+        for parameter, gradient, is_left in zip(parameters, gradients, frozen, strict=True):
+            if is_left or gradient is not None:
                 parameter.clear_gradient(False)
 
     def _count(self, micro_batch: Any) -> float:
@@ -357,8 +381,17 @@ class TrainStep:
 
     def _look_through_parameters(self) -> None:
         """Find out what is trained now; it may have changed since the last step."""
+        own, listed = self._walk.parameters(), parameters_of_optimizer(self._optimizer)
+        everything = [*own, *listed]
+        state = len(own), [*map(is_frozen, everything)]
+        if state != self._state or not all(map(is_, everything, self._looked_at)):
+            self._state, self._looked_at = state, everything
+            self._find_trained(own)
+        refuse_sparse(self._updated)
+
+    def _find_trained(self, own: Sequence[paddle.Tensor]) -> None:
         before = {id(parameter) for parameter in self._trained}
-        self._trained = trained(self._model, self._optimizer)
+        self._trained = trained(own, self._optimizer)
         new = [parameter for parameter in self._trained if id(parameter) not in before]
         if new:
             refuse_main_grad(new)
@@ -369,7 +402,6 @@ class TrainStep:
         self._updated = updated(self._trained, self._optimizer)
         if new or len(self._updated) != before_that:
             self._without_moments = [p for p in self._updated if p.name not in self._moved]
-        refuse_sparse(self._updated)
 
     @paddle.no_grad()
     def _unscale(self) -> paddle.Tensor:
@@ -383,16 +415,19 @@ class TrainStep:
         if self._scaler is not None:
             for gradient in gradients:
                 gradient.scale_(1.0 / self._scaler.scale)
-        is_double = any(gradient.dtype == paddle.float64 for gradient in gradients)
-        dtype = "float64" if is_double else "float32"
-        # In the order of the parameters, offloaded or not: so that the sum has the same bits.
-        offloaded = self._offloaded.squares() if self._offloaded is not None else {}
-        squares = [
-            g.astype(dtype).square().sum() if g is not None else offloaded[id(p)]
-            for p in self._updated
-            for g in [gradient_of(p)]
-            if g is not None or id(p) in offloaded
-        ]
+        dtypes = {gradient.dtype for gradient in gradients}
+        dtype = paddle.float64 if paddle.float64 in dtypes else paddle.float32
+        squares = squares_of(
+            [g.astype(dtype) for g in gradients] if dtypes - {dtype} else gradients
+        )
+        if self._offloaded is not None:
+            # In the order of the parameters, offloaded or not: so that the sum has the same bits.
+            own, others = iter(squares), self._offloaded.squares()
+            squares = [
+                next(own) if gradient_of(p) is not None else others[id(p)].reshape([1])
+                for p in self._updated
+                if gradient_of(p) is not None or id(p) in others
+            ]
         return paddle.add_n(squares).sqrt() if squares else paddle.zeros([1])
 
     @property
@@ -403,7 +438,7 @@ class TrainStep:
         return (
             self._scaler is not None
             or self._offloaded is not None
-            or not keeps_parameters_at_rate_0(self._optimizer)
+            or not keeps_parameters_at_rate_0(inner_of(self._optimizer))
         )
 
     def _is_finite_everywhere(self, loss: float, norm: float) -> bool:
@@ -447,7 +482,7 @@ class TrainStep:
             scale_to_norm(gradients, outcome.norm, self._clip_grad_norm)
         rate = finite.astype("float32").reshape([])
         self._note_updated()
-        with learning_rate_times(self._optimizer, rate):
+        with learning_rate_times(inner_of(self._optimizer), rate):
             self.is_updating = True
             self._optimizer.step()
             self.is_updating = False
@@ -468,8 +503,7 @@ class TrainStep:
 
     def _gradients(self) -> list[paddle.Tensor]:
         """Those that are not kept off the device."""
-        own = (gradient_of(parameter) for parameter in self._updated)
-        return [gradient for gradient in own if gradient is not None]
+        return [one for one in map(gradient_of, self._updated) if one is not None]
 
     def _terms(self) -> dict[str, Any]:
         """What must be the same on all ranks in this step."""

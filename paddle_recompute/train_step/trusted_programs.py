@@ -14,18 +14,21 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
+from paddle_recompute._paddle.flat import is_frozen
 from paddle_recompute._paddle.layers import (
     is_initialized,
     own_parameters,
     statistics_among_parameters,
 )
 from paddle_recompute._paddle.static import compiled
+from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.distributed import is_distributed, withdrawals
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.replay import (
@@ -191,6 +194,8 @@ class _MadeFor:
         self._trained = _trained(model)
         self._modes = _modes(model)
         self._precision = _precision()
+        self._walk = ParameterWalk(model)
+        self._fitted: tuple[Any, Any] = None, None
 
     def misfit(self, model: paddle.nn.Layer) -> str:
         """Why no Program fits the model in this call; "" if one does."""
@@ -200,6 +205,16 @@ class _MadeFor:
                 "run the same Program; call compile_model inside auto_cast, as the step does its "
                 "forward"
             )
+        parameters, layers = self._walk.parameters(), self._walk.layers
+        flags = [*map(is_frozen, parameters), *map(attrgetter("training"), layers)]
+        state = flags, paddle.is_grad_enabled()
+        if layers and parameters is self._fitted[0] and state == self._fitted[1]:
+            return ""
+        fault = self._misfit(model)
+        self._fitted = (None, None) if fault else (parameters, state)
+        return fault
+
+    def _misfit(self, model: paddle.nn.Layer) -> str:
         # Without a backward it does not matter what is frozen.
         known, now = self._trained, _trained(model)
         if not model.training:

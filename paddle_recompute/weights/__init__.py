@@ -8,6 +8,7 @@ executed.
 from paddle_recompute.weights._pdparams import read_pdparams
 from paddle_recompute.weights.weights import (
     convert_weights,
+    foreign_naming,
     init_weights,
     load_weights,
     save_weights,
@@ -15,6 +16,7 @@ from paddle_recompute.weights.weights import (
 
 __all__ = [
     "convert_weights",
+    "foreign_naming",
     "init_weights",
     "load_weights",
     "read_pdparams",

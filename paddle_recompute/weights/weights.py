@@ -56,14 +56,15 @@ def save_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     _write(model.state_dict(), path)
 
 
-def _write(state: dict[str, paddle.Tensor], path: Path) -> None:
+def _write(state: dict[str, paddle.Tensor], path: Path, layout: str | None = None) -> None:
     try:
         with written_whole(path) as unfinished:
             if path.suffix == ".pdparams":
                 paddle.save(state, str(unfinished))
             else:
                 # save_file creates a file that only the owner can read (safetensors 0.8).
-                unfinished.write_bytes(safetensors.numpy.save(_for_safetensors(state)))
+                said = {"format": layout} if layout else None
+                unfinished.write_bytes(safetensors.numpy.save(_for_safetensors(state), said))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
 
@@ -129,6 +130,16 @@ def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     _put(model, path, arrays)
 
 
+def foreign_naming(path: str | Path) -> Naming | None:
+    """Whose names the encoder in a file has, if it is another library's.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    naming = naming_of(read_arrays(Path(path)))
+    return None if naming == "paddle_recompute" else naming
+
+
 def convert_weights(
     source: str | Path, target: str | Path, *, to: Naming, leave_out: Sequence[str] = ()
 ) -> tuple[int, list[str]]:
@@ -179,7 +190,8 @@ def convert_weights(
             f"{source}: is not a whole encoder; it lacks {listed(missing)} (names of this library)."
             " If it is one of several files, give their folder"
         )
-    _write({name: paddle.to_tensor(np.ascontiguousarray(a)) for name, a in renamed.items()}, target)
+    tensors = {name: paddle.to_tensor(np.ascontiguousarray(a)) for name, a in renamed.items()}
+    _write(tensors, target, "pt" if to == "huggingface" else None)  # transformers 4 asks for it
     return len(renamed), unused
 
 

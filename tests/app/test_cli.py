@@ -21,6 +21,7 @@ from paddle_recompute.app.launch import RankFailedError, RankRefusedError
 from paddle_recompute.app.launch._rank_process import RankError
 from paddle_recompute.errors import DataError, LaunchError
 from tests.app.trainer.trained_run import make_run, texts
+from tests.processes import python
 from tests.ranks import ROOT
 
 CONFIGS = ROOT / "fleet_configs"
@@ -40,8 +41,11 @@ def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `Trainer` that trains nothing and returns its settings."""
 
     class Trainer:
-        def __init__(self, config: Config) -> None:
+        def __init__(self, config: Config, sources: dict[str, str]) -> None:
             self.config = config
+            assert sources["train.seed"] == (
+                "default" if config.train.seed == 0 else f"override train.seed={config.train.seed}"
+            )
 
         def run(self) -> dict[str, Any]:
             if self.config.train.seed == 13:
@@ -164,7 +168,7 @@ def test_one_rank_is_trained_in_place_and_its_record_comes_last() -> None:
     result = run("--config", TINY, "launch.num_ranks=1", "train.max_steps=41")
     assert result.exit_code == 0, result.output
     first, *_, last = result.stdout.splitlines()
-    assert first.startswith("1 rank on cpu")
+    assert first.startswith("starting 1 rank on cpu")
     assert json.loads(last) == {"max_steps": 41}
 
 
@@ -310,18 +314,11 @@ def test_interrupted_encode_says_how_to_go_on(
 def test_search_prints_its_hits_and_nothing_else(trained: Path, tmp_path: Path) -> None:
     """In a process of its own, where Paddle is imported by the command."""
     assert encoded(trained, tmp_path / "pool.npy").exit_code == 0
-    arguments = ["search", "--index", str(tmp_path), "--json", "dog"]
-    result = subprocess.run(
-        [sys.executable, "-m", "paddle_recompute", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+    arguments = ["search", "--index", tmp_path, "--json", "dog"]
+    result = python("-m", "paddle_recompute", *arguments)
+    assert result.stderr == ""
     assert json.loads(result.stdout)["query"] == "dog"
 
 
 def _real(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paddle_recompute", "train", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    return python("-m", "paddle_recompute", "train", *arguments, timeout=150, fails=True)

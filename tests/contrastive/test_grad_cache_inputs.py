@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paddle_recompute import GradCache
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.contrastive._chunked_encoder import arguments_for
+from paddle_recompute.contrastive._chunked_encoder import form_for
 from paddle_recompute.contrastive._chunks import by_length, by_rows, joined
 from paddle_recompute.contrastive._texts import lengths_of
 from paddle_recompute.errors import ConfigError, DataError
@@ -217,8 +217,8 @@ def test_arrays_stay_where_they_are(chunks: dict[str, int]) -> None:
 
 
 def test_what_a_callable_without_a_signature_gets() -> None:
-    assert arguments_for(dict, {"a": 1}) == ((), {"a": 1})
-    assert arguments_for(paddle.tanh, (1, 2)) == ((1, 2), {})
+    assert form_for(dict, {"a": 1})({"a": 1}) == ((), {"a": 1})
+    assert form_for(paddle.tanh, (1, 2))((1, 2)) == ((1, 2), {})
 
 
 # ----------------------------------------------------------------------------- lengths and chunks

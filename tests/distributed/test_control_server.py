@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paddle_recompute.distributed.control_server import TICK, ControlServer
-from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
+from paddle_recompute.distributed.peer_state import PeerState
 from tests.distributed.simulated import KEY, SimulatedRank
 
 
@@ -153,48 +153,3 @@ def test_silence_is_counted(clients: list[SimulatedRank]) -> None:
         clients[0].live()
         silent = clients[0].hear(TICK / 2, leave_out="").get("seconds", silent)
     assert "0" not in silent
-
-
-SCOPE = Scope((0, 1, 2), Limits(peer_timeout=5, stall_timeout=60))
-GONE = {"kind": "gone", "rank": 2, "place": ""}
-LEFT = {"kind": "left", "places": {"1": "after step 9"}}
-FAILED = {"kind": "failed", "rank": 1, "place": "in step 4", "message": "KeyError: 'x'."}
-
-
-def alive(**silent: float) -> dict[str, Any]:
-    return {"kind": "silent", "seconds": {r[1:]: s for r, s in silent.items()}}
-
-
-@pytest.mark.parametrize(
-    ("messages", "waited", "trouble"),
-    [
-        ([], 59, None),
-        ([], 61, "rank 1, 2 did not come within 61 s (stall_timeout)"),
-        ([{"kind": "waiting", "among": SCOPE.among, "ranks": [0, 1]}], 61, "rank 2 did not come"),
-        ([alive(r2=4.0)], 1, None),
-        ([alive(r2=6.0)], 1, "rank 2 has shown no sign of life for 6 s"),
-        ([alive(r2=6.0), alive()], 1, None),
-        ([alive(r3=6.0)], 1, None),  # of another group
-        ([GONE], 0, "rank 2 has died"),
-        ([{**GONE, "rank": 3}], 0, "rank 3 has died"),  # of another group: the run ends with it
-        ([LEFT], 1, None),  # it may have done its part
-        ([LEFT], 3, "rank 1 has ended after step 9"),
-        ([FAILED], 0, "rank 1 failed in step 4: KeyError: 'x'"),
-        ([GONE, FAILED], 0, "rank 2 has died"),  # the first is the cause
-    ],
-)
-def test_when_waiting_is_in_vain(
-    messages: list[dict[str, Any]], waited: float, trouble: str | None
-) -> None:
-    notes = PeerState(rank=0)
-    for message in messages:
-        notes.take(message)
-    said = notes.trouble(SCOPE, waited)
-    assert said == trouble if trouble is None else str(said).startswith(trouble)
-
-
-def test_a_hub_that_is_lost_or_silent_is_rank_0() -> None:
-    assert "rank 0" in str(PeerState(rank=1, lost="reset").trouble(SCOPE, 0))
-    assert PeerState(rank=1, server_quiet=3).trouble(SCOPE, 0) is None
-    silent = str(PeerState(rank=1, server_quiet=6).trouble(SCOPE, 0))
-    assert silent.startswith("rank 0 has shown no sign of life")

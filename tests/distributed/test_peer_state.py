@@ -2,48 +2,65 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from paddle_recompute.distributed.peer_state import Limits, PeerState, Scope
 
-SCOPE = Scope((0, 1), Limits(peer_timeout=30.0, stall_timeout=60.0))
+SCOPE = Scope((0, 1, 2), Limits(peer_timeout=30, stall_timeout=60))
+GONE = {"kind": "gone", "rank": 2, "place": ""}
+LEFT = {"kind": "left", "places": {"1": "after step 9"}}
+FAILED = {"kind": "failed", "rank": 1, "place": "in step 4", "message": "KeyError: 'x'."}
+WAITING = {"kind": "waiting", "among": SCOPE.among, "ranks": [0, 1]}
+STALLED = "rank 2 did not come within 61 s (stall_timeout) although it shows signs of life"
+STOPPED = "rank 2 has shown no sign of life for 31 s (peer_timeout is 30 s):"
 
 
-def heard(*, silent: float) -> PeerState:
-    notes = PeerState(rank=0)
-    notes.take({"kind": "silent", "seconds": {"1": silent}})
-    notes.take({"kind": "waiting", "among": SCOPE.among, "ranks": [0]})
-    return notes
+def alive(**silent: float) -> dict[str, Any]:
+    return {"kind": "silent", "seconds": {r[1:]: s for r, s in silent.items()}}
 
 
-def test_silence_ends_a_wait_when_it_is_longer_than_the_limit() -> None:
-    assert heard(silent=29.0).trouble(SCOPE, waited=29.0) is None
-    trouble = heard(silent=31.0).trouble(SCOPE, waited=31.0)
-    assert trouble is not None
-    assert trouble.startswith("rank 1 has shown no sign of life for 31 s (peer_timeout is 30 s):")
-
-
-def test_a_shorter_silence_explains_a_collective_that_has_failed_already() -> None:
-    assert heard(silent=4.0).trouble(SCOPE, waited=0.0, patience=5.0) is None
-    trouble = heard(silent=29.0).trouble(SCOPE, waited=0.0, patience=5.0)
-    assert trouble is not None
-    assert trouble.startswith("rank 1 has shown no sign of life for 29 s: it is stopped")
-
-
-def test_a_rank_that_lives_and_does_not_come_is_named_after_the_other_limit() -> None:
-    assert heard(silent=0.0).trouble(SCOPE, waited=59.0) is None
-    trouble = heard(silent=0.0).trouble(SCOPE, waited=61.0)
-    assert trouble == (
-        "rank 1 did not come within 61 s (stall_timeout) although it shows signs of life"
-    )
-
-
-@pytest.mark.parametrize(("patience", "is_reason"), [(None, False), (5.0, True)])
-def test_an_end_in_good_order_is_a_reason_only_after_a_failure(
-    patience: float | None, is_reason: bool
+@pytest.mark.parametrize(
+    ("messages", "waited", "patience", "trouble"),
+    [
+        ([], 59, None, None),
+        ([], 61, None, "rank 1, 2 did not come within 61 s (stall_timeout)"),
+        ([WAITING], 61, None, "rank 2 did not come"),
+        ([alive(r2=0.0), WAITING], 59, None, None),
+        ([alive(r2=0.0), WAITING], 61, None, STALLED),
+        ([alive(r2=29.0)], 29, None, None),
+        ([alive(r2=31.0)], 31, None, STOPPED),
+        ([alive(r2=31.0), alive()], 1, None, None),
+        ([alive(r3=31.0)], 1, None, None),  # of another group
+        ([GONE], 0, None, "rank 2 has died"),
+        # Of another group: the run ends with it.
+        ([{**GONE, "rank": 3}], 0, None, "rank 3 has died"),
+        ([LEFT], 1, None, None),  # it may have done its part
+        ([LEFT], 3, None, "rank 1 has ended after step 9; its log may say why"),
+        ([FAILED], 0, None, "rank 1 failed in step 4: KeyError: 'x'"),
+        ([GONE, FAILED], 0, None, "rank 2 has died"),  # the first is the cause
+        # With patience: why a collective has failed already.
+        ([alive(r2=4.0)], 0, 5.0, None),
+        ([alive(r2=29.0)], 0, 5.0, "rank 2 has shown no sign of life for 29 s: it is stopped"),
+        ([LEFT], 0, None, None),
+        ([LEFT], 0, 5.0, "rank 1 has ended after step 9; its log may say why"),
+    ],
+)
+def test_when_waiting_is_in_vain(
+    messages: list[dict[str, Any]], waited: float, patience: float | None, trouble: str | None
 ) -> None:
-    notes = heard(silent=0.0)
-    notes.take({"kind": "left", "places": {"1": "in step 7"}})
-    trouble = notes.trouble(SCOPE, waited=0.0, patience=patience)
-    assert (trouble is not None) == is_reason
-    assert trouble is None or trouble == "rank 1 has ended in step 7; its log may say why"
+    notes = PeerState(rank=0)
+    for message in messages:
+        notes.take(message)
+    said = notes.trouble(SCOPE, waited, patience=patience)
+    assert said == trouble if trouble is None else str(said).startswith(trouble)
+    if trouble in (STALLED, "rank 1 has ended after step 9; its log may say why"):
+        assert said == trouble
+
+
+def test_a_hub_that_is_lost_or_silent_is_rank_0() -> None:
+    assert "rank 0" in str(PeerState(rank=1, lost="reset").trouble(SCOPE, 0))
+    assert PeerState(rank=1, server_quiet=29).trouble(SCOPE, 0) is None
+    silent = str(PeerState(rank=1, server_quiet=31).trouble(SCOPE, 0))
+    assert silent.startswith("rank 0 has shown no sign of life")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from click.testing import CliRunner
 from paddle_recompute.app import cli, parity
 from tests.app.parity.test_command import fake_runs
 from tests.app.trainer.test_trainer import tiny, write_pairs
-from tests.ranks import ROOT
+from tests.processes import outside_of_ranks, python
 
 OWN = '''
 import os
@@ -65,17 +63,14 @@ def run(folder: Path, *arguments: str, **changes: Any) -> tuple[int, str, dict[s
     (folder / "own.py").write_text(OWN)
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(tiny(folder).to_dict()))
-    done = subprocess.run(
-        [sys.executable, "-m", "paddle_recompute", "doctor", "--config", str(file),
-         "--output", str(folder / "report.json"), *arguments],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PADDLE_")}
-        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )  # fmt: skip
     report = folder / "report.json"
+    done = python(
+        *("-m", "paddle_recompute", "doctor", "--config", file, "--output", report, *arguments),
+        folder=folder,
+        env={**outside_of_ranks(), "OMP_NUM_THREADS": "1"},
+        timeout=200,
+        fails=True,
+    )
     found = json.loads(report.read_text()) if report.exists() else {}
     return done.returncode, done.stdout + done.stderr, found
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,8 @@ from paddle_recompute.grad_sync import GradientSync, _all_reduce
 from paddle_recompute.recompute._offload import OFFLOADS
 from paddle_recompute.replay import random_streams
 from tests.fake_device import switches
-from tests.ranks import ROOT, run_ranks
+from tests.processes import python
+from tests.ranks import run_ranks
 from tests.recompute.contract import leaf, plain
 
 WIDTH, BATCH = 64, 256
@@ -55,7 +54,7 @@ def are_equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 def test_a_host_that_reads_a_device_address_dies() -> None:
     code = "import ctypes, paddle; ctypes.string_at(paddle.ones([4]).data_ptr(), 16)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=100)
+    run = python("-c", code, fails=True)
     assert run.returncode in (-signal.SIGSEGV, 128 + signal.SIGSEGV)
 
 
@@ -142,11 +141,8 @@ def step_within(megabytes: int, run: str) -> str:
         "    del y\n"
         "    print(type(error).__name__, error, float(paddle.ones([4]).sum()))\n"
     )
-    command = [sys.executable, "-c", code]
     limit = {**switches.environment(), "FAKE_MEMORY_MB": str(megabytes)}
-    done = subprocess.run(command, cwd=ROOT, env=limit, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return python("-c", code, env=limit).stdout
 
 
 def test_a_device_that_is_full_raises_paddles_error() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -15,7 +13,7 @@ from paddle_recompute import recompute
 from paddle_recompute._paddle import device
 from paddle_recompute.recompute._offload import OFFLOADS
 from tests.fake_device import switches
-from tests.ranks import ROOT
+from tests.processes import python
 from tests.recompute.contract import leaf
 
 PLACES = (None, "host", "disk")
@@ -24,15 +22,9 @@ PLACES = (None, "host", "disk")
 @pytest.fixture(scope="module")
 def reserved() -> dict[str, int]:
     """The most that a step takes of the device's memory; on 2.6 Paddle itself does not count."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_device.reserved", *map(str, PLACES)],
-        cwd=ROOT,
-        env=switches.environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
+    done = python(
+        *("-m", "tests.fake_device.reserved", *map(str, PLACES)), env=switches.environment()
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,20 +12,17 @@ from paddle_recompute.errors import ConfigError
 from paddle_recompute.options import AmpConfigs
 from tests.fake_device import switches
 from tests.offload.chains import assert_same_bits, offloaded, plain, train
-from tests.ranks import ROOT
+from tests.processes import python
 
 PLENTY_MB = 1024
 
 
 def run(kind: str, memory_mb: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.fake_device.bounded", kind, str(memory_mb)],
-        cwd=ROOT,
+    return python(
+        *("-m", "tests.fake_device.bounded", kind, str(memory_mb)),
         # Paddle takes memory of the device in pieces of this size, and keeps it.
         env={**switches.environment(), "FLAGS_auto_growth_chunk_size_in_mb": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
+        fails=True,
     )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_recompute import plan
 from paddle_recompute._paddle import memory
 from paddle_recompute.planner import smallest
 from paddle_recompute.planner.planning import measured_peak
 from tests.planner.test_offloaded_inputs import wide_job, without
-from tests.planner.test_plan import gradients_of
+from tests.planner.test_plan import gradients_of, planned
 
 pytestmark = pytest.mark.skipif(not memory.can_reset_peak(), reason="plans need Paddle 3")
 
@@ -19,15 +18,8 @@ def test_a_budget_is_met_that_recompute_alone_cannot_meet() -> None:
     costs = job.measure()
     low, alone = smallest(costs).peak, smallest(without(costs)).peak
     assert low < alone
-    found = plan(
-        job.model,
-        job.batch,
-        job.loss_fn,
-        memory_budget=(low + alone) // 2,
-        checkpoints=job.checkpoints,
-        offload="host",
-    )
+    found = planned(job, (low + alone) // 2, offload="host")
     assert ": offloaded, " in str(found)
     assert measured_peak(job, found) <= found.memory_budget
-    for plain, planned in zip(gradients_of(job, None), gradients_of(job, found), strict=True):
-        assert plain.tobytes() == planned.tobytes()
+    for plain, other in zip(gradients_of(job, None), gradients_of(job, found), strict=True):
+        assert plain.tobytes() == other.tobytes()

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from paddle_recompute._paddle import memory
 from tests.fake_device import switches
-from tests.ranks import ROOT
+from tests.processes import python
 
 
 @pytest.mark.skipif(not memory.can_reset_peak(), reason="2.6 cannot start the peak anew")
 def test_a_device_that_is_full_leads_to_another_plan_with_the_same_losses(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_device.replanned", str(tmp_path)],
-        cwd=ROOT,
+    done = python(
+        *("-m", "tests.fake_device.replanned", tmp_path),
         # Paddle gives memory back to the device at once: the measurement's is not kept for later.
         env={
             **switches.environment(),
             "FLAGS_auto_growth_chunk_size_in_mb": "1",
             "FLAGS_free_idle_chunk": "1",
         },
-        capture_output=True,
-        text=True,
         timeout=280,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["failures"] >= 1
     assert not told["plenty recomputes"] and told["short recomputes"], told

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+from hypothesis import strategies as st
 
 
 def examples(default: int) -> int:
@@ -13,3 +19,49 @@ def examples(default: int) -> int:
 def seed() -> int:
     """The seed of all programs: the environment's FUZZ_SEED, or 0."""
     return int(os.environ.get("FUZZ_SEED", 0))
+
+
+def fuzz(
+    programs: st.SearchStrategy[Any], check: Callable[[Any], None], default: int, **options: Any
+) -> None:
+    """Call `check` with `examples` of `programs`; a failure is shrunk and printed."""
+
+    @hypothesis.seed(seed())
+    @hypothesis.settings(
+        max_examples=examples(default),
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        **options,
+    )
+    @hypothesis.given(programs)
+    def each(program: Any) -> None:
+        check(program)
+
+    print(f"FUZZ_SEED={seed()} FUZZ_PROGRAMS={examples(default)}", flush=True)
+    each()
+
+
+def every_number(
+    check: Callable[[int], tuple[str, str | None]], default: int, *, tell_every: int = 50
+) -> Counter[str]:
+    """What became of the programs of each seed, in words; fails with the faults that were found.
+
+    Args:
+        check: From a seed to what became of its program, and the fault if there is one.
+        default: As in `examples`.
+        tell_every: Programs after which the numbers so far are printed.
+    """
+    found: Counter[str] = Counter()
+    wrong = []
+    last = seed() + examples(default) - 1
+    for number in range(seed(), last + 1):
+        word, fault = check(number)
+        found[word] += 1
+        if fault is not None:
+            wrong.append(f"seed {number}: {word}: {fault}")
+            print(wrong[-1], flush=True)
+        if (number - seed() + 1) % tell_every == 0 or number == last:
+            print(f"seeds {seed()} to {number}: {dict(found)}", flush=True)
+    assert not wrong, "\n".join(wrong)
+    return found

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import paddle
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as hypothesis_seed
+from hypothesis import HealthCheck, Phase
 
 from paddle_recompute import recompute
 from paddle_recompute.errors import RecomputeError
@@ -57,30 +55,19 @@ def test_programs(tmp_path: Path) -> None:
     last = tmp_path / "last_program.txt"
     seen: Counter[str] = Counter()
 
-    @hypothesis_seed(budget.seed())
-    @settings(
-        max_examples=budget.examples(60),
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
-    @given(programs)
     def each(program: Program) -> None:
         seen[verdict(program, last)] += 1
         if seen.total() % 100 == 0:
             print(seen.total(), "programs", flush=True)
 
-    print(f"Paddle {paddle.__version__}, dygraph programs, FUZZ_SEED={budget.seed()}")
+    phases = [Phase.generate, Phase.shrink]
+    health = list(HealthCheck)
+    print(f"Paddle {paddle.__version__}, dygraph programs")
     print(f"If the interpreter dies, the program is in {last}", flush=True)
     try:
-        each()
+        budget.fuzz(
+            programs, each, 60, phases=phases, suppress_health_check=health, print_blob=False
+        )
     finally:
         print(", ".join(f"{count} {what}" for what, count in seen.most_common()), flush=True)
     assert seen["refused by recompute"] <= MOST_REFUSED * seen.total()
-
-
-def shown(program: Any) -> list[str]:
-    """The differences of one program, for looking into a failure by hand."""
-    return differences(observe(program, recompute), observe(program, plain))

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from hypothesis import given, settings
-from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 
 from paddle_recompute import ContrastiveLoss, GradCache
@@ -383,18 +381,18 @@ class Reader(paddle.nn.Layer):
         self.places = paddle.nn.Embedding(8, DIM)
         self.features = paddle.nn.Linear(features, DIM)
 
-    def forward(self, **given_: Any) -> paddle.Tensor:
-        keep = given_["attention_mask"].astype("float32").unsqueeze(2)
-        hidden = self.words(given_["input_ids"])
-        if "token_type_ids" in given_:
-            hidden = hidden + self.types(given_["token_type_ids"])
-        if "position_ids" in given_:
-            hidden = hidden * paddle.tanh(self.places(given_["position_ids"]))
-        if "global_attention_mask" in given_:
-            hidden = hidden * (1.0 + given_["global_attention_mask"].astype("float32").unsqueeze(2))
+    def forward(self, **given: Any) -> paddle.Tensor:
+        keep = given["attention_mask"].astype("float32").unsqueeze(2)
+        hidden = self.words(given["input_ids"])
+        if "token_type_ids" in given:
+            hidden = hidden + self.types(given["token_type_ids"])
+        if "position_ids" in given:
+            hidden = hidden * paddle.tanh(self.places(given["position_ids"]))
+        if "global_attention_mask" in given:
+            hidden = hidden * (1.0 + given["global_attention_mask"].astype("float32").unsqueeze(2))
         output = (hidden * keep).sum(axis=1) / keep.sum(axis=1)
-        if "features" in given_:
-            output = output + self.features(given_["features"].astype("float32"))
+        if "features" in given:
+            output = output + self.features(given["features"].astype("float32"))
         return output
 
 
@@ -431,14 +429,14 @@ def check_by_tokens(texts: Texts) -> None:
         def encoder(batch: dict[str, Any], reader: Reader = reader) -> paddle.Tensor:
             return reader(**batch)
 
-        given_ = [{"inner": [one], "x": 1} for one in inputs] if texts.side_by_side else inputs
+        given = [{"inner": [one], "x": 1} for one in inputs] if texts.side_by_side else inputs
         if cached:
             function = (
                 (lambda inner, x, reader=reader: reader(**inner[0]))
                 if texts.side_by_side
                 else reader
             )
-            value = GradCache(function, loss, chunk_tokens=texts.tokens).backward(*given_)
+            value = GradCache(function, loss, chunk_tokens=texts.tokens).backward(*given)
         else:
             tensors = [{k: paddle.to_tensor(v) for k, v in one.items()} for one in batches]
             value = loss(*(encoder(one) for one in tensors))
@@ -454,28 +452,9 @@ def check_by_tokens(texts: Texts) -> None:
             assert np.abs(one - other).max() <= 1e-4 * max(largest, 1e-3)
 
 
-OPTIONS = {"deadline": None, "database": None, "report_multiple_bugs": False}
-
-
 def test_rows_against_the_plain_loss_over_the_same_chunks() -> None:
-    print(f"FUZZ_SEED={budget.seed()} FUZZ_PROGRAMS={budget.examples(100)}")
-
-    @hypothesis_seed(budget.seed())
-    @settings(max_examples=budget.examples(100), **OPTIONS)
-    @given(BY_ROWS)
-    def fuzz(program: Program) -> None:
-        check_by_rows(program)
-
-    fuzz()
+    budget.fuzz(BY_ROWS, check_by_rows, 100)
 
 
 def test_tokens_against_the_plain_loss_over_the_padded_batch() -> None:
-    print(f"FUZZ_SEED={budget.seed()} FUZZ_PROGRAMS={budget.examples(60)}")
-
-    @hypothesis_seed(budget.seed())
-    @settings(max_examples=budget.examples(60), **OPTIONS)
-    @given(BY_TOKENS)
-    def fuzz(texts: Texts) -> None:
-        check_by_tokens(texts)
-
-    fuzz()
+    budget.fuzz(BY_TOKENS, check_by_tokens, 60)

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from hypothesis import given, settings
-from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 
 from paddle_recompute import ContrastiveLoss
@@ -106,8 +104,8 @@ def check(program: Program) -> None:
         mask_false_negatives=program.masked,
         normalize=normalize,
     )
-    given_ = [query, positive, *([] if negatives is None else [negatives])]
-    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in given_]
+    given = [query, positive, *([] if negatives is None else [negatives])]
+    tensors = [paddle.to_tensor(one, stop_gradient=False) for one in given]
     if program.frozen is not None:
         tensors[program.frozen].stop_gradient = True
     named = {}
@@ -118,7 +116,7 @@ def check(program: Program) -> None:
     value = loss(*tensors, **named)
     (value * program.factor).backward()
 
-    units = [one.astype("float64") for one in given_]
+    units = [one.astype("float64") for one in given]
     lengths = [np.linalg.norm(one, axis=-1, keepdims=True) for one in units]
     if normalize:
         units = [one / length for one, length in zip(units, lengths, strict=True)]
@@ -165,17 +163,7 @@ def check(program: Program) -> None:
 
 
 def test_losses_against_float64() -> None:
-    print(f"FUZZ_SEED={budget.seed()} FUZZ_PROGRAMS={budget.examples(250)}")
-
-    @hypothesis_seed(budget.seed())
-    @settings(
-        max_examples=budget.examples(250), deadline=None, database=None, report_multiple_bugs=False
-    )
-    @given(PROGRAMS)
-    def run(program: Program) -> None:
-        check(program)
-
-    run()
+    budget.fuzz(PROGRAMS, check, 250)
 
 
 @pytest.mark.parametrize("tile", [None, 2])

@@ -21,13 +21,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paddle_recompute.app.config import load_config
-from paddle_recompute.app.data import load_tokenizer, read_pairs
+from paddle_recompute.app.data import load_tokenizer, read_judged, read_pairs
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.errors import PaddleRecomputeError
 from paddle_recompute.planner import RecomputePlan
 from paddle_recompute.weights import load_weights, read_pdparams
 from tests.app.config.bad_files import BAD_FILES, GOOD
+from tests.app.data.test_judged import FILES as JUDGED
 from tests.app.data.test_limits import TOKENIZERS
 from tests.test_checkpoint import STATES, save
 
@@ -117,7 +118,21 @@ def test_jsonl(value: Any, on_bad_line: Any) -> None:
     good = {"query": value, "positive": "x", "negatives": value}
     lines = [json.dumps(value), json.dumps(good), json.dumps({"query": "a", "positive": value})]
     file = written("p.jsonl", "\n".join(lines).encode("utf-8", "surrogatepass"))
-    reads(lambda: read_pairs(file, on_bad_line=on_bad_line))
+    for negatives in ((0, 0), (2, 9)):
+        reads(lambda n=negatives: read_pairs(file, on_bad_line=on_bad_line, negatives=n))
+
+
+@bounded
+@given(st.sampled_from(sorted(JUDGED)), st.data())
+def test_judged(name: str, data: st.DataObject) -> None:
+    content = JUDGED[name].encode()
+    entry = values.map(lambda value: json.dumps({"_id": value, "title": value, "text": "a"}))
+    lines = changed([content]) | entry.map(lambda line: content + line.encode())
+    folder = FOLDER / "judged"
+    (folder / "qrels").mkdir(parents=True, exist_ok=True)
+    for other, text in JUDGED.items():
+        (folder / other).write_bytes(data.draw(lines) if other == name else text.encode())
+    reads(lambda: read_judged(folder))
 
 
 @bounded
@@ -127,6 +142,16 @@ def test_jsonl(value: Any, on_bad_line: Any) -> None:
 )
 def test_tokenizer(content: bytes) -> None:
     reads(lambda: load_tokenizer(written("tokenizer.json", content)))
+
+
+@bounded
+@given(
+    changed([b"[PAD]\n[UNK]\n[CLS]\n[SEP]\ncat\n##s\n"]),
+    changed([b'{"do_lower_case": true}']) | values.map(lambda value: json.dumps(value).encode()),
+)
+def test_vocabulary(content: bytes, beside: bytes) -> None:
+    written("tokenizer_config.json", beside)
+    reads(lambda: load_tokenizer(written("vocab.txt", content)))
 
 
 @bounded

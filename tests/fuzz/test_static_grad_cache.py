@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from hypothesis import given, settings
-from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 
 from tests.fuzz import budget
@@ -13,37 +13,35 @@ from tests.static_graph.test_train_step import config_of
 
 pytestmark = pytest.mark.timeout(120 + 10 * budget.examples(0))
 
-
-@settings(max_examples=budget.examples(3), deadline=None, database=None)
-@hypothesis_seed(budget.seed())
-@given(
-    rows=st.integers(2, 9),
-    chunk_size=st.integers(1, 10),
-    dropout=st.sampled_from([0.0, 0.3]),
-    recompute=st.booleans(),
-    learned=st.booleans(),
-    symmetric=st.booleans(),
-    tile=st.sampled_from([None, 1, 4]),
-    micro_batches=st.integers(1, 3),
+CACHES = st.fixed_dictionaries(
+    {
+        "rows": st.integers(2, 9),
+        "chunk_size": st.integers(1, 10),
+        "dropout": st.sampled_from([0.0, 0.3]),
+        "recompute": st.booleans(),
+        "micro_batches": st.integers(1, 3),
+        "loss": st.fixed_dictionaries(
+            {
+                "learnable_temperature": st.booleans(),
+                "symmetric": st.booleans(),
+                "tile": st.sampled_from([None, 1, 4]),
+            }
+        ),
+    }
 )
-def test_every_bit_is_that_of_dygraph(
-    rows: int,
-    chunk_size: int,
-    dropout: float,
-    recompute: bool,
-    learned: bool,
-    symmetric: bool,
-    tile: int | None,
-    micro_batches: int,
-) -> None:
-    merge = [
-        "strategy.gradient_merge=true",
-        f"strategy.gradient_merge_configs.k_steps={micro_batches}",
-    ]
+
+
+def check(cache: dict[str, Any]) -> None:
+    count = cache["micro_batches"]
+    merge = ["strategy.gradient_merge=true", f"strategy.gradient_merge_configs.k_steps={count}"]
     compared(
-        config_of(*(merge if micro_batches > 1 else []), recompute=recompute),
-        lambda: Encoder(dropout),
-        batches=lambda step: [vectors(10 * step + one, rows) for one in range(micro_batches)],
-        chunks={"chunk_size": chunk_size},
-        options={"learnable_temperature": learned, "symmetric": symmetric, "tile": tile},
+        config_of(*(merge if count > 1 else []), recompute=cache["recompute"]),
+        lambda: Encoder(cache["dropout"]),
+        batches=lambda step: [vectors(10 * step + one, cache["rows"]) for one in range(count)],
+        chunk_size=cache["chunk_size"],
+        options=cache["loss"],
     )
+
+
+def test_every_bit_is_that_of_dygraph() -> None:
+    budget.fuzz(CACHES, check, 3)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import pytest
 
 from paddle_recompute._paddle.static.training import in_program_order
 from paddle_recompute.errors import StaticGraphError
-from tests.fuzz.budget import examples, seed
+from tests.fuzz import budget
 from tests.fuzz.static_programs import Graph
 from tests.static_graph.models import Run, executor_in_place, static_mode, train
 
@@ -75,8 +74,8 @@ def difference(one: Run, other: Run) -> str | None:
         for name, gradient in gradients.items():
             if not np.array_equal(gradient, theirs[name], equal_nan=True):
                 return f"gradient of {name} in step {step}"
-    for name, value in one.parameters.items():
-        if not np.array_equal(value, other.parameters[name], equal_nan=True):
+    for name, value in (one.parameters | one.moments).items():
+        if not np.array_equal(value, (other.parameters | other.moments)[name], equal_nan=True):
             return f"parameter {name}"
     return None
 
@@ -118,19 +117,15 @@ def shortest(number: int, length: int) -> int:
 @pytest.mark.timeout(0)
 def test_random_graphs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("ERROR")
-    found: Counter[str] = Counter()
-    wrong = []
-    for number in range(seed(), seed() + examples(20)):
+
+    def described(number: int) -> tuple[str, str | None]:
         length = random.Random(number).randint(2, LONGEST)
         word, fault = check(number, length)
-        found[word] += 1
-        if fault is not None:
-            smallest = shortest(number, length)
-            lines = "; ".join(sketch(number, smallest).lines)
-            wrong.append(f"seed {number}, length {smallest} of {length}: {fault}\n    {lines}")
-            print(wrong[-1], flush=True)
-        if (number - seed() + 1) % 50 == 0:
-            print(f"up to seed {number}: {dict(found)}", flush=True)
-    print(f"seeds {seed()} to {number}: {dict(found)}")
-    assert not wrong, "\n".join(wrong)
+        if fault is None:
+            return word, None
+        smallest = shortest(number, length)
+        lines = "; ".join(sketch(number, smallest).lines)
+        return word, f"length {smallest} of {length}: {fault}\n    {lines}"
+
+    found = budget.every_number(described, 20)
     assert found["equal"] > sum(found.values()) / 2

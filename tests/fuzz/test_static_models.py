@@ -6,7 +6,6 @@ FUZZ_PROGRAMS=2000 FUZZ_SEED=0 python -m pytest tests/fuzz/test_static_models.py
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.errors import PaddleRecomputeError
 from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step.optimizer import build_optimizer
-from tests.fuzz.budget import examples, seed
+from tests.fuzz import budget
 from tests.planted_models import WIDTH, RandomModel
 from tests.static_graph.test_train_step import config_of
 
@@ -138,7 +137,7 @@ def check(number: int) -> tuple[str, str | None]:
     except PaddleRecomputeError:
         return "refused", None
     except Exception as error:
-        return "foreign", f"{type(error).__name__}: {error}"
+        return "foreign", f"{type(error).__name__}: {error}\n    {drawn(number).description}"
     finally:
         paddle.disable_static()
     fault = difference(found, expected)
@@ -146,23 +145,12 @@ def check(number: int) -> tuple[str, str | None]:
         return "equal", None
     if difference(in_dygraph(number, moved=True), expected) is not None:
         return "dygraph is unstable", None
-    return "wrong", fault
+    return "wrong", f"{fault}\n    {drawn(number).description}"
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore")
 def test_random_models(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("ERROR")
-    found: Counter[str] = Counter()
-    wrong = []
-    for number in range(seed(), seed() + examples(16)):
-        word, fault = check(number)
-        found[word] += 1
-        if fault is not None:
-            wrong.append(f"seed {number}: {word}: {fault}\n    {model_of(number).description}")
-            print(wrong[-1], flush=True)
-        if (number - seed() + 1) % 50 == 0:
-            print(f"up to seed {number}: {dict(found)}", flush=True)
-    print(f"seeds {seed()} to {number}: {dict(found)}")
-    assert not wrong, "\n".join(wrong)
+    found = budget.every_number(check, 16)
     assert found["equal"] > LEAST_EQUAL * found.total() and found["refused"]

@@ -188,9 +188,25 @@ def frozen_before_it_is_made(mode: Any, find_unused: bool) -> Steps:
     return [gradients_of(a, b)]
 
 
+def given_by_hand(mode: Any, find_unused: bool) -> Steps:
+    """No backward reaches b. Its gradient is cleared to zero, so its memory stays the same."""
+    a, b = weight(), weight()
+    sync = GradientSync([a, b], mode=mode, find_unused_parameters=find_unused)
+    steps = []
+    for _ in range(STEPS):
+        with sync.last_backward():
+            backward(a)
+            b.grad = paddle.full([2], dist.get_rank() + 1.0)
+        steps.append([one.grad[0].item() for one in (a, b)])
+        for one in (a, b):
+            one.clear_gradient(True)
+    return steps
+
+
 WANTED: dict[Callable[[Any, bool], Steps], Steps] = {
     an_earlier_backward: [[1.5, 1.5]] * STEPS,
     an_empty_last_backward: [[1.5, None]] * STEPS,
+    given_by_hand: [[1.5, 1.5]] * STEPS,
     heads_in_turn: [[1.5, 1.5, None], [1.5, None, 1.5], [1.5, 0.5, 1.0], [1.5, None, 1.5]],
     unfrozen_and_frozen: [
         [1.5, None, 1.5],

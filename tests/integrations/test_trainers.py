@@ -47,14 +47,21 @@ VARIANTS = {
     2: (
         *("plain-2", "ours-2", "plain-2-amp", "ours-2-amp", "plain-2-tail", "ours-2-tail"),
         *(*PAIRS, "aside-2-pairs", "plain-1-pairs-amp", "contrastive-1-pairs-amp"),
-        *("refuse:amp_master_grad=True", "refuse:sharding=stage1"),
+        *("refuse:amp_master_grad=True", "refuse:sharding=stage2", "refuse:sharding=stage3"),
     ),
 }
+SHARDED = (
+    *("plain-2-stage1", "ours-2-stage1"),
+    *("plain-1-pairs-stage1", "contrastive-1-pairs-stage1"),
+)
+"""In processes of their own: their arguments start fleet once."""
 
 
-def records(library: str, ranks: int) -> tuple[dict[str, list[Any]], Path]:
+def records(
+    library: str, ranks: int, *, sharded: bool = False
+) -> tuple[dict[str, list[Any]], Path]:
     """What each variant printed, by rank, and the folder with the weights."""
-    outputs, codes, folder = run_all(library, ranks)
+    outputs, codes, folder = run_all(library, ranks, SHARDED if sharded else VARIANTS[ranks])
     for code, output in zip(codes, outputs, strict=True):
         assert code == 0, f"rank ended with {code}: {output[-4000:]}"
     found: dict[str, list[Any]] = {}
@@ -67,7 +74,9 @@ def records(library: str, ranks: int) -> tuple[dict[str, list[Any]], Path]:
 
 
 @functools.cache
-def run_all(library: str, ranks: int) -> tuple[list[str], list[int | None], Path]:
+def run_all(
+    library: str, ranks: int, variants: tuple[str, ...]
+) -> tuple[list[str], list[int | None], Path]:
     """The output and the exit code of each rank, once for all tests."""
     folder = Path(tempfile.mkdtemp(prefix="trainers-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -88,9 +97,7 @@ def run_all(library: str, ranks: int) -> tuple[list[str], list[int | None], Path
             }
         with log.open("w") as file:
             processes.append(
-                subprocess.Popen(
-                    [*command, *VARIANTS[ranks]], cwd=ROOT, env=env, stdout=file, stderr=file
-                )
+                subprocess.Popen([*command, *variants], cwd=ROOT, env=env, stdout=file, stderr=file)
             )
     end = time.monotonic() + PATIENCE
     while any(process.poll() is None for process in processes):
@@ -109,18 +116,23 @@ long = pytest.mark.timeout(PATIENCE + 20)
 
 
 def weights(library: str, ranks: int, variant: str) -> list[dict[str, Any]]:
-    _, folder = records(library, ranks)
+    _, folder = records(library, ranks, sharded=is_sharded(variant))
     return [dict(np.load(folder / f"{variant}-{rank}.npz")) for rank in range(ranks)]
+
+
+def is_sharded(variant: str) -> bool:
+    return variant.endswith("-stage1")
 
 
 def check_ours(library: str, variant: str, ranks: int, steps: int = 4) -> list[Any]:
     """What holds of every run with a mixin; its records."""
-    ours = records(library, ranks)[0][variant]
+    ours = records(library, ranks, sharded=is_sharded(variant))[0][variant]
+    synchronizes = ranks > 1 and not is_sharded(variant)
     assert len(ours) == ranks
     for own in ours:
         assert own["second"] > 0, "nothing was recomputed"
         assert own["wraps"] == 0, "their all-reduce is done as well"
-        assert own["synchronized"] == (steps if ranks > 1 else None)
+        assert own["synchronized"] == (steps if synchronizes else None)
         assert len(own["losses"]) == steps
     return ours
 
@@ -128,12 +140,13 @@ def check_ours(library: str, variant: str, ranks: int, steps: int = 4) -> list[A
 def check_equal(library: str, theirs: str, ours: str, *, ranks: int) -> None:
     """Bit for bit: the weights of all ranks, and the losses."""
     own = check_ours(library, ours, ranks)
-    other = records(library, ranks)[0][theirs]
+    other = records(library, ranks, sharded=is_sharded(theirs))[0][theirs]
     assert [one["losses"] for one in own] == [one["losses"] for one in other]
     for one in (*own, *other):
         assert one["levels"] == ["O1" if theirs.endswith("amp") else "O0"]
     for one in other:
-        assert one["wraps"] == (ranks > 1), "their own run has no DataParallel"
+        wraps = ranks > 1 and not is_sharded(theirs)
+        assert one["wraps"] == wraps, "their own run has no DataParallel"
     trained = weights(library, ranks, ours)
     plain = weights(library, ranks, theirs)
     for rank in range(ranks):
@@ -164,6 +177,14 @@ def test_an_epoch_that_ends_between_two_micro_batches(library: str) -> None:
 @pytest.mark.parametrize("options", ["", "-amp"])
 def test_contrastive_mixin(library: str, options: str) -> None:
     check_equal(library, f"plain-1-pairs{options}", f"contrastive-1-pairs{options}", ranks=2)
+
+
+@long
+@each_library
+def test_their_sharding_of_stage_1(library: str) -> None:
+    """Their optimizer and their synchronization, with our recompute and our gradient cache."""
+    check_equal(library, "plain-2-stage1", "ours-2-stage1", ranks=2)
+    check_equal(library, "plain-1-pairs-stage1", "contrastive-1-pairs-stage1", ranks=2)
 
 
 @long
@@ -199,7 +220,7 @@ ORDER_OF_A_SUM = 1e-5
 
 @long
 @each_library
-@pytest.mark.parametrize("settings", ["amp_master_grad=True", "sharding=stage1"])
+@pytest.mark.parametrize("settings", ["amp_master_grad=True", "sharding=stage2", "sharding=stage3"])
 def test_what_the_mixin_cannot_serve_is_refused(library: str, settings: str) -> None:
     name, _, value = settings.partition("=")
     for record in records(library, 2)[0][f"refuse:{settings}"]:
@@ -231,7 +252,7 @@ class OfOneRank:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["--sharding", "stage1"], "sharding=stage1"),
+        (["--sharding", "stage1"], None),
         (["--sharding=stage2"], "sharding=stage2"),
         (["--lr", "1", "--sharding", "stage1", "offload", "--bf16"], "sharding=stage1 offload"),
         (["--sharding", "stage3 offload"], "sharding=stage3 offload"),
@@ -256,7 +277,12 @@ def test_sharding_on_one_rank_is_refused(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sharding": True}, "sharding=True"),
+        ({"sharding": "stage3"}, "sharding=stage3"),
+        (
+            {"sharding": "stage1", "sharding_parallel_config": "enable_stage1_overlap"},
+            "sharding=stage1 with stage1_overlap",
+        ),
+        ({"sharding": ["stage1"], "split_param": True}, "sharding=stage1 with split_param"),
         ({"sharding": "stage2"}, "sharding=stage2"),
         ({"sharding": ["stage1", "offload"]}, "sharding=stage1 offload"),
         ({"tensor_parallel_degree": 2}, "tensor_parallel_degree=2"),

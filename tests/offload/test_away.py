@@ -16,6 +16,7 @@ from paddle_recompute._paddle.travelling import has_memory
 from paddle_recompute.errors import OffloadError, RecomputeError
 from paddle_recompute.offload import OffloadOptimizer, offload_layers, resident
 from paddle_recompute.options import RecomputeConfig
+from tests.offload.chains import optimizer_of
 
 WIDTH = 4
 
@@ -28,12 +29,6 @@ def layers() -> list[paddle.nn.Layer]:
 def pair(place: str = "disk") -> tuple[paddle.nn.Layer, OffloadSequential]:
     """The plain chain, and one of two shards, of which none is on the device."""
     return paddle.nn.Sequential(*layers()), OffloadSequential(layers(), num_shards=2, offload=place)
-
-
-def optimizer_of(model: paddle.nn.Layer, make: Callable[..., Any]) -> Any:
-    if isinstance(model, OffloadSequential):
-        return model.optimizer(make)
-    return make(model.parameters())
 
 
 def momentum(parameters: Any) -> paddle.optimizer.Optimizer:

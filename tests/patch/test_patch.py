@@ -17,7 +17,7 @@ import paddle_recompute
 from paddle_recompute import patch_fleet, recompute, unpatch_fleet
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute.errors import ConfigError
-from tests.ranks import ROOT
+from tests.processes import python
 
 INNER = sys.modules["paddle.distributed.fleet.recompute.recompute"]
 
@@ -203,14 +203,7 @@ def block(x):
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
-    )
+    return python(*arguments, folder=folder, env={"PATH": "/usr/bin:/bin"}, fails=True)
 
 
 def test_the_command_runs_a_script_unchanged(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import RecomputePlan, plan
+from paddle_recompute import RecomputePlan
 from paddle_recompute._paddle import memory
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import ConfigError, PlanError
@@ -19,7 +19,7 @@ from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE
 from paddle_recompute.planner.planning import measured_peak
 from paddle_recompute.planner.simulate import simulate
 from tests.app.trainer.test_trainer import tiny, write_pairs
-from tests.planner.test_plan import EXACT, gradients_of, job_of, make
+from tests.planner.test_plan import EXACT, gradients_of, job_of, make, peaks, planned
 
 pytestmark = pytest.mark.skipif(not memory.can_reset_peak(), reason="plans need Paddle 3")
 
@@ -72,9 +72,8 @@ def choices_of(costs: StepCosts, letters: str) -> list[Choice]:
 def test_the_predicted_peak_is_the_measured_one(name: str, letters: str) -> None:
     job = replace(job_of(name), offload="disk")
     costs = job.measure(only_bytes=True)
-    choices = choices_of(costs, letters)
-    predicted = simulate(costs, choices).peak.bytes
-    assert abs(measured_peak(job, make(costs, choices, job)) - predicted) <= EXACT
+    predicted, measured = peaks(job, costs, choices_of(costs, letters))
+    assert abs(measured - predicted) <= EXACT
 
 
 def test_a_budget_is_met_that_recompute_alone_cannot_meet(tmp_path: Path) -> None:
@@ -84,15 +83,8 @@ def test_a_budget_is_met_that_recompute_alone_cannot_meet(tmp_path: Path) -> Non
     assert low < alone
     budget = (low + alone) // 2
     with pytest.raises(PlanError, match="offload='host' or 'disk'"):
-        plan(job.model, job.batch, job.loss_fn, memory_budget=budget, checkpoints=job.checkpoints)
-    found = plan(
-        job.model,
-        job.batch,
-        job.loss_fn,
-        memory_budget=budget,
-        checkpoints=job.checkpoints,
-        offload="disk",
-    )
+        planned(job, budget)
+    found = planned(job, budget, offload="disk")
     assert found.measured_bytes is not None and found.measured_bytes <= budget
     assert f": {OFFLOADED}, " in str(found)
 
@@ -100,8 +92,8 @@ def test_a_budget_is_met_that_recompute_alone_cannot_meet(tmp_path: Path) -> Non
     again = RecomputePlan.load(tmp_path / "plan.json")
     assert again == found
     assert measured_peak(job, again) <= budget
-    for plain, planned in zip(gradients_of(job, None), gradients_of(job, again), strict=True):
-        assert plain.tobytes() == planned.tobytes()
+    for plain, other in zip(gradients_of(job, None), gradients_of(job, again), strict=True):
+        assert plain.tobytes() == other.tobytes()
 
 
 def test_calls_of_one_layer_keep_their_inputs_in_places_of_their_own() -> None:
@@ -123,8 +115,8 @@ def test_calls_of_one_layer_keep_their_inputs_in_places_of_their_own() -> None:
     }
     found.remove(job.model)
     assert turns == {None, "disk"}
-    for plain, planned in zip(gradients_of(job, None), gradients_of(job, found), strict=True):
-        assert plain.tobytes() == planned.tobytes()
+    for plain, other in zip(gradients_of(job, None), gradients_of(job, found), strict=True):
+        assert plain.tobytes() == other.tobytes()
 
 
 def test_an_input_that_others_keep_is_not_offloaded() -> None:
@@ -152,14 +144,7 @@ def test_a_call_whose_input_stays_in_one_pass_alone() -> None:
     frees = [call.options[OFFLOADED].frees_input for call in costs.calls if not call.number]
     assert len(set(frees[:1] + frees[6:7])) == 2
     with pytest.raises(PlanError, match="smallest feasible budget"):
-        plan(
-            job.model,
-            job.batch,
-            two_passes,
-            memory_budget=1,
-            checkpoints=job.checkpoints,
-            offload="disk",
-        )
+        planned(two, 1, offload="disk")
 
 
 def test_the_smallest_budget_is_not_above_that_of_all_inputs_offloaded() -> None:

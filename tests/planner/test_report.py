@@ -1,7 +1,8 @@
-"""The commands `estimate` and `plan`: table, picture, page."""
+"""The commands `estimate` and `plan`: table, page."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from paddle_recompute.app.memory_page import budget_of_card
 from paddle_recompute.app.trainer import what_if
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import RecomputePlan
+from tests.app.report.pages import Page
 from tests.ranks import ROOT
 
 CONFIG = str(ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml")
+# The smallest peak is 59 to 61 MiB, with another machine or order of tests; plain takes 164.
 SMALL = ["launch.num_ranks=1", "data.vocab_size=500", "model.num_layers=3"]
 
 needs_peaks = pytest.mark.skipif(
@@ -30,17 +33,18 @@ def _settings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_peaks
-def test_plan_writes_a_table_a_picture_and_a_page(tmp_path: Path) -> None:
-    budget = ["--memory-budget", "60MiB", "--what-if", "batch=128", "--output", str(tmp_path)]
+def test_plan_writes_a_table_and_a_page(tmp_path: Path) -> None:
+    budget = ["--memory-budget", "80MiB", "--what-if", "batch=128", "--output", str(tmp_path)]
     result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *budget, *SMALL])
     assert result.exit_code == 0, result.output
-    assert "largest batch" in result.output and "plan for 60.0 MiB" in result.output
+    assert "largest batch" in result.output and "plan for 80.0 MiB" in result.output
     for policy in ("plain", "every_n: 2", "segments: auto", "all", "smallest"):
         assert policy in result.output
-    assert (tmp_path / "memory.png").read_bytes()[1:4] == b"PNG"
-    page = (tmp_path / "memory.html").read_text(encoding="utf-8")
-    assert "data:image/png;base64," in page and "http" not in page
-    assert RecomputePlan.load(tmp_path / "plan.json").memory_budget == 60 * 2**20
+    page = Page(tmp_path / "memory.html")
+    assert page.links == [] and page.text.count("smallest") == 2  # table, words
+    for words in ("plan for 80.0 MiB", "Memory over one step", "Peak against time"):
+        assert words in page.text
+    assert RecomputePlan.load(tmp_path / "plan.json").memory_budget == 80 * 2**20
 
 
 @needs_peaks
@@ -50,6 +54,17 @@ def test_estimate_needs_no_budget() -> None:
     )
     assert result.exit_code == 0, result.output
     assert "as configured: a step takes" in result.output
+
+
+@needs_peaks
+def test_json_has_the_table_and_the_plan() -> None:
+    budget = ["--memory-budget", "80MiB", "--json"]
+    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *budget, *SMALL])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    peaks = {row["policy"]: row["peak_bytes"] for row in told["policies"]}
+    assert peaks["smallest"] <= 80 * 2**20 < peaks["plain"]
+    assert told["plan"]["memory_budget"] == 80 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -68,6 +83,7 @@ def test_wrong_options_are_refused(arguments: list[str], message: str) -> None:
 
 def test_cards_and_what_ifs() -> None:
     assert budget_of_card("a100-40g") == 40 * 2**30 - 3 * 2**29
+    assert what_if("sharding=true") == ["strategy.sharding=true"]
     assert what_if("batch=512,gpus=8") == ["contrastive.global_batch=512", "launch.num_ranks=8"]
     with pytest.raises(PlanError):
         budget_of_card("GTX9")

@@ -1,4 +1,4 @@
-"""The solver against all choices that there are, and against the clock."""
+"""The solver against all choices that there are and against the clock, and its small parts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import itertools
 import time
 from dataclasses import replace
 
+import paddle
 import pytest
 
+from paddle_recompute import plan
+from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.errors import PlanError
+from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner import (
     Choice,
+    largest_that_fits,
     make_plan,
     next_faster,
     simulate,
     smallest,
     solve,
 )
+from paddle_recompute.planner.costs import OptionCost
+from paddle_recompute.planner.in_program import costs_in_program
 from tests.planner.chains import OPTIONS, chain, every_choice
 
 ROUNDING = 1e-9
@@ -127,3 +133,74 @@ def test_what_a_step_took_more_than_predicted_counts_as_held() -> None:
     assert found is not None
     tighter = solve(replace(costs, excess=200), budget)
     assert tighter is None or tighter.seconds >= found.seconds
+
+
+# ---------------------------------------------------------------------- costs in a Program
+
+
+IN_DYGRAPH = {
+    "plain": OptionCost(kept=1000, forward_peak=1200, backward_peak=2000, seconds=1.0),
+    "selective": OptionCost(
+        kept=700, forward_peak=1200, backward_peak=2000, seconds=1.1, offers_output=True
+    ),
+    "whole": OptionCost(kept=0, forward_peak=900, backward_peak=2000, seconds=1.5),
+}
+FOUND = {
+    "plain": (1.0, 5000, 9000),
+    "selective": (1.2, 4600, 8900),
+    "whole": (1.6, 4100, 9100),
+}
+
+
+def test_an_option_differs_from_the_plain_call_as_in_a_program() -> None:
+    costs = costs_in_program(IN_DYGRAPH, FOUND, {})
+    assert [costs[name].kept for name in FOUND] == [1000, 600, 100]
+    assert [costs[name].backward_peak for name in FOUND] == [2000, 1900, 2100]
+    assert [costs[name].seconds for name in FOUND] == [1.0, 1.2, 1.6]
+    assert [costs[name].keeps_output for name in FOUND] == [False, True, False]
+    assert [costs[name].repeated for name in FOUND] == [0, 300, 1000]
+
+
+def test_an_input_that_the_plain_call_gives_up_is_held_for_the_whole_one() -> None:
+    """An LSTM keeps a copy of its input. Costs count as if the input were there in any case."""
+    costs = costs_in_program(IN_DYGRAPH, FOUND, {"plain": 100, "selective": 100})
+    assert [costs[name].kept for name in FOUND] == [1000, 600, 0]
+
+
+def test_what_no_program_can_repeat_is_refused() -> None:
+    with pytest.raises(PlanError, match="cannot be recomputed in a Program"):
+        costs_in_program(IN_DYGRAPH, {"plain": FOUND["plain"]}, {})
+
+
+# ------------------------------------------------------------- the largest number that fits
+
+
+@pytest.mark.parametrize("largest", range(21))
+@pytest.mark.parametrize("most", [1, 7, 8, 20])
+def test_it_finds_the_largest(largest: int, most: int) -> None:
+    found = largest_that_fits(lambda n: n <= largest, most)
+    assert found == (min(largest, most) or None)
+
+
+def test_it_tries_no_number_above_twice_the_largest() -> None:
+    tried: list[int] = []
+
+    def fits(number: int) -> bool:
+        tried.append(number)
+        return number <= 100
+
+    assert largest_that_fits(fits, 2**20, least=3) == 100
+    assert max(tried) <= 200 and len(tried) < 20
+
+
+def test_it_may_be_too_small_by_a_share() -> None:
+    found = largest_that_fits(lambda n: n <= 1000, 2**20, least=5, close=64)
+    assert found is not None and 1000 * 63 / 64 - 1 <= found <= 1000
+    assert largest_that_fits(lambda n: n <= 4, 100, least=5) is None
+
+
+@pytest.mark.skipif(memory.can_reset_peak(), reason="this Paddle can start the peak anew")
+def test_a_paddle_that_cannot_measure_a_peak_is_refused() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4))
+    with pytest.raises(DependencyError, match="Paddle 3"):
+        plan(model, paddle.randn([2, 4]), lambda m, x: m(x).mean(), memory_budget=2**30)

@@ -111,13 +111,25 @@ def test_an_update_before_the_backward_is_refused(wiring: str) -> None:
         y.backward()
 
 
-@pytest.mark.parametrize("wiring", [one for one in WIRINGS if one != "weak"])
+@pytest.mark.parametrize("wiring", [one for one in WIRINGS if one not in ("weak", "method")])
 def test_another_layer_in_its_place_is_refused(wiring: str) -> None:
     setting = Setting(wiring)
     y = recompute(setting.function, leaf(6, 4) * 2).square().sum()
     setting.put(network())
     with pytest.raises(RecomputeError, match=r"calls the Layer '.*', which the first one did not"):
         y.backward()
+
+
+def test_a_layer_that_a_method_reads_is_put_back() -> None:
+    gradients = []
+    for run in (lambda f, x: f(x), recompute):
+        setting, x = Setting("method"), leaf(6, 4)
+        paddle.seed(7)
+        y = run(setting.function, x * 2).square().sum()
+        setting.put(network())
+        y.backward()
+        gradients.append(x.grad.numpy())
+    np.testing.assert_array_equal(*gradients)
 
 
 def test_a_layer_that_the_function_makes_itself_is_no_stranger() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute._paddle.saved_tensors import layout_of, with_layout
+from paddle_recompute._paddle.saved_tensors import look_of, with_layout
 from paddle_recompute.recompute import recompute
 from tests.recompute.contract import Run, Seen, case, leaf, plain, step
 
@@ -157,8 +157,8 @@ def test_buffer(run: Run, view: str) -> Seen:
 @pytest.mark.parametrize("view", list(VIEWS))
 def test_a_copy_may_lie_in_its_memory_as_another_does(view: str) -> None:
     x = VIEWS[view](paddle.arange(96, dtype="float32").reshape([4, 6, 4]))
-    copy = with_layout(x.clone(), layout_of(x))
-    assert layout_of(copy) == layout_of(x)
+    copy = with_layout(x.clone(), look_of(x))
+    assert look_of(copy) == look_of(x)
     assert copy.numpy().tobytes() == x.numpy().tobytes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,14 @@ import pytest
 from paddle.distributed import fleet
 
 from paddle_recompute._paddle import memory
-from paddle_recompute._paddle.static.training import static_mode
+from paddle_recompute._paddle.static import native
+from paddle_recompute._paddle.static.marks import COPY_OF
+from paddle_recompute._paddle.static.training import accumulators, static_mode
 from paddle_recompute.static_graph import SegmentReport, explain, mark_checkpoint, minimize
 
+IS_26 = paddle.__version__.startswith("2.6")
+needs_pir = pytest.mark.skipif(IS_26, reason="Paddle 2.6 builds the old representation")
+needs_old_ir = pytest.mark.skipif(not IS_26, reason="Paddle 3 builds PIR")
 HIDDEN = 8
 BATCH = 4
 Build = Callable[[], Any]
@@ -29,6 +35,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
+    moments: dict[str, np.ndarray] = field(default_factory=dict)
     report: SegmentReport = field(default_factory=SegmentReport)
 
 
@@ -91,7 +98,8 @@ def train(
             with prepare():
                 loss = build()
             strategy = strategy_of(checkpoints, **settings)
-            _, params_grads = minimize(make_optimizer(), loss, strategy)
+            optimizer = make_optimizer()
+            _, params_grads = minimize(optimizer, loss, strategy)
         if checkpoints is not None:
             run.report = explain(main)
         scope = paddle.static.Scope()
@@ -107,15 +115,17 @@ def train(
                 run.losses.append(float(values[0]))
                 names = [parameter.name for parameter, _ in params_grads]
                 run.gradients.append(dict(zip(names, values[1:], strict=True)))
-            for parameter in main.global_block().all_parameters():
-                run.parameters[parameter.name] = np.array(
-                    scope.find_var(parameter.name).get_tensor()
-                )
+            parameters = [one.name for one in main.global_block().all_parameters()]
+            for names, values in (
+                (parameters, run.parameters),
+                (accumulators(optimizer).values(), run.moments),
+            ):
+                values |= {name: np.array(scope.find_var(name).get_tensor()) for name in names}
     return run
 
 
 def assert_equal(run: Run, expected: Run) -> None:
-    """Bit for bit: losses, every gradient of every step, and every parameter at the end."""
+    """Bit for bit: losses, every gradient of every step, parameters and moments at the end."""
     assert run.losses == expected.losses
     assert len(run.gradients) == len(expected.gradients) > 0
     for step, (gradients, theirs) in enumerate(zip(run.gradients, expected.gradients, strict=True)):
@@ -123,9 +133,31 @@ def assert_equal(run: Run, expected: Run) -> None:
         for name, gradient in gradients.items():
             assert np.isfinite(gradient.astype("float32")).all()
             np.testing.assert_array_equal(gradient, theirs[name], f"step {step}, {name}")
-    assert run.parameters.keys() == expected.parameters.keys()
-    for name, value in run.parameters.items():
-        np.testing.assert_array_equal(value, expected.parameters[name], name)
+    for values, theirs in ((run.parameters, expected.parameters), (run.moments, expected.moments)):
+        assert values.keys() == theirs.keys()
+        for name, value in values.items():
+            np.testing.assert_array_equal(value, theirs[name], name)
+
+
+@contextlib.contextmanager
+def building() -> Iterator[paddle.static.Program]:
+    """An empty Program in static mode."""
+    with static_mode():
+        program = paddle.static.Program()
+        with paddle.static.program_guard(program, paddle.static.Program()):
+            yield program
+
+
+def copies(build: Build) -> collections.Counter[str]:
+    """How many operators of each kind run again in the Program of `build`."""
+    own = native()
+    with building() as program:
+        minimize(paddle.optimizer.SGD(0.1), build(), strategy_of([]))
+        return collections.Counter(
+            own.kind(one).removeprefix("pd_op.")
+            for one in own.operations(program)
+            if own.text_attribute(one, COPY_OF)
+        )
 
 
 def num_recomputed(run: Run) -> int:
@@ -199,9 +231,10 @@ class Stack(paddle.nn.Layer):
         return x
 
 
-def marked_stack(num_blocks: int = 3, dropout: float = 0.1) -> Any:
+def marked_stack(num_blocks: int = 3, dropout: float = 0.1, *, stop_gradient: bool = False) -> Any:
     """The loss of a `Stack` whose blocks are checkpoints ``layers.0``, ``layers.1``, ..."""
     x = data()
+    x.stop_gradient = stop_gradient
     for index, layer in enumerate(Stack(num_blocks, dropout).layers):
         x = mark_checkpoint(layer(x), f"layers.{index}")
     return x.square().mean()

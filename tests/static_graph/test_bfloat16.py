@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import paddle
 import pytest
 
 from tests.bfloat16 import needs_bfloat16
+from tests.processes import python
 
 pytestmark = pytest.mark.skipif(
     paddle.__version__.startswith("2."), reason="Paddle 2.6 casts in another way, tested elsewhere"
@@ -63,5 +61,4 @@ for one, other in zip(plain.gradients, exact.gradients):
 def test_a_product_with_one_gradient(form: str) -> None:
     """In a process of its own: a crash of oneDNN ends the process."""
     script = SCRIPT.replace("FORM", FORMS[form]).replace("DTYPE", "'bfloat16'")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100)
-    assert done.returncode == 0, done.stderr.decode(errors="replace")[-500:]
+    python("-c", script)

@@ -16,6 +16,7 @@ from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute import Unit, treat_calls, treat_parts
 from paddle_recompute.static_graph import ProgramCalls, call_costs
 from tests.ranks import run_ranks
+from tests.static_graph.test_train_step import BFLOAT16_ON
 
 pytestmark = pytest.mark.skipif(
     not memory.can_reset_peak(), reason="2.6 cannot start the peak anew"
@@ -164,8 +165,7 @@ def test_a_block_of_which_mixed_precision_casts_nothing() -> None:
         def forward(self, x: Any) -> Any:
             return x * 2
 
-    amp = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
-    config = load_config(CONFIG, ["mode=static", "launch.num_ranks=1", *amp])
+    config = load_config(CONFIG, ["mode=static", "launch.num_ranks=1", *BFLOAT16_ON])
     calls = ProgramCalls(config, lambda: paddle.nn.Sequential(Doubles()))
     (x,), _ = inputs()
     assert calls.measure("0", ((x,), {}), {"plain": nothing}, 2**16)["plain"].seconds > 0

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,12 @@ from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute import wrapped_layers
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep
 from tests import planted_models as planted
+from tests.bfloat16 import needs_bfloat16
 from tests.distributed.mortal_ranks import results_of
-from tests.static_graph.test_train_step import config_of
+from tests.static_graph.models import IS_26
+from tests.static_graph.test_train_step import BFLOAT16_ON, MERGE_TWO, config_of
 
-IS_26 = paddle.__version__.startswith("2.")
 ROWS, FEATURES, HIDDEN = 3, planted.WIDTH, 8
-CPU = Path("/proc/cpuinfo").read_text(encoding="utf-8")
 OTHERS = "does not compute what .* computes in dygraph: "
 CANNOT = "cannot be built as a Program: "
 
@@ -203,21 +202,19 @@ def test_a_right_program_trains_as_if_it_were_not_compared(kind: type[planted.Bl
 
 
 def test_micro_batches_are_compared_together() -> None:
-    merge = ["strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"]
     for kind in (Dropped, planted.Constants):
-        _, step = step_of(small(kind), *merge)
+        _, step = step_of(small(kind), *MERGE_TWO)
         assert step([data(0), data(1)]).loss > 0
-    _, step = step_of(small(planted.ScaleInPlace), *merge)
+    _, step = step_of(small(planted.ScaleInPlace), *MERGE_TWO)
     with pytest.raises(StaticGraphError, match=OTHERS):
         step([data(0), data(1)])
 
 
-@pytest.mark.skipif("avx512" not in CPU, reason="oneDNN has no bfloat16 on this CPU")
+@needs_bfloat16
 def test_bfloat16_is_compared_within_its_rounding() -> None:
-    mixed = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
-    _, step = step_of(small(Dropped), *mixed)
+    _, step = step_of(small(Dropped), *BFLOAT16_ON)
     assert step([data(0)]).loss > 0
-    _, step = step_of(small(planted.ScaleInPlace), *mixed)
+    _, step = step_of(small(planted.ScaleInPlace), *BFLOAT16_ON)
     with pytest.raises(StaticGraphError, match=OTHERS):
         step([data(0)])
 
@@ -388,8 +385,7 @@ def on_ranks() -> list[Any]:
     spec = paddle.static.InputSpec([-1, FEATURES], "float32")
     _, step = step_of(small(Dropped), input_spec=spec)
     found: list[Any] = [step([data(rank + number, 3 + rank * number)]).loss for number in range(3)]
-    merge = ["strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"]
-    _, step = step_of(small(Dropped), *merge, input_spec=spec)
+    _, step = step_of(small(Dropped), *MERGE_TWO, input_spec=spec)
     found.append(step([data(rank), data(rank + 2)]).loss)
     _, step = step_of(small(WrongOnRank1), input_spec=spec)
     try:

@@ -20,6 +20,7 @@ from tests.distributed.mortal_ranks import results_of
 from tests.ranks import run_ranks
 from tests.static_graph.models import HIDDEN, Stack
 from tests.static_graph.test_train_step import (
+    BFLOAT16_ON,
     SAME_NUMBERS,
     SAME_PARAMETERS,
     assert_same,
@@ -184,5 +185,5 @@ def test_the_loss_is_in_float32_whatever_the_encoder_is_in() -> None:
         step = StaticTrainStep(config, Scaled, lambda model, batch: model(batch))
         return [step([batch]).loss for batch in batches("plain")]
 
-    half = losses("strategy.amp=true", "strategy.amp_configs.dtype=bfloat16")
+    half = losses(*BFLOAT16_ON)
     assert half == losses()

@@ -22,12 +22,10 @@ from tests.static_graph.models import (
     assert_equal,
     data,
     executor_in_place,
+    needs_pir,
     num_recomputed,
     train,
 )
-
-IS_PIR = not paddle.__version__.startswith("2.")
-only_pir = pytest.mark.skipif(not IS_PIR, reason="Paddle 2.6 has another static graph")
 
 
 def tanh_and_detached(h: Any) -> Any:
@@ -152,7 +150,7 @@ def test_a_train_step() -> None:
     assert losses_of_a_step(recompute=True) == right
 
 
-@only_pir
+@needs_pir
 def test_to_static() -> None:
     """Against dygraph, to the bit: the operators are the same ones."""
 

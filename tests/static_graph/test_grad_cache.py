@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,13 @@ from paddle_recompute.train_step.optimizer import build_optimizer
 from tests.bfloat16 import needs_bfloat16
 from tests.ranks import run_ranks
 from tests.static_graph.models import HIDDEN, Stack, peak_above_rest
-from tests.static_graph.test_train_step import BFLOAT16, assert_same, config_of
+from tests.static_graph.test_train_step import (
+    BFLOAT16,
+    BFLOAT16_ON,
+    MERGE_TWO,
+    assert_same,
+    config_of,
+)
 
 PAIRS, CHUNK, STEPS, LENGTH, WORDS = 8, 3, 3, 7, 20
 Inputs = tuple[Any, ...]
@@ -100,14 +105,16 @@ def compared(
     config: Config,
     make: Callable[[], paddle.nn.Layer],
     *,
-    batches: Callable[[int], list[Inputs]],
-    chunks: dict[str, int],
+    batches: Callable[[int], list[Inputs]] = lambda step: [vectors(step)],
+    chunk_size: int | None = CHUNK,
+    chunk_tokens: int | None = None,
     options: dict[str, Any] | None = None,
     encoders: Callable[[Any], Any] = lambda model: model,
     encode: Any = None,
     input_spec: Any = None,
 ) -> StaticTrainStep:
     """Train in both modes and compare every number, bit by bit."""
+    chunks = {"chunk_size": chunk_size, "chunk_tokens": chunk_tokens}
     paddle.seed(5)
     model, loss, other_loss = make(), loss_of(**options or {}), loss_of(**options or {})
     start = {name: value.numpy() for name, value in model.state_dict().items()}
@@ -155,8 +162,6 @@ def test_every_bit_is_that_of_dygraph(recompute: bool, learned: bool) -> None:
     ours = compared(
         config_of("train.clip_grad_norm=0.5", recompute=recompute),
         Encoder,
-        batches=lambda step: [vectors(step)],
-        chunks={"chunk_size": CHUNK},
         options={"learnable_temperature": learned},
     )
     if recompute:
@@ -165,10 +170,9 @@ def test_every_bit_is_that_of_dygraph(recompute: bool, learned: bool) -> None:
 
 def test_micro_batches_add_up() -> None:
     compared(
-        config_of("strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2"),
+        config_of(*MERGE_TWO),
         Encoder,
         batches=lambda step: [vectors(2 * step), vectors(2 * step + 1)],
-        chunks={"chunk_size": CHUNK},
     )
 
 
@@ -178,7 +182,8 @@ def test_chunks_of_tokens_are_cut_to_their_longest_text(tokens: int) -> None:
         config_of(),
         TextEncoder,
         batches=lambda step: [texts(step)],
-        chunks={"chunk_tokens": tokens},
+        chunk_size=None,
+        chunk_tokens=tokens,
         input_spec=(InputSpec([-1, -1], "int64"), InputSpec([-1, -1], "int64")),
     )
 
@@ -188,8 +193,6 @@ def test_two_towers_and_more_negatives(frozen: bool) -> None:
     compared(
         config_of(),
         lambda: Towers(frozen=frozen),
-        batches=lambda step: [vectors(step)],
-        chunks={"chunk_size": CHUNK},
         encoders=lambda model: (model.query, model.positive),
         encode=(
             lambda model, inputs: model.query(inputs),
@@ -202,8 +205,6 @@ def test_a_loss_in_tiles() -> None:
     compared(
         config_of(recompute=False),
         Encoder,
-        batches=lambda step: [vectors(step)],
-        chunks={"chunk_size": CHUNK},
         options={"tile": 3, "learnable_temperature": True},
     )
 
@@ -212,8 +213,7 @@ def test_statistics_are_updated_once_per_chunk() -> None:
     compared(
         config_of(),
         lambda: Encoder(statistics=True),
-        batches=lambda step: [vectors(step)],
-        chunks={"chunk_size": 4},
+        chunk_size=4,
     )
 
 
@@ -222,7 +222,6 @@ def test_a_batch_of_another_size_needs_no_other_program() -> None:
         config_of(),
         Encoder,
         batches=lambda step: [vectors(step, rows=PAIRS - step)],
-        chunks={"chunk_size": CHUNK},
     )
 
 
@@ -234,7 +233,6 @@ def on_ranks(uneven: bool) -> list[float]:
         config_of(),
         Encoder,
         batches=lambda step: [vectors(10 * step + rank, rows=rows)],
-        chunks={"chunk_size": CHUNK},
         options={"learnable_temperature": True},
     )
     return [float(np.abs(one).sum()) for one in ours.state_dict()["model"].values()]
@@ -265,10 +263,9 @@ def test_bfloat16_is_near_float32_and_recompute_changes_no_bit_of_it(
         results = [step([vectors(one)]) for one in range(STEPS)]
         return [number for one in results for number in (one.loss, one.grad_norm)]
 
-    half = ["strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
-    single, mixed = numbers(), numbers(*half)
+    single, mixed = numbers(), numbers(*BFLOAT16_ON)
     assert mixed != single and mixed == pytest.approx(single, rel=5 * BFLOAT16)
-    assert numbers(*half, recompute=True) == mixed
+    assert numbers(*BFLOAT16_ON, recompute=True) == mixed
 
 
 # ---------------------------------------------------------------------------------- memory
@@ -332,7 +329,7 @@ def test_masks_that_are_not_replayed_are_an_error_and_no_update(
     step = step_of(0.5)
     step([vectors(0)])
     before = step.state_dict()
-    monkeypatch.setattr(RngState, "replayed", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(RngState, "restore", lambda self: None)
     with pytest.raises(RecomputeError, match="other values in the second forward of a chunk"):
         step([vectors(1)])
     for section, value in step.state_dict().items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
+
+from tests.processes import python
 
 SCRIPT = """
 import gc, json, paddle
@@ -28,12 +29,7 @@ print(json.dumps([held, freed]))
 
 def test_five_steps_take_the_memory_of_one() -> None:
     """In a process of its own, where nothing else is freed meanwhile."""
-    import json
-
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, timeout=100, text=True, check=True
-    )
-    held, freed = json.loads(done.stdout.splitlines()[-1])
+    held, freed = json.loads(python("-c", SCRIPT).stdout.splitlines()[-1])
     a_model = 500 * 500 * 4
     assert min(held) > 3 * a_model  # parameters and two moments
     assert max(freed) < a_model / 100

@@ -7,7 +7,6 @@ modules, when Paddle 2.6 is no longer supported; of the others each test says wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,25 +15,13 @@ import pytest
 from paddle.base import backward, core, framework
 from paddle.base.layer_helper import LayerHelper
 
-from paddle_recompute._paddle import static as _paddle_static
 from paddle_recompute._paddle.static import old_ir, ranks, training
-from paddle_recompute.errors import StaticGraphError
 from tests.bfloat16 import needs_bfloat16
+from tests.processes import python
 from tests.ranks import run_ranks
-from tests.static_graph.models import static_mode
-from tests.static_graph.old_ir_programs import needs_old_ir
+from tests.static_graph.models import IS_26, needs_old_ir, static_mode
 
-IS_26 = paddle.__version__.startswith("2.6")
 FORWARD, BACKWARD, OPTIMIZE, LOSS = 0, 1, 2, 256
-
-
-@pytest.fixture
-def program() -> Iterator[paddle.static.Program]:
-    """The default Program, empty, in static mode."""
-    with static_mode():
-        main = paddle.static.Program()
-        with paddle.static.program_guard(main, paddle.static.Program()):
-            yield main
 
 
 def fed() -> Any:
@@ -262,11 +249,8 @@ def test_the_crash_of_onednn_is_refused_by_nobody_else() -> None:
         "e = paddle.static.Executor(); e.run(paddle.static.default_startup_program())\n"
         "e.run(feed={'x': [[1, 2, 3], [4, 5, 6]]})\n"
     )
-    import subprocess
-    import sys
-
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
-    assert done.returncode < 0, done.stderr.decode()[-500:]
+    done = python("-c", script, fails=True)
+    assert done.returncode < 0, done.stderr[-500:]
 
 
 # --------------------------------------------------------------------- of a train step, and ranks
@@ -343,15 +327,6 @@ def test_sums_over_ranks_which_have_no_gradient() -> None:
     """If a rank fails here, rows can be gathered with their gradients, and each rank can score its
     own rows alone: `contrastive._gather_static`."""
     assert [one["sum"] for one in run_ranks(sums_on_ranks, 2)] == [[1.0, 2.0]] * 2
-
-
-@needs_old_ir
-def test_what_pir_alone_has_is_not_asked_for() -> None:
-    assert _paddle_static.representation() == "old_ir"
-    with static_mode(), pytest.raises(StaticGraphError, match="has no checkpoints"):
-        from paddle_recompute.static_graph import explain
-
-        explain(paddle.static.Program())
 
 
 @needs_old_ir

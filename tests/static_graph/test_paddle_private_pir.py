@@ -6,7 +6,6 @@ Each says what the name is relied on for, so that a release that moves or change
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,7 @@ from paddle_recompute._paddle import static as _paddle_static
 from paddle_recompute._paddle.static import pir, pir_exchange
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program.pir.operators import only_shares_memory
-from tests.static_graph.models import static_mode
-
-IS_26 = paddle.__version__.startswith("2.")
-only_pir = pytest.mark.skipif(IS_26, reason="Paddle 2.6 builds the old representation")
-
-
-@pytest.fixture
-def program() -> Iterator[paddle.static.Program]:
-    """The default Program, empty, in static mode."""
-    with static_mode():
-        main = paddle.static.Program()
-        with paddle.static.program_guard(main, paddle.static.Program()):
-            yield main
+from tests.static_graph.models import IS_26, needs_pir, static_mode
 
 
 def fed(name: str = "x", dtype: str = "float32") -> Any:
@@ -66,7 +53,7 @@ def test_the_installed_paddle_is_known() -> None:
     assert _paddle_static.representation() == ("old_ir" if IS_26 else "pir")
 
 
-@only_pir
+@needs_pir
 def test_use_pir_api(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paddle.framework.use_pir_api()
     monkeypatch.setattr(paddle.framework, "use_pir_api", lambda: False)
@@ -77,7 +64,7 @@ def test_use_pir_api(monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------------------- reading a Program
 
 
-@only_pir
+@needs_pir
 def test_operation_and_value(program: paddle.static.Program) -> None:
     x = fed()
     y = paddle.exp(x)
@@ -94,14 +81,14 @@ def test_operation_and_value(program: paddle.static.Program) -> None:
     assert z.initialized() and definer.num_regions() == 0
 
 
-@only_pir
+@needs_pir
 def test_value_equality_appends_an_operator(program: paddle.static.Program) -> None:
     """Why values are compared by ``Value.id``; if this fails, `pir.key` may go."""
     x = fed()
     assert isinstance(x == x, paddle.pir.Value) and names(program)[-1] == "equal"
 
 
-@only_pir
+@needs_pir
 def test_missing_operands_and_results_are_not_initialized(program: paddle.static.Program) -> None:
     dropout = paddle.nn.functional.dropout(fed(), 0.5).get_defining_op()
     assert dropout.name() == "pd_op.dropout"
@@ -109,7 +96,7 @@ def test_missing_operands_and_results_are_not_initialized(program: paddle.static
     assert [value.initialized() for value in dropout.results()] == [True, True]
 
 
-@only_pir
+@needs_pir
 def test_bodies(program: paddle.static.Program) -> None:
     x = fed()
     paddle.static.nn.cond(x.mean() > 0, lambda: paddle.exp(x), lambda: x * 2)
@@ -121,7 +108,7 @@ def test_bodies(program: paddle.static.Program) -> None:
     assert branch.id() in {user.id() for user in x.all_used_ops_in_same_block()}
 
 
-@only_pir
+@needs_pir
 def test_is_no_need_buffer(program: paddle.static.Program) -> None:
     """The backward of an addition wants the shapes of its operands, that of exp its numbers."""
     x = fed()
@@ -134,7 +121,7 @@ def test_is_no_need_buffer(program: paddle.static.Program) -> None:
     assert not exp.is_no_need_buffer(exp.operand_source(0))
 
 
-@only_pir
+@needs_pir
 def test_get_op_inplace_info(program: paddle.static.Program) -> None:
     total = fed()
     paddle._C_ops.add_(total, fed("y"))
@@ -144,7 +131,7 @@ def test_get_op_inplace_info(program: paddle.static.Program) -> None:
     assert pir.in_place(ordinary) == []
 
 
-@only_pir
+@needs_pir
 def test_detach_shares_memory(program: paddle.static.Program) -> None:
     """``share_data_`` is in place and changes nothing; the list of `only_shares_memory`."""
     operation = fed().detach().get_defining_op()
@@ -152,7 +139,7 @@ def test_detach_shares_memory(program: paddle.static.Program) -> None:
     assert len(pir.in_place(operation)) == 1
 
 
-@only_pir
+@needs_pir
 def test_what_follows_an_assignment_takes_the_old_value(program: paddle.static.Program) -> None:
     """Why `Memory` exists: the Program does not say that ``exp`` comes after the assignment."""
     x = paddle.tanh(fed())
@@ -164,7 +151,7 @@ def test_what_follows_an_assignment_takes_the_old_value(program: paddle.static.P
 # --------------------------------------------------------------------------- changing a Program
 
 
-@only_pir
+@needs_pir
 def test_attributes_of_our_own(program: paddle.static.Program) -> None:
     operation = paddle.exp(fed()).get_defining_op()
     operation.set_str_attr("ours", "text")
@@ -177,7 +164,7 @@ def test_attributes_of_our_own(program: paddle.static.Program) -> None:
     assert not operation.has_attr("ours")
 
 
-@only_pir
+@needs_pir
 def test_insertion_point_clone_and_replacement_of_uses(program: paddle.static.Program) -> None:
     x, other = fed(), fed("other")
     y = paddle.exp(x)
@@ -198,7 +185,7 @@ def test_insertion_point_clone_and_replacement_of_uses(program: paddle.static.Pr
     np.testing.assert_allclose(values[1], 1 / (1 + np.exp(-np.exp(b))), rtol=1e-6)
 
 
-@only_pir
+@needs_pir
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bool", "int64", "uint8"])
 def test_what_waits_keeps_its_bits(program: paddle.static.Program, dtype: str) -> None:
     """``_C_ops.numel``, ``scale``, ``cast``, ``subtract`` and ``bitwise_or``."""
@@ -211,7 +198,7 @@ def test_what_waits_keeps_its_bits(program: paddle.static.Program, dtype: str) -
     assert out.tobytes() == value.tobytes()
 
 
-@only_pir
+@needs_pir
 def test_the_depend_operator_fails_on_the_cpu(program: paddle.static.Program) -> None:
     """Paddle's own way to let one operator wait for another; if this passes, use it in `after`."""
     if not hasattr(paddle._C_ops, "depend"):
@@ -222,7 +209,7 @@ def test_the_depend_operator_fails_on_the_cpu(program: paddle.static.Program) ->
         run(program, [paddle.tanh(waiting)], x=ones, y=ones)
 
 
-@only_pir
+@needs_pir
 @pytest.mark.parametrize("mode", ["upscale_in_train", "downscale_in_infer"])
 def test_dropout_grad_is_dropout_with_a_mask(program: paddle.static.Program, mode: str) -> None:
     y = paddle.nn.functional.dropout(fed(), 0.3, mode=mode)
@@ -232,7 +219,7 @@ def test_dropout_grad_is_dropout_with_a_mask(program: paddle.static.Program, mod
     np.testing.assert_array_equal(first, second)
 
 
-@only_pir
+@needs_pir
 def test_persistable_values_and_writing_in_place(program: paddle.static.Program) -> None:
     """``create_persistable_value``, ``_C_ops.add_``, ``increment_`` and ``full_``."""
     startup = paddle.static.default_startup_program()
@@ -253,7 +240,7 @@ def test_persistable_values_and_writing_in_place(program: paddle.static.Program)
 # -------------------------------------------------------------------------------------- training
 
 
-@only_pir
+@needs_pir
 def test_halves_of_minimize(program: paddle.static.Program) -> None:
     """``minimize`` is made of ``backward``, with ``_parameter_list``, and ``_apply_optimize``."""
     source = inspect.getsource(paddle.optimizer.Optimizer.minimize)
@@ -268,7 +255,7 @@ def test_halves_of_minimize(program: paddle.static.Program) -> None:
     assert names(program).count("sgd_") == 2
 
 
-@only_pir
+@needs_pir
 def test_create_global_learning_rate_is_done_once(program: paddle.static.Program) -> None:
     optimizer = paddle.optimizer.SGD(paddle.optimizer.lr.StepDecay(0.5, 1))
     loss = paddle.nn.Linear(3, 3)(fed()).mean()
@@ -279,7 +266,7 @@ def test_create_global_learning_rate_is_done_once(program: paddle.static.Program
     assert len(program.global_block().ops) == before and program.lr_scheduler() == 0.5
 
 
-@only_pir
+@needs_pir
 def test_set_parameter_operators_set_parameters(program: paddle.static.Program) -> None:
     layer = paddle.nn.Linear(3, 3)
     startup = paddle.static.default_startup_program()
@@ -297,9 +284,9 @@ def test_set_parameter_operators_set_parameters(program: paddle.static.Program) 
         assert (np.array(scope.find_var(parameter.name).get_tensor()) == 4.0).all()
 
 
-@only_pir
+@needs_pir
 def test_collectives_and_their_context() -> None:
-    """Their results are held by ``test_pir_exchange.py``, on two ranks."""
+    """Their results are held by ``test_pir_ranks.py``, on two ranks."""
     from paddle.distributed import collective
 
     source = inspect.getsource(collective._init_parallel_env)
@@ -309,7 +296,7 @@ def test_collectives_and_their_context() -> None:
     assert callable(paddle._C_ops.all_reduce) and callable(paddle._C_ops.broadcast)
 
 
-@only_pir
+@needs_pir
 def test_calc_gradient_helper_is_looked_up_at_each_call(
     program: paddle.static.Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +328,7 @@ def test_what_frees_a_train_step() -> None:
     training._free(executor, scope)
 
 
-@only_pir
+@needs_pir
 def test_hooks_of_to_static() -> None:
     """``partial_program_from``, ``PartialProgramLayerHook`` and ``add_hooker``."""
     from paddle.jit.dy2static import pir_partial_program
@@ -364,7 +351,7 @@ def test_hooks_of_to_static() -> None:
     assert callable(pir_partial_program.PartialProgramLayer.add_hooker)
 
 
-@only_pir
+@needs_pir
 def test_scope_local_var_names() -> None:
     """`pir.variables_after`: what a start-up Program has made."""
     with static_mode():

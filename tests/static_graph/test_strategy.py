@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,66 +16,30 @@ from paddle_recompute.app.config._section import Section, subsection
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph import distributed_strategy
 from paddle_recompute.static_graph._request import amp_dtype
+from tests.static_graph.models import IS_26
 from tests.static_graph.test_train_step import Encoder, config_of
 
-IS_26 = paddle.__version__.startswith("2.6")
 AMP = ["amp=true"]
 BFLOAT16 = ["amp=true", "amp_configs.dtype=bfloat16"]
 MERGE = ["gradient_merge=true", "gradient_merge_configs.k_steps=2"]
 
 
-def amp(name: str) -> Callable[[Any], Any]:
-    return lambda strategy: strategy.amp_configs[name]
-
-
-REACHES: dict[str, tuple[list[str], Callable[[Any], Any], Any]] = {
-    "amp": (AMP, lambda s: s.amp, True),
-    "amp_configs.dtype": (BFLOAT16, amp_dtype, "bfloat16"),
-    "amp_configs.init_loss_scaling": (
-        [*AMP, "amp_configs.init_loss_scaling=8.0"],
-        amp("init_loss_scaling"),
-        8.0,
-    ),
-    "amp_configs.incr_every_n_steps": (
-        [*AMP, "amp_configs.incr_every_n_steps=7"],
-        amp("incr_every_n_steps"),
-        7,
-    ),
-    "amp_configs.decr_every_n_nan_or_inf": (
-        [*AMP, "amp_configs.decr_every_n_nan_or_inf=3"],
-        amp("decr_every_n_nan_or_inf"),
-        3,
-    ),
-    "amp_configs.incr_ratio": ([*AMP, "amp_configs.incr_ratio=4.0"], amp("incr_ratio"), 4.0),
-    "amp_configs.decr_ratio": ([*AMP, "amp_configs.decr_ratio=0.5"], amp("decr_ratio"), 0.5),
-    "amp_configs.use_dynamic_loss_scaling": (
-        [*AMP, "amp_configs.use_dynamic_loss_scaling=false"],
-        amp("use_dynamic_loss_scaling"),
-        False,
-    ),
-    "amp_configs.custom_white_list": (
-        [*BFLOAT16, "amp_configs.custom_white_list=[softmax]"],
-        amp("custom_white_list"),
-        ["softmax"],
-    ),
-    "amp_configs.custom_black_list": (
-        [*BFLOAT16, "amp_configs.custom_black_list=[matmul]"],
-        amp("custom_black_list"),
-        ["matmul"],
-    ),
-    "gradient_merge": (MERGE, lambda s: s.gradient_merge, True),
-    "gradient_merge_configs.k_steps": (
-        ["gradient_merge=true", "gradient_merge_configs.k_steps=4"],
-        lambda s: s.gradient_merge_configs["k_steps"],
-        4,
-    ),
-    "gradient_merge_configs.avg": (MERGE, lambda s: s.gradient_merge_configs["avg"], True),
-    "fuse_grad_size_in_MB": (["fuse_grad_size_in_MB=3"], lambda s: s.fuse_grad_size_in_MB, 3),
-    "find_unused_parameters": (
-        ["find_unused_parameters=true"],
-        lambda s: s.find_unused_parameters,
-        True,
-    ),
+VALUES: dict[str, Any] = {
+    "amp": True,
+    "amp_configs.dtype": "bfloat16",
+    "amp_configs.init_loss_scaling": 8.0,
+    "amp_configs.incr_every_n_steps": 7,
+    "amp_configs.decr_every_n_nan_or_inf": 3,
+    "amp_configs.incr_ratio": 4.0,
+    "amp_configs.decr_ratio": 0.5,
+    "amp_configs.use_dynamic_loss_scaling": False,
+    "amp_configs.custom_white_list": ["softmax"],
+    "amp_configs.custom_black_list": ["matmul"],
+    "gradient_merge": True,
+    "gradient_merge_configs.k_steps": 4,
+    "gradient_merge_configs.avg": True,
+    "fuse_grad_size_in_MB": 3,
+    "find_unused_parameters": True,
 }
 STATIC_ONLY = {
     "amp_configs.custom_black_varnames": ["x"],
@@ -96,6 +61,8 @@ BY_THE_OPTIMIZER = {
     *("lars_configs.epsilon", "lars_configs.exclude_from_weight_decay"),
 }
 """The run makes that optimizer itself (tests/app/trainer/test_lamb_lars.py), in both modes."""
+SHARDED = {"sharding", "sharding_configs.stage"}
+"""A Program owns its parameters, so the configuration refuses these in mode static."""
 
 
 def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
@@ -112,8 +79,13 @@ def strategy_of(overrides: list[str], *others: str) -> Any:
 
 
 def test_no_field_is_forgotten() -> None:
-    handled = {*REACHES, *STATIC_ONLY, *REFUSED, *BY_THE_OPTIMIZER}
+    handled = {*VALUES, *STATIC_ONLY, *REFUSED, *BY_THE_OPTIMIZER, *SHARDED}
     assert handled == {*leaves(StrategyConfig)}
+
+
+def test_sharding_is_refused_in_mode_static() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.sharding.* is not supported by mode: static"):
+        config_of("mode=static", "strategy.sharding=true")
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars"])
@@ -121,15 +93,22 @@ def test_fleet_does_not_replace_the_optimizer_that_the_run_makes(name: str) -> N
     assert not getattr(strategy_of([f"{name}=true"]), name)
 
 
-@pytest.mark.parametrize("path", REACHES)
+def value_in(strategy: Any, path: str) -> Any:
+    if path == "amp_configs.dtype":
+        return amp_dtype(strategy)
+    section, _, name = path.rpartition(".")
+    value = getattr(strategy, section)[name] if section else getattr(strategy, name)
+    return list(value) if isinstance(VALUES[path], list) else value
+
+
+@pytest.mark.parametrize("path", VALUES)
 def test_field_reaches_the_strategy(path: str) -> None:
-    overrides, read, wanted = REACHES[path]
-    value = read(strategy_of(overrides))
-    assert (list(value) if isinstance(wanted, list) else value) == wanted
-    if wanted != read(strategy_of([])):
-        return
+    needed = BFLOAT16 if "custom" in path else {"amp": AMP, "gra": MERGE}.get(path[:3], [])
+    strategy = strategy_of([*needed, f"{path}={json.dumps(VALUES[path])}"])
+    assert value_in(strategy, path) == VALUES[path]
     # Only what can have no other value: `avg`, and what a CPU computes in.
-    assert path == "gradient_merge_configs.avg"
+    if path != "gradient_merge_configs.avg":
+        assert value_in(strategy_of([]), path) != VALUES[path]
 
 
 @pytest.mark.parametrize("path", STATIC_ONLY)

@@ -15,9 +15,8 @@ from paddle_recompute import RecomputeConfig, apply_recompute, recompute
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph import explain
-from tests.static_graph.models import HIDDEN, Block, static_mode
+from tests.static_graph.models import HIDDEN, IS_26, Block, static_mode
 
-IS_26 = paddle.__version__.startswith("2.6")
 only_3 = pytest.mark.skipif(IS_26, reason="Paddle 2.6 keeps every activation there, so it raises")
 TRANSLATORS = [
     pytest.param(True, marks=only_3, id="whole graph"),

@@ -197,7 +197,7 @@ class WatchedSync(GradientSync):
     def last_backward(self) -> Iterator[None]:
         with super().last_backward():
             yield
-        self.seen = {name: p.grad.numpy() for name, p in self._source()}
+        self.seen = {name: p.grad.numpy() for name, p in zip(*self._source(), strict=True)}
 
 
 def test_order_of_a_step(gpu: None) -> None:

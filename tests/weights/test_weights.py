@@ -37,6 +37,11 @@ class Small(paddle.nn.Layer):
         self.register_buffer("steps", paddle.to_tensor([seed, 7], dtype="int64"))
 
 
+@pytest.fixture(params=SUFFIXES)
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return tmp_path / f"model{request.param}"
+
+
 def bits(model: paddle.nn.Layer) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Type, shape and bytes of everything that a file holds."""
     return {
@@ -46,34 +51,31 @@ def bits(model: paddle.nn.Layer) -> dict[str, tuple[str, tuple[int, ...], bytes]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_weights_come_back_bit_by_bit(tmp_path: Path, suffix: str, dtype: str) -> None:
+def test_weights_come_back_bit_by_bit(file: Path, dtype: str) -> None:
     saved, loaded = Small(1), Small(2)
     saved.to(dtype=dtype)
     loaded.to(dtype=dtype)
     assert bits(saved) != bits(loaded)
-    save_weights(saved, tmp_path / f"model{suffix}")
-    load_weights(loaded, str(tmp_path / f"model{suffix}"))
+    save_weights(saved, file)
+    load_weights(loaded, str(file))
     assert len(bits(loaded)) == 6
     assert bits(loaded) == bits(saved)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_numbers_that_are_rare_come_back_too(tmp_path: Path, suffix: str) -> None:
+def test_numbers_that_are_rare_come_back_too(file: Path) -> None:
     saved, loaded = Small(1), Small(2)
     rare = [np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4e38, 0.1, -1.0]
     saved.second.weight.set_value(np.array(rare, np.float32).reshape(4, 2))
-    save_weights(saved, tmp_path / f"model{suffix}")
-    load_weights(loaded, tmp_path / f"model{suffix}")
+    save_weights(saved, file)
+    load_weights(loaded, file)
     assert bits(loaded) == bits(saved)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_weights_take_the_type_of_the_model(tmp_path: Path, suffix: str) -> None:
+def test_weights_take_the_type_of_the_model(file: Path) -> None:
     saved, loaded = Small(1), Small(2)
     loaded.to(dtype="bfloat16")
-    save_weights(saved, tmp_path / f"model{suffix}")
-    load_weights(loaded, tmp_path / f"model{suffix}")
+    save_weights(saved, file)
+    load_weights(loaded, file)
     saved.to(dtype="bfloat16")
     assert bits(loaded) == bits(saved)
 
@@ -134,19 +136,18 @@ def test_a_wrapper_for_data_parallel_leaves_no_trace(tmp_path: Path) -> None:
     assert bits(loaded) == bits(model)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_every_fault_is_named_and_nothing_is_loaded(tmp_path: Path, suffix: str) -> None:
+def test_every_fault_is_named_and_nothing_is_loaded(file: Path) -> None:
     saved = Small(1, width=5)
     saved.third = paddle.nn.Linear(2, 2)
     del saved.scale
     saved.register_buffer("steps", paddle.to_tensor([1.0, 7.0]))
-    save_weights(saved, tmp_path / f"model{suffix}")
+    save_weights(saved, file)
     model = Small(2)
     before = bits(model)
     with pytest.raises(CheckpointError) as caught:
-        load_weights(model, tmp_path / f"model{suffix}")
+        load_weights(model, file)
     message = str(caught.value)
-    assert message.startswith(f"{tmp_path}/model{suffix}: does not fit the model; missing: scale;")
+    assert message.startswith(f"{file}: does not fit the model; missing: scale;")
     for part in (
         "missing: scale;",
         "unexpected: third",
@@ -197,13 +198,11 @@ def damaged_versions(content: bytes) -> dict[str, bytes]:
     return versions
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_damaged_file_is_refused(tmp_path: Path, suffix: str) -> None:
+def test_a_damaged_file_is_refused(file: Path) -> None:
     model = Small(1)
     before = bits(model)
-    whole, file = tmp_path / f"whole{suffix}", tmp_path / f"damaged{suffix}"
-    save_weights(Small(2), whole)
-    for name, content in damaged_versions(whole.read_bytes()).items():
+    save_weights(Small(2), file)
+    for name, content in damaged_versions(file.read_bytes()).items():
         file.write_bytes(content)
         with pytest.raises(CheckpointError) as caught:
             load_weights(model, file)
@@ -270,11 +269,9 @@ def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_write_that_fails_leaves_what_was_there(
-    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+    file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / f"model{suffix}"
     save_weights(Small(1), file)
     before = file.read_bytes()
 
@@ -288,12 +285,10 @@ def test_a_write_that_fails_leaves_what_was_there(
     with pytest.raises(CheckpointError, match=r"cannot be written \(No space left on device\)"):
         save_weights(Small(2), file)
     assert file.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_who_reads_the_old_file_is_not_disturbed(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"model{suffix}"
+def test_who_reads_the_old_file_is_not_disturbed(file: Path) -> None:
     save_weights(Small(1), file)
     before = file.read_bytes()
     with file.open("rb") as reader:
@@ -302,14 +297,12 @@ def test_who_reads_the_old_file_is_not_disturbed(tmp_path: Path, suffix: str) ->
     assert file.read_bytes() != before
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_new_file_lies_in_a_new_folder_and_others_may_read_it(
-    tmp_path: Path, suffix: str
-) -> None:
-    file = tmp_path / "a" / "b" / f"model{suffix}"
+def test_a_new_file_lies_in_a_new_folder_and_others_may_read_it(file: Path) -> None:
+    plain = file.parent / "plain"
+    plain.touch()
+    file = file.parent / "a" / "b" / file.name
     save_weights(Small(1), file)
-    (tmp_path / "plain").touch()
-    expected = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    expected = stat.S_IMODE(plain.stat().st_mode)
     assert stat.S_IMODE(file.stat().st_mode) == expected
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import click
 
 from paddle_recompute import __version__
 from paddle_recompute.app.cli._checks import doctor, parity
-from paddle_recompute.app.cli._encoder import convert, encode, export, search
+from paddle_recompute.app.cli._config import config_group
+from paddle_recompute.app.cli._encoder import convert, encode, evaluate, export, mine, search
+from paddle_recompute.app.cli._init import init
 from paddle_recompute.app.cli._memory import estimate, plan
+from paddle_recompute.app.cli._report import report
 from paddle_recompute.app.cli._train import train
 
 __all__ = ["main"]
@@ -16,8 +21,41 @@ __all__ = ["main"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="paddle-recompute")
 def main() -> None:
-    """Train large batches in PaddlePaddle with recompute."""
+    """Train large batches in PaddlePaddle with recompute.
+
+    For example: paddle-recompute train --config run.yaml
+
+    `init` writes a first run.yaml for your pairs. Each command shows its own with --help.
+    """
 
 
-for _command in (train, estimate, plan, parity, doctor, encode, search, export, convert):
+_NAMES_A_FILE = re.compile("FILE|FOLDER|RUN|PAIRS")
+
+
+def _complete_files(command: click.Command) -> None:
+    """Let a shell complete what the metavar says is a file or folder; nothing is checked here."""
+    for one in command.params:
+        if one.type is click.STRING and _NAMES_A_FILE.search(one.metavar or ""):
+            one.type = click.Path(readable=False)
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        _complete_files(inner)
+
+
+for _command in (
+    init,
+    config_group,
+    train,
+    report,
+    estimate,
+    plan,
+    parity,
+    doctor,
+    encode,
+    evaluate,
+    mine,
+    search,
+    export,
+    convert,
+):
+    _complete_files(_command)
     main.add_command(_command)

@@ -98,7 +98,7 @@ def doctor(
         if runs_self_test:
             _refuse(config_file=config_file, parity=compares_modes, overrides=overrides)
             prepare_one_process()
-            from paddle_recompute.app.examination import write_self_test
+            from paddle_recompute.app.doctor_runs import write_self_test
 
             file = Path(output or "paddle_recompute_self_test.json")
             if not write_self_test(file, device=device, say=click.echo):
@@ -126,7 +126,7 @@ def doctor(
             report["parity"] = compared.to_dict()
             report["ok"] &= not compared.faults
         if output and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
-            from paddle_recompute.app.examination import write_report
+            from paddle_recompute.app.doctor_runs import write_report
 
             write_report(Path(output), report)
         if not report["ok"]:
@@ -140,7 +140,7 @@ def _refuse(*, config_file: str | None, parity: bool, overrides: tuple[str, ...]
 
 
 def _examine(config: Config) -> dict[str, Any]:
-    from paddle_recompute.app.examination import examine
+    from paddle_recompute.app.doctor_runs import examine
 
     return examine(config, say=click.echo)
 

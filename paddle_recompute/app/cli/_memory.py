@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ _memory_options = configured(
         default="",
         metavar="NAME=N,...",
         help="Another step: batch (pairs of all ranks), gpus (ranks), length (tokens of a "
-        "positive), layers.",
+        "positive), layers, sharding (true: the optimizer state is spread over the ranks).",
     ),
     click.option(
         "--output",
         metavar="FOLDER",
-        help="Write memory.png, memory.html and, with a budget, plan.json there.",
+        help="Write memory.html and, with a budget, plan.json there.",
     ),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table."),
 )
 
 
@@ -66,6 +68,7 @@ def _show_memory(
     memory_budget: str | None,
     changes: str,
     output: str | None,
+    as_json: bool,
     debug: bool,
     overrides: tuple[str, ...],
     needs_budget: bool,
@@ -93,6 +96,9 @@ def _show_memory(
                 bar.refresh()
 
             report = memory_report(config, budget=budget, folder=folder, progress=show)
+        if as_json:
+            click.echo(json.dumps(report.to_dict()))
+            return
         click.echo(report.text)
         for path in report.files:
             click.echo(f"written: {path}")

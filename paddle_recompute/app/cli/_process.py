@@ -12,7 +12,7 @@ import click
 
 from paddle_recompute._files import read_json
 from paddle_recompute._installed import require_paddle
-from paddle_recompute.app.config import Config
+from paddle_recompute.app.config import Config, setting_names
 from paddle_recompute.app.launch import (
     is_rank,
     require_paddle_and_devices,
@@ -37,13 +37,20 @@ def configured(*options: Callable[[Any], Any], required: bool = True) -> Callabl
                 ),
                 *options,
                 click.option("--debug", is_flag=True, help="Show the traceback of an error."),
-                click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
+                click.argument(
+                    "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_settings
+                ),
             )
         ):
             command = option(command)
         return command
 
     return decorate
+
+
+def _settings(context: click.Context, argument: click.Parameter, begun: str) -> list[str]:
+    """The settings that begin so, for the completion of a shell."""
+    return [f"{name}=" for name in setting_names() if name.startswith(begun)]
 
 
 def prepare_one_process() -> None:
@@ -53,6 +60,21 @@ def prepare_one_process() -> None:
     # Paddle's remarks at import (ccache, OMP_NUM_THREADS) have nothing to do with the command.
     with redirect_stderr(io.StringIO()):
         import paddle  # noqa: F401
+
+
+def prepare_one_of_ranks() -> int:
+    """As `prepare_one_process`; under fleetrun joins the other ranks. Returns the rank."""
+    ranks = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    os.environ.update(speed_settings(ranks, os.environ))
+    prepare_one_process()
+    if ranks == 1:
+        return 0
+    import paddle.distributed as dist
+
+    from paddle_recompute._paddle.distributed import init_parallel_env
+
+    init_parallel_env()
+    return int(dist.get_rank())
 
 
 def run_on_ranks(
@@ -76,6 +98,10 @@ def run_on_ranks(
         LaunchError: Ranks cannot be started or failed, or the result cannot be read.
     """
     if not is_rank() and config.world_size > 1:
+        require_paddle_and_devices(config)
+        from paddle_recompute.app.data import check_files
+
+        check_files(config)
         start(config, ["-m", "paddle_recompute", *arguments])
         file = config.train.output_dir / result
         try:

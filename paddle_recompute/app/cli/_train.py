@@ -11,7 +11,7 @@ import click
 
 from paddle_recompute._run_folder import RECORD
 from paddle_recompute.app.cli._process import configured, run_on_ranks
-from paddle_recompute.app.config import Config, load_config
+from paddle_recompute.app.config import Config, load_config, load_settings
 from paddle_recompute.app.launch import (
     errors_in_one_paragraph,
     is_launched,
@@ -60,7 +60,7 @@ def train(config_file: str, debug: bool, max_restart: int, overrides: tuple[str,
     run = partial(
         run_on_ranks,
         arguments=["train", "--config", config_file, *overrides],
-        act=_train,
+        act=partial(_train, config_file=config_file, overrides=overrides),
         start=partial(launch_with_restarts, max_restart=max_restart),
         result=RECORD,
     )
@@ -78,7 +78,8 @@ def train(config_file: str, debug: bool, max_restart: int, overrides: tuple[str,
             click.echo(json.dumps(record))
 
 
-def _train(config: Config) -> dict[str, Any]:
+def _train(config: Config, *, config_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     from paddle_recompute.app.trainer import Trainer
 
-    return Trainer(config).run()
+    sources = {one.path: one.source for one in load_settings(config_file, overrides)}
+    return Trainer(config, sources=sources).run()

@@ -12,7 +12,7 @@ from paddle_recompute.app.config._strategy import (
 from paddle_recompute.app.config._sync import SyncConfig
 from paddle_recompute.app.config._train import TrainConfig
 from paddle_recompute.app.config.library import schedule_of, sync_arguments
-from paddle_recompute.app.config.loading import load_config
+from paddle_recompute.app.config.loading import Setting, load_config, load_settings, setting_names
 from paddle_recompute.app.config.schema import Config, LaunchConfig
 
 __all__ = [
@@ -25,11 +25,14 @@ __all__ = [
     "LarsConfigs",
     "LaunchConfig",
     "ModelConfig",
+    "Setting",
     "StrategyConfig",
     "SyncConfig",
     "TrainConfig",
     "default_cache_dir",
     "load_config",
+    "load_settings",
     "schedule_of",
+    "setting_names",
     "sync_arguments",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -53,7 +54,20 @@ class ContrastiveConfig(Section):
                 "which never goes below that",
             )
 
+    @staticmethod
+    def _fills_hard_negatives(v: Values) -> Iterator[Fault]:
+        if v["fill"] == "random" and not v["hard_negatives"]:
+            yield Fault("fill", "random", "has no effect without hard_negatives; set it")
+
+    @staticmethod
+    def _dims_differ(v: Values) -> Iterator[Fault]:
+        dims = v["matryoshka_dims"] or []
+        if len(set(dims)) < len(dims):
+            yield Fault("matryoshka_dims", dims, "must be different numbers")
+
     rules = (
+        _dims_differ,
+        _fills_hard_negatives,
         _chunks_are_named_once,
         _budget_names_the_chunks,
         _learned_temperature_starts_in_its_range,
@@ -71,6 +85,16 @@ class ContrastiveConfig(Section):
     symmetric: bool = Field(
         True, description="true: mean of query-to-positive and positive-to-query losses"
     )
+    hard_negatives: Annotated[int, Field(ge=0, le=2**20)] = Field(
+        0,
+        description="negatives of each pair in a batch, drawn anew in each epoch from those in "
+        "data.train_file; they are candidates for all queries of the batch; 0: none",
+    )
+    fill: Literal["none", "random"] = Field(
+        "none",
+        description="random: positives of other queries take the place of hard negatives that a "
+        "pair lacks; none: such a line is refused",
+    )
     negatives: Literal["global", "local"] = Field(
         "global",
         description="global: the negatives of a pair are the other pairs of all ranks (of the "
@@ -83,6 +107,12 @@ class ContrastiveConfig(Section):
         False,
         description="true: a pair with the same positive text does not count as a negative; "
         "false: it does",
+    )
+    matryoshka_dims: Annotated[list[Count], Field(min_length=1)] | None = Field(
+        None,
+        description="mean of the losses of the vectors' first d numbers, for these d, so that "
+        "shortened vectors can be used; the largest is the whole vector; none: the whole vector "
+        "only",
     )
     tile: Count | None = Field(
         None,
@@ -103,6 +133,13 @@ class ContrastiveConfig(Section):
         description="bytes that a training step may need on a rank, as in 2GiB; the largest "
         "chunk that fits is measured before training; none: all pairs are encoded at once",
     )
+
+    @property
+    def negatives_of_a_line(self) -> tuple[float, float]:
+        """The least and the largest number of negatives that a training pair may have."""
+        if not self.hard_negatives:
+            return 0, 0
+        return (self.hard_negatives if self.fill == "none" else 0), math.inf
 
     @property
     def is_chunked(self) -> bool:

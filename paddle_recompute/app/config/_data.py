@@ -63,6 +63,11 @@ class DataConfig(Section):
         description="folder for mined pairs and tokenizers; default $PADDLE_RECOMPUTE_CACHE or "
         "~/.cache/paddle_recompute",
     )
+    no_duplicates: bool = Field(
+        False,
+        description="true: no two pairs of a global batch have an equal query or an equal "
+        "positive; pairs that find no place in an epoch are counted; false: they may",
+    )
     on_bad_line: Literal["raise", "skip"] = Field(
         "raise", description="raise: stop at a line that is not a pair; skip: count it and continue"
     )
@@ -82,6 +87,12 @@ class DataConfig(Section):
         10_000,
         description="candidates among which a query is searched: the held-out positives first, "
         "then training positives",
+    )
+    tokenizer: UserPath | None = Field(
+        None,
+        description="tokenizer.json of Hugging Face, vocab.txt of BERT or ERNIE, or a folder with "
+        "one of them; required with weights of other libraries; none: that in the folder "
+        "model.init_from, or it is trained on the pairs",
     )
     vocab_size: Annotated[int, Field(ge=100, le=2**31 - 1)] = Field(
         20_000, description="largest vocabulary of the tokenizer, which is trained on the pairs"

@@ -53,7 +53,15 @@ _OWN_MODEL: dict[str, int] = {
     "max_position_embeddings": 1_000_000,
     "type_vocab_size": 1,
 }
-_FOR_OWN_MODELS = ("name", "options", "init_from", "vocab_size", "max_position_embeddings")
+_FOR_OWN_MODELS = (
+    "name",
+    "options",
+    "init_from",
+    "vocab_size",
+    "max_position_embeddings",
+    "query_prompt",
+    "document_prompt",
+)
 
 
 class ModelConfig(Section):
@@ -87,7 +95,7 @@ class ModelConfig(Section):
                 )
 
     rules = (_heads_divide, _settings_are_of_the_model)
-    filled_in_by = "preset"
+    completed_by = "preset"
 
     name: Annotated[str, Field(pattern=_NAME)] = Field(
         "ernie",
@@ -139,6 +147,18 @@ class ModelConfig(Section):
         "model.safetensors.index.json, of this library, of PaddleNLP (Ernie, Bert) or Hugging Face "
         "(BERT); none: random weights",
     )
+
+    query_prompt: str = Field(
+        "", max_length=10_000, description="put before each query, such as 'query: '"
+    )
+    document_prompt: str = Field(
+        "", max_length=10_000, description="put before each positive and negative"
+    )
+
+    @property
+    def prompts(self) -> tuple[str, str]:
+        """That of queries and that of documents."""
+        return self.query_prompt, self.document_prompt
 
     @property
     def is_own(self) -> bool:

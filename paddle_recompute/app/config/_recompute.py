@@ -55,10 +55,11 @@ class RecomputeSection(Section):
         "the device; host: pinned memory; disk: a temporary file. With policy: budget, of those "
         "parts for which it pays",
     )
-    offload_parameters: Literal["none", "host", "disk"] = Field(
+    offload_parameters: Literal["none", "host", "disk", "ranks"] = Field(
         "none",
         description="where parameters, gradients and optimizer state of the selected sublayers are "
-        "while others compute; none: on the device; host: pinned memory; disk: a temporary file",
+        "while others compute; none: on the device; host: pinned memory; disk: a temporary file; "
+        "ranks: each of num_shards parts on the device of one rank",
     )
     num_shards: Count = Field(
         1, description="with offload_parameters: one of so many parts is on the device at a time"

@@ -51,8 +51,6 @@ _FIELDS_BY_REASON: dict[str, tuple[str, ...]] = {
         "hybrid_parallel_order",
         "pipeline",
         "pipeline_configs",
-        "sharding",
-        "sharding_configs",
         "sync_param_name",
         "tensor_parallel",
         "tensor_parallel_configs",

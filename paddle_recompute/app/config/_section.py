@@ -100,7 +100,7 @@ class Section(BaseModel):
     # The same for values: {field: {value: words}}.
     refused_values: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
     # The field that fills others in: while it is faulty, nobody is told that those are missing.
-    filled_in_by: ClassVar[str | None] = None
+    completed_by: ClassVar[str | None] = None
 
     @classmethod
     def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Section(BaseModel):
             faults += [cls._reworded(details) for details in cls._one_per_union(error.errors())]
         if isinstance(given, Mapping):
             faulty = {details["loc"] for details in faults}
-            if (cls.filled_in_by,) in faulty:
+            if (cls.completed_by,) in faulty:
                 faults = [details for details in faults if not _is_missing(details)]
             sound = section.model_dump() if section else sound_values(cls, given, faulty)
             faults += cls._broken_rules(Values(cls, sound))
@@ -162,7 +162,7 @@ class Section(BaseModel):
         if kind == MISSING:
             return f"required, but not given: {cls.model_fields[name].description}"
         words = cls.refused_values.get(name, {})
-        if isinstance(value, str | bool) and value in words:
+        if isinstance(value, str | int) and value in words:
             return words[value]
         return allowed(message) + nearest(value, literal_values(cls, name))
 

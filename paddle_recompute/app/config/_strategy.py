@@ -100,6 +100,26 @@ class LarsConfigs(Section):
     )
 
 
+class ShardingConfigs(Section):
+    """`DistributedStrategy.sharding_configs`, with Paddle's default."""
+
+    refused_values: ClassVar[Any] = {
+        "stage": {
+            2: "gradients are not sharded, every rank has all of them; set stage: 1. For less "
+            "memory, set recompute.enable, or a smaller contrastive.chunk_tokens",
+            3: "parameters are not sharded; set stage: 1, or recompute.offload_parameters: ranks "
+            "without sharding, which keeps parameters, gradients and optimizer state of a shard on "
+            "one rank",
+        }
+    }
+
+    refused_keys: ClassVar[Any] = {
+        "sharding_degree": "the optimizer state is spread over all ranks; remove it"
+    }
+
+    stage: Literal[1] = Field(1, description="1: the optimizer state is spread over the ranks")
+
+
 class StrategyConfig(Section):
     """The supported fields of `fleet.DistributedStrategy`; all others are refused."""
 
@@ -167,6 +187,14 @@ class StrategyConfig(Section):
         False, description="true: the optimizer is Paddle's LarsMomentum, with momentum 0.9"
     )
     lars_configs: LarsConfigs = Field(default_factory=LarsConfigs, description="settings of lars")
+    sharding: bool = Field(
+        False,
+        description="true: each rank has the optimizer state of its share of the parameters; "
+        "false: of all. The bits are the same",
+    )
+    sharding_configs: ShardingConfigs = Field(
+        default_factory=ShardingConfigs, description="settings of sharding"
+    )
     fuse_grad_size_in_MB: Count = Field(32, description="size of the gradient buckets, in MiB")
     find_unused_parameters: bool = Field(
         False,

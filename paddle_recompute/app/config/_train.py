@@ -30,7 +30,14 @@ class TrainConfig(Section):
                 "removes the run that train.resume: true goes on with; remove one of them",
             )
 
-    rules = (_has_an_end, _removes_or_goes_on)
+    @staticmethod
+    def _watches_what_is_evaluated(v: Values) -> Iterator[Fault]:
+        for name in ("patience", "best_metric"):
+            default = TrainConfig.model_fields[name].default
+            if v["eval_every"] is None and v[name] != default:
+                yield Fault(name, v[name], "has no effect without eval_every; set it")
+
+    rules = (_has_an_end, _removes_or_goes_on, _watches_what_is_evaluated)
 
     max_steps: Count | None = Field(None, description="optimizer steps; none: num_epochs decides")
     num_epochs: Count | None = Field(
@@ -64,6 +71,10 @@ class TrainConfig(Section):
     )
     output_dir: UserPath = Field(
         Path("outputs"), description="folder for checkpoints, metrics and report"
+    )
+    log_to: list[Literal["visualdl", "tensorboard", "wandb"]] = Field(
+        default_factory=list,
+        description="boards that get the metrics too; each needs the extra of its name",
     )
     log_every: Count = Field(10, description="optimizer steps between metrics records")
     on_oom: Literal["stop", "replan"] = Field(
@@ -104,6 +115,19 @@ class TrainConfig(Section):
         description="true: each Program (train.compile, mode: static) is compared with eager "
         "execution in steps 1, 10, 100 and 1,000, and with each new shape, which costs one step of "
         "each; false: Paddle's conversion is trusted, and may be wrong without a word",
+    )
+    eval_every: Count | None = Field(
+        None,
+        description="optimizer steps between evaluations on the held-out pairs, the last step "
+        "included; the best checkpoint is kept in output_dir/best; none: evaluation at the end",
+    )
+    best_metric: Literal[
+        "recall@1", "recall@10", "precision@1", "precision@10", "ndcg@10", "map", "mrr"
+    ] = Field("mrr", description="the metric that the best checkpoint has the highest value of")
+    patience: Count | None = Field(
+        None,
+        description="evaluations in a row without a higher best_metric that end the run; none: it "
+        "trains to its end",
     )
     eval_batch: Count = Field(256, description="texts encoded at once in evaluation, per rank")
     eval_before: bool = Field(True, description="true: the untrained model is evaluated too")

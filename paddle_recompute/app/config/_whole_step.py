@@ -1,4 +1,4 @@
-"""Which options of a whole step go together: offload, compiled models, optimizers."""
+"""Which options of a whole step go together: offload, sharding, compiled models, optimizers."""
 
 from __future__ import annotations
 
@@ -34,6 +34,47 @@ def parameters_leave_in_dygraph(v: Values) -> Iterator[Fault]:
             "sync.compression",
             v["sync.compression"],
             "is not supported with recompute.offload_parameters; use none",
+        )
+    if place == "ranks":
+        yield from _ranks_compute_alike(v)
+
+
+def _ranks_compute_alike(v: Values) -> Iterator[Fault]:
+    """All ranks call the shards that ``offload_parameters: ranks`` spreads over them together."""
+    ranks = v["launch.num_ranks"] * v["launch.num_nodes"]
+    if v["recompute.num_shards"] < ranks:
+        yield Fault(
+            "recompute.num_shards",
+            v["recompute.num_shards"],
+            f"must be at least the number of ranks, {ranks}, with offload_parameters: ranks; best "
+            "is a multiple of it",
+        )
+    for name in ("chunk_tokens", "memory_budget"):
+        if v[f"contrastive.{name}"] is not None:
+            yield Fault(
+                f"contrastive.{name}",
+                v[f"contrastive.{name}"],
+                "does not go with recompute.offload_parameters: ranks, as ranks may have different "
+                "numbers of chunks; set chunk_size",
+            )
+
+
+def sharded_in_dygraph(v: Values) -> Iterator[Fault]:
+    """What does not go with ``strategy.sharding``."""
+    if not v["strategy.sharding"]:
+        return
+    for path, given, reason in (
+        ("mode", "static", "whose Program owns its parameters; use dygraph"),
+        ("sync.mode", "fleet", "the reference for a replicated run; use auto"),
+    ):
+        if v[path] == given:
+            yield Fault("strategy.sharding", True, f"is not supported by {path}: {given}, {reason}")
+    if v["recompute.offload_parameters"] != "none":
+        yield Fault(
+            "strategy.sharding",
+            True,
+            "does not go with recompute.offload_parameters, which takes the optimizer state off "
+            "the device, or spreads it itself (ranks); leave one of them out",
         )
 
 

@@ -43,6 +43,8 @@ def _for_one_rank(config: Config) -> Found:
     yield from _changed("sync", config.sync, type(config.sync).model_fields, reason)
     names = ("fuse_grad_size_in_MB", "find_unused_parameters")
     yield from _changed("strategy", config.strategy, names, reason)
+    reason = "there is one rank, which has the whole optimizer state"
+    yield from _changed("strategy", config.strategy, ["sharding"], reason)
     reason = "there is one rank, whose pairs are all there are"
     yield from _changed("contrastive", config.contrastive, ["negatives"], reason)
 
@@ -92,6 +94,9 @@ def _of_the_data(config: Config) -> Found:
     if config.data.source == "cedict":
         reason = "the file that is mined has no bad line"
         yield from _changed("data", config.data, ["on_bad_line"], reason)
+    if (file := config.tokenizer_file) is not None:
+        reason = f"the tokenizer {file} has its own vocabulary"
+        yield from _changed("data", config.data, ["vocab_size"], reason)
 
 
 def _changed(prefix: str, section: Any, names: Iterable[str], reason: str) -> Found:

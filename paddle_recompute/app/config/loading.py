@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from paddle_recompute.app.config._section import MISSING, allowed
+from paddle_recompute.app.config._model import PRESETS
+from paddle_recompute.app.config._section import MISSING, Section, allowed, subsection
 from paddle_recompute.app.config._yaml import LARGEST, parse
 from paddle_recompute.app.config.schema import Config
 from paddle_recompute.errors import ConfigError
@@ -44,6 +45,70 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         >>> config.train.max_steps
         50
     """
+    return _load(path, overrides)[0]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a configuration, and where it comes from.
+
+    Attributes:
+        path: ``"train.max_steps"``.
+        value: In plain YAML/JSON types.
+        source: ``"line 3"`` of the file, ``"override train.max_steps=50"``, ``"preset base"`` or
+            ``"default"``.
+    """
+
+    path: str
+    value: Any
+    source: str
+
+
+def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> list[Setting]:
+    """Every value of a configuration, in the order of the sections.
+
+    Raises:
+        ConfigError: As `load_config` does.
+    """
+    config, source = _load(path, overrides)
+    preset = {} if config.model.preset is None else PRESETS[config.model.preset]
+
+    def told(path: str) -> str:
+        names = path.split(".")
+        prefixes = (".".join(names[:count]) for count in range(len(names), 0, -1))
+        # A section's own line says nothing of a value in it, unless an override set all of it.
+        for prefix in prefixes:
+            place = source.places.get(prefix)
+            if place and (prefix == path or place.startswith("override")):
+                return place
+        section, _, name = path.partition(".")
+        return (
+            f"preset {config.model.preset}" if section == "model" and name in preset else "default"
+        )
+
+    return [Setting(name, value, told(name)) for name, value in _leaves(Config, config.to_dict())]
+
+
+def setting_names(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+    """The dotted path of every setting, in the order of the sections."""
+    for name in section.model_fields:
+        inner = subsection(section, name)
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from setting_names(inner, f"{prefix}{name}.")
+
+
+def _leaves(section: type[Section], tree: dict[str, Any], prefix: str = "") -> Iterator[Any]:
+    for name, value in tree.items():
+        inner = subsection(section, name)
+        if inner is None:
+            yield prefix + name, value
+        else:
+            yield from _leaves(inner, value, f"{prefix}{name}.")
+
+
+def _load(path: str | Path, overrides: Sequence[str]) -> tuple[Config, _Source]:
     source = _read(Path(path))
     faults = [_apply(source, override) for override in overrides]
     messages = [message for message in faults if message]
@@ -53,7 +118,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         messages += _messages(error, source)
     else:
         if not messages:
-            return config
+            return config, source
     if len(messages) > _MOST_FAULTS:
         more = len(messages) - _MOST_FAULTS
         messages = [*messages[:_MOST_FAULTS], f"and {more} more"]
@@ -113,7 +178,10 @@ def _apply(source: _Source, override: str) -> str | None:
         section = section[name]
     section[names[-1]] = value
     shown = override if len(override) <= _SHOWN else f"{override[:_SHOWN]}..."
-    source.places[".".join(names)] = f"override {shown}"
+    name = ".".join(names)
+    for place in [place for place in source.places if place.startswith(f"{name}.")]:
+        del source.places[place]  # the override replaces the whole section
+    source.places[name] = f"override {shown}"
     return None
 
 

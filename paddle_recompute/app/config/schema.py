@@ -7,6 +7,7 @@ honour is refused with an error; it is never ignored in silence.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -25,6 +26,7 @@ from paddle_recompute.app.config._whole_step import (
     compiled_in_dygraph,
     lamb_and_lars_have_their_own_decay,
     parameters_leave_in_dygraph,
+    sharded_in_dygraph,
 )
 from paddle_recompute.app.config._without_effect import without_effect
 from paddle_recompute.options import Fault, RecomputeConfig
@@ -100,6 +102,17 @@ class Config(Section):
                 )
 
     @staticmethod
+    def _largest_dim_is_the_vector(v: Values) -> Iterator[Fault]:
+        dims, size = v["contrastive.matryoshka_dims"], v["model.hidden_size"]
+        if dims and size is not None and max(dims) != size:
+            yield Fault(
+                "contrastive.matryoshka_dims",
+                dims,
+                f"must have model.hidden_size = {size} as its largest: behind it nothing is "
+                "trained",
+            )
+
+    @staticmethod
     def _dygraph_has_no_static_amp(v: Values) -> Iterator[Fault]:
         for name in STATIC_AMP:
             path = f"strategy.amp_configs.{name}"
@@ -127,12 +140,14 @@ class Config(Section):
     rules = (
         _replans_what_is_planned,
         parameters_leave_in_dygraph,
+        sharded_in_dygraph,
         compiled_in_dygraph,
         lamb_and_lars_have_their_own_decay,
         _batch_divides,
         _chunks_instead_of_micro_batches,
         _a_chunk_holds_a_text,
         _texts_fit_the_model,
+        _largest_dim_is_the_vector,
         _dygraph_has_no_static_amp,
     )
 
@@ -185,6 +200,19 @@ class Config(Section):
     def optimizer(self) -> OptimizerConfig:
         """The library's options of the optimizer."""
         return library.optimizer_config(self)
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The file of ``data.tokenizer``, or of the folder that ``model.init_from`` names.
+
+        None: a vocabulary is trained on the pairs.
+        """
+        place = self.data.tokenizer or self.model.init_from
+        if place is not None:
+            for file in (place / "tokenizer.json", place / "vocab.txt"):
+                if file.is_file():
+                    return file
+        return self.data.tokenizer
 
     def for_static(self) -> StaticConfig:
         """What a Program follows; raises ConfigError where a static graph cannot honour it."""

@@ -2,15 +2,19 @@
 
 from paddle_recompute.app.data.cedict import mine_cedict
 from paddle_recompute.app.data.ceiling import Ceiling, ceiling
-from paddle_recompute.app.data.loader import PairLoader, build_loader
+from paddle_recompute.app.data.judged import JudgedQueries, read_judged
+from paddle_recompute.app.data.loader import PairLoader, build_loader, loader_for
+from paddle_recompute.app.data.negatives import HardNegatives
 from paddle_recompute.app.data.pairs import LONGEST_LINE, Pair, PairFile, read_lines, read_pairs
-from paddle_recompute.app.data.prepare import PreparedData, Source, prepare_data
-from paddle_recompute.app.data.split import Split, split_pairs
+from paddle_recompute.app.data.prepare import PreparedData, Source, check_files, prepare_data
+from paddle_recompute.app.data.split import Split, normal_form, split_pairs
 from paddle_recompute.app.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
     "LONGEST_LINE",
     "Ceiling",
+    "HardNegatives",
+    "JudgedQueries",
     "Pair",
     "PairFile",
     "PairLoader",
@@ -20,9 +24,13 @@ __all__ = [
     "Split",
     "build_loader",
     "ceiling",
+    "check_files",
     "load_tokenizer",
+    "loader_for",
     "mine_cedict",
+    "normal_form",
     "prepare_data",
+    "read_judged",
     "read_lines",
     "read_pairs",
     "split_pairs",

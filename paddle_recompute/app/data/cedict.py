@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from paddle_recompute.app.data._cache import write_whole
+from paddle_recompute.app.data._cache_folder import write_whole
 from paddle_recompute.errors import DataError, DependencyError
 
 # Part of the file name; raise it when the mined pairs change.

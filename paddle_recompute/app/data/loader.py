@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import paddle
 
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.data.distinct import distinct_batches, text_numbers
+from paddle_recompute.app.data.negatives import HardNegatives
 from paddle_recompute.app.data.pairs import Pair
 from paddle_recompute.app.data.tokenizer import PairTokenizer, TokenRows
-from paddle_recompute.errors import DataError
 
+if TYPE_CHECKING:
+    import paddle
+
+_CUT_AS = "negatives", "positive"
 _Arrays: TypeAlias = dict[str, npt.NDArray[np.int64]]
 
 
@@ -21,11 +27,19 @@ class PairLoader:
 
     A batch is a dict of int64 Tensors: ``query`` [local_batch, query tokens] and ``positive``
     [local_batch, positive tokens], each padded with 0 to its longest text, and ``index``
-    [local_batch], the indices of the pairs in the given list.
+    [local_batch], the indices of the pairs in the given list. With hard negatives also
+    ``negatives`` [local_batch, hard_negatives, tokens], with ids also ``positive_ids``
+    [local_batch] and ``negative_ids`` [local_batch, hard_negatives]: equal texts have equal ids.
     """
 
-    def __init__(self, queries: TokenRows, positives: TokenRows, sampler: RankSampler) -> None:
-        self._queries, self._positives = queries, positives
+    def __init__(
+        self,
+        texts: dict[str, TokenRows],
+        ids: dict[str, npt.NDArray[np.int64]],
+        negatives: HardNegatives | None,
+        sampler: RankSampler,
+    ) -> None:
+        self._texts, self._ids, self._negatives = texts, ids, negatives
         self._sampler, self._epoch = sampler, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -38,32 +52,64 @@ class PairLoader:
 
     def __iter__(self) -> Iterator[dict[str, paddle.Tensor]]:
         """The batches of the epoch that was set."""
-        for rows in self._sampler.batches(self._epoch):
-            yield {side: paddle.to_tensor(ids) for side, ids in self._collate(rows).items()}
+        import paddle
+
+        epoch = self._epoch
+        for number, rows in enumerate(self._sampler.batches(epoch)):
+            batch = self._collate(rows, epoch, number)
+            yield {side: paddle.to_tensor(ids) for side, ids in batch.items()}
 
     def notes(self) -> list[str]:
         """What the batches leave out, one sentence each; empty if nothing is left out."""
-        counts = {
-            "training queries are cut at data.max_query_tokens": self._queries.num_cut,
-            "training positives are cut at data.max_positive_tokens": self._positives.num_cut,
-            "training queries hold words beyond data.vocab_size": self._queries.num_unknown,
-            "training positives hold words beyond data.vocab_size": self._positives.num_unknown,
-            "training pairs, others in each epoch, are left out: they fill no global batch": (
-                self._sampler.num_dropped
-            ),
-        }
-        return [
-            f"{count} of {self._sampler.num_pairs} {what}"
-            for what, count in counts.items()
+        kinds = {"query": "queries", "positive": "positives", "negatives": "negatives"}
+        counts = [
+            (texts.num_cut, side, f"are cut at data.max_{side.replace(*_CUT_AS)}_tokens")
+            for side, texts in self._texts.items()
+        ]
+        counts += [
+            (texts.num_unknown, side, "hold words beyond data.vocab_size")
+            for side, texts in self._texts.items()
+        ]
+        notes = [
+            f"{count} of {len(self._texts[side].starts) - 1} training {kinds[side]} {what}"
+            for count, side, what in counts
             if count
         ]
+        if dropped := self._sampler.num_dropped:
+            notes.append(
+                f"{dropped} of {self._sampler.num_pairs} training pairs, others in each epoch, are "
+                f"left out: they fill no global batch{self._sampler.why_dropped}"
+            )
+        return notes
 
-    def _collate(self, rows: list[int]) -> _Arrays:
-        return {
-            "query": self._queries.pad(rows),
-            "positive": self._positives.pad(rows),
-            "index": np.array(rows, dtype=np.int64),
-        }
+    def lengths(self) -> dict[str, dict[str, Any]]:
+        """Of the texts of each side: ``counts`` (how many have 0, 1, 2, ... tokens),
+        ``mean``, ``longest``, ``cut``, ``unknown`` (how many were cut, or have unknown words).
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for side, rows in self._texts.items():
+            lengths = np.diff(rows.starts)
+            found[side] = {
+                "counts": np.bincount(lengths).tolist(),
+                "mean": float(lengths.mean()),
+                "longest": int(lengths.max()),
+                "cut": rows.num_cut,
+                "unknown": rows.num_unknown,
+            }
+        return found
+
+    def _collate(self, rows: list[int], epoch: int, number: int) -> _Arrays:
+        batch = {side: self._texts[side].pad(rows) for side in ("query", "positive")}
+        batch["index"] = np.array(rows, dtype=np.int64)
+        ids = {"positive": batch["index"]}
+        if self._negatives is not None:
+            keys = self._sampler.random(epoch, number, self._negatives.num_keys)
+            stream = partial(self._sampler.stream, epoch, number)
+            drawn = self._negatives.draw(rows, keys, stream)
+            padded = self._texts["negatives"].pad(drawn.ravel())
+            batch["negatives"] = padded.reshape(*drawn.shape, -1)
+            ids["negative"] = drawn
+        return batch | {f"{side}_ids": self._ids[side][ids[side]] for side in self._ids}
 
 
 def build_loader(
@@ -76,8 +122,13 @@ def build_loader(
     seed: int,
     max_query_tokens: int,
     max_positive_tokens: int,
+    hard_negatives: int = 0,
+    fill: bool = False,
+    with_ids: bool = False,
+    no_duplicates: bool = False,
+    prompts: tuple[str, str] = ("", ""),
 ) -> PairLoader:
-    """Tokenize all pairs once, and make the loader of one rank.
+    """Tokenize all texts once, and make the loader of one rank.
 
     The tokens stay in memory, 4 bytes each.
 
@@ -87,34 +138,72 @@ def build_loader(
         local_batch: Pairs per batch of this rank.
         rank: This rank, from 0.
         num_ranks: Number of ranks.
-        seed: Seed of the order of the pairs.
+        seed: Seed of the order of the pairs and of the draw of negatives.
         max_query_tokens: The most tokens of a query, special tokens included.
-        max_positive_tokens: The most tokens of a positive, special tokens included.
+        max_positive_tokens: The most tokens of a positive or negative, special tokens included.
+        hard_negatives: Negatives of each pair in a batch, drawn anew in each epoch.
+        fill: Whether positives of other queries take the place of negatives that a pair lacks.
+        with_ids: Whether batches have ids of the positives and negatives.
+        no_duplicates: Whether no two pairs of a global batch have an equal query or positive.
+        prompts: What is put before each query, and before each positive and negative.
 
     Raises:
-        DataError: A pair has negatives, which nothing uses yet.
+        DataError: A pair has too few negatives.
     """
-    refuse_negatives(pairs)
-    return PairLoader(
-        tokenizer.tokenize([pair.query for pair in pairs], max_query_tokens),
-        tokenizer.tokenize([pair.positive for pair in pairs], max_positive_tokens),
-        RankSampler(len(pairs), local_batch=local_batch, rank=rank, num_ranks=num_ranks, seed=seed),
+    of_query, of_document = prompts
+    queries = [of_query + pair.query for pair in pairs]
+    positives = [of_document + pair.positive for pair in pairs]
+    texts = {
+        "query": tokenizer.tokenize(queries, max_query_tokens),
+        "positive": tokenizer.tokenize(positives, max_positive_tokens),
+    }
+    negatives = HardNegatives(pairs, hard_negatives, fill=fill) if hard_negatives else None
+    if negatives is not None:
+        prompted = [of_document + text for text in negatives.texts]
+        texts["negatives"] = tokenizer.tokenize(prompted, max_positive_tokens)
+    ids = {}
+    if with_ids:
+        from paddle_recompute.contrastive import text_ids
+
+        ids["positive"] = text_ids(pair.positive for pair in pairs).numpy()
+        if negatives is not None:
+            ids["negative"] = text_ids(negatives.texts).numpy()
+    sampler = RankSampler(
+        len(pairs),
+        local_batch=local_batch,
+        rank=rank,
+        num_ranks=num_ranks,
+        seed=seed,
+        texts=text_numbers(pairs) if no_duplicates else None,
     )
+    return PairLoader(texts, ids, negatives, sampler)
 
 
-def refuse_negatives(pairs: Iterable[Pair]) -> None:
-    """Raise if a pair has negatives, because training does not use them.
-
-    Raises:
-        DataError: Naming the first such pair and how many there are.
-    """
-    having = [pair for pair in pairs if pair.negatives]
-    if having:
-        raise DataError(
-            f"{len(having)} pairs have negatives, the first is that of the query "
-            f"'{having[0].query}'; training uses the other positives of a batch as negatives and "
-            "ignores these: remove them from the file"
-        )
+def loader_for(
+    config: Config,
+    pairs: Sequence[Pair],
+    tokenizer: PairTokenizer,
+    *,
+    local_batch: int,
+    rank: int,
+    num_ranks: int,
+) -> PairLoader:
+    """`build_loader` as `config` says."""
+    return build_loader(
+        pairs,
+        tokenizer,
+        local_batch=local_batch,
+        rank=rank,
+        num_ranks=num_ranks,
+        seed=config.train.seed,
+        max_query_tokens=config.data.max_query_tokens,
+        max_positive_tokens=config.data.max_positive_tokens,
+        hard_negatives=config.contrastive.hard_negatives,
+        fill=config.contrastive.fill == "random",
+        with_ids=config.contrastive.mask_false_negatives,
+        no_duplicates=config.data.no_duplicates,
+        prompts=config.model.prompts,
+    )
 
 
 class RankSampler:
@@ -126,25 +215,61 @@ class RankSampler:
     The pairs are shuffled by (seed, epoch) and divided into global batches of ``num_ranks *
     local_batch``; each rank has a slice of each. So the pairs of a step do not depend on the number
     of ranks. The rest at the end is dropped (`num_dropped`).
+
+    With `texts`, numbers of the texts of each pair, ``[num_pairs, 2]``, no two pairs of a global
+    batch have an equal one (`distinct_batches`). Every epoch has as many batches as epoch 0. Those
+    that the order of an epoch does not yield are taken from epoch 0.
     """
 
     def __init__(
-        self, num_pairs: int, *, local_batch: int, rank: int, num_ranks: int, seed: int
+        self,
+        num_pairs: int,
+        *,
+        local_batch: int,
+        rank: int,
+        num_ranks: int,
+        seed: int,
+        texts: npt.NDArray[np.int64] | None = None,
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank is {rank}; allowed is 0 to {num_ranks - 1}")
         self.num_pairs = num_pairs
-        self.num_dropped = num_pairs % (local_batch * num_ranks)
         self._local_batch, self._rank, self._num_ranks = local_batch, rank, num_ranks
-        self._seed = seed
+        self._seed, self._texts = seed, texts
+        self._first = self._global_batches(0)
+        self.num_dropped = num_pairs - self._first.size
+        self.why_dropped = " without an equal query or positive" if texts is not None else ""
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        return self.num_pairs // (self._local_batch * self._num_ranks)
+        return len(self._first)
 
     def batches(self, epoch: int) -> Iterator[list[int]]:
         """The indices of the pairs of each batch of an epoch."""
-        order = np.random.default_rng([self._seed, epoch]).permutation(self.num_pairs)
-        whole = order[: self.num_pairs - self.num_dropped]
+        found = self._global_batches(epoch)[: len(self)]
+        whole = np.concatenate([found, self._first[len(found) :]])
         for batch in whole.reshape(-1, self._num_ranks, self._local_batch)[:, self._rank]:
             yield batch.tolist()
+
+    def _global_batches(self, epoch: int) -> npt.NDArray[np.int64]:
+        """``[batches, pairs]``, as many as the order of `epoch` yields."""
+        order = np.random.default_rng([self._seed, epoch]).permutation(self.num_pairs)
+        size = self._local_batch * self._num_ranks
+        if self._texts is not None:
+            return distinct_batches(order, self._texts, size)
+        return order[: self.num_pairs // size * size].reshape(-1, size)
+
+    def random(self, epoch: int, number: int, count: int) -> npt.NDArray[np.float64]:
+        """`count` random numbers for each pair of a batch: those of any other number of ranks."""
+        every = self._num_ranks * self._local_batch
+        drawn = self.stream(epoch, number).random((every, count))
+        first = self._rank * self._local_batch
+        return drawn[first : first + self._local_batch]
+
+    def stream(self, epoch: int, *place: int) -> np.random.Generator:
+        """The random numbers of a `place` in an epoch: none of another place, nor of its order.
+
+        A place as one more seed would not do: NumPy fills up short seeds with zeros.
+        """
+        seed = np.random.SeedSequence([self._seed, epoch], spawn_key=place)
+        return np.random.default_rng(seed)

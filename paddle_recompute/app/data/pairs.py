@@ -7,7 +7,8 @@ A file is UTF-8, with or without a byte order mark, and may be compressed (``.gz
 - ``.jsonl``: one object per line, with the strings ``query`` and ``positive`` and, if there are
   any, ``negatives``, a list of strings.
 
-Whitespace around a text is removed. Blank lines are skipped.
+Whitespace around a text is removed. Blank lines are skipped. A negative that equals the positive of
+its line is refused.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from paddle_recompute.errors import ConfigError, DataError
+
+Parsed = TypeVar("Parsed")
 
 _KEYS = ("query", "positive", "negatives")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -59,8 +63,8 @@ class PairFile:
     sha256: str
 
 
-class _BadLine(Exception):
-    """A line that is not a pair; the message says why."""
+class BadLine(Exception):
+    """A line that is not what it should be; the message says why."""
 
 
 LONGEST_LINE = 1 << 20
@@ -73,6 +77,7 @@ def read_pairs(
     on_bad_line: Literal["raise", "skip"] = "raise",
     max_line: int = LONGEST_LINE,
     max_file: int = LARGEST_FILE,
+    negatives: tuple[float, float] = (0, math.inf),
 ) -> PairFile:
     r"""Read all pairs of one file.
 
@@ -82,6 +87,7 @@ def read_pairs(
             and lists them in the result.
         max_line: Bytes of the longest line; a longer one is no pair.
         max_file: Bytes of the largest file, unpacked. A file of 1 MB may unpack to 1 GB.
+        negatives: The least and the largest number of different negatives of a line.
 
     Returns:
         The pairs, at least one, and the lines that were skipped.
@@ -104,30 +110,71 @@ def read_pairs(
     if on_bad_line not in ("raise", "skip"):
         raise ConfigError(f"on_bad_line is {on_bad_line!r}; allowed are 'raise' and 'skip'")
     path = Path(path)
-    parse = _parser_for(path)
-    pairs: list[Pair] = []
     skipped: list[str] = []
+
+    def refuse(fault: str) -> None:
+        if on_bad_line == "raise":
+            raise DataError(
+                f"{fault}; correct the line, or set data.on_bad_line: skip to skip and count such "
+                "lines"
+            ) from None
+        skipped.append(fault)
+
     digest = hashlib.sha256()
-    for number, line in read_lines(path, max_line, max_file, digest.update):
-        try:
-            if len(line) > max_line:
-                raise _BadLine(f"longer than {max_line} bytes (data.max_line)")
-            pair = parse(number, _decode(line))
-        except _BadLine as reason:
-            fault = f"{path}:{number}: {reason}"
-            if on_bad_line == "raise":
-                raise DataError(
-                    f"{fault}; correct the line, or set data.on_bad_line: skip to skip and count "
-                    "such lines"
-                ) from None
-            skipped.append(fault)
-        else:
-            if pair is not None:
-                pairs.append(pair)
+    lines = read_lines(path, max_line, max_file, digest.update)
+    parse = partial(_checked, _parser_for(path), *negatives)
+    pairs = list(parsed(path, lines, parse, refuse, max_line))
     if not pairs:
         first = f" ({len(skipped)} bad lines, the first: {skipped[0]})" if skipped else ""
         raise DataError(f"{path}: contains no pair{first}")
     return PairFile(pairs, skipped, digest.hexdigest())
+
+
+def parsed(
+    path: Path,
+    lines: Iterable[tuple[int, bytes]],
+    parse: Callable[[int, str], Parsed | None],
+    refuse: Callable[[str], object],
+    max_line: int = LONGEST_LINE,
+) -> Iterator[Parsed]:
+    """What `parse` makes of each line of `read_lines`; where it is None, the line is left out.
+
+    `refuse` is given ``"file:line: what is wrong"`` for each line for which `parse` raises
+    `BadLine`, or which is too long or not UTF-8.
+    """
+    for number, line in lines:
+        try:
+            if len(line) > max_line:
+                raise BadLine(f"longer than {max_line} bytes (data.max_line)")
+            found = parse(number, _decode(line))
+        except BadLine as reason:
+            refuse(f"{path}:{number}: {reason}")
+        else:
+            if found is not None:
+                yield found
+
+
+def _checked(
+    parse: Callable[[int, str], Pair | None], least: float, most: float, number: int, line: str
+) -> Pair | None:
+    """What `parse` returns, if its negatives can be trained with."""
+    pair = parse(number, line)
+    if pair is None:
+        return None
+    count = len(set(pair.negatives))
+    if pair.positive in pair.negatives:
+        raise BadLine("a negative equals the positive")
+    if count > most:
+        raise BadLine(
+            f"{count} negatives, which training would ignore; set contrastive.hard_negatives to "
+            "the number of them that a pair has in a batch, or remove them"
+        )
+    if count < least:
+        raise BadLine(
+            f"{count} different negatives, fewer than contrastive.hard_negatives: {least}; add "
+            "negatives, lower the number, or set contrastive.fill: random"
+        )
+    return pair
 
 
 def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
@@ -183,7 +230,7 @@ def _decode(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _BadLine(
+        raise BadLine(
             f"not UTF-8: {error.reason} (0x{line[error.start]:02x}) at byte {error.start + 1} of "
             "the line"
         ) from None
@@ -197,39 +244,49 @@ def _from_tsv(number: int, line: str) -> Pair | None:
     if number == 1 and columns[:2] == ["query", "positive"] and set(columns[2:]) <= {"negative"}:
         return None
     if len(columns) == 1:
-        raise _BadLine("1 column, expected query<TAB>positive[<TAB>negative...]")
+        raise BadLine("1 column, expected query<TAB>positive[<TAB>negative...]")
     texts = [column.strip() for column in columns]
     for place, text in enumerate(texts):
         if not text:
             name = ("query", "positive")[place] if place < 2 else "negative"
-            raise _BadLine(f"empty {name} (column {place + 1})")
+            raise BadLine(f"empty {name} (column {place + 1})")
     return Pair(texts[0], texts[1], tuple(texts[2:]))
 
 
 def _from_json(number: int, line: str) -> Pair | None:
     if not line.strip():
         return None
-    try:
-        found = json.loads(line, object_pairs_hook=_without_repeated_keys)
-    except json.JSONDecodeError as error:
-        raise _BadLine(f"not JSON: {error.msg} at character {error.pos + 1} of the line") from None
-    except ValueError as error:  # Python reads no number of more than 4300 digits
-        raise _BadLine(f"not JSON: {error}") from None
-    except RecursionError:
-        raise _BadLine("not a pair: JSON nested too deep") from None
-    if not isinstance(found, dict):
-        raise _BadLine(f"{_kind(found)}, expected an object with query and positive")
+    found = json_object(line, "query and positive")
     for key in found:
         if key not in _KEYS:
             near = difflib.get_close_matches(key, _KEYS, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise _BadLine(f"unknown key '{key}'; allowed are {', '.join(_KEYS)}{hint}")
-    query, positive = (_text_of(found, key) for key in ("query", "positive"))
+            raise BadLine(f"unknown key '{key}'; allowed are {', '.join(_KEYS)}{hint}")
+    query, positive = (text_of(found, key) for key in ("query", "positive"))
     negatives = found.get("negatives", [])
     if not isinstance(negatives, list):
-        raise _BadLine(f"negatives is {_kind(negatives)}, expected a list of strings")
+        raise BadLine(f"negatives is {kind_of(negatives)}, expected a list of strings")
     named = {f"negatives[{place}]": text for place, text in enumerate(negatives)}
-    return Pair(query, positive, tuple(_text_of(named, name) for name in named))
+    return Pair(query, positive, tuple(text_of(named, name) for name in named))
+
+
+def json_object(line: str, expected: str) -> dict[str, Any]:
+    """The JSON object in a line, which has the keys `expected`.
+
+    Raises:
+        BadLine: It is none.
+    """
+    try:
+        found = json.loads(line, object_pairs_hook=_without_repeated_keys)
+    except json.JSONDecodeError as error:
+        raise BadLine(f"not JSON: {error.msg} at character {error.pos + 1} of the line") from None
+    except ValueError as error:  # Python reads no number of more than 4300 digits
+        raise BadLine(f"not JSON: {error}") from None
+    except RecursionError:
+        raise BadLine("not a pair: JSON nested too deep") from None
+    if not isinstance(found, dict):
+        raise BadLine(f"{kind_of(found)}, expected an object with {expected}")
+    return found
 
 
 def _without_repeated_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -237,24 +294,29 @@ def _without_repeated_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(items):
         keys = [key for key, _ in items]
         repeated = next(key for key in keys if keys.count(key) > 1)
-        raise _BadLine(f"key '{repeated}' appears twice")
+        raise BadLine(f"key '{repeated}' appears twice")
     return found
 
 
-def _text_of(found: dict[str, Any], key: str) -> str:
+def text_of(found: dict[str, Any], key: str) -> str:
+    """The text of a key, without whitespace around it.
+
+    Raises:
+        BadLine: There is none.
+    """
     if key not in found:
-        raise _BadLine(f"no {key}")
+        raise BadLine(f"no {key}")
     if not isinstance(found[key], str):
-        raise _BadLine(f"{key} is {_kind(found[key])}, expected a string")
+        raise BadLine(f"{key} is {kind_of(found[key])}, expected a string")
     text = cast(str, found[key]).strip()
     if not text:
-        raise _BadLine(f"empty {key}")
+        raise BadLine(f"empty {key}")
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise _BadLine(f"{key} contains half of a surrogate pair (an escape \\ud800 to \\udfff)")
+        raise BadLine(f"{key} contains half of a surrogate pair (an escape \\ud800 to \\udfff)")
     return text
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """The JSON name of the type of `value`."""
     if value is None:
         return "null"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from paddle_recompute.app.config import DataConfig
-from paddle_recompute.app.data._cache import require_file
+from paddle_recompute.app.config import Config, DataConfig
+from paddle_recompute.app.data._cache_folder import require_file
 from paddle_recompute.app.data.cedict import account_of, mine_cedict, mined_cedict
 from paddle_recompute.app.data.ceiling import Ceiling, ceiling
-from paddle_recompute.app.data.loader import refuse_negatives
 from paddle_recompute.app.data.pairs import Pair, read_pairs
 from paddle_recompute.app.data.split import (
     Split,
@@ -31,6 +29,7 @@ from paddle_recompute.app.data.tokenizer import (
 from paddle_recompute.errors import DataError
 
 _SHOWN_REASONS = 5
+NO_NEGATIVES = (0, 0)
 
 
 class Source(NamedTuple):
@@ -52,7 +51,7 @@ class PreparedData:
             contains such pairs; then `notes` says so.
         pool: Candidates, all different: the positives of `valid` first, then some of `train`.
         target: For each pair of `valid`, the row of its positive in `pool`.
-        tokenizer: Trained on `train`, or that of the resumed run.
+        tokenizer: Trained on `train`, that of the file, or that of the resumed run.
         ceiling: The best recall that the tokens of `valid` and `pool` allow.
         skipped: ``"file:line: what is wrong"`` for every line that was skipped.
         notes: Sentences for the user about what was left out, with numbers.
@@ -71,14 +70,27 @@ class PreparedData:
     sources: dict[str, Source] = field(default_factory=dict)
 
 
+def check_files(config: Config) -> None:
+    """Read the files of pairs of a configuration, without Paddle, and keep nothing.
+
+    Raises:
+        DataError: A file or a line in it cannot be used.
+    """
+    for name in ("train_file", "valid_file"):
+        if (path := getattr(config.data, name)) is not None:
+            _read(config.data, name, path, _Account(), config.contrastive.negatives_of_a_line)
+
+
 def prepare_data(
     config: DataConfig,
     *,
     seed: int,
     is_main_rank: bool,
     barrier: Callable[[], None],
+    negatives: tuple[float, float] = NO_NEGATIVES,
     tokenizer_file: Path | None = None,
     compare: Callable[[Mapping[str, Source]], None] | None = None,
+    prompts: tuple[str, str] = ("", ""),
 ) -> PreparedData:
     """Read, split and tokenize; slow results are computed once and kept in ``config.cache_dir``.
 
@@ -91,9 +103,12 @@ def prepare_data(
         seed: Decides which groups are held out and which training positives fill the pool.
         is_main_rank: True on exactly one rank.
         barrier: Returns when all ranks have called it.
-        tokenizer_file: The vocabulary of a resumed run; None: a vocabulary is trained.
+        negatives: The least and the largest number of hard negatives of a training pair.
+        tokenizer_file: The vocabulary, of ``Config.tokenizer_file`` or a resumed run; None: it is
+            trained on the pairs.
         compare: Called on every rank with what `PreparedData.sources` will be, before a vocabulary
             is trained and again with the tokenizer; may raise.
+        prompts: What is put before each query, and before each other text.
 
     Raises:
         DataError: The pairs cannot be used or are too few, or the ranks have different cache
@@ -107,13 +122,17 @@ def prepare_data(
         train_file = config.train_file
     else:
         raise DataError("data.source is files, but data.train_file is not given")
-    split = _split(config, train_file, seed, account)
-    refuse_negatives(itertools.chain(split.train, split.valid))
+    split = _split(config, train_file, seed, account, negatives)
     account.sources["split"] = Source(str(train_file), digest_of(split))
     if compare is not None:
         compare(account.sources)
     pool = build_pool(split, config.pool_size, seed)
-    texts = [text for pair in split.train for text in (pair.query, pair.positive)]
+    of_query, of_document = prompts
+    texts = [
+        text
+        for pair in split.train
+        for text in (of_query + pair.query, of_document + pair.positive)
+    ]
     if tokenizer_file is None:
         key = vocabulary_key(texts, config.vocab_size)
         tokenizer_file = config.cache_dir / f"tokenizer-{key}.json"
@@ -126,8 +145,11 @@ def prepare_data(
     account.sources["tokenizer"] = Source(str(tokenizer_file), tokenizer.sha256)
     if compare is not None:
         compare(account.sources)
-    queries = tokenizer.tokenize([pair.query for pair in split.valid], config.max_query_tokens)
-    candidates = tokenizer.tokenize(pool, config.max_positive_tokens)
+    asked = [of_query + pair.query for pair in split.valid]
+    queries = tokenizer.tokenize(asked, config.max_query_tokens)
+    candidates = tokenizer.tokenize(
+        [of_document + text for text in pool], config.max_positive_tokens
+    )
     account.note(queries.num_cut, "held-out queries are cut at data.max_query_tokens")
     account.note(candidates.num_cut, "candidates are cut at data.max_positive_tokens")
     account.note(queries.num_unknown, "held-out queries hold words beyond data.vocab_size")
@@ -196,8 +218,14 @@ def _mine(
     return path
 
 
-def _split(config: DataConfig, train_file: Path, seed: int, account: _Account) -> Split:
-    pairs = _read(config, "train_file", train_file, account)
+def _split(
+    config: DataConfig,
+    train_file: Path,
+    seed: int,
+    account: _Account,
+    negatives: tuple[float, float],
+) -> Split:
+    pairs = _read(config, "train_file", train_file, account, negatives)
     if config.valid_file is None:
         split = split_pairs(pairs, valid_pairs=config.valid_pairs, seed=seed)
         account.note(split.num_duplicates, "duplicates removed")
@@ -205,26 +233,40 @@ def _split(config: DataConfig, train_file: Path, seed: int, account: _Account) -
             config.valid_pairs - len(split.valid),
             "pairs fewer than data.valid_pairs are held out: pairs that share a text stay together",
         )
-        return split
-    train, num_duplicates = without_duplicates(pairs)
-    account.note(num_duplicates, "duplicates removed from data.train_file")
-    valid, num_valid_duplicates = without_duplicates(
-        _read(config, "valid_file", config.valid_file, account)
-    )
-    account.note(num_valid_duplicates, "duplicates removed from data.valid_file")
-    account.note(
-        num_pairs_sharing_a_text(valid, train),
-        "pairs of data.valid_file share a text with data.train_file, which flatters recall",
-    )
-    return Split(train, valid, num_duplicates=num_duplicates + num_valid_duplicates)
+    else:
+        train, num_duplicates = without_duplicates(pairs)
+        account.note(num_duplicates, "duplicates removed from data.train_file")
+        valid, num_valid_duplicates = without_duplicates(
+            _read(config, "valid_file", config.valid_file, account, negatives)
+        )
+        account.note(num_valid_duplicates, "duplicates removed from data.valid_file")
+        account.note(
+            num_pairs_sharing_a_text(valid, train),
+            "pairs of data.valid_file share a text with data.train_file, which flatters recall",
+        )
+        split = Split(train, valid, num_duplicates=num_duplicates + num_valid_duplicates)
+    unused = sum(len(pair.negatives) for pair in split.valid)
+    account.note(unused, "negatives of held-out pairs are not used")
+    held_out = {pair.positive for pair in split.valid}
+    shared = sum(not held_out.isdisjoint(pair.negatives) for pair in split.train)
+    account.note(shared, "training pairs have a held-out positive among their negatives")
+    return split
 
 
-def _read(config: DataConfig, name: str, path: Path, account: _Account) -> list[Pair]:
+def _read(
+    config: DataConfig,
+    name: str,
+    path: Path,
+    account: _Account,
+    negatives: tuple[float, float],
+) -> list[Pair]:
+    least, most = negatives
     found = read_pairs(
         path,
         on_bad_line=config.on_bad_line,
         max_line=config.max_line,
         max_file=config.max_file,
+        negatives=(least if name == "train_file" else 0, most),
     )
     account.sources[f"data.{name}"] = Source(str(path), found.sha256)
     account.skipped += found.skipped

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paddle_recompute._files import read_json
-from paddle_recompute.app.data._cache import write_whole
+from paddle_recompute._files import LARGEST, parse_json, read_json
+from paddle_recompute.app.data._cache_folder import write_whole
 from paddle_recompute.errors import DataError, DependencyError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -79,6 +79,7 @@ class PairTokenizer:
     Attributes:
         vocab_size: Rows that a word embedding needs.
         unknown: The id of ``[UNK]``; None if there is none.
+        special_tokens: Those of `SPECIAL_TOKENS` that it has.
         sha256: Of its file.
     """
 
@@ -89,7 +90,9 @@ class PairTokenizer:
         self._first = tokenizer.token_to_id("[CLS]")
         self._last = tokenizer.token_to_id("[SEP]")
         self.unknown: int | None = tokenizer.token_to_id("[UNK]")
-        self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1
+        known = tokenizer.get_vocab()
+        self.special_tokens = [one for one in SPECIAL_TOKENS if one in known]
+        self.vocab_size: int = max(known.values()) + 1
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> npt.NDArray[np.int64]:
@@ -135,23 +138,46 @@ class PairTokenizer:
         """Write ``tokenizer.json`` to `path`, atomically: the file that `load_tokenizer` read."""
         write_whole(Path(path), self._text)
 
+    def save_for_others(self, path: str | Path, max_tokens: int) -> None:
+        """Write a ``tokenizer.json`` with which `tokenizers` alone makes the ids of `encode`.
+
+        It adds ``[CLS]`` and ``[SEP]``, cuts at `max_tokens` and pads. The file cannot hold
+        ``encode_special_tokens = True``, which makes a text ``[SEP]`` ordinary text.
+        """
+        tokenizers = _tokenizers()
+        copy = tokenizers.Tokenizer.from_str(self._text)
+        copy.post_processor = tokenizers.processors.BertProcessing(
+            ("[SEP]", self._last), ("[CLS]", self._first)
+        )
+        copy.enable_truncation(max_tokens)
+        copy.enable_padding(pad_id=PAD_ID, pad_token="[PAD]")
+        write_whole(Path(path), copy.to_str(pretty=True))
+
 
 def load_tokenizer(path: str | Path) -> PairTokenizer:
-    """Read a ``tokenizer.json``.
+    """Read a ``tokenizer.json``, or a ``vocab.txt`` of BERT or ERNIE: one entry per line.
+
+    A ``vocab.txt`` does not say whether texts become lower case. A file ``tokenizer_config.json``
+    beside it does (``do_lower_case``); without one they do if no entry has a capital letter.
 
     Raises:
         DataError: There is no such file, or it is not a tokenizer with ``[PAD]`` = 0, ``[CLS]`` and
             ``[SEP]``.
         DependencyError: The package `tokenizers` is not installed.
     """
-    tokenizers = _tokenizers()
+    tokenizers, path = _tokenizers(), Path(path)
     try:
-        tree = read_json(Path(path))
-        text = Path(path).read_text(encoding="utf-8")
+        text = (
+            path.read_text(encoding="utf-8")
+            if path.suffix != ".txt"
+            else (_from_entries(tokenizers, path))
+        )
+        tree = parse_json(text)
     except OSError as error:
         raise DataError(f"{path}: the tokenizer cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise DataError(f"{path}: not a tokenizer.json ({error})") from error
+        kind = "vocab.txt" if path.suffix == ".txt" else "tokenizer.json"
+        raise DataError(f"{path}: not a {kind} ({error})") from error
     # The library reports every fault of a file as a bare Exception: check first.
     model = tree.get("model") if isinstance(tree, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
@@ -168,6 +194,40 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
             f"{path}: numbers an entry {highest}; a vocabulary has at most {_MOST_ENTRIES} entries"
         )
     return PairTokenizer(tokenizer, text)
+
+
+def _from_entries(tokenizers: types.ModuleType, path: Path) -> str:
+    """The ``tokenizer.json`` of a ``vocab.txt``."""
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"larger than {LARGEST} bytes")
+    # Not splitlines(): an entry may be another line separator, such as U+2028.
+    entries = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    vocab = {entry: number for number, entry in enumerate(entries)}
+    if missing := [one for one in SPECIAL_TOKENS[:4] if one not in vocab]:
+        raise ValueError(f"a vocab.txt of BERT or ERNIE has the entries {', '.join(missing)}")
+    if len(vocab) < len(entries):
+        twice = next(entry for number, entry in enumerate(entries) if vocab[entry] != number)
+        raise ValueError(f"the entry {twice!r} appears twice")
+    model = tokenizers.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=_is_lower(path, entries))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = tokenizers.processors.BertProcessing(
+        ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])
+    )
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    tokenizer.add_special_tokens([one for one in SPECIAL_TOKENS if one in vocab])
+    return str(tokenizer.to_str(pretty=True))
+
+
+def _is_lower(path: Path, entries: Sequence[str]) -> bool:
+    beside = path.with_name("tokenizer_config.json")
+    if beside.exists():
+        found = read_json(beside)
+        if isinstance(found, dict) and isinstance(found.get("do_lower_case"), bool):
+            return bool(found["do_lower_case"])
+    words = (entry for entry in entries if not entry.startswith("["))
+    return all(word == word.lower() for word in words)
 
 
 def _from_text(tokenizers: types.ModuleType, path: str | Path, text: str) -> Any:

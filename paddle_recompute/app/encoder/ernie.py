@@ -15,6 +15,7 @@ import paddle
 from paddle.nn import Dropout, Embedding, LayerNorm, Linear
 
 from paddle_recompute.app.config import ModelConfig
+from paddle_recompute.app.encoder.bert_config import check_config_beside
 from paddle_recompute.app.encoder.own import build_own
 from paddle_recompute.errors import ConfigError, DataError
 from paddle_recompute.weights import init_weights
@@ -38,7 +39,7 @@ def build_model(config: ModelConfig, vocab_size: int) -> paddle.nn.Layer:
 
     Raises:
         ConfigError: ``config.vocab_size`` is smaller than `vocab_size`; or the user's Layer cannot
-            be imported or built.
+            be imported or built; or ``config.init_from`` has a ``config.json`` of another encoder.
         CheckpointError: ``config.init_from`` cannot be read, or does not fit the model.
     """
     rows = config.vocab_size or vocab_size
@@ -50,6 +51,8 @@ def build_model(config: ModelConfig, vocab_size: int) -> paddle.nn.Layer:
     model = build_own(config, rows) if config.is_own else ErnieEncoder(config, rows)
     if config.init_from is not None:
         init_weights(model, config.init_from)
+        if not config.is_own:
+            check_config_beside(config, config.init_from)
     return model
 
 

@@ -1,6 +1,8 @@
 """Start the ranks of a run, and tell what became of them; needs no Paddle in this process."""
 
+from paddle_recompute.app.launch._colors import styled
 from paddle_recompute.app.launch._rank_process import (
+    STARTED,
     RankError,
     is_launched,
     leave_error,
@@ -14,11 +16,13 @@ from paddle_recompute.app.launch.launcher import (
     is_rank,
     launch,
     require_paddle_and_devices,
+    signals_as_exit,
     start_line,
 )
 from paddle_recompute.app.launch.restarts import errors_in_one_paragraph, launch_with_restarts
 
 __all__ = [
+    "STARTED",
     "RankError",
     "RankFailedError",
     "RankRefusedError",
@@ -31,6 +35,8 @@ __all__ = [
     "prepare_rank",
     "read_errors",
     "require_paddle_and_devices",
+    "signals_as_exit",
     "speed_settings",
     "start_line",
+    "styled",
 ]

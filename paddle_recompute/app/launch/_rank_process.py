@@ -23,6 +23,8 @@ from paddle_recompute.errors import PaddleRecomputeError, StoppedError
 
 LOG_DIR = "PADDLE_RECOMPUTE_LOG_DIR"
 ON_TERMINAL = "PADDLE_RECOMPUTE_ON_TERMINAL"
+STARTED = "PADDLE_RECOMPUTE_STARTED"
+"""When the launcher was called (``time.time``)."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -25,6 +25,7 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.app.launch._rank_process import (
     LOG_DIR,
     ON_TERMINAL,
+    STARTED,
     RankError,
     die_with_parent,
     read_errors,
@@ -66,7 +67,7 @@ def is_rank() -> bool:
 def start_line(config: Config, chosen: Mapping[str, str]) -> str:
     """What is started and which variables were chosen for it, in one line."""
     ranks = config.launch.num_ranks
-    what = f"{ranks} {'rank' if ranks == 1 else 'ranks'} on {config.launch.device}"
+    what = f"starting {ranks} {'rank' if ranks == 1 else 'ranks'} on {config.launch.device}"
     return ", ".join([what, *(f"{name}={value}" for name, value in chosen.items())])
 
 
@@ -96,7 +97,7 @@ def launch(config: Config, command: Sequence[str]) -> None:
     print(f"{start_line(config, chosen)}, logs in {log_dir}", flush=True)
     ranks: list[subprocess.Popen[bytes]] = []
     logs = [log_dir / f"workerlog.{rank}" for rank in range(config.launch.num_ranks)]
-    with _signals_as_exit(), logs[0].open("w+b") as said:
+    with signals_as_exit(), logs[0].open("w+b") as said:
         try:
             for log, own in zip(logs, _environments(config, environment), strict=True):
                 ranks.append(_start(command, own, log))
@@ -161,6 +162,7 @@ def _environment(config: Config, log_dir: Path) -> tuple[dict[str, str], dict[st
         environment.pop(name, None)
     chosen = speed_settings(config.launch.num_ranks, environment, device=config.launch.device)
     environment |= chosen | quiet_settings(environment) | {LOG_DIR: str(log_dir)}
+    environment[STARTED] = str(time.time())
     if sys.stdout.isatty():
         size = shutil.get_terminal_size()
         environment |= {"COLUMNS": str(size.columns), "LINES": str(size.lines), ON_TERMINAL: "1"}
@@ -263,7 +265,7 @@ def _end(ranks: list[subprocess.Popen[bytes]], said: BinaryIO) -> None:
 
 
 @contextmanager
-def _signals_as_exit() -> Iterator[None]:
+def signals_as_exit() -> Iterator[None]:
     """A polite kill, or a terminal that is closed, ends this process by way of `finally`."""
 
     def leave(number: int, frame: object) -> None:

@@ -11,6 +11,7 @@ import click
 
 from paddle_recompute._run_folder import check_may_start, hold
 from paddle_recompute.app.config import Config
+from paddle_recompute.app.launch._colors import styled
 from paddle_recompute.app.launch.launcher import RankFailedError, RankRefusedError, launch
 from paddle_recompute.errors import PaddleRecomputeError, StoppedError
 
@@ -43,11 +44,15 @@ def _launch_with_restarts(config: Config, command: Sequence[str], max_restart: i
             died = isinstance(error, RankFailedError) or error.kind in _AGAIN
             if not died or attempt == max_restart:
                 raise
-            click.echo(f"paddle-recompute: {error}", err=True)
+            click.echo(f"{_name()}: {error}", err=True)
             click.echo(f"Starting again ({attempt + 1} of {max_restart})", err=True)
             # What is in the folder is this run's, unless it was to be removed and still is there.
             if not config.train.overwrite or _checkpoints(config) != before:
                 command = [*command, "train.resume=auto", "train.overwrite=false"]
+
+
+def _name() -> str:
+    return styled("paddle-recompute", stream=sys.stderr, fg="red", bold=True)
 
 
 def _checkpoints(config: Config) -> set[tuple[str, int]]:
@@ -74,8 +79,8 @@ def errors_in_one_paragraph(
             click.echo(error.traceback, err=True)
         elif debug:
             click.echo(traceback.format_exc(), err=True)
-        click.echo(f"paddle-recompute: {error}", err=True)
+        click.echo(f"{_name()}: {error}", err=True)
         sys.exit(1 if isinstance(error, RankFailedError) else 2)
     except KeyboardInterrupt:
-        click.echo(f"\npaddle-recompute: {interrupted}", err=True)
+        click.echo(f"\n{_name()}: {interrupted}", err=True)
         sys.exit(130)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute.app.parity.records import Arrays, Figures, Outcome
+from paddle_recompute.app.parity.records import Arrays, Figures, TrainedVariant
 from paddle_recompute.app.parity.variants import Case, Plan, Variant
 
 NOISE = 1e-6
@@ -55,7 +55,7 @@ class Tolerance:
 EXACT = Tolerance(
     "bit-equal", "recompute repeats the operators of the first forward, dropout masks included"
 )
-MODES = Tolerance(
+BETWEEN_MODES = Tolerance(
     "modes",
     "the same operators on the same numbers, dropout masks included, but an executor may reorder "
     "or fuse them; measured: no difference with ERNIE-tiny, 5e-7 of a loss with a learned "
@@ -65,7 +65,7 @@ MODES = Tolerance(
     gradient_floor=1e-7,
     parameter=1e-3,
 )
-RANKS = Tolerance(
+BETWEEN_RANKS = Tolerance(
     "ranks",
     "sums over the pairs or the ranks are computed in another order; measured: 1e-5 of a "
     "parameter's gradient, 5e-5 of its movement after 5 steps",
@@ -133,10 +133,12 @@ def pairs(plan: Plan) -> list[Pair]:
         for case in left.cases
         if (tolerance := _tolerance(left, right, case, plan.same_loss)) is not None
     ]
-    return sorted(found, key=lambda pair: (EXACT, MODES, RANKS).index(pair.tolerance))
+    return sorted(
+        found, key=lambda pair: (EXACT, BETWEEN_MODES, BETWEEN_RANKS).index(pair.tolerance)
+    )
 
 
-def compare(pair: Pair, left: Outcome, right: Outcome, initial: Arrays) -> Verdict:
+def compare(pair: Pair, left: TrainedVariant, right: TrainedVariant, initial: Arrays) -> Verdict:
     """Compare two runs.
 
     Args:
@@ -184,15 +186,15 @@ def _tolerance(left: Variant, right: Variant, case: Case, same_loss: bool) -> To
     if left.reference or right.reference:
         is_pair = left.recompute and same_mode and same_ranks and not left.reference
         # With three ranks or more, a sum depends on the order of the ranks in the buffer.
-        return (EXACT if left.ranks <= 2 else RANKS) if is_pair else None
+        return (EXACT if left.ranks <= 2 else BETWEEN_RANKS) if is_pair else None
     if same_mode and same_ranks:
         return EXACT if right.recompute and not left.recompute else None
     if left.recompute != right.recompute or (case.dropout and not same_ranks):
         return None  # each rank has its own seed and draws other masks than one process
     if same_ranks and left.mode == "dygraph":
         # With several ranks, a Program computes the loss of all pairs, dygraph that of its rank.
-        return RANKS if left.ranks > 1 and same_loss else MODES
-    return RANKS if same_mode and left.ranks == 1 and same_loss else None
+        return BETWEEN_RANKS if left.ranks > 1 and same_loss else BETWEEN_MODES
+    return BETWEEN_RANKS if same_mode and left.ranks == 1 and same_loss else None
 
 
 def _figure_faults(left: Figures, right: Figures, tolerance: Tolerance) -> Iterator[str]:
@@ -219,7 +221,7 @@ def _gradient_faults(left: Arrays, right: Arrays, tolerance: Tolerance) -> Itera
 
 
 def _parameter_faults(
-    left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance
+    left: TrainedVariant, right: TrainedVariant, initial: Arrays, tolerance: Tolerance
 ) -> Iterator[str]:
     yield from _name_faults("parameter", left.parameters, right.parameters)
     farthest = sum(left.figures.learning_rates)

@@ -41,7 +41,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainedVariant:
     """A training run on rank 0.
 
     Attributes:
@@ -64,7 +64,9 @@ def digests_of(parameters: Mapping[str, NDArray[Any]]) -> dict[str, str]:
     }
 
 
-def write_record(folder: Path, variant: Variant, case: Case, rank: int, outcome: Outcome) -> None:
+def write_record(
+    folder: Path, variant: Variant, case: Case, rank: int, outcome: TrainedVariant
+) -> None:
     """Write the figures of a rank to `folder`, and rank 0's arrays (twice the parameters' size)."""
     file = _file(folder, variant, case, rank)
     file.with_suffix(".json").write_text(json.dumps(vars(outcome.figures)), "utf-8")
@@ -83,13 +85,13 @@ def read_figures(folder: Path, variant: Variant, case: Case) -> list[Figures]:
     return [Figures(**json.loads(one.with_suffix(".json").read_text("utf-8"))) for one in files]
 
 
-def read_outcome(folder: Path, variant: Variant, case: Case) -> Outcome:
+def read_outcome(folder: Path, variant: Variant, case: Case) -> TrainedVariant:
     """The outcome that rank 0 wrote."""
     arrays: dict[str, Arrays] = {kind: {} for kind in _ARRAYS}
     for key, array in read_arrays(_file(folder, variant, case, 0)).items():
         kind, _, name = key.partition("/")
         arrays[kind][name] = array
-    return Outcome(read_figures(folder, variant, case)[0], **arrays)
+    return TrainedVariant(read_figures(folder, variant, case)[0], **arrays)
 
 
 def write_arrays(path: Path, arrays: Arrays) -> None:

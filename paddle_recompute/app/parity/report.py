@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_recompute.app.parity.comparison import EXACT, MODES, RANKS, Tolerance, Verdict
+from paddle_recompute.app.parity.comparison import (
+    BETWEEN_MODES,
+    BETWEEN_RANKS,
+    EXACT,
+    Tolerance,
+    Verdict,
+)
 from paddle_recompute.app.parity.records import Figures
 from paddle_recompute.app.parity.variants import Case, Variant
 
@@ -121,7 +127,7 @@ class ParityReport:
                     numbers=4,
                 ),
                 "",
-                *(f"{one.name}: {_words(one)}" for one in (EXACT, MODES, RANKS)),
+                *(f"{one.name}: {_words(one)}" for one in (EXACT, BETWEEN_MODES, BETWEEN_RANKS)),
                 *self.notes,
                 "",
                 *([f"NO PARITY: {fault}" for fault in self.faults] or ["Parity."]),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from paddle_recompute._paddle.distributed import init_parallel_env
 from paddle_recompute.app.config import Config, schedule_of
-from paddle_recompute.app.data import build_loader, prepare_data
+from paddle_recompute.app.data import loader_for, prepare_data
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.app.launch import prepare_rank
 from paddle_recompute.app.parity.records import (
@@ -28,7 +28,7 @@ from paddle_recompute.app.parity.records import (
     WEIGHTS,
     Arrays,
     Figures,
-    Outcome,
+    TrainedVariant,
     digests_of,
     read_arrays,
     write_arrays,
@@ -40,7 +40,6 @@ from paddle_recompute.app.trainer import (
     Chunks,
     Objective,
     check_mode,
-    positive_ids,
     step_seed,
     total_steps,
 )
@@ -61,17 +60,17 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
         own = config_for(config, variant, variant.cases[0])
         check_mode(own.model_copy(update={"mode": variant.mode}))
     seed, global_batch = config.train.seed, config.contrastive.global_batch
-    data = prepare_data(config.data, seed=seed, is_main_rank=True, barrier=lambda: None)
-    ids = positive_ids(config, data.train)
-    loader = build_loader(
-        data.train,
-        data.tokenizer,
-        local_batch=global_batch,
-        rank=0,
-        num_ranks=1,
+    data = prepare_data(
+        config.data,
+        tokenizer_file=config.tokenizer_file,
         seed=seed,
-        max_query_tokens=config.data.max_query_tokens,
-        max_positive_tokens=config.data.max_positive_tokens,
+        negatives=config.contrastive.negatives_of_a_line,
+        prompts=config.model.prompts,
+        is_main_rank=True,
+        barrier=lambda: None,
+    )
+    loader = loader_for(
+        config, data.train, data.tokenizer, local_batch=global_batch, rank=0, num_ranks=1
     )
     if len(loader) < steps:
         raise DataError(
@@ -81,9 +80,8 @@ def prepare(folder: Path, config: Config, steps: int) -> None:
         )
     batches: Arrays = {}
     for step, batch in zip(range(1, steps + 1), loader, strict=False):
-        batches |= {f"{step}/{side}": batch[side].numpy() for side in ("query", "positive")}
-        if ids is not None:
-            batches[f"{step}/positive_ids"] = ids[batch["index"].numpy()]
+        del batch["index"]
+        batches |= {f"{step}/{name}": ids.numpy() for name, ids in batch.items()}
     vocab_size = data.tokenizer.vocab_size
     paddle.seed(seed)
     model = build_model(config.model, vocab_size)
@@ -151,7 +149,7 @@ def _batches(folder: Path, config: Config, variant: Variant) -> Iterator[list[di
             yield [dict(zip(names, part, strict=True)) for part in zip(*parts, strict=True)]
 
 
-def _train(folder: Path, config: Config, variant: Variant) -> Outcome:
+def _train(folder: Path, config: Config, variant: Variant) -> TrainedVariant:
     facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     schedule = schedule_of(config, facts["total_steps"])
     weights = read_arrays(folder / WEIGHTS)
@@ -168,7 +166,9 @@ def _train(folder: Path, config: Config, variant: Variant) -> Outcome:
         gradients = gradients or gradients_of_first_step(run)
         schedule.step()
     parameters = run.parameters()
-    return Outcome(Figures(losses, norms, rates, digests_of(parameters)), gradients, parameters)
+    return TrainedVariant(
+        Figures(losses, norms, rates, digests_of(parameters)), gradients, parameters
+    )
 
 
 def main(job_file: str) -> None:

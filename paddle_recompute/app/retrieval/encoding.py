@@ -23,14 +23,17 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import paddle.distributed as dist
 from numpy.typing import NDArray
 
 from paddle_recompute._files import read_json, written_whole
-from paddle_recompute.app.data import LONGEST_LINE, PairTokenizer, read_lines
-from paddle_recompute.app.retrieval.evaluation import encode_texts
-from paddle_recompute.app.retrieval.trained import TrainedEncoder
+from paddle_recompute.app.data import LONGEST_LINE, read_lines
+from paddle_recompute.app.retrieval.trained import Side, TrainedEncoder, encode_texts
+from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import DataError
 
+_FORMER = {"prompt": ""}  # of records that an earlier version wrote
+_NUMBERS = {"dim": 0, "done": 0, "cut": 0, "unknown": 0}
 _BATCHES_PER_BLOCK = 16  # a block is sorted by length and written at once
 
 
@@ -39,9 +42,11 @@ def encode_file(
     text_file: str | Path,
     output: str | Path,
     *,
+    side: Side = "document",
     batch_size: int = 256,
     max_tokens: int | None = None,
     progress: Callable[[int, int], object] | None = None,
+    over_ranks: bool = False,
 ) -> dict[str, Any]:
     """Write the vectors of all lines of a file; continue an interrupted call.
 
@@ -51,9 +56,12 @@ def encode_file(
             blank lines are skipped.
         output: Ends in ``.npy``. If it is there and was made from the same texts and model,
             nothing is encoded.
+        side: Whether the texts are queries or documents, as for `encode_texts`.
         batch_size: Texts per batch.
-        max_tokens: Longer texts are cut; None: the limit that training had for positives.
+        max_tokens: Longer texts are cut; None: the limit that training had for this side.
         progress: Called with (texts done, texts in all) at the start and after every block.
+        over_ranks: Every rank calls this and encodes a share of the batches; rank 0 writes, and all
+            get the record. The bytes are those of one process with as many threads.
 
     Returns:
         The record in the ``.json`` file (``texts``, ``done``: the same number, ``dim``, ``cut``:
@@ -63,6 +71,7 @@ def encode_file(
     Raises:
         DataError: A file cannot be read or written; there are no texts; `output` was made or
             begun with other inputs; or another process writes it.
+        SyncError: The ranks read different texts.
     """
     text_file, output = Path(text_file), Path(output)
     if output.suffix != ".npy":
@@ -75,14 +84,37 @@ def encode_file(
             f"received batch_size={batch_size} and max_tokens={max_tokens}; allowed are at least 1 "
             "and, with [CLS] and [SEP], at least 2"
         )
-    longest = min(max_tokens or encoder.max_positive_tokens, encoder.reads_at_most)
-    copy, described = _beside(output, ".txt"), _beside(output, ".json")
+    longest = encoder.longest(side, max_tokens)
+
+    def encoded(block: list[str], counts: dict[str, Any]) -> NDArray[np.float32]:
+        return encode_texts(
+            encoder,
+            block,
+            side=side,
+            max_tokens=longest,
+            batch_size=batch_size,
+            counts=counts,
+            over_ranks=over_ranks,
+        )
+
+    def blocks(texts: Iterator[str], done: int) -> Iterator[list[str]]:
+        texts = itertools.islice(texts, done, None)
+        while block := list(itertools.islice(texts, batch_size * _BATCHES_PER_BLOCK)):
+            yield block
+
+    record: dict[str, Any] = {}
+    if over_ranks and is_distributed() and dist.get_rank():
+        for block in blocks(texts_of(text_file), _of_rank_0(record, over_ranks)["done"]):
+            encoded(block, {})
+        return _of_rank_0(record, over_ranks)
+
+    copy, described = beside(output, ".txt"), beside(output, ".json")
     if copy.exists() and copy.samefile(text_file):
         raise DataError(
             f"{text_file}: would be overwritten, because {output.name} needs the file {copy.name} "
             "for its texts; name another output"
         )
-    with _as_data_error(output), ExitStack() as held:
+    with as_data_error(output), ExitStack() as held:
         with written_whole(copy) as unfinished:
             num_texts, digest = _copy_texts(text_file, unfinished)
             about = {
@@ -90,33 +122,29 @@ def encode_file(
                 "texts_sha256": digest,
                 "fingerprint": encoder.fingerprint,
                 "max_tokens": longest,
+                "prompt": encoder.prompt(side),
                 "batch_size": batch_size,
             }
-            file = held.enter_context(_locked(output))
-            record: dict[str, Any] = {
+            file = held.enter_context(locked(output))
+            record = {
                 **about,
-                **_begun(file, output, described, about),
+                **begun(file, output, described, about, _NUMBERS, _size),
                 "model": str(encoder.folder.resolve()),
                 "step": encoder.step,
                 "text_file": str(text_file.resolve()),
             }
-        tokenizer = _CountingTokenizer(encoder.tokenizer, record)
         resumed_at, start = record["done"], time.monotonic()
+        _of_rank_0(record, over_ranks)
         if progress is not None:
             progress(resumed_at, num_texts)
         lines = held.enter_context(copy.open(encoding="utf-8", newline="\n"))
-        texts = itertools.islice(map(str.strip, lines), resumed_at, None)
-        while block := list(itertools.islice(texts, batch_size * _BATCHES_PER_BLOCK)):
-            vectors = encode_texts(
-                encoder.model, tokenizer, block, max_tokens=longest, batch_size=batch_size
-            )
-            if not np.isfinite(vectors).all():
-                raise DataError(
-                    f"{encoder.folder}: its vectors are not finite; the training has diverged"
-                )
+        for block in blocks(map(str.strip, lines), resumed_at):
+            vectors = encoded(block, record)
             if not record["done"]:
                 record["dim"] = vectors.shape[1]
-                _write(described, record)  # before there is a byte in the file that it describes
+                write_json(
+                    described, record
+                )  # before there is a byte in the file that it describes
                 file.write(_header(record))
             file.seek(_size(record))
             file.write(vectors.tobytes())
@@ -124,29 +152,24 @@ def encode_file(
             file.flush()
             os.fsync(file.fileno())
             record["done"] += len(block)
-            _write(described, record)
+            write_json(described, record)
             if progress is not None:
                 progress(record["done"], num_texts)
     rate = (num_texts - resumed_at) / max(time.monotonic() - start, 1e-9)
-    return {**record, "output": str(output), "resumed_at": resumed_at, "texts_per_second": rate}
+    record |= {"output": str(output), "resumed_at": resumed_at, "texts_per_second": rate}
+    return _of_rank_0(record, over_ranks)
 
 
-class _CountingTokenizer:
-    """A tokenizer that counts the texts with lost or unknown tokens."""
-
-    def __init__(self, tokenizer: PairTokenizer, record: dict[str, Any]) -> None:
-        self._tokenizer = tokenizer
-        self._record = record
-
-    def encode(self, texts: list[str], max_tokens: int, /) -> NDArray[np.int64]:
-        rows = self._tokenizer.tokenize(texts, max_tokens)
-        self._record["cut"] += rows.num_cut
-        self._record["unknown"] += rows.num_unknown
-        return rows.pad(np.arange(len(texts)))
+def _of_rank_0(record: dict[str, Any], over_ranks: bool) -> dict[str, Any]:
+    """The record that rank 0 has; all ranks call this together."""
+    if not (over_ranks and is_distributed()):
+        return record
+    records: list[dict[str, Any]] = values_of_ranks(record, "the record of `encode`")
+    return records[0]
 
 
 @contextmanager
-def _locked(output: Path) -> Iterator[IO[bytes]]:
+def locked(output: Path) -> Iterator[IO[bytes]]:
     """The output, open, made if need be, locked against other processes."""
     with os.fdopen(os.open(output, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         try:
@@ -158,15 +181,33 @@ def _locked(output: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _begun(file: IO[bytes], output: Path, described: Path, about: dict[str, Any]) -> dict[str, int]:
-    """What an earlier call has done, in numbers; all 0 if there was none."""
-    numbers = {"dim": 0, "done": 0, "cut": 0, "unknown": 0}
+def begun(
+    file: IO[bytes],
+    output: Path,
+    described: Path,
+    about: dict[str, Any],
+    numbers: dict[str, int],
+    size_of: Callable[[dict[str, Any]], int],
+) -> dict[str, int]:
+    """What an earlier call has done, by the names in `numbers`; those if there was none.
+
+    Args:
+        file: The output, open.
+        output: Its name.
+        described: The record beside it.
+        about: What it is made from.
+        numbers: One of them is ``done``.
+        size_of: The bytes of what is done, from the record.
+
+    Raises:
+        DataError: The output is not of this command, is damaged, or was made from other inputs.
+    """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if not size:
         return numbers
     if not described.exists():
-        raise DataError(f"{output}: exists, and `encode_file` did not write it; name another file")
+        raise DataError(f"{output}: exists, and this command did not write it; name another file")
     try:
         before = read_json(described)
         numbers = {name: int(before[name]) for name in numbers}
@@ -180,7 +221,7 @@ def _begun(file: IO[bytes], output: Path, described: Path, about: dict[str, Any]
         raise DataError(
             f"{output}: exists, and was made with {changed}; remove it or name another file"
         )
-    if numbers["done"] and size < _size({**about, **numbers}):
+    if numbers["done"] and size < size_of({**about, **numbers}):
         raise DataError(f"{output}: is shorter than it was; remove it")
     return numbers
 
@@ -204,10 +245,15 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
         "texts": "other texts",
         "texts_sha256": "other texts",
         "fingerprint": "another model",
-        "max_tokens": "max_tokens={}",
-        "batch_size": "batch_size={}",
+        "pairs": "other pairs",
+        "pairs_sha256": "other pairs",
+        "pool_sha256": "other texts",
     }
-    changed = [names[key].format(before.get(key)) for key in now if before.get(key) != now[key]]
+    changed = [
+        names.get(key, f"{key}={{}}").format(before.get(key))
+        for key in now
+        if before.get(key, _FORMER.get(key)) != now[key]
+    ]
     return " and ".join(dict.fromkeys(changed))
 
 
@@ -215,35 +261,51 @@ def _copy_texts(path: Path, copy: Path) -> tuple[int, str]:
     """Write the texts of a file to `copy`, one per line; returns their number and their digest."""
     digest, count = hashlib.sha256(), 0
     with copy.open("wb") as file:
-        for number, line in read_lines(path):
-            if len(line) > LONGEST_LINE:
-                raise DataError(f"{path}:{number}: is longer than {LONGEST_LINE} bytes")
-            try:
-                text = line.decode("utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}:{number}: is not UTF-8 ({error.reason})") from error
-            if text:
-                # Other line separators (U+2028) would make two lines.
-                line = " ".join(text.splitlines()).encode() + b"\n"
-                digest.update(line)
-                file.write(line)
-                count += 1
+        for count, text in enumerate(texts_of(path), start=1):  # noqa: B007
+            line = text.encode() + b"\n"
+            digest.update(line)
+            file.write(line)
     if not count:
         raise DataError(f"{path}: contains no text; one text per line is expected")
     return count, digest.hexdigest()
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def texts_of(path: Path) -> Iterator[str]:
+    """The lines of a file, also ``.gz``, that are not blank, without whitespace around them.
+
+    Raises:
+        DataError: A line cannot be read; the error has its number.
+    """
+    for number, line in read_lines(path):
+        if len(line) > LONGEST_LINE:
+            raise DataError(f"{path}:{number}: is longer than {LONGEST_LINE} bytes")
+        try:
+            text = one_line(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: is not UTF-8 ({error.reason})") from error
+        if text:
+            yield text
+
+
+def one_line(text: str) -> str:
+    """A text as a line of a file; its other line separators (U+2028) would make two lines."""
+    return " ".join(text.strip().splitlines())
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """The file of this name with a suffix behind it."""
     return path.with_name(path.name + suffix)
 
 
-def _write(path: Path, tree: dict[str, Any]) -> None:
+def write_json(path: Path, tree: dict[str, Any]) -> None:
+    """Write a record, whole or not at all."""
     with written_whole(path) as unfinished:
         unfinished.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def _as_data_error(output: Path) -> Iterator[None]:
+def as_data_error(output: Path) -> Iterator[None]:
+    """Inside, what the system refuses is a `DataError`."""
     try:
         yield
     except OSError as error:

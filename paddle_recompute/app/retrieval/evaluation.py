@@ -1,4 +1,4 @@
-"""Retrieval quality: encode texts, rank a pool for each query, recall@k and MRR.
+"""Retrieval quality: encode texts, and rank a pool for each query.
 
 On several ranks, each rank computes a share of the batches and of the query tiles of one process.
 No batch or tile is split, so the operands are the same and the result equals that of one process
@@ -18,6 +18,7 @@ import paddle
 import paddle.distributed as dist
 from numpy.typing import NDArray
 
+from paddle_recompute.app.retrieval.metrics import Judgements, metrics_of_ranks
 from paddle_recompute.contrastive import agree_on_rows, gather_rows
 from paddle_recompute.distributed import barrier, is_distributed, values_of_ranks
 from paddle_recompute.errors import DataError, SyncError
@@ -26,20 +27,21 @@ Vectors = NDArray[np.floating[Any]]
 
 
 class Tokenizer(Protocol):
-    """What `encode_texts` calls on a tokenizer."""
+    """What `encode_batches` calls on a tokenizer."""
 
     def encode(self, texts: list[str], max_tokens: int, /) -> NDArray[np.int64]:
         """Ids ``[len(texts), length]``, padded to the longest of these texts."""
         ...
 
 
-def encode_texts(
+def encode_batches(
     model: paddle.nn.Layer,
     tokenizer: Tokenizer,
     texts: Sequence[str],
     *,
     max_tokens: int,
     batch_size: int,
+    prompt: str = "",
     progress: Callable[[int], object] | None = None,
     over_ranks: bool = False,
 ) -> NDArray[np.float32]:
@@ -55,6 +57,7 @@ def encode_texts(
         texts: At least one.
         max_tokens: Longer texts are cut.
         batch_size: Texts per batch.
+        prompt: Put before each text.
         progress: Called after every batch with its number of texts, as ``tqdm.update``.
         over_ranks: Every rank calls this with the same texts and encodes a share of the batches;
             every rank gets all vectors.
@@ -78,8 +81,9 @@ def encode_texts(
     own = batches[share.rank :: share.num_ranks]
     vectors: NDArray[np.float32] | None = None
     with _evaluation_mode(model), paddle.no_grad():
-        for rows in own or batches[:1]:  # a rank without a batch needs the dimension
-            ids = tokenizer.encode([texts[row] for row in rows], max_tokens)
+        # As many on all ranks: a model may be spread over them (recompute.offload_parameters).
+        for rows in [*own, batches[0]][: -(-len(batches) // share.num_ranks)]:
+            ids = tokenizer.encode([prompt + texts[row] for row in rows], max_tokens)
             batch = model(paddle.to_tensor(ids)).astype("float32").numpy()
             if vectors is None:
                 vectors = np.empty((len(texts), batch.shape[1]), np.float32)
@@ -99,15 +103,16 @@ def encode_texts(
 def retrieval_metrics(
     query: Vectors,
     pool: Vectors,
-    target: NDArray[np.integer[Any]],
+    target: NDArray[np.integer[Any]] | Judgements,
     *,
     ks: Sequence[int] = (1, 10),
     tile: int = 1024,
+    excluded: NDArray[np.integer[Any]] | None = None,
     over_ranks: bool = False,
 ) -> dict[str, float]:
-    """Recall@k and MRR of the target when the pool is sorted by its score with the query.
+    """The metrics of `metrics` when the pool is sorted by its score with the query.
 
-    The rank of a target is the number of candidates that score at least as much, itself included:
+    The rank of an answer is the number of candidates that score at least as much, itself included:
     1 is best. A tie counts against the model, so a model that maps all texts to one vector gets
     the worst rank. Scores are inner products in float64. Two scores are equal if they differ by at
     most the rounding error of a sum of `dim` products. Otherwise the summation order of the matrix
@@ -118,58 +123,79 @@ def retrieval_metrics(
     Args:
         query: ``[n, dim]``, floating point, n >= 1.
         pool: ``[m, dim]``, floating point, the candidates.
-        target: ``[n]``, integer: the row in `pool` of each query's right answer.
-        ks: The k of each recall@k, the share of queries whose target has a rank of at most k.
+        target: ``[n]``, integer: the row in `pool` of each query's right answer; or the answers of
+            n queries, with their grades.
+        ks: The k of each recall@k and precision@k.
         tile: Queries and candidates per block.
+        excluded: ``[n]``, integer: a row of `pool` that is no candidate for this query; -1: none.
         over_ranks: Every rank calls this with the same arrays and ranks a share of the queries;
             every rank gets the result for all queries.
 
     Returns:
-        ``recall@k`` for every k and ``mrr``, the mean of 1/rank, all in [0, 1]; ``pool_size`` = m
-        and ``queries`` = n, integers.
+        ``recall@k`` and ``precision@k`` for every k, ``ndcg@10``, ``map`` and ``mrr``, all in
+        [0, 1]; ``pool_size`` = m and ``queries`` = n, integers.
 
     Raises:
-        DataError: Shapes or dtypes do not fit together, a target is no row of the pool, or a vector
-            is not finite.
+        DataError: Shapes or dtypes do not fit together, an answer is no row of the pool or
+            excluded, or a vector is not finite.
         SyncError: The ranks' arrays differ.
     """
     share = _Share.of_this_rank(over_ranks)
-    share.check_equal("queries, pools or targets", query, pool, target)
+    without = np.full(len(query), -1) if excluded is None else excluded
+    arrays: list[NDArray[Any]]
+    if isinstance(target, Judgements):
+        arrays = [target.query, target.candidate, target.grade]
+    else:
+        arrays = [target]
+    share.check_equal("queries, pools or targets", query, pool, without, *arrays)
     _check(query, pool, target, ks, tile)
-    tiles = list(_tiles(len(query), tile))
+    judged = target if isinstance(target, Judgements) else Judgements.single(target)
+    if np.any(without[judged.query] == judged.candidate):
+        raise DataError("an answer is excluded from the candidates of its query; leave one out")
+    tiles = [(part, judged.of_queries(part.start, part.stop)) for part in _tiles(len(query), tile)]
     own = [
-        _ranks(query[rows], pool, target[rows], tile)
-        for rows in tiles[share.rank :: share.num_ranks]
+        _ranks(
+            query[part],
+            pool,
+            judged.query[of] - part.start,
+            judged.candidate[of],
+            without[part],
+            tile,
+        )
+        for part, of in tiles[share.rank :: share.num_ranks]
     ]
     joined = share.join(np.concatenate([np.zeros(0, np.int64), *own]))
     # In query order again, so that the mean has the summation order of one process.
-    ranks = np.empty(len(query), np.int64)
+    ranks = np.empty(len(judged.query), np.int64)
     for rank in range(share.num_ranks):
-        for rows in tiles[rank :: share.num_ranks]:
-            ranks[rows], joined = np.split(joined, [len(ranks[rows])])
-    return {
-        **{f"recall@{k}": float(np.mean(ranks <= k)) for k in ks},
-        "mrr": float(np.mean(1.0 / ranks)),
-        "pool_size": len(pool),
-        "queries": len(query),
-    }
+        for _, of in tiles[rank :: share.num_ranks]:
+            ranks[of], joined = np.split(joined, [len(ranks[of])])
+    return {**metrics_of_ranks(ranks, judged, ks), "pool_size": len(pool)}
 
 
 def _ranks(
-    query: Vectors, pool: Vectors, target: NDArray[np.integer[Any]], tile: int
+    query: Vectors,
+    pool: Vectors,
+    of: NDArray[np.int64],
+    target: NDArray[np.integer[Any]],
+    without: NDArray[np.integer[Any]],
+    tile: int,
 ) -> NDArray[np.int64]:
-    """The rank of each query's target, 1 or more; `query` is one tile."""
+    """The rank of each answer `target` of the query `of`, 1 or more; `query` is one tile."""
     query, right = query.astype(np.float64), pool[target].astype(np.float64)
-    query_length, right_length = _lengths(query), _lengths(right)
     # The rounding error of a sum of dim products is at most dim * 2**-53 * |q| * |p|.
-    rounding = query.shape[1] * np.finfo(np.float64).eps / 2 * query_length
-    threshold = np.einsum("nd,nd->n", query, right) - rounding * right_length
-    ranks = np.zeros(len(query), np.int64)
+    rounding = query.shape[1] * np.finfo(np.float64).eps / 2 * _lengths(query)
+    threshold = np.einsum("nd,nd->n", query[of], right) - rounding[of] * _lengths(right)
+    ranks = np.zeros(len(target), np.int64)
     for rows in _tiles(len(pool), tile):
         candidates = pool[rows].astype(np.float64)
         scores = query @ candidates.T
         scores += np.outer(rounding, _lengths(candidates))
-        ranks += np.count_nonzero(scores >= threshold[:, None], axis=1)
+        inside = np.flatnonzero((without >= rows.start) & (without < rows.stop))
+        scores[inside, without[inside] - rows.start] = -np.inf
+        for some in _tiles(len(target), tile):
+            better = scores[of[some]] >= threshold[some, None]
+            ranks[some] += np.count_nonzero(better, axis=1)
     return ranks
 
 
@@ -186,7 +212,7 @@ def _lengths(vectors: Vectors) -> NDArray[np.float64]:
 def _check(
     query: Vectors,
     pool: Vectors,
-    target: NDArray[np.integer[Any]],
+    target: NDArray[np.integer[Any]] | Judgements,
     ks: Sequence[int],
     tile: int,
 ) -> None:
@@ -195,7 +221,15 @@ def _check(
             f"received queries of shape {query.shape} and a pool of shape {pool.shape}; allowed "
             "are [n, dim] and [m, dim]"
         )
-    if len(query) == 0 or target.shape != (len(query),) or target.dtype.kind not in "iu":
+    if isinstance(target, Judgements):
+        answered = np.unique(target.query)
+        if not len(query) or not np.array_equal(answered, np.arange(len(query))):
+            raise DataError(
+                f"received {len(query)} queries, and answers to {len(answered)}; each of at least "
+                "one query needs an answer"
+            )
+        target = target.candidate
+    elif len(query) == 0 or target.shape != (len(query),) or target.dtype.kind not in "iu":
         raise DataError(
             f"received {len(query)} queries and targets of shape {target.shape}, {target.dtype}; "
             "allowed is one integer for each of at least one query"

@@ -1,11 +1,11 @@
-"""Exact search in an encoded pool: the texts nearest to a query.
+"""Exact search: the texts nearest to a query.
 
-The pool is a file that `encode_file` wrote. It is read in tiles and every vector is compared, so
-memory does not grow with the pool; a million vectors of 128 numbers take about a second.
+Every vector is compared. An index on disk is read in tiles, so memory does not grow with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,17 +14,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute._files import read_json
-from paddle_recompute.app.retrieval.evaluation import encode_texts
-from paddle_recompute.app.retrieval.trained import TrainedEncoder, load_encoder
+from paddle_recompute._files import read_json, written_whole
+from paddle_recompute.app.retrieval.encoding import as_data_error, beside, one_line, write_json
+from paddle_recompute.app.retrieval.trained import (
+    Side,
+    TrainedEncoder,
+    encode_texts,
+    load_encoder,
+    refuse_one_text,
+)
 from paddle_recompute.errors import DataError
 
 _TILE = 8192
+_LAST_ROW = 2**32 - 1
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A text that `search` found.
+    """A text that `Index.search` found.
 
     Attributes:
         rank: 1 is nearest.
@@ -44,125 +51,279 @@ class Hit:
 
 
 class Index:
-    """An encoded pool on disk.
+    """Vectors with their texts, in memory or on disk, and exact search among them.
+
+    Every query is compared with every vector.
 
     Args:
-        path: The ``.npy`` file that `encode_file` wrote, or a folder with one such file.
+        vectors: ``[texts, dim]``, floating point; for example from `encode_texts`.
+        texts: One for each vector. A line break in a text becomes a space.
+        encoder: What made the vectors; `search` encodes queries with it.
 
     Attributes:
-        file: The file.
-        about: The content of its ``.json`` file.
-        model: The folder of the checkpoint that encoded it.
-        fingerprint: The fingerprint of that model.
+        about: The record that `save` writes.
+        model: The folder of the checkpoint that made the vectors; None: not known.
+        fingerprint: The fingerprint of that model; empty: not known.
 
     Raises:
-        DataError: There is no such file, or more than one; or it is incomplete or damaged.
+        DataError: The number of texts is another than that of the vectors, or a vector is not
+            finite.
+
+    Examples:
+        >>> from paddle_recompute import Index, encode_texts, load_encoder
+        >>> encoder = load_encoder("outputs/run")
+        >>> texts = ["big cat", "small dog", "stone house"]
+        >>> index = Index(encode_texts(encoder, texts), texts, encoder=encoder)
+        >>> [hit.text for hit in index.search(["small dog"], top_k=1)[0]]
+        ['small dog']
+        >>> index.save("pool.npy")
+        >>> scores, rows = Index.load("pool.npy").top(encode_texts(encoder, ["big cat"]), 2)
+        >>> int(rows[0, 0])
+        0
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.file = _find(Path(path))
-        described = self.file.with_name(f"{self.file.name}.json")
+    def __init__(
+        self,
+        vectors: NDArray[np.floating[Any]],
+        texts: Sequence[str],
+        *,
+        encoder: TrainedEncoder | None = None,
+    ) -> None:
+        refuse_one_text(texts)
+        if vectors.ndim != 2 or not len(vectors) or len(vectors) != len(texts):
+            raise DataError(
+                f"received vectors of shape {vectors.shape} and {len(texts)} texts; allowed are "
+                "[n, dim] and n texts, n of at least 1"
+            )
+        self.file: Path | None = None
+        with np.errstate(over="ignore"):  # beyond float32 is not finite
+            self._vectors = np.ascontiguousarray(vectors, "<f4")
+        if not np.isfinite(self._vectors).all():
+            raise DataError("received vectors that are not finite in float32")
+        self._shape: tuple[int, int] = len(texts), vectors.shape[1]
+        self._texts = [one_line(text) for text in texts]
+        digest = hashlib.sha256("".join(f"{text}\n" for text in self._texts).encode())
+        self._encoder = encoder
+        self.model = encoder.folder if encoder is not None else None
+        self.fingerprint = encoder.fingerprint if encoder is not None else ""
+        self.about: dict[str, Any] = {
+            "texts": len(texts),
+            "texts_sha256": digest.hexdigest(),
+            "fingerprint": self.fingerprint,
+            "dim": self._shape[1],
+            "done": len(texts),
+            "model": str(self.model.resolve()) if self.model is not None else "",
+            "step": encoder.step if encoder is not None else 0,
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> Index:
+        """The index in a file; its vectors and texts stay on disk.
+
+        Args:
+            path: The ``.npy`` file that `save` or `encode_file` wrote, or a folder with one such
+                file.
+
+        Raises:
+            DataError: There is no such file, or more than one; or it is incomplete or damaged.
+        """
+        index = cls.__new__(cls)
+        index.file, index._encoder = _find(Path(path)), None
+        described = beside(index.file, ".json")
         try:
-            self.about: dict[str, Any] = read_json(described)
-            self._shape = int(self.about["texts"]), int(self.about["dim"])
-            done = int(self.about["done"])
-            self.model = Path(self.about["model"])
-            self.fingerprint = str(self.about["fingerprint"])
+            index.about = read_json(described)
+            index._shape = int(index.about["texts"]), int(index.about["dim"])
+            done = int(index.about["done"])
+            index.model = Path(index.about["model"]) if index.about["model"] else None
+            index.fingerprint = str(index.about["fingerprint"])
         except OSError as error:
             raise DataError(
                 f"{described}: cannot be read ({error.strerror}); `paddle-recompute encode` writes "
-                f"it beside {self.file.name}, and it names the model; encode the texts again"
+                f"it beside {index.file.name}, and it names the model; encode the texts again"
             ) from error
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise DataError(f"{described}: is damaged ({error!r})") from error
-        if done < self._shape[0]:
+        if done < index._shape[0]:
             raise DataError(
-                f"{self.file}: holds {done} of {self._shape[0]} texts; run the same "
+                f"{index.file}: holds {done} of {index._shape[0]} texts; run the same "
                 "`paddle-recompute encode` again, which continues"
             )
+        return index
+
+    def save(self, path: str | Path) -> None:
+        """Write what ``encode`` writes: ``pool.npy``, ``pool.npy.txt`` and ``pool.npy.json``.
+
+        Raises:
+            DataError: `path` does not end in ``.npy``, or cannot be written; or this index is on
+                disk already.
+        """
+        path = Path(path)
+        if path.suffix != ".npy" or self.file is not None:
+            raise DataError(
+                f"{path}: allowed is a name that ends in .npy"
+                if self.file is None
+                else f"{self.file}: is saved already; copy it and the two files beside it"
+            )
+        with as_data_error(path):
+            beside(path, ".json").unlink(missing_ok=True)  # that of another index
+            with written_whole(path) as unfinished:
+                np.save(unfinished, self._vectors)
+            with written_whole(beside(path, ".txt")) as unfinished:
+                lines = "".join(f"{text}\n" for text in self._texts)
+                unfinished.write_bytes(lines.encode())
+            write_json(beside(path, ".json"), self.about)
+
+    def __len__(self) -> int:
+        """Its number of texts."""
+        return self._shape[0]
 
     def tiles(self) -> Iterator[NDArray[np.float32]]:
         """The vectors, in blocks ``[rows, dim]``."""
+        rows, dim = self._shape
+        offset = _offset(self.file, self._shape) if self.file is not None else 0
+        for first in range(0, rows, _TILE):
+            if self.file is None:
+                yield self._vectors[first : first + _TILE]
+                continue
+            # Read, not mapped: mapped pages count as memory of the process.
+            block = (min(_TILE, rows - first), dim)
+            place = offset + 4 * first * dim
+            vectors = np.fromfile(self.file, "<f4", block[0] * dim, offset=place).reshape(block)
+            if not np.isfinite(vectors).all():
+                raise DataError(
+                    f"{self.file}: rows {first} to {first + block[0] - 1} hold vectors that are "
+                    "not finite; encode the texts again"
+                )
+            yield vectors
+
+    def every_text(self) -> Iterator[str]:
+        """All texts, in the order of the rows."""
+        if self.file is None:
+            yield from self._texts
+            return
+        file = beside(self.file, ".txt")
+        rows = 0
         try:
-            vectors = np.load(self.file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.file}: cannot be read as vectors ({error})") from error
-        if vectors.shape != self._shape:
-            raise DataError(f"{self.file}: has the shape {vectors.shape}; expected {self._shape}")
-        for first in range(0, len(vectors), _TILE):
-            yield np.asarray(vectors[first : first + _TILE])
+            with file.open(encoding="utf-8", newline="\n") as lines:
+                for rows, line in enumerate(lines, start=1):  # noqa: B007
+                    yield line.rstrip("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{file}: cannot be read ({error})") from error
+        if rows != self._shape[0]:
+            raise DataError(f"{file}: has {rows} texts; expected {self._shape[0]}")
 
     def texts(self, rows: Iterable[int]) -> dict[int, str]:
         """The texts of these rows."""
         wanted = set(rows)
-        file = self.file.with_name(f"{self.file.name}.txt")
-        try:
-            with file.open(encoding="utf-8", newline="\n") as lines:
-                found = {row: line.rstrip("\n") for row, line in enumerate(lines) if row in wanted}
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{file}: cannot be read ({error})") from error
-        if missing := wanted.difference(found):
-            raise DataError(f"{file}: has no text number {min(missing) + 1}; the file is truncated")
-        return found
+        if self.file is None:
+            return {row: self._texts[row] for row in wanted}
+        return {row: text for row, text in enumerate(self.every_text()) if row in wanted}
 
+    def check_model(self, encoder: TrainedEncoder) -> None:
+        """Check that `encoder` made these vectors.
 
-def search(
-    index: Index,
-    queries: Sequence[str],
-    *,
-    top_k: int = 10,
-    encoder: TrainedEncoder | None = None,
-    tell: Callable[[str], object] | None = None,
-) -> list[list[Hit]]:
-    """The nearest texts of the pool for each query.
+        Raises:
+            DataError: It did not.
+        """
+        if encoder.fingerprint != self.fingerprint:
+            raise DataError(
+                f"{self.file or 'the index'}: was encoded by another model than that in "
+                f"{encoder.folder}; their vectors cannot be compared. Encode the texts again, or "
+                "name the other model's folder"
+            )
 
-    Args:
-        index: The pool.
-        queries: At least one; none is blank.
-        top_k: Texts per query; fewer if the pool has fewer.
-        encoder: The model that encoded the pool; None: the model that `index` names.
-        tell: Called with a sentence for every query that is cut or has unknown words.
+    def top(
+        self, query: NDArray[np.floating[Any]], top_k: int = 10
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """The largest inner products of each query vector, and their rows.
 
-    Returns:
-        For each query the hits, nearest first; of equal scores the smaller row comes first.
+        Args:
+            query: ``[n, dim]``, floating point, finite.
+            top_k: Rows per query; fewer if the index has fewer.
 
-    Raises:
-        DataError: There is no query, a query is blank, or another model encoded the pool.
-        CheckpointError: The model that `index` names does not exist any more.
-    """
-    if not queries or not all(query.strip() for query in queries) or top_k < 1:
-        raise DataError(
-            f"received {len(queries)} queries and top_k={top_k}; allowed are one query or more, "
-            "none of them blank, and top_k of at least 1"
-        )
-    if encoder is None:
-        encoder = load_encoder(index.model.parent)
-    if encoder.fingerprint != index.fingerprint:
-        raise DataError(
-            f"{index.file}: was encoded by another model than that in {encoder.folder}; their "
-            "vectors cannot be compared. Encode the texts again, or name the other model's folder"
-        )
-    queries = [query.strip() for query in queries]
-    longest = min(encoder.max_query_tokens, encoder.reads_at_most)
-    if tell is not None:
-        for query in queries:
-            tokens = encoder.tokenizer.tokenize([query], longest)
-            if tokens.num_cut:
-                tell(f"{query!r} is cut after {longest} tokens, the limit for queries in training")
-            if tokens.num_unknown:
-                tell(f"{query!r} has words outside the vocabulary; each of them is read as [UNK]")
-    vectors = encode_texts(
-        encoder.model, encoder.tokenizer, queries, max_tokens=longest, batch_size=256
-    )
-    scores, rows = top_of_tiles(vectors, index.tiles(), top_k)
-    texts = index.texts(rows.ravel().tolist())
-    return [
-        [
-            Hit(rank, score, row, texts[row])
-            for rank, (score, row) in enumerate(zip(*found, strict=True), start=1)
+        Returns:
+            Scores, float32, and rows, int64: ``[n, top_k]``, the largest first; of equal scores the
+            smaller row first.
+
+        Raises:
+            DataError: The shape of `query` does not fit, it is not finite, or `top_k` is less than
+                1.
+        """
+        if query.ndim != 2 or query.shape[1] != self._shape[1] or top_k < 1:
+            raise DataError(
+                f"received queries of shape {query.shape} and top_k={top_k}; allowed are "
+                f"[n, {self._shape[1]}] and at least 1"
+            )
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(query.astype(np.float32)).all()
+        if not is_finite:
+            raise DataError("received queries that are not finite in float32")
+        return top_of_tiles(query, self.tiles(), top_k)
+
+    def search(
+        self,
+        queries: Sequence[str],
+        *,
+        top_k: int = 10,
+        side: Side = "query",
+        encoder: TrainedEncoder | None = None,
+        tell: Callable[[str], object] | None = None,
+    ) -> list[list[Hit]]:
+        """The nearest texts for each query.
+
+        Args:
+            queries: At least one; none is blank.
+            top_k: Texts per query; fewer if the index has fewer.
+            side: ``document``: the queries have prompt and limit of documents.
+            encoder: What made the vectors; None: the model that the index names, loaded once.
+            tell: Called with a sentence for every query that is cut or has unknown words.
+
+        Returns:
+            For each query the hits, nearest first; of equal scores the smaller row comes first.
+
+        Raises:
+            DataError: There is no query, a query is blank, or another model made the vectors.
+            CheckpointError: The model that the index names does not exist any more.
+        """
+        refuse_one_text(queries)
+        if not queries or not all(query.strip() for query in queries) or top_k < 1:
+            raise DataError(
+                f"received {len(queries)} queries and top_k={top_k}; allowed are one query or "
+                "more, none of them blank, and top_k of at least 1"
+            )
+        encoder = encoder or self._own_encoder()
+        self.check_model(encoder)
+        queries = [query.strip() for query in queries]
+        if tell is not None:
+            _tell_of_losses(encoder, queries, side, tell)
+        scores, rows = self.top(encode_texts(encoder, queries, side=side), top_k)
+        texts = self.texts(rows.ravel().tolist())
+        return [
+            [
+                Hit(rank, score, row, texts[row])
+                for rank, (score, row) in enumerate(zip(*found, strict=True), start=1)
+            ]
+            for found in zip(scores.tolist(), rows.tolist(), strict=True)
         ]
-        for found in zip(scores.tolist(), rows.tolist(), strict=True)
-    ]
+
+    def _own_encoder(self) -> TrainedEncoder:
+        if self._encoder is None:
+            if self.model is None:
+                raise DataError("the index names no model; give the encoder that made its vectors")
+            self._encoder = load_encoder(self.model.parent)
+        return self._encoder
+
+
+def _tell_of_losses(
+    encoder: TrainedEncoder, queries: Sequence[str], side: Side, tell: Callable[[str], object]
+) -> None:
+    longest, kind = encoder.longest(side), "queries" if side == "query" else "positives"
+    for query in queries:
+        tokens = encoder.tokenizer.tokenize([encoder.prompt(side) + query], longest)
+        if tokens.num_cut:
+            tell(f"{query!r} is cut after {longest} tokens, the limit for {kind} in training")
+        if tokens.num_unknown:
+            tell(f"{query!r} has words outside the vocabulary; each of them is read as [UNK]")
 
 
 def top_of_tiles(
@@ -180,20 +341,55 @@ def top_of_tiles(
         smaller row first.
     """
     query = query.astype(np.float64)
-    scores = np.empty((len(query), 0), np.float32)
-    rows = np.empty((len(query), 0), np.int64)
+    keys = np.empty((len(query), 0), np.int64)
+    least = np.full((len(query), 1), -np.inf, np.float32)
     first = 0
     for tile in tiles:
-        # Summed in float64 and rounded: equal rows have equal scores in every tile.
-        found = (query @ tile.astype(np.float64).T).astype(np.float32)
-        places = np.broadcast_to(np.arange(first, first + len(tile)), found.shape)
+        # Summed in float64 and rounded: equal rows have equal scores in every tile. 0 has one sign.
+        found = (query @ tile.astype(np.float64).T).astype(np.float32) + np.float32(0)
+        if not first and found.shape[1] > top_k:
+            bound = np.partition(found, -top_k, axis=1)[:, -top_k, None]
+            least = np.nextafter(bound, np.float32(-np.inf))
+        # Few are above what is kept; sorting all of them would take longer than the product.
+        row, column = np.nonzero(found > least)
+        place = np.arange(len(row)) - np.searchsorted(row, row)
+        better = np.full((len(query), place.max(initial=-1) + 1), np.iinfo(np.int64).min)
+        better[row, place] = (_ordered(found[row, column]) << 32) + (_LAST_ROW - first - column)
+        keys = np.concatenate([keys, better], axis=1)
         first += len(tile)
-        scores = np.concatenate([scores, found], axis=1)
-        rows = np.concatenate([rows, places], axis=1)
-        # Stable sort over ascending rows: of equal scores the smaller row stays first.
-        best = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
-        scores, rows = np.take_along_axis(scores, best, 1), np.take_along_axis(rows, best, 1)
-    return scores, rows
+        if keys.shape[1] >= top_k:
+            keys = np.partition(keys, -top_k, axis=1)[:, -top_k:]
+            least = _scores(keys[:, :1])
+    keys = np.sort(keys, axis=1)[:, ::-1]
+    return _scores(keys), _LAST_ROW - (keys & _LAST_ROW)
+
+
+def _scores(keys: NDArray[np.int64]) -> NDArray[np.float32]:
+    scores = _ordered((keys >> 32).astype(np.int32).view(np.float32)).astype(np.int32)
+    return scores.view(np.float32)
+
+
+def _ordered(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Integers of 32 bits in the order of the numbers. Twice, it gives the same bits again."""
+    bits = numbers.view(np.int32)
+    return np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
+
+
+def _offset(file: Path, shape: tuple[int, int]) -> int:
+    """Where the vectors begin in a file, in bytes."""
+    try:
+        vectors = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{file}: cannot be read as vectors ({error})") from error
+    if vectors.shape != shape or vectors.dtype != np.dtype("<f4"):
+        raise DataError(
+            f"{file}: has the shape {vectors.shape}, {vectors.dtype}; expected {shape}, float32"
+        )
+    if not vectors.flags.c_contiguous:
+        raise DataError(
+            f"{file}: is stored by columns (Fortran order); save numpy.ascontiguousarray(vectors)"
+        )
+    return int(vectors.offset)
 
 
 def _find(path: Path) -> Path:

@@ -1,20 +1,29 @@
-"""Load a trained model from the folder that `Trainer` wrote."""
+"""Load a trained model from the folder that `Trainer` wrote, and encode texts with it."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
 
+import numpy as np
 import paddle
+import paddle.distributed as dist
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.data import PairTokenizer, load_tokenizer
 from paddle_recompute.app.encoder import build_model
+from paddle_recompute.app.retrieval.evaluation import encode_batches
 from paddle_recompute.checkpoint import find_checkpoint, has_checkpoint
-from paddle_recompute.errors import CheckpointError
+from paddle_recompute.distributed import is_distributed, values_of_ranks
+from paddle_recompute.errors import CheckpointError, DataError
 from paddle_recompute.weights import load_weights
+
+Side = Literal["query", "document"]
 
 
 @dataclass(frozen=True)
@@ -26,9 +35,11 @@ class TrainedEncoder:
         tokenizer: The tokenizer that it was trained with.
         folder: The folder of the checkpoint.
         step: Number of optimizer steps that it was trained.
-        fingerprint: 8 hexadecimal digits of weights and vocabulary: equal ones make equal vectors.
+        fingerprint: 8 hexadecimal digits of weights, vocabulary and prompts: equal ones make
+            equal vectors.
         max_query_tokens: The limit for queries in training.
         max_positive_tokens: The limit for positives in training.
+        config: The section ``model`` of the run, without ``init_from``.
     """
 
     model: paddle.nn.Layer
@@ -38,11 +49,22 @@ class TrainedEncoder:
     fingerprint: str
     max_query_tokens: int
     max_positive_tokens: int
+    config: ModelConfig
 
     @property
     def reads_at_most(self) -> int:
         """The longest text that the model accepts, in tokens."""
         return int(getattr(self.model, "max_tokens", self.max_positive_tokens))
+
+    def longest(self, side: Side, max_tokens: int | None = None) -> int:
+        """Where texts of a side are cut, in tokens; `max_tokens` replaces the limit of training."""
+        limit = self.max_query_tokens if side == "query" else self.max_positive_tokens
+        return min(max_tokens or limit, self.reads_at_most)
+
+    def prompt(self, side: Side) -> str:
+        """What is put before the texts of a side."""
+        query, document = self.config.prompts
+        return query if side == "query" else document
 
 
 def load_encoder(folder: str | Path) -> TrainedEncoder:
@@ -56,6 +78,12 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged or of another version.
         DataError: Its tokenizer cannot be read.
+
+    Examples:
+        >>> from paddle_recompute import load_encoder
+        >>> encoder = load_encoder("outputs/run")
+        >>> encoder.step
+        3
     """
     folder = Path(folder)
     inner = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
@@ -69,7 +97,9 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
         config = checkpoint.state["config"]
         # The file of the initial weights is not needed, and may not exist any more.
         dimensions = ModelConfig.model_validate({**config["model"], "init_from": None})
-        limits = [int(config["data"][f"max_{side}_tokens"]) for side in ("query", "positive")]
+        query, positive = (
+            int(config["data"][f"max_{side}_tokens"]) for side in ("query", "positive")
+        )
     except (KeyError, TypeError, ValueError, ValidationError) as error:
         raise CheckpointError(
             f"{checkpoint.folder / 'state.json'}: its configuration cannot be read; was it written "
@@ -80,14 +110,116 @@ def load_encoder(folder: str | Path) -> TrainedEncoder:
     weights = checkpoint.weights_file
     load_weights(model, weights)
     model.eval()
-    fingerprint = _checksum(weights, checkpoint.tokenizer_file)
+    fingerprint = _checksum(dimensions.prompts, weights, checkpoint.tokenizer_file)
     return TrainedEncoder(
-        model, tokenizer, checkpoint.folder, checkpoint.step, fingerprint, *limits
+        model=model,
+        tokenizer=tokenizer,
+        folder=checkpoint.folder,
+        step=checkpoint.step,
+        fingerprint=fingerprint,
+        max_query_tokens=query,
+        max_positive_tokens=positive,
+        config=dimensions,
     )
 
 
-def _checksum(*paths: Path) -> str:
-    checksum = 0
+def encode_texts(
+    encoder: TrainedEncoder,
+    texts: Sequence[str],
+    *,
+    side: Side = "document",
+    batch_size: int = 256,
+    max_tokens: int | None = None,
+    counts: dict[str, Any] | None = None,
+    progress: Callable[[int], object] | None = None,
+    over_ranks: bool = False,
+) -> NDArray[np.float32]:
+    """The vectors of `texts`; the inner product of two is their cosine.
+
+    Args:
+        encoder: From `load_encoder`.
+        texts: At least one.
+        side: Which prompt and which limit the texts have: those of a ``query`` or a ``document``.
+        batch_size: Texts per batch.
+        max_tokens: Longer texts are cut; None: the limit that training had for this side.
+        counts: The number of texts that are cut is added to ``cut``, that of texts with ``[UNK]``
+            tokens to ``unknown``; on several ranks that of all ranks.
+        progress: Called after every batch with its number of texts.
+        over_ranks: Every rank calls this with the same texts, encodes a share of the batches and
+            gets all vectors.
+
+    Returns:
+        ``[len(texts), dim]``, float32, row i of text i, each of length 1.
+
+    Raises:
+        DataError: There are no texts, `side` is another word, `batch_size` or `max_tokens` is too
+            small, or a vector is not finite.
+        SyncError: The ranks' texts differ.
+
+    Examples:
+        >>> from paddle_recompute import encode_texts, load_encoder
+        >>> encoder = load_encoder("outputs/run")
+        >>> query = encode_texts(encoder, ["a big cat"], side="query")
+        >>> pool = encode_texts(encoder, ["big cat", "small dog"])
+        >>> (query @ pool.T).shape
+        (1, 2)
+    """
+    refuse_one_text(texts)
+    if side not in get_args(Side):
+        raise DataError(f"received side={side!r}; allowed are {' and '.join(get_args(Side))}")
+    if max_tokens is not None and max_tokens < 2:
+        raise DataError(f"received max_tokens={max_tokens}; [CLS] and [SEP] need at least 2")
+    tokenizer = _Counting(encoder.tokenizer)
+    vectors = encode_batches(
+        encoder.model,
+        tokenizer,
+        texts,
+        max_tokens=encoder.longest(side, max_tokens),
+        batch_size=batch_size,
+        prompt=encoder.prompt(side),
+        progress=progress,
+        over_ranks=over_ranks,
+    )
+    if counts is not None:
+        for found in tokenizer.of_ranks(len(texts), batch_size, over_ranks):
+            for name, count in found.items():
+                counts[name] = counts.get(name, 0) + count
+    if not np.isfinite(vectors).all():
+        raise DataError(f"{encoder.folder}: its vectors are not finite; the training has diverged")
+    return vectors
+
+
+def refuse_one_text(texts: Sequence[str]) -> None:
+    """Raise DataError if `texts` is one string, whose letters would be the texts."""
+    if isinstance(texts, str):
+        raise DataError(f"received the text {texts[:40]!r} in place of a list of texts")
+
+
+class _Counting:
+    """A tokenizer that counts the texts with lost or unknown tokens."""
+
+    def __init__(self, tokenizer: PairTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._cut: list[int] = []
+        self._unknown: list[int] = []
+
+    def encode(self, texts: list[str], max_tokens: int, /) -> NDArray[np.int64]:
+        rows = self._tokenizer.tokenize(texts, max_tokens)
+        self._cut.append(rows.num_cut)
+        self._unknown.append(rows.num_unknown)
+        return rows.pad(np.arange(len(texts)))
+
+    def of_ranks(self, num_texts: int, batch_size: int, over_ranks: bool) -> list[dict[str, int]]:
+        # Ranks with a batch less than others have encoded the first one again.
+        is_shared = over_ranks and is_distributed()
+        num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if is_shared else (1, 0)
+        own = len(range(rank, -(-num_texts // batch_size), num_ranks))
+        counts = {"cut": sum(self._cut[:own]), "unknown": sum(self._unknown[:own])}
+        return values_of_ranks(counts, "counts of texts") if is_shared else [counts]
+
+
+def _checksum(prompts: tuple[str, str], *paths: Path) -> str:
+    checksum = zlib.crc32(repr(prompts).encode()) if any(prompts) else 0
     for path in paths:
         with path.open("rb") as file:
             while some := file.read(1 << 20):

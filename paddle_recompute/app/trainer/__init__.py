@@ -3,7 +3,7 @@
 from paddle_recompute.app.trainer.build import ProgramModel, build_step, check_mode
 from paddle_recompute.app.trainer.loop import Callback, Run, step_seed
 from paddle_recompute.app.trainer.memory_report import MemoryReport, memory_report, what_if
-from paddle_recompute.app.trainer.objective import Chunks, Objective, positive_ids
+from paddle_recompute.app.trainer.objective import Chunks, Objective
 from paddle_recompute.app.trainer.trainer import Trainer, total_steps
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "build_step",
     "check_mode",
     "memory_report",
-    "positive_ids",
     "step_seed",
     "total_steps",
     "what_if",

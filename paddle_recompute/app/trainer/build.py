@@ -16,6 +16,7 @@ from paddle_recompute.app.trainer.objective import Batch, Objective
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.planner import RecomputePlan
+from paddle_recompute.sharding import ShardedOptimizer
 from paddle_recompute.static_graph import ProgramCache, StaticTrainStep
 from paddle_recompute.train_step import (
     CompileReport,
@@ -23,6 +24,8 @@ from paddle_recompute.train_step import (
     build_optimizer,
     check_device,
     compile_model,
+    decayed_parameters,
+    make_optimizer,
 )
 
 
@@ -119,9 +122,18 @@ def build_step(
             recompute_with=plan.apply if plan is not None else None,
             verify=config.train.verify,
         )
+    if config.strategy.sharding:
+        decayed = decayed_parameters(model)
+        optimizer: Any = ShardedOptimizer(
+            lambda parameters: make_optimizer(config.optimizer, schedule, parameters, decayed),
+            objective.trained(model),
+        )
+    else:
+        besides = objective.loss.parameters()
+        optimizer = build_optimizer(config.optimizer, model, schedule, besides)
     return objective.train_step(
         model,
-        build_optimizer(config.optimizer, model, schedule, objective.loss.parameters()),
+        optimizer,
         accumulate_steps=config.strategy.gradient_merge_configs.k_steps,
         clip_grad_norm=config.train.clip_grad_norm,
         amp=amp,
@@ -165,13 +177,23 @@ class ProgramModel:
         assert self._objective is not None
         return self._objective.loss_of(model, batch)
 
-    def input_spec(self) -> dict[str, paddle.static.InputSpec]:
+    def input_spec(self) -> dict[str, Any]:
         """The ``input_spec`` of `StaticTrainStep`."""
         # The tiles of a loss in a Program are counted while it is built.
         tiled = self._config.contrastive.tile is not None and not self._chunks
         rows = self._config.micro_batch if tiled else -1
         sides = ("query", "positive")
-        spec = {side: paddle.static.InputSpec([rows, -1], "int64") for side in sides}
-        if self._config.contrastive.mask_false_negatives:
+        spec: dict[str, Any] = {
+            side: paddle.static.InputSpec([rows, -1], "int64") for side in sides
+        }
+        section = self._config.contrastive
+        count = section.hard_negatives
+        if count and self._chunks:  # an input of their own, see `inputs_of_cache`
+            spec["negatives"] = (paddle.static.InputSpec([-1, -1], "int64"),)
+        elif count:
+            spec["negatives"] = paddle.static.InputSpec([rows, count, -1], "int64")
+        if section.mask_false_negatives:
             spec["positive_ids"] = paddle.static.InputSpec([rows], "int64")
+            if count:
+                spec["negative_ids"] = paddle.static.InputSpec([rows, count], "int64")
         return spec

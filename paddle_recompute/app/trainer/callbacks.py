@@ -9,7 +9,8 @@ from paddle_recompute._run_folder import METRICS
 from paddle_recompute.app.data import PreparedData
 from paddle_recompute.app.trainer.loop import Callback, Run
 from paddle_recompute.app.trainer.metrics import MetricsLog, Progress
-from paddle_recompute.app.trainer.resume import RunCheckpoints
+from paddle_recompute.app.trainer.run_checkpoints import RunCheckpoints
+from paddle_recompute.app.trainer.validation import Validation
 
 
 class ShowProgress(Callback):
@@ -62,14 +63,24 @@ class SaveCheckpoints(Callback):
         checkpoints: Of the run.
         data: Their digests and the tokenizer are saved.
         untrained: The metrics before training.
+        validation: The evaluations so far.
     """
 
     def __init__(
-        self, checkpoints: RunCheckpoints, data: PreparedData, untrained: dict[str, float]
+        self,
+        checkpoints: RunCheckpoints,
+        data: PreparedData,
+        untrained: dict[str, float],
+        validation: Validation,
     ) -> None:
         self._checkpoints, self._data, self._untrained = checkpoints, data, untrained
+        self._validation = validation
 
     def on_save(self, run: Run) -> None:
+        self.save(run)
+
+    def save(self, run: Run, *, best: bool = False) -> None:
+        """Save the state after ``run.step``, with `best` as the best one."""
         run.steps.step.write_back()
         plan = run.steps.plan
         self._checkpoints.save(
@@ -84,5 +95,7 @@ class SaveCheckpoints(Callback):
                 "chunks": run.objective.chunks.to_dict(),
                 "plan": plan.to_dict() if plan is not None else None,
                 "figures": run.figures,
+                "validation": self._validation.to_dict(),
             },
+            best=best,
         )

@@ -16,10 +16,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 import paddle
-from numpy.typing import NDArray
 from paddle.optimizer.lr import LRScheduler
 
-from paddle_recompute._paddle import device
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import PairLoader
 from paddle_recompute.app.trainer.divergence import explained
@@ -76,6 +74,8 @@ class Run:
         result: What the last step returned.
         rate: Its learning rate.
         stops: A signal reached a rank: the run ends after this step.
+        valid: The metrics of an evaluation after this step; None: there was none.
+        ended: The evaluations end the run after this step.
         figures: Of the steps up to the last save: ``loss``, ``peak_bytes``,
             ``examples_per_second``.
     """
@@ -94,6 +94,8 @@ class Run:
     result: StepResult | None = None
     rate: float = 0.0
     stops: bool = False
+    valid: dict[str, float] | None = None
+    ended: bool = False
     figures: dict[str, Any] = field(default_factory=dict)
     _session: Meter = field(default_factory=Meter)
     _window: Meter = field(default_factory=Meter)
@@ -106,12 +108,18 @@ class Run:
     @property
     def logs(self) -> bool:
         """Whether the figures of this step are logged."""
-        return self._is_due(self.config.train.log_every) or self.stops
+        return self._is_due(self.config.train.log_every) or self.evaluates or self.stops
 
     @property
     def saves(self) -> bool:
         """Whether the state after this step is saved."""
-        return self._is_due(self.config.train.save_every) or self.stops
+        return self._is_due(self.config.train.save_every) or self.ended or self.stops
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model is evaluated after this step."""
+        every = self.config.train.eval_every
+        return every is not None and self._is_due(every)
 
     def _is_due(self, every: int | None) -> bool:
         return self.step == self.total or self.step % (every or self.total) == 0
@@ -126,7 +134,7 @@ class Run:
         paddle.seed(step_seed(self.config.train.seed, step, self.rank))
         try:
             self.result = self.steps(micro_batches, step)
-            if self.logs or self.saves:
+            if self.logs or self.saves or step == self.done + 1:
                 self.result.loss  # noqa: B018  waits for the device: the time is that of steps
         except DivergenceError as error:
             raise explained(error, step - error.steps_ago, self.model) from error
@@ -148,7 +156,7 @@ class Run:
     def record(self) -> dict[str, Any]:
         """The figures of the steps since the last record. Every rank calls this."""
         assert self.result is not None
-        record = {
+        record: dict[str, Any] = {
             "step": self.step,
             "epoch": self.epoch,
             "loss": _finite(self.result.loss),
@@ -160,6 +168,8 @@ class Run:
         if self.result.loss_scale is not None:
             record["loss_scale"] = self.result.loss_scale
             record["skipped_steps"] = self.steps.step.num_skipped
+        if self.valid is not None:
+            record["valid"] = self.valid
         if self.config.contrastive.learnable_temperature:
             self.steps.step.write_back()
             record["temperature"] = self.objective.loss.temperature
@@ -214,7 +224,7 @@ def train(
                 if run.saves:
                     run.count()
                     tell(Callback.on_save)
-                if run.stops:
+                if run.stops or run.ended:
                     break
             if run.stops or (run.done < run.total and stop.is_due_at_end()):
                 _stop(run, stop.signal_number)
@@ -235,7 +245,7 @@ def _stop(run: Run, signal_number: int | None) -> NoReturn:
 
 
 def batches_of(
-    config: Config, loader: PairLoader, done: int, total: int, ids: NDArray[np.int64] | None
+    config: Config, loader: PairLoader, done: int, total: int
 ) -> Iterator[tuple[int, int, list[Batch]]]:
     """(step, epoch, micro-batches) of the steps after `done` up to `total`; steps count from 1.
 
@@ -247,14 +257,12 @@ def batches_of(
         loader.set_epoch(epoch)
         for batch in itertools.islice(loader, skipped, None):
             done += 1
-            parts = {side: batch[side] for side in ("query", "positive")}
-            if ids is not None:
-                parts["positive_ids"] = device.put(ids[batch["index"].numpy()])
+            del batch["index"]
             yield (
                 done,
                 epoch,
                 [
-                    {name: part[first : first + rows] for name, part in parts.items()}
+                    {name: part[first : first + rows] for name, part in batch.items()}
                     for first in range(0, config.local_batch, rows)
                 ],
             )

@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.app.trainer.build import build_step, compile_as_configured
 from paddle_recompute.app.trainer.objective import Batch, Chunks, Objective
-from paddle_recompute.distributed import is_distributed, run_collective
+from paddle_recompute.distributed import is_distributed, reduce_numbers
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.offload import offload_layers
 from paddle_recompute.options import AmpConfigs
@@ -180,16 +179,15 @@ def largest_of_ranks(count: int) -> int:
     """The largest of the ranks' values, on every rank."""
     if not is_distributed():
         return count
-    largest = paddle.to_tensor([count], dtype="int64")
-    run_collective(
-        lambda: dist.all_reduce(largest, op=dist.ReduceOp.MAX), "the comparison of memory"
-    )
-    return int(largest.item())
+    return int(reduce_numbers([count], "max", "the comparison of memory")[0])
 
 
 def largest_peak_of_ranks(peak: int) -> int | None:
     """The largest of the ranks' peaks, on every rank; None if one of them has none, which is 0."""
-    return largest_of_ranks(peak) if largest_of_ranks(-peak) < 0 else None
+    if not is_distributed():
+        return peak or None
+    largest, least = reduce_numbers([peak, -peak], "max", "the comparison of memory")
+    return int(largest) if least < 0 else None
 
 
 def measure_step(
@@ -398,18 +396,24 @@ def bare_model(config: Config, vocab_size: int) -> paddle.nn.Layer:
 def largest_batch(config: Config, vocab_size: int, chunks: Chunks) -> Batch:
     """A micro-batch of full texts, or with `chunks` of the two largest kinds of chunks."""
     random = np.random.default_rng(config.train.seed)
-    lengths = {
-        "query": config.data.max_query_tokens,
-        "positive": config.data.max_positive_tokens,
+    pairs, count = config.micro_batch, config.contrastive.hard_negatives
+    sides = {
+        "query": ([pairs], config.data.max_query_tokens),
+        "positive": ([pairs], config.data.max_positive_tokens),
     }
+    if count:
+        sides["negatives"] = [pairs, count], config.data.max_positive_tokens
     batch = {}
-    for side, length in lengths.items():
-        ids = random.integers(1, vocab_size, (config.micro_batch, length), dtype=np.int64)
+    for side, (rows, length) in sides.items():
+        texts = int(np.prod(rows))
+        ids = random.integers(1, vocab_size, (texts, length), dtype=np.int64)
         if chunks.tokens is not None:
             long = max(1, chunks.tokens // length)
-            short = max(SHORTEST_TEXT, chunks.tokens // max(1, config.micro_batch - long))
+            short = max(SHORTEST_TEXT, chunks.tokens // max(1, texts - long))
             ids[long:, short:] = 0  # padding
-        batch[side] = paddle.to_tensor(ids)
+        batch[side] = paddle.to_tensor(ids.reshape(*rows, length))
     if config.contrastive.mask_false_negatives:
-        batch["positive_ids"] = paddle.arange(config.micro_batch, dtype="int64")
+        batch["positive_ids"] = paddle.arange(pairs, dtype="int64")
+        if count:
+            batch["negative_ids"] = pairs + paddle.arange(pairs * count).reshape([pairs, count])
     return batch

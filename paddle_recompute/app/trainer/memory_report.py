@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import paddle
 
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.memory_page import rows_of, table, write
+from paddle_recompute.app.memory_page import Row, rows_of, table, write
+from paddle_recompute.app.report import require_bokeh
 from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.app.trainer.planned import job_of
 from paddle_recompute.errors import PlanError
@@ -20,6 +22,7 @@ from paddle_recompute.planner import (
     StepCosts,
     choices_of_policy,
     extrapolated,
+    largest_that_fits,
     make_plan,
     probe,
 )
@@ -33,13 +36,32 @@ class MemoryReport:
 
     Attributes:
         text: For the terminal.
+        rows: The table: one policy each.
         plan: The plan, if a budget was given.
-        files: PNG and HTML.
+        files: The page.
     """
 
     text: str
+    rows: tuple[Row, ...]
     plan: RecomputePlan | None
     files: tuple[Path, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; peaks are bytes, `extra_time` is a share of the plain step's time."""
+        return {
+            "policies": [
+                {
+                    "policy": row.policy,
+                    "peak_bytes": row.timeline.peak.bytes,
+                    "binds_at": row.timeline.peak.where,
+                    "extra_time": row.extra,
+                    "largest_batch": row.largest_batch,
+                }
+                for row in self.rows
+            ],
+            "plan": None if self.plan is None else self.plan.to_dict(),
+            "files": [str(path) for path in self.files],
+        }
 
 
 def memory_report(
@@ -56,13 +78,15 @@ def memory_report(
     Args:
         config: Of a run.
         budget: Bytes of a plan; None: no plan is made.
-        folder: Where the picture and the page go; None: there are none.
+        folder: Where the page goes; None: there is none.
         progress: Is told (done, total) of the calls of one batch size.
 
     Raises:
         PlanError: Nothing stays within `budget`, or the step cannot be measured.
-        DependencyError: This Paddle cannot start the peak anew, or matplotlib is missing.
+        DependencyError: This Paddle cannot start the peak anew, or Bokeh is missing.
     """
+    if folder is not None:
+        require_bokeh()
     paddle.set_device(config.launch.device)
     section = config.contrastive
     chunks = Chunks(section.chunk_size, section.chunk_tokens)
@@ -83,7 +107,13 @@ def memory_report(
 
         def largest_batch(peak: Callable[[StepCosts], int | None]) -> int | None:
             assert budget is not None
-            found = _largest_rows(probes, budget, peak)
+            most = budget
+
+            def fits(rows: int) -> bool:
+                found = peak(extrapolated(probes, rows))
+                return found is not None and found <= most
+
+            found = largest_that_fits(fits, MOST_ROWS, least=min(probes), close=64)
             return None if found is None else found * pairs
 
         largest = largest_batch if budget is not None else None
@@ -111,10 +141,11 @@ def memory_report(
     text = "\n".join(words)
     files: tuple[Path, ...] = ()
     if folder is not None:
-        files = tuple(write(folder, "memory", costs, table_rows, budget, text))
+        title, _, *rest = words
+        files = (write(folder, costs, table_rows, budget, title.rstrip(":"), "\n".join(rest)),)
         if plan is not None:
             plan.save(folder / "plan.json")
-    return MemoryReport(text, plan, files)
+    return MemoryReport(text, tuple(table_rows), plan, files)
 
 
 def _small_batch(config: Config) -> int:
@@ -122,35 +153,15 @@ def _small_batch(config: Config) -> int:
     return parts * min(config.micro_batch, 64)
 
 
-def _largest_rows(
-    probes: dict[int, StepCosts], budget: int, peak: Callable[[StepCosts], int | None]
-) -> int | None:
-    """The most rows whose peak fits; None if not even those of the smallest probe do."""
-
-    def fits(rows: int) -> bool:
-        found = peak(extrapolated(probes, rows))
-        return found is not None and found <= budget
-
-    low = min(probes)
-    if not fits(low):
-        return None
-    high = low * 2
-    while high < MOST_ROWS and fits(high):
-        low, high = high, high * 2
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
 def what_if(text: str) -> list[str]:
-    """Overrides of the configuration that ``batch=512,gpus=8`` stands for.
+    """Overrides of the configuration that ``batch=512,gpus=8,sharding=true`` stands for.
 
     Raises:
         PlanError: A name is not known.
     """
     names = {"batch": "contrastive.global_batch", "gpus": "launch.num_ranks"}
     names |= {"length": "data.max_positive_tokens", "layers": "model.num_layers"}
+    names |= {"sharding": "strategy.sharding"}
     overrides = []
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

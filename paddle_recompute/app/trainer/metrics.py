@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from paddle_recompute._files import parse_json, writing, written_whole
+from paddle_recompute._files import writing, written_whole
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.errors import OutputError
+from paddle_recompute.app.report import append_record, line_of, read_metrics
 
 
 class Meter:
@@ -99,6 +98,9 @@ class Progress:
             "examples/s": f"{record['examples_per_second']:.0f}",
             "peak": "not measured" if peak is None else _memory.format_bytes(peak),
         }
+        for name, value in record.get("valid", {}).items():
+            if name in ("recall@1", "mrr"):
+                figures[name] = f"{value:.4f}"
         if self._bar is not None:
             self._bar.set_postfix(figures)
         elif self._plain:
@@ -121,31 +123,8 @@ class MetricsLog:
         self._path = path
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
         with writing(path), written_whole(path, alone=True) as unfinished:
-            unfinished.write_text("".join(map(_line, kept)), encoding="utf-8")
+            unfinished.write_text("".join(map(line_of, kept)), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
-        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(_line(record))
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file; none if the file does not exist.
-
-    The last line is left out if it is incomplete because the run was killed while writing it.
-    """
-    if not path.exists():
-        return []
-    try:
-        text = path.read_text(encoding="utf-8")
-        complete = text[: text.rfind("\n") + 1]
-        records = [parse_json(line) for line in complete.splitlines()]
-        for record in records:
-            int(record["step"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise OutputError(f"{path}: is damaged ({str(error)[:200]}); remove it") from error
-    return records
-
-
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
+        append_record(self._path, record)

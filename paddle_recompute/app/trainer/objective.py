@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import paddle
-from numpy.typing import NDArray
 
 from paddle_recompute.app.config import Config, sync_arguments
-from paddle_recompute.app.data import Pair
-from paddle_recompute.contrastive import ContrastiveLoss, GradCache, text_ids
+from paddle_recompute.contrastive import ContrastiveLoss, GradCache
 from paddle_recompute.grad_sync import GradientSync
-from paddle_recompute.train_step import LOSS_PREFIX, TrainStep
+from paddle_recompute.train_step import LOSS_PREFIX, TrainStep, inputs_of_cache
 
 Batch = dict[str, paddle.Tensor]
 
@@ -46,19 +42,13 @@ class Chunks:
         return asdict(self)
 
 
-def positive_ids(config: Config, pairs: Sequence[Pair]) -> NDArray[np.int64] | None:
-    """Ids of equal positives for the loss, ``[pairs]``; None if the loss does not use ids."""
-    if not config.contrastive.mask_false_negatives:
-        return None
-    ids: NDArray[np.int64] = text_ids(pair.positive for pair in pairs).numpy()
-    return ids
-
-
 class Objective:
     """The contrastive loss of one training run. It scales the vectors to length 1 itself.
 
     A batch is a dict: ``query`` and ``positive``, ids ``[pairs, length]``, int64; with
-    ``contrastive.mask_false_negatives`` also ``positive_ids``, ``[pairs]``, int64.
+    ``contrastive.hard_negatives`` also ``negatives``, ``[pairs, hard_negatives, length]``; with
+    ``contrastive.mask_false_negatives`` also ``positive_ids``, ``[pairs]``, int64, and
+    ``negative_ids``, ``[pairs, hard_negatives]``.
 
     Args:
         config: The configuration of the run.
@@ -82,12 +72,17 @@ class Objective:
             tile=section.tile,
             mask_false_negatives=section.mask_false_negatives,
             normalize=True,
+            matryoshka_dims=section.matryoshka_dims,
         )
 
     def loss_of(self, model: paddle.nn.Layer, batch: Batch) -> paddle.Tensor:
         """The loss of all pairs of `batch`, encoded at once: a scalar, float32."""
-        ids = {name: batch[name] for name in batch.keys() - {"query", "positive"}}
-        return self.loss(model(batch["query"]), model(batch["positive"]), **ids)
+        inputs, ids = inputs_of_cache(batch)
+        query, positive, *negatives = [model(one) for one in inputs]
+        if negatives:
+            shape = [*batch["negatives"].shape[:2], query.shape[-1]]
+            negatives = [negatives[0].reshape(shape)]
+        return self.loss(query, positive, *negatives, **ids)
 
     def parameters(self) -> dict[str, paddle.Tensor]:
         """The trained parameters besides the encoder's, by structured name: ``loss/logit_scale`` if
@@ -97,10 +92,13 @@ class Objective:
 
     def synchronization(self, model: paddle.nn.Layer) -> GradientSync:
         """A new synchronization of all that is trained; all ranks make it together."""
-        trained = model
-        if self.loss.parameters():
-            trained = paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
-        return GradientSync(trained, **sync_arguments(self._config))
+        return GradientSync(self.trained(model), **sync_arguments(self._config))
+
+    def trained(self, model: paddle.nn.Layer) -> paddle.nn.Layer:
+        """`model`, with the loss where that has parameters."""
+        if not self.loss.parameters():
+            return model
+        return paddle.nn.LayerDict({"encoder": model, "loss": self.loss})
 
     def cache(self, model: paddle.nn.Layer) -> GradCache:
         """What computes the gradient of a batch in `chunks`; without them, of all pairs at once."""

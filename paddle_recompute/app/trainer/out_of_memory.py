@@ -15,7 +15,7 @@ import paddle
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.trainer.planned import check_agreed
-from paddle_recompute.app.trainer.resume import write_smaller_plan
+from paddle_recompute.app.trainer.run_checkpoints import write_smaller_plan
 from paddle_recompute.distributed import is_distributed
 from paddle_recompute.errors import ConfigError, OutOfMemoryError
 from paddle_recompute.planner import RecomputePlan

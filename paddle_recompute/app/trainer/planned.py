@@ -1,8 +1,8 @@
 """The plan of a run with ``recompute.policy: budget``, the same on all ranks.
 
 The calls are measured in dygraph, and in ``mode: static`` as Programs too. Then whole steps of the
-run's mode are measured under the plan; what they take more counts as held, and the plan is made
-anew.
+run's mode are measured under the plan. If they take more than predicted, the difference is added to
+the bytes that the step always holds, and the plan is made again.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
         None,
         build_optimizer(config.optimizer, model, config.learning_rate, objective.loss.parameters()),
         objective.cache(model),
+        optimizer_ranks=config.world_size if config.strategy.sharding else 1,
         extra_bytes=extra_bytes,
         keeps_gradients=k_steps > 1,
         checkpoints=config.recompute.checkpoints,

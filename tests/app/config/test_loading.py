@@ -75,34 +75,64 @@ def test_later_override_wins(file: Path) -> None:
     assert load_config(file, ["train.seed=1", "train.seed=2"]).train.seed == 2
 
 
-def test_override_may_open_a_section_that_is_not_in_the_file(file: Path) -> None:
+@pytest.mark.parametrize("more", ["", "launch:\n"], ids=["no section", "an empty section"])
+def test_override_may_open_a_section(file: Path, more: str) -> None:
+    file.write_text(SMALLEST + more, encoding="utf-8")
     assert load_config(file, ["launch.num_ranks=2"]).launch.num_ranks == 2
 
 
-def test_override_may_open_an_empty_section(file: Path) -> None:
-    file.write_text(SMALLEST + "launch:\n", encoding="utf-8")
-    assert load_config(file, ["launch.num_ranks=2"]).launch.num_ranks == 2
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.max_steps", "must be written dotted.key=value"),
+        ("=3", "must be written dotted.key=value"),
+        ("train..seed=1", "must be written dotted.key=value"),
+        ("", "must be written dotted.key=value"),
+        ("train.max_steps.x=3", "train.max_steps is a value (5), not a section"),
+        ("train.seed=[1", "override 'train.seed=[1': the value is not valid YAML"),
+        (
+            "train.max_step=3",
+            "train.max_step (override train.max_step=3): received 3; unknown key; did you mean "
+            "max_steps?",
+        ),
+    ],
+)
+def test_bad_override(file: Path, override: str, words: str) -> None:
+    assert words in fault_of(file, override)
 
 
-@pytest.mark.parametrize("override", ["train.max_steps", "=3", "train..seed=1", ""])
-def test_override_without_key_or_value(file: Path, override: str) -> None:
-    assert "must be written dotted.key=value" in fault_of(file, override)
+BAD_TEXTS = {
+    "a key that is no word": (
+        SMALLEST + "launch: {1: x}\n",
+        "unknown key; allowed here: num_ranks",
+    ),
+    "a section that is no mapping": (
+        SMALLEST + "launch: 3\n",
+        "launch (line 4): received 3; must be",
+    ),
+    "no YAML": (
+        "model:\n  preset: tiny\n  pooling: [cls\ntrain: {}\n",
+        ", line 4, column 6: is not valid YAML",
+    ),
+    "a Python tag": (
+        "model: !!python/object/apply:os.getcwd []\n",
+        "is not valid YAML: could not determine a constructor",
+    ),
+    "a key twice": (
+        SMALLEST + "launch:\n  num_ranks: 1\n  num_ranks: 2\n",
+        "line 6: the key launch.num_ranks is given twice (first in line 5)",
+    ),
+    "contains itself": (SMALLEST + "launch: &a {num_ranks: 1, again: *a}\n", "launch"),
+    "empty": ("", "must hold a YAML mapping (key: value lines), it holds nothing"),
+    "a list": ("- a\n", "must hold a YAML mapping (key: value lines), it holds only a list"),
+    "a number": ("3", "must hold a YAML mapping (key: value lines), it holds only a int"),
+}
 
 
-def test_override_through_a_value(file: Path) -> None:
-    message = fault_of(file, "train.max_steps.x=3")
-    assert "train.max_steps is a value (5), not a section" in message
-
-
-def test_override_that_is_no_yaml(file: Path) -> None:
-    message = fault_of(file, "train.seed=[1")
-    assert "override 'train.seed=[1': the value is not valid YAML" in message
-
-
-def test_override_of_an_unknown_key_is_reported_like_one_in_the_file(file: Path) -> None:
-    message = fault_of(file, "train.max_step=3")
-    assert "train.max_step (override train.max_step=3): received 3; unknown key" in message
-    assert "did you mean max_steps?" in message
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_bad_text(file: Path, name: str) -> None:
+    text, words = BAD_TEXTS[name]
+    assert words in fault_of_text(file, text)
 
 
 def test_every_fault_in_one_message(file: Path) -> None:
@@ -144,16 +174,6 @@ def test_long_values_are_cut(file: Path) -> None:
     assert "x" * 100 not in message.replace("override train.seed=" + "x" * 500, "")
 
 
-def test_key_that_is_no_word(file: Path) -> None:
-    assert "unknown key; allowed here: num_ranks" in fault_of_text(
-        file, SMALLEST + "launch: {1: x}\n"
-    )
-
-
-def test_section_that_is_no_mapping(file: Path) -> None:
-    assert "launch (line 4): received 3; must be" in fault_of_text(file, SMALLEST + "launch: 3\n")
-
-
 def test_missing_file_names_its_neighbours(file: Path) -> None:
     message = fault_of(file.with_name("rnu.yaml"))
     assert "no such configuration file" in message
@@ -167,35 +187,6 @@ def test_folder_instead_of_a_file(tmp_path: Path) -> None:
 def test_file_that_is_not_utf8(file: Path) -> None:
     file.write_bytes("model: {preset: tiny} # größe".encode("latin-1"))
     assert "is not UTF-8 text" in fault_of(file)
-
-
-def test_bad_yaml_names_the_line(file: Path) -> None:
-    message = fault_of_text(file, "model:\n  preset: tiny\n  pooling: [cls\ntrain: {}\n")
-    assert ", line 4, column 6: is not valid YAML" in message
-
-
-def test_yaml_with_python_tags_is_refused(file: Path) -> None:
-    assert "is not valid YAML: could not determine a constructor" in fault_of_text(
-        file, "model: !!python/object/apply:os.getcwd []\n"
-    )
-
-
-def test_duplicate_key_names_both_lines(file: Path) -> None:
-    message = fault_of_text(file, SMALLEST + "launch:\n  num_ranks: 1\n  num_ranks: 2\n")
-    assert "line 6: the key launch.num_ranks is given twice (first in line 5)" in message
-
-
-@pytest.mark.parametrize(
-    ("text", "held"), [("", "nothing"), ("- a\n", "only a list"), ("3", "only a int")]
-)
-def test_root_that_is_no_mapping(file: Path, text: str, held: str) -> None:
-    assert f"must hold a YAML mapping (key: value lines), it holds {held}" in fault_of_text(
-        file, text
-    )
-
-
-def test_yaml_that_contains_itself_ends(file: Path) -> None:
-    assert "launch" in fault_of_text(file, SMALLEST + "launch: &a {num_ranks: 1, again: *a}\n")
 
 
 def test_dictionary_reads_back(file: Path) -> None:

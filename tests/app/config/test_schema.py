@@ -115,7 +115,34 @@ def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], s
             "strategy.fuse_grad_size_in_MB",
             "greater than or equal to 1",
         ),
-        ({"strategy": {"sharding": True}}, "strategy.sharding", "does not honour: the model is"),
+        ({"strategy": {"pipeline": True}}, "strategy.pipeline", "does not honour: the model is"),
+        (
+            {"strategy": {"sharding": True, "sharding_configs": {"stage": 2}}},
+            "strategy.sharding_configs.stage",
+            "gradients are not sharded",
+        ),
+        (
+            {"strategy": {"sharding": True, "sharding_configs": {"stage": 3}}},
+            "strategy.sharding_configs.stage",
+            "recompute.offload_parameters: ranks",
+        ),
+        (
+            {"strategy": {"sharding": True}, "sync": {"mode": "fleet"}},
+            "strategy.sharding",
+            "is not supported by sync.mode: fleet",
+        ),
+        (
+            {
+                "strategy": {"sharding": True},
+                "recompute": {
+                    "enable": True,
+                    "checkpoints": ["encoder.layers.*"],
+                    "offload_parameters": "host",
+                },
+            },
+            "strategy.sharding",
+            "does not go with recompute.offload_parameters",
+        ),
         ({"strategy": {"recompute": True}}, "strategy.recompute", "set the section recompute"),
         ({"sync": {"mode": "overlapp"}}, "sync.mode", "did you mean overlap?"),
         ({"sync": {"compression": "fp16"}}, "sync.compression", "gloo's sum of float16 is wrong"),

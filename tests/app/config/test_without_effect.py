@@ -31,6 +31,7 @@ ON_ONE_RANK = [
     ("sync", "stall_timeout", 60.0),
     ("strategy", "fuse_grad_size_in_MB", 8),
     ("strategy", "find_unused_parameters", True),
+    ("strategy", "sharding", True),
     ("contrastive", "negatives", "local"),
 ]
 

@@ -286,3 +286,64 @@ def test_missing_package(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DependencyError, match="pip install tokenizers"):
         load_tokenizer(path)
+
+
+# ------------------------------------------------------------------------------------- vocab.txt
+
+ENTRIES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "##s", "猫", "re", "!"]
+# Python's `splitlines` would divide this entry.
+ENTRIES_WITH_SEPARATOR = [*ENTRIES[:4], "a\u2028b", *ENTRIES[4:]]
+
+
+def vocabulary(folder: Path, entries: list[str], config: str | None = None) -> Path:
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(config)
+    path = folder / "vocab.txt"
+    path.write_text("\n".join(entries) + "\n", encoding="utf-8")
+    return path
+
+
+def test_vocab_txt_is_read_as_bert_reads_it(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(vocabulary(tmp_path, ENTRIES))
+    assert tokenizer.vocab_size == len(ENTRIES)
+    found = tokenizer.encode(["The CATS猫!", "ré dog [SEP]"], 20)
+    assert found[0].tolist() == [2, 4, 5, 6, 7, 9, 3]
+    assert found[1].tolist()[:3] == [2, 8, 1]
+    assert found[1].tolist().count(3) == 1  # [SEP] in a text is text
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = load_tokenizer(tmp_path / "tokenizer.json")
+    assert again.sha256 == tokenizer.sha256
+    np.testing.assert_array_equal(again.encode(["The CATS猫!"], 20), found[:1])
+
+
+def test_capital_letters_are_kept_where_the_vocabulary_has_them(tmp_path: Path) -> None:
+    cased = [*ENTRIES, "The"]
+    for config, first in ((None, 10), ('{"do_lower_case": true}', 4), ('{"a": 1}', 10)):
+        tokenizer = load_tokenizer(vocabulary(tmp_path, cased, config))
+        assert tokenizer.encode(["The"], 9)[0].tolist() == [2, first, 3]
+    tokenizer = load_tokenizer(vocabulary(tmp_path, ENTRIES, '{"do_lower_case": false}'))
+    assert tokenizer.encode(["The"], 9)[0].tolist() == [2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (ENTRIES[1:], r"vocab.txt: not a vocab.txt .* has the entries \[PAD\]"),
+        ([*ENTRIES, "cat"], r"vocab.txt: not a vocab.txt .the entry 'cat' appears twice"),
+        (["a", *ENTRIES], r"\[PAD\] must be 0"),
+        ([], r"has the entries \[PAD\], \[UNK\], \[CLS\], \[SEP\]"),
+    ],
+)
+def test_bad_vocabularies_are_refused(entries: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(vocabulary(tmp_path, entries))
+
+
+def test_an_entry_may_hold_a_separator_of_lines(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(vocabulary(tmp_path, ENTRIES_WITH_SEPARATOR))
+    assert tokenizer.encode(["cat"], 9)[0].tolist() == [2, 6, 3]
+
+
+def test_a_vocab_txt_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"vocab.txt: the tokenizer cannot be read \(No such file"):
+        load_tokenizer(tmp_path / "vocab.txt")

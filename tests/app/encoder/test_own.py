@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from pydantic import ValidationError
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.errors import ConfigError
-from tests.ranks import ROOT
+from tests.processes import python
 
 HERE = "tests.app.encoder.test_own"
 
@@ -104,19 +101,10 @@ data: {{source: files, train_file: pairs.tsv, valid_pairs: 8, pool_size: 32, cac
 train: {{max_steps: 2, learning_rate: 0.001, measure_plain: false, output_dir: out}}
 """
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-m", "paddle_recompute"]
-    done = subprocess.run(
-        [*run, "train", "--config", "run.yaml"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
+    done = python("-m", "paddle_recompute", "train", "--config", "run.yaml", folder=tmp_path)
     assert "auto chose body.layers.* (2 x TransformerEncoderLayer)" in done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 2
     (tmp_path / "texts.txt").write_text("word1\nword2\n")
-    encoded = subprocess.run(
-        [*run, "encode", "--model", "out", "--output", "v.npy", "texts.txt"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert encoded.returncode == 0, encoded.stderr[-3000:]
+    encode = ("-m", "paddle_recompute", "encode", "--model", "out", "--output", "v.npy")
+    encoded = python(*encode, "texts.txt", folder=tmp_path)
     assert "vectors of 16 numbers" in encoded.stdout

@@ -67,7 +67,7 @@ def test_rank_zero_is_shown_and_gets_its_share_of_the_cores(
     monkeypatch.setenv("A_SECRET", "do not write me down")
     launch(config(), [*WORKER, "settings"])
     first, *shown = capfd.readouterr().out.splitlines()
-    assert first.startswith("2 ranks on cpu, OMP_NUM_THREADS=3")
+    assert first.startswith("starting 2 ranks on cpu, OMP_NUM_THREADS=3")
     assert first.endswith(f"logs in {tmp_path / 'logs'}")
     given = "PADDLE_TRAINERS_NUM=2 OMP_NUM_THREADS=3 PADDLE_DISTRI_BACKEND=gloo MASTER_ADDR=None"
     assert shown == [f"rank 0 {given}"]

@@ -16,7 +16,7 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.app.parity.records import (
     WEIGHTS,
     Figures,
-    Outcome,
+    TrainedVariant,
     digests_of,
     write_arrays,
     write_record,
@@ -42,8 +42,10 @@ def run(folder: Path, *arguments: str, **changes: Any) -> Result:
 
 @pytest.mark.timeout(300)  # a process that trains five runs twice
 def test_one_process_from_end_to_end(tmp_path: Path) -> None:
-    """With a learned temperature and masked false negatives."""
+    """With a learned temperature, hard negatives and masked false negatives."""
     changes = {
+        "contrastive__hard_negatives": 2,
+        "contrastive__fill": "random",
         "contrastive__learnable_temperature": True,
         "contrastive__mask_false_negatives": True,
     }
@@ -121,7 +123,7 @@ def fake_runs(spoil: Variant | None) -> Any:
             figures = Figures([1.0] * steps, [1.0] * steps, [1e-3], digests_of(parameters))
             for case in variant.cases:
                 for rank in range(variant.ranks):
-                    outcome = Outcome(figures, gradients, parameters)
+                    outcome = TrainedVariant(figures, gradients, parameters)
                     write_record(folder, variant, case, rank, outcome)
 
     return train

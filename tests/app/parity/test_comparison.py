@@ -11,9 +11,9 @@ import pytest
 
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.parity.comparison import (
+    BETWEEN_MODES,
+    BETWEEN_RANKS,
     EXACT,
-    MODES,
-    RANKS,
     Pair,
     Tolerance,
     Verdict,
@@ -21,7 +21,7 @@ from paddle_recompute.app.parity.comparison import (
     disagreement,
     pairs,
 )
-from paddle_recompute.app.parity.records import Figures, Outcome, digests_of
+from paddle_recompute.app.parity.records import Figures, TrainedVariant, digests_of
 from paddle_recompute.app.parity.variants import Case, Variant, config_for, plan
 from paddle_recompute.errors import ConfigError
 
@@ -36,7 +36,7 @@ def weights() -> dict[str, Any]:
     return {name: random.normal(size=[4, 3]).astype("float32") for name in NAMES}
 
 
-def outcome() -> Outcome:
+def outcome() -> TrainedVariant:
     """As after one step of AdamW: every element has moved by the learning rate."""
     random = np.random.default_rng(1)
     gradients = {name: random.normal(size=[4, 3]).astype("float32") for name in NAMES}
@@ -44,21 +44,23 @@ def outcome() -> Outcome:
         name: weights()[name] - RATE * np.sign(gradient) for name, gradient in gradients.items()
     }
     figures = Figures([2.0, 1.0], [3.0, 2.5], [RATE], digests_of(parameters))
-    return Outcome(figures, gradients, parameters)
+    return TrainedVariant(figures, gradients, parameters)
 
 
-def verdict(right: Outcome, tolerance: Tolerance = MODES, left: Outcome | None = None) -> Verdict:
+def verdict(
+    right: TrainedVariant, tolerance: Tolerance = BETWEEN_MODES, left: TrainedVariant | None = None
+) -> Verdict:
     return compare(Pair(LEFT, RIGHT, CASE, tolerance), left or outcome(), right, weights())
 
 
-def changed(section: str, name: str, by: float) -> Outcome:
+def changed(section: str, name: str, by: float) -> TrainedVariant:
     """An outcome with one element changed."""
     found = outcome()
     getattr(found, section)[name][1, 2] += np.float32(by)
     return found
 
 
-@pytest.mark.parametrize("tolerance", [EXACT, MODES, RANKS])
+@pytest.mark.parametrize("tolerance", [EXACT, BETWEEN_MODES, BETWEEN_RANKS])
 def test_equal_runs_agree(tolerance: Tolerance) -> None:
     found = verdict(outcome(), tolerance)
     assert (found.fault, found.loss, found.gradient, found.parameter) == (None, 0, 0, 0)
@@ -84,14 +86,14 @@ def test_the_smallest_difference_is_one_too_much_for_exact_and_none_for_the_othe
     element = spoiled.gradients["first.weight"]
     element[0, 0] = np.nextafter(element[0, 0], np.float32(9))
     assert "first.weight" in (verdict(spoiled, EXACT).fault or "")
-    assert verdict(spoiled, MODES).fault is None
-    assert 0 < verdict(spoiled, MODES).gradient < 1e-6
+    assert verdict(spoiled, BETWEEN_MODES).fault is None
+    assert 0 < verdict(spoiled, BETWEEN_MODES).gradient < 1e-6
 
 
 def test_ranks_may_differ_by_more_than_modes() -> None:
     spoiled = changed("gradients", "first.weight", 5e-5)
-    assert verdict(spoiled, MODES).fault is not None
-    assert verdict(spoiled, RANKS).fault is None
+    assert verdict(spoiled, BETWEEN_MODES).fault is not None
+    assert verdict(spoiled, BETWEEN_RANKS).fault is None
 
 
 @pytest.mark.parametrize("section", ["gradients", "parameters"])
@@ -174,9 +176,9 @@ def test_everything_that_must_agree_is_compared() -> None:
                 assert pair in found
         for recompute in ("plain", "recompute"):
             name = f"{mode} {recompute}"
-            assert (f"{name}, 1 process", f"{name}, 2 ranks", "no dropout", RANKS) in found
+            assert (f"{name}, 1 process", f"{name}, 2 ranks", "no dropout", BETWEEN_RANKS) in found
     for recompute in ("plain", "recompute"):
-        for ranks, tolerance in (("1 process", MODES), ("2 ranks", RANKS)):
+        for ranks, tolerance in (("1 process", BETWEEN_MODES), ("2 ranks", BETWEEN_RANKS)):
             one, other = (f"{mode} {recompute}, {ranks}" for mode in ("dygraph", "static"))
             for case in ("dropout", "no dropout"):  # they draw the same masks
                 assert (one, other, case, tolerance) in found
@@ -187,7 +189,7 @@ def test_everything_that_must_agree_is_compared() -> None:
 def test_the_order_of_three_ranks_depends_on_the_buffers() -> None:
     three = configuration(launch={"num_ranks": 3}, contrastive={"global_batch": 24})
     found = {pair[1]: pair[3] for pair in compared(three) if "fleet" in pair[1]}
-    assert found == {"dygraph fleet, 1 process": EXACT, "dygraph fleet, 3 ranks": RANKS}
+    assert found == {"dygraph fleet, 1 process": EXACT, "dygraph fleet, 3 ranks": BETWEEN_RANKS}
 
 
 @pytest.mark.parametrize(

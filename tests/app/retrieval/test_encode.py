@@ -15,9 +15,9 @@ import pytest
 
 from paddle_recompute.app.retrieval import encoding as encode_module
 from paddle_recompute.app.retrieval.encoding import encode_file
-from paddle_recompute.app.retrieval.evaluation import encode_texts
-from paddle_recompute.app.retrieval.index import Index, search
-from paddle_recompute.app.retrieval.trained import TrainedEncoder, load_encoder
+from paddle_recompute.app.retrieval.evaluation import encode_batches
+from paddle_recompute.app.retrieval.index import Index
+from paddle_recompute.app.retrieval.trained import TrainedEncoder, encode_texts, load_encoder
 from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.errors import CheckpointError, DataError
 from tests.app.trainer.trained_run import make_run, texts
@@ -53,7 +53,7 @@ def expected(encoder: TrainedEncoder) -> np.ndarray[Any, Any]:
     lots = [texts(COUNT)[first : first + LOT] for first in range(0, COUNT, LOT)]
     return np.concatenate(
         [
-            encode_texts(encoder.model, encoder.tokenizer, lot, max_tokens=12, batch_size=BATCH)
+            encode_batches(encoder.model, encoder.tokenizer, lot, max_tokens=12, batch_size=BATCH)
             for lot in lots
         ]
     )
@@ -105,15 +105,15 @@ def test_interrupted_run_goes_on_to_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         encode_file(encoder, text_file, output, batch_size=BATCH, progress=interrupt)
     with pytest.raises(DataError, match=rf"pool.npy: holds {stop_at} of 23 texts; run the same"):
-        Index(output)
+        Index.load(output)
     if torn:  # killed while it wrote the next lot
         with output.open("ab") as file:
             file.write(b"half a lot" * 10_000)
     encoded: list[int] = []
 
-    def counted(model: Any, tokenizer: Any, lot: list[str], **options: Any) -> Any:
+    def counted(encoder: TrainedEncoder, lot: list[str], **options: Any) -> Any:
         encoded.append(len(lot))
-        return encode_texts(model, tokenizer, lot, **options)
+        return encode_texts(encoder, lot, **options)
 
     monkeypatch.setattr(encode_module, "encode_texts", counted)
     record = encode_file(encoder, text_file, output, batch_size=BATCH)
@@ -275,7 +275,7 @@ def test_file_that_is_there_is_not_written_over(
 ) -> None:
     output = tmp_path / "pool.npy"
     output.write_bytes(b"mine")
-    with pytest.raises(DataError, match="`encode_file` did not write it; name another"):
+    with pytest.raises(DataError, match="this command did not write it; name another"):
         encode_file(encoder, text_file, output)
     output.unlink()
     encode_file(encoder, text_file, output)
@@ -361,7 +361,7 @@ def test_a_complete_checkpoint_of_a_killed_save_encodes_too(
     record = encode_file(load_encoder(tmp_path / "run"), text_file, tmp_path / "pool.npy")
     assert (record["step"], record["texts"]) == (3, COUNT)
     checkpoint.with_name(".unfinished-step-3").rename(checkpoint)
-    (hits,) = search(Index(tmp_path / "pool.npy"), ["cat"], top_k=1)
+    (hits,) = Index.load(tmp_path / "pool.npy").search(["cat"], top_k=1)
     assert hits[0].rank == 1
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from paddle_recompute.app.retrieval.evaluation import encode_texts, retrieval_metrics
+from paddle_recompute.app.retrieval.evaluation import encode_batches, retrieval_metrics
+from paddle_recompute.app.retrieval.metrics import Judgements
 from paddle_recompute.errors import DataError, SyncError
 from tests.ranks import run_ranks
 
@@ -28,6 +29,9 @@ def brute_force(query: Array, pool: Array, target: Array, ks: tuple[int, ...]) -
     ranks = (scores >= own[:, None]).sum(axis=1)
     return {
         **{f"recall@{k}": float((ranks <= k).mean()) for k in ks},
+        **{f"precision@{k}": float(((ranks <= k) / k).mean()) for k in ks},
+        "ndcg@10": float(np.where(ranks <= 10, 1 / np.log2(ranks + 1.0), 0).mean()),
+        "map": float((1 / ranks).mean()),
         "mrr": float((1 / ranks).mean()),
         "pool_size": len(pool),
         "queries": len(query),
@@ -99,9 +103,10 @@ def test_model_that_maps_everything_to_one_vector_is_the_worst() -> None:
     query, pool = np.tile(unit_rows((1, 64), 6), (5, 1)), np.tile(unit_rows((1, 64), 6), (40, 1))
     found = retrieval_metrics(query, pool, np.arange(5), ks=(1, 39, 40))
     assert found == {
-        "recall@1": 0.0,
-        "recall@39": 0.0,
-        "recall@40": 1.0,
+        **{"recall@1": 0.0, "recall@39": 0.0, "recall@40": 1.0},
+        **{"precision@1": 0.0, "precision@39": 0.0, "precision@40": 1 / 40},
+        "ndcg@10": 0.0,
+        "map": pytest.approx(1 / 40),
         "mrr": pytest.approx(1 / 40),
         "pool_size": 40,
         "queries": 5,
@@ -190,7 +195,7 @@ TEXTS = ["ab", "abcdef", "z", "hello", "xyz", "abcdefghij", "q"]
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
 def test_vectors_come_in_the_order_of_the_texts(batch_size: int) -> None:
     model, tokenizer = SumOfLetters(), Letters()
-    found = encode_texts(model, tokenizer, TEXTS, max_tokens=8, batch_size=batch_size)
+    found = encode_batches(model, tokenizer, TEXTS, max_tokens=8, batch_size=batch_size)
     weight = model.embedding.weight.numpy()
     expected = np.stack(
         [sum(weight[ord(letter) - ord("a") + 1] for letter in text[:8]) for text in TEXTS]
@@ -202,7 +207,9 @@ def test_vectors_come_in_the_order_of_the_texts(batch_size: int) -> None:
 
 def test_texts_of_a_batch_have_about_the_same_length() -> None:
     tokenizer, done = Letters(), []
-    encode_texts(SumOfLetters(), tokenizer, TEXTS, max_tokens=8, batch_size=3, progress=done.append)
+    encode_batches(
+        SumOfLetters(), tokenizer, TEXTS, max_tokens=8, batch_size=3, progress=done.append
+    )
     lengths = [[len(text) for text in batch] for batch in tokenizer.batches]
     assert lengths == [[10, 6, 5], [3, 2, 1], [1]]
     assert done == [3, 3, 1]
@@ -215,7 +222,7 @@ def test_encoding_leaves_modes_gradients_and_random_numbers_alone() -> None:
     paddle.seed(11)
     expected = paddle.rand([3]).numpy()
     paddle.seed(11)
-    encode_texts(model, Letters(), TEXTS, max_tokens=8, batch_size=3)
+    encode_batches(model, Letters(), TEXTS, max_tokens=8, batch_size=3)
     np.testing.assert_array_equal(paddle.rand([3]).numpy(), expected)
     assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)
     assert model.recorded_gradient == [False] * 3
@@ -227,7 +234,7 @@ def test_modes_come_back_after_an_error_too() -> None:
     model = SumOfLetters()
     model.train()
     with pytest.raises(ZeroDivisionError):
-        encode_texts(
+        encode_batches(
             model, Letters(), TEXTS, max_tokens=8, batch_size=3, progress=lambda done: done // 0
         )
     assert model.training
@@ -238,27 +245,28 @@ def test_modes_come_back_after_an_error_too() -> None:
 def test_vector_of_zeros_remains_one() -> None:
     model = SumOfLetters()
     model.embedding.weight.set_value(paddle.zeros([27, 6]))
-    found = encode_texts(model, Letters(), TEXTS, max_tokens=8, batch_size=3)
+    found = encode_batches(model, Letters(), TEXTS, max_tokens=8, batch_size=3)
     np.testing.assert_array_equal(found, np.zeros((7, 6), np.float32))
 
 
 @pytest.mark.parametrize(("texts", "batch_size"), [([], 3), (TEXTS, 0)])
 def test_nothing_to_encode_is_refused(texts: list[str], batch_size: int) -> None:
     with pytest.raises(DataError, match=r"received \d texts and batch_size=\d; both must be"):
-        encode_texts(SumOfLetters(), Letters(), texts, max_tokens=8, batch_size=batch_size)
+        encode_batches(SumOfLetters(), Letters(), texts, max_tokens=8, batch_size=batch_size)
 
 
 # ------------------------------------------------------------------------------ several ranks
 
 RANKED = {"query": unit_rows((50, 16), 11), "pool": unit_rows((90, 16), 12)}
 TARGETS = np.random.default_rng(13).integers(0, 90, 50)
+GRADED = Judgements.of([{row: 1 + row % 3, (row + 7) % 90: 1} for row in TARGETS.tolist()])
 
 
 def results_of_a_rank() -> dict[str, Any]:
     """In a share of the work, and what is refused."""
     done: list[int] = []
     many = {
-        batch_size: encode_texts(
+        batch_size: encode_batches(
             SumOfLetters(),
             Letters(),
             TEXTS,
@@ -274,13 +282,14 @@ def results_of_a_rank() -> dict[str, Any]:
         retrieval_metrics(**RANKED, target=TARGETS, tile=tile, over_ranks=True)
         for tile in (7, 32, 64)  # 64: one tile, and so nothing for the second rank
     ]
+    found["graded"] = retrieval_metrics(**RANKED, target=GRADED, tile=7, over_ranks=True)
     refused = []
     rank = dist.get_rank()
     with pytest.raises(SyncError) as caught:
         retrieval_metrics(**RANKED, target=np.full(50, rank), over_ranks=True)
     refused.append(str(caught.value))
     with pytest.raises(SyncError) as caught:
-        encode_texts(
+        encode_batches(
             SumOfLetters(),
             Letters(),
             ["a", "b" * rank],
@@ -296,12 +305,13 @@ def test_ranks_share_the_work_and_have_what_one_process_has() -> None:
     # fresh: in a process that has done other work the last bits were others (3.3.1, on a CPU).
     for rank, found in enumerate(run_ranks(results_of_a_rank, 2, fresh=True)):
         for batch_size, vectors in found["encoded"].items():
-            alone = encode_texts(
+            alone = encode_batches(
                 SumOfLetters(), Letters(), TEXTS, max_tokens=8, batch_size=batch_size
             )
             np.testing.assert_array_equal(vectors, alone)
         assert found["done"] == [[2, 2, 7], [2, 1, 7]][rank]
         for tile, metrics in zip((7, 32, 64), found["metrics"], strict=True):
             assert metrics == retrieval_metrics(**RANKED, target=TARGETS, tile=tile)
+        assert found["graded"] == retrieval_metrics(**RANKED, target=GRADED, tile=7)
         assert found["refused"][0].startswith("the ranks' queries, pools or targets differ")
         assert found["refused"][1].startswith("the ranks' texts differ")

@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as arrays
 
 from paddle_recompute.app.retrieval import index as search_module
 from paddle_recompute.app.retrieval.encoding import encode_file
-from paddle_recompute.app.retrieval.evaluation import encode_texts
-from paddle_recompute.app.retrieval.index import Index, search, top_of_tiles
+from paddle_recompute.app.retrieval.evaluation import encode_batches
+from paddle_recompute.app.retrieval.index import Index, top_of_tiles
 from paddle_recompute.app.retrieval.trained import load_encoder
 from paddle_recompute.errors import CheckpointError, DataError
 from tests.app.trainer.trained_run import make_run, texts
@@ -64,11 +64,13 @@ def test_hits_are_those_of_brute_force(
     encoder = load_encoder(pools / "run")
     queries = ["big cat", " stone river "]
     options: Any = {"max_tokens": 10, "batch_size": 256}
-    vectors = encode_texts(encoder.model, encoder.tokenizer, [*map(str.strip, queries)], **options)
+    vectors = encode_batches(
+        encoder.model, encoder.tokenizer, [*map(str.strip, queries)], **options
+    )
     options["max_tokens"] = 12
-    pool = encode_texts(encoder.model, encoder.tokenizer, texts(COUNT), **options)
+    pool = encode_batches(encoder.model, encoder.tokenizer, texts(COUNT), **options)
     scores = vectors.astype(np.float64) @ pool.astype(np.float64).T
-    found = search(Index(pools / "npy" / "pool.npy"), queries, top_k=5)
+    found = Index.load(pools / "npy" / "pool.npy").search(queries, top_k=5)
     for hits, row in zip(found, scores, strict=True):
         best = np.argsort(-row, kind="stable")[:5]
         assert [hit.row for hit in hits] == best.tolist()
@@ -81,8 +83,8 @@ def test_hits_are_those_of_brute_force(
 def test_what_the_model_does_not_see_of_a_query_is_told(pools: Path) -> None:
     told: list[str] = []
     queries = ["big cat", "big cat " * 9, "big 猫"]
-    found = search(Index(pools / "npy"), queries, top_k=1, tell=told.append)
-    assert found == search(Index(pools / "npy"), queries, top_k=1)
+    found = Index.load(pools / "npy").search(queries, top_k=1, tell=told.append)
+    assert found == Index.load(pools / "npy").search(queries, top_k=1)
     cut, unknown = told
     assert cut.startswith("'big cat big") and cut.endswith(
         "is cut after 10 tokens, the limit for queries in training"
@@ -91,20 +93,20 @@ def test_what_the_model_does_not_see_of_a_query_is_told(pools: Path) -> None:
 
 
 def test_small_pool_gives_all_of_it(pools: Path) -> None:
-    (hits,) = search(Index(pools / "npy"), ["cat"], top_k=1000)
+    (hits,) = Index.load(pools / "npy").search(["cat"], top_k=1000)
     assert sorted(hit.row for hit in hits) == list(range(COUNT))
 
 
 def test_pool_of_another_model_is_refused(pools: Path, tmp_path: Path) -> None:
     make_run(tmp_path, seed=1)
     with pytest.raises(DataError, match="was encoded by another model than that in"):
-        search(Index(pools / "npy"), ["cat"], encoder=load_encoder(tmp_path / "run"))
+        Index.load(pools / "npy").search(["cat"], encoder=load_encoder(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(("queries", "top_k"), [([], 1), (["cat", " "], 1), (["cat"], 0)])
 def test_nothing_to_search_for_is_told(queries: list[str], top_k: int, pools: Path) -> None:
     with pytest.raises(DataError, match=r"received \d queries and top_k=\d; allowed are"):
-        search(Index(pools / "npy"), queries, top_k=top_k)
+        Index.load(pools / "npy").search(queries, top_k=top_k)
 
 
 def copy_of(pools: Path, folder: Path) -> Path:
@@ -115,34 +117,34 @@ def copy_of(pools: Path, folder: Path) -> Path:
 
 def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"pool.npy: there is no such file; `paddle-recompute enc"):
-        Index(tmp_path / "pool.npy")
+        Index.load(tmp_path / "pool.npy")
     with pytest.raises(DataError, match="holds none of encoded texts; name one file"):
-        Index(tmp_path)
+        Index.load(tmp_path)
     file = copy_of(pools, tmp_path)
     for name in ("more.npy", "more.npy.json"):
         (tmp_path / name).touch()
     with pytest.raises(DataError, match=r"holds more.npy, pool.npy of encoded texts; name one"):
-        Index(tmp_path)
+        Index.load(tmp_path)
     (tmp_path / "pool.jsonl").touch()
     with pytest.raises(DataError, match=r"pool.jsonl: is no .npy file; encode the texts into one"):
-        Index(tmp_path / "pool.jsonl")
+        Index.load(tmp_path / "pool.jsonl")
     about = tmp_path / "pool.npy.json"
     record = json.loads(about.read_text())
     about.write_text(json.dumps({**record, "model": str(tmp_path / "gone" / "step-3")}))
     with pytest.raises(CheckpointError, match="gone: contains no trained model"):
-        search(Index(file), ["cat"])
+        Index.load(file).search(["cat"])
     for missing in record:
         about.write_text(json.dumps({key: record[key] for key in record if key != missing}))
         if missing in ("texts", "done", "dim", "model", "fingerprint"):
             with pytest.raises(
                 DataError, match=rf"pool.npy.json: is damaged \(KeyError.'{missing}"
             ):
-                Index(file)
+                Index.load(file)
         else:
-            Index(file)
+            Index.load(file)
     about.unlink()
     with pytest.raises(DataError, match=r"cannot be read .* beside pool.npy"):
-        Index(file)
+        Index.load(file)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,10 @@ def test_pools_that_are_not_there_are_told(pools: Path, tmp_path: Path) -> None:
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-4]), "cannot be read as vectors"),
         (lambda file: np.save(file, np.ones((3, 16), np.float32)), r"the shape \(3, 16\)"),
-        (lambda file: file.with_name("pool.npy.txt").write_text("cat\n"), "has no text num"),
+        (
+            lambda file: file.with_name("pool.npy.txt").write_text("cat\n"),
+            "txt: has 1 texts; expected 40",
+        ),
         (lambda file: file.with_name("pool.npy.txt").write_bytes(b"\xff\n"), "txt: cannot be read"),
     ],
 )
@@ -158,4 +163,4 @@ def test_damaged_pools_are_told(damage: Any, message: str, pools: Path, tmp_path
     file = copy_of(pools, tmp_path)
     damage(file)
     with pytest.raises(DataError, match=message):
-        search(Index(file), ["cat"], top_k=COUNT)
+        Index.load(file).search(["cat"], top_k=COUNT)

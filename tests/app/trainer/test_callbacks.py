@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from paddle_recompute import Trainer
+from paddle_recompute.app.report import read_records
 from paddle_recompute.app.trainer import Callback, Run
+from paddle_recompute.app.trainer.lanes import RECORDED_STEP
 from paddle_recompute.app.trainer.metrics import read_metrics
 from paddle_recompute.distributed import values_of_ranks
 from tests.app.trainer.test_trainer import tiny, write_pairs
@@ -105,3 +107,18 @@ def test_a_callback_may_use_a_collective(tmp_path: Path) -> None:
     first, second = run_ranks(train_and_gather, 2, folder=str(tmp_path))
     assert first == second and len(first) == 4
     assert all([rank for rank, _ in of_step] == [0, 1] for of_step in first)
+
+
+def test_the_step_of_each_rank_is_noted_once(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    run_ranks(train_and_gather, 2, folder=str(tmp_path))
+    events = read_records(tmp_path / "run/events.jsonl", "time")
+    (noted,) = [one for one in events if one["event"] == "lanes"]
+    assert noted["step"] == RECORDED_STEP and len(noted["ranks"]) == 2
+    assert min(lane["began"] for lane in noted["ranks"]) == 0
+    for lane in noted["ranks"]:
+        order = ("began", "backward_ended", "synchronized", "ended")
+        assert [lane[name] for name in order] == sorted(lane[name] for name in order)
+        assert lane["buckets"] and all(size > 0 for size, *_ in lane["buckets"])
+        for _, *times in lane["buckets"]:
+            assert lane["began"] < times[0] <= times[1] <= times[2] <= lane["synchronized"]

@@ -23,10 +23,10 @@ def train(folder: str) -> None:
     if dist.get_rank() == 1:
         collate, calls = PairLoader._collate, itertools.count()
 
-        def faulty(self: PairLoader, rows: list[int]) -> Any:
+        def faulty(self: PairLoader, rows: list[int], *of_the_draw: int) -> Any:
             if next(calls) == 1:
                 raise ValueError("pair 17 has no words")
-            return collate(self, rows)
+            return collate(self, rows, *of_the_draw)
 
         PairLoader._collate = faulty  # type: ignore[method-assign]
     settings = {"train__max_steps": 40, "launch__num_ranks": 2, "train__eval_before": False}

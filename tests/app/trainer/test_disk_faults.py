@@ -19,13 +19,7 @@ from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.app.trainer.metrics import MetricsLog, read_metrics
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import CheckpointError, ConfigError, DivergenceError, OutputError
-from tests.app.trainer.test_trainer import tiny, write_pairs
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_pairs(tmp_path / "pairs.tsv")
-    return tmp_path
+from tests.app.trainer.test_trainer import tiny
 
 
 @pytest.fixture

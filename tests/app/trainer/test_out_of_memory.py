@@ -16,7 +16,7 @@ from paddle_recompute._paddle import memory
 from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.app.trainer.planned import BudgetPlanner
 from paddle_recompute.app.trainer.planned_steps import PlannedSteps
-from paddle_recompute.app.trainer.resume import RunCheckpoints, write_smaller_plan
+from paddle_recompute.app.trainer.run_checkpoints import RunCheckpoints, write_smaller_plan
 from paddle_recompute.errors import CheckpointError, OutOfMemoryError, PeerError
 from paddle_recompute.planner import RecomputePlan
 from tests.app.trainer.test_trainer import tiny

@@ -17,18 +17,12 @@ from safetensors.numpy import load_file, save_file
 
 from paddle_recompute.app.data import PairLoader
 from paddle_recompute.app.trainer import Trainer
-from paddle_recompute.app.trainer.resume import RunCheckpoints
+from paddle_recompute.app.trainer.run_checkpoints import RunCheckpoints
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.errors import CheckpointError, PaddleRecomputeError
 from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
 from tests.ranks import run_ranks
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_pairs(tmp_path / "pairs.tsv")
-    return tmp_path
 
 
 def test_auto_starts_anew_and_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

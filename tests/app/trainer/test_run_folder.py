@@ -25,17 +25,11 @@ from paddle_recompute.app.trainer.metrics import MetricsLog, read_metrics
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import ConfigError, DataError, LaunchError
 from tests.app.trainer.test_signals import TWO, train, wait_for_step, write_config
-from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.app.trainer.test_trainer import tiny
 from tests.ranks import ROOT
 
 SHORT = {"train__max_steps": 2, "train__eval_before": False}
 WAYS = ("train.resume=auto", "name another folder", "train.overwrite=true")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_pairs(tmp_path / "pairs.tsv")
-    return tmp_path
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -21,12 +21,6 @@ SHORT = {"train__max_steps": 2, "train__eval_before": False}
 LONGER = {**SHORT, "train__max_steps": 3, "train__resume": "auto"}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_pairs(tmp_path / "pairs.tsv")
-    return tmp_path
-
-
 def swap_two_lines(file: Path) -> None:
     """The same size, and the same pairs, in another order."""
     lines = file.read_text().splitlines(keepends=True)

@@ -37,13 +37,13 @@ class Normed(paddle.nn.Layer):
 def evaluate_thrice(folder: str, mode: str) -> dict[str, Any]:
     """What this rank encodes: at the end of a run, resumed, and resumed again."""
     vectors: list[Any] = []
-    made = trainer_module.encode_texts
+    made = trainer_module.encode_batches
 
     def noted(*arguments: Any, **named: Any) -> Any:
         vectors.append(made(*arguments, **named))
         return vectors[-1]
 
-    trainer_module.encode_texts = noted
+    trainer_module.encode_batches = noted
     settings = {
         "model": {"name": f"{HERE}:Normed"},
         "mode": mode,
@@ -61,7 +61,7 @@ def evaluate_thrice(folder: str, mode: str) -> dict[str, Any]:
             if paddle.distributed.get_rank() == 0:
                 (Path(folder) / "run" / "result.json").unlink()
     finally:
-        trainer_module.encode_texts = made
+        trainer_module.encode_batches = made
     return {"vectors": vectors}
 
 

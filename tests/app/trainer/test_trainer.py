@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute._paddle.amp import amp_state
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.retrieval.evaluation import encode_texts
+from paddle_recompute.app.retrieval.evaluation import encode_batches
 from paddle_recompute.app.trainer import Trainer, memory_probe, objective, step_seed, total_steps
 from paddle_recompute.app.trainer import trainer as trainer_module
 from paddle_recompute.app.trainer.loop import batches_of
@@ -35,6 +35,7 @@ from paddle_recompute.errors import (
     SelectionError,
 )
 from paddle_recompute.train_step import mixed_precision
+from tests.app.report.pages import Page
 from tests.ranks import run_ranks
 from tests.train_step.half_precision import pretended_gpu, rounded
 
@@ -98,12 +99,6 @@ def tiny(folder: Path, **changes: Any) -> Config:
     return Config.model_validate(tree)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_pairs(tmp_path / "pairs.tsv")
-    return tmp_path
-
-
 def weights_of(output_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
     return load_file(find_checkpoint(output_dir / "checkpoint").weights_file)
 
@@ -124,7 +119,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         np.testing.assert_array_equal(value, right[key], err_msg=key)
 
 
-@pytest.mark.usefixtures("pictures")
+@pytest.mark.usefixtures("report")
 def test_run_returns_and_writes_what_it_promises(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,8 +139,7 @@ def test_run_returns_and_writes_what_it_promises(
         assert 0 <= record[f"untrained_{key}"] <= 1
         assert 0 <= record[key] <= 1
     assert record["mrr"] > record["untrained_mrr"]
-    for name in ("report.html", "loss.png", "memory.png", "recall.png"):
-        assert (output / name).stat().st_size > 0
+    assert "finished · 10 of 10 steps · 1 rank" in Page(output / "report.html").text
     shown = capsys.readouterr()
     assert "20 held-out queries, 50 candidates for each" in shown.out
     assert f"{output}/checkpoint/step-10" in shown.out
@@ -403,7 +397,7 @@ def test_same_pairs_however_many_micro_batches(folder: Path) -> None:
         run = Trainer(config)
         run._rank, run._world_size = 0, 1
         loader = run._loader(run._prepare_data(None))
-        steps = list(batches_of(config, loader, 5, 9, None))
+        steps = list(batches_of(config, loader, 5, 9))
         assert [(step, epoch) for step, epoch, _ in steps] == [(6, 0), (7, 0), (8, 1), (9, 1)]
         assert all(len(micro_batches) == k_steps for _, _, micro_batches in steps)
         rows.append(
@@ -450,11 +444,11 @@ def test_mixed_precision_from_the_configuration(
     """Forward passes of steps and of the last evaluation run in it; nothing is rounded here."""
     levels = []
 
-    def noted_encode_texts(*args: Any, **options: Any) -> Any:
+    def noted_encode_batches(*args: Any, **options: Any) -> Any:
         levels.append(str(amp_state().level))
-        return encode_texts(*args, **options)
+        return encode_batches(*args, **options)
 
-    monkeypatch.setattr(trainer_module, "encode_texts", noted_encode_texts)
+    monkeypatch.setattr(trainer_module, "encode_batches", noted_encode_batches)
     Trainer(tiny(folder, train__output_dir=str(folder / "plain"), train__max_steps=3)).run()
     settings = {"strategy__amp": True, "strategy__amp_configs__dtype": "bfloat16"}
     with pretended_gpu():
@@ -492,6 +486,7 @@ def float16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.usefixtures("report")
 def test_skipped_steps_are_told_and_resumed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], float16: None
 ) -> None:

@@ -25,23 +25,10 @@ from tests.app.trainer.test_trainer import (
     numbers_of,
     tiny,
     weights_of,
-    write_pairs,
 )
 from tests.ranks import run_ranks
 
 LEARNED = {"contrastive__learnable_temperature": True}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_pairs(tmp_path / "pairs.tsv")
-    return tmp_path
-
-
-@pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is not what a test is about."""
-    monkeypatch.setattr(memory_probe, "measure_step", lambda *arguments, **options: 1)
 
 
 def temperatures(output_dir: Path) -> list[float]:
@@ -197,7 +184,7 @@ def test_memory_budget(folder: Path) -> None:
     assert f"each rank encodes {record['chunk_tokens']} tokens at a time (contrastive.ch" in shown
     assert record["peak_bytes"] <= 340 * 1024
     page = (folder / "run" / "report.html").read_text(encoding="utf-8")
-    assert f"{record['chunk_tokens']} tokens encoded at a time, " in page
+    assert f"{record['chunk_tokens']} tokens encoded at a time" in page
     assert again["chunk_tokens"] == record["chunk_tokens"]
     assert f"{record['chunk_tokens']} tokens at a time, as before" in shown_again
     assert "memory_budget: 9.8 KiB is too little; a step that" in refused

@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddle_recompute.app.config import load_config
-from paddle_recompute.app.trainer import Trainer, memory_probe
+from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.app.trainer.metrics import read_metrics
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import ConfigError, StaticGraphError
 from paddle_recompute.static_graph import StaticTrainStep
-from tests.app.trainer.test_trainer import tiny, weights_of, write_pairs
+from tests.app.trainer.test_trainer import tiny, weights_of
 from tests.ranks import run_ranks
 
 # The operators of a Program are dygraph's, in an order of their own. Seen after 6 steps at a high
@@ -35,18 +35,6 @@ SETTINGS: dict[str, Any] = {
     "train__eval_before": False,
     "train__measure_plain": False,
 }
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_pairs(tmp_path / "pairs.tsv")
-    return tmp_path
-
-
-@pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measured step is a Program of its own, which takes a second to build."""
-    monkeypatch.setattr(memory_probe, "measure_step", lambda *arguments, **options: 1)
 
 
 def train(folder: Path, name: str, **changes: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import paddle
 
@@ -26,14 +27,22 @@ def texts(count: int) -> list[str]:
     return made
 
 
-def make_run(folder: Path, *, seed: int = 0, step: int = 3) -> Config:
-    """Write ``folder/run/checkpoint/step-3``; another seed is another model."""
-    config = tiny(folder)
+def make_run(
+    folder: Path, *, seed: int = 0, step: int = 3, biased: bool = False, **changes: Any
+) -> Config:
+    """Write ``folder/run/checkpoint/step-3``; another seed is another model.
+
+    `biased`: no bias is 0 and no LayerNorm the identity, as after training. `changes`: as `tiny`.
+    """
+    config = tiny(folder, **changes)
     vocabulary = folder / f"tokenizer-{seed}.json"
     train_tokenizer(texts(50), vocabulary, 100)
     tokenizer = load_tokenizer(vocabulary)
     paddle.seed(seed)
     model = build_model(config.model, tokenizer.vocab_size)
+    for one in model.parameters() if biased else ():
+        if one.ndim == 1:
+            one.set_value(one + 0.1 * paddle.randn(one.shape))
     save_checkpoint(
         config.train.output_dir / "checkpoint",
         model=model,

@@ -1,0 +1,232 @@
+"""``init``: a first configuration, fitted to the pairs and to this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+import click
+
+import paddle_recompute.app
+from paddle_recompute._files import written_whole
+from paddle_recompute.app.cli._process import prepare_one_process
+from paddle_recompute.app.config import load_config
+from paddle_recompute.app.launch import errors_in_one_paragraph
+from paddle_recompute.errors import ConfigError, DataError
+
+_FEWEST_PAIRS = 40
+_MOST_NEGATIVES = 4
+"""Of each pair in a batch; a batch encodes all of them."""
+_NOT_IN_A_LINE = ("Cc", "Cs", "Zl", "Zp")
+"""Unicode categories of line breaks, control characters and bytes that are not UTF-8."""
+# A Chinese, Japanese or Korean character is about a token; of other writing, four letters are.
+_TOKENS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]{1,4}|[^\w\s]")
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """The devices of this machine; `card_bytes` is the memory of a GPU, 0 without one."""
+
+    device: str
+    ranks: int
+    card_bytes: int
+
+
+@click.command()
+@click.argument("pairs", required=False, metavar="[PAIRS]")
+@click.option(
+    "--from", "name", metavar="NAME", help="Copy a configuration of this package as it is."
+)
+@click.option("--output", default="run.yaml", show_default=True, metavar="FILE")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def init(pairs: str | None, name: str | None, output: str, debug: bool) -> None:
+    """Write a commented configuration for the text pairs in PAIRS and for this machine.
+
+    For example: paddle-recompute init pairs.tsv --output run.yaml
+
+    Reads all of PAIRS (.tsv or .jsonl, also .gz) and counts GPUs or cores. --from copies one of the
+    configurations that come with the package instead. Overwrites nothing.
+    """
+    with errors_in_one_paragraph(debug):
+        file = Path(output)
+        if (pairs is None) == (name is None):
+            known = ", ".join(sorted(_shipped()))
+            raise ConfigError(f"init needs a file of pairs, or --from with one of: {known}")
+        if file.exists():
+            raise ConfigError(f"{file}: exists already; name another file with --output")
+        if name is not None:
+            text = _text_of(name)
+        else:
+            assert pairs is not None
+            click.echo(f"reading {pairs}")
+            text = _fitted(Path(pairs), file.stem, _this_machine())
+        with tempfile.TemporaryDirectory() as folder:
+            tried = Path(folder) / "run.yaml"
+            tried.write_text(text, encoding="utf-8")
+            load_config(tried)
+        with written_whole(file) as part:
+            part.write_text(text, encoding="utf-8")
+        click.echo(f"written: {file}; train with: paddle-recompute train --config {file}")
+
+
+def _shipped() -> dict[str, Path]:
+    """The configurations that come with the package, or lie beside it in a checkout, by name."""
+    app = Path(paddle_recompute.app.__path__[0])
+    folders = (app / "fleet_configs", app.parents[1] / "fleet_configs")
+    return {file.stem: file for folder in folders for file in folder.glob("*.yaml")}
+
+
+def _text_of(name: str) -> str:
+    found = _shipped()
+    if name not in found:
+        raise ConfigError(f"--from {name}: not known; the package has {', '.join(sorted(found))}")
+    return found[name].read_text(encoding="utf-8")
+
+
+def _this_machine() -> _Machine:
+    prepare_one_process()
+    import paddle
+
+    gpus = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+    if gpus:
+        card = paddle.device.cuda.get_device_properties(0).total_memory
+        return _Machine("gpu", gpus, int(card))
+    return _Machine("cpu", min(2, len(os.sched_getaffinity(0))), 0)
+
+
+def _fitted(path: Path, name: str, machine: _Machine) -> str:
+    """The configuration for the pairs in `path`.
+
+    Raises:
+        ConfigError: A name cannot stand in it.
+        DataError: The pairs cannot be read, or training would refuse them.
+    """
+    from paddle_recompute.app.data import HardNegatives, read_pairs, split_pairs
+
+    for text in (str(path.absolute()), name):
+        if any(unicodedata.category(letter) in _NOT_IN_A_LINE for letter in text):
+            raise ConfigError(
+                f"{text!r}: has a line break or another control character, which a configuration "
+                "cannot hold; rename the file"
+            )
+    found = read_pairs(path, on_bad_line="skip")
+    if found.skipped:
+        click.echo(f"{len(found.skipped)} lines are no pairs, the first: {found.skipped[0]}")
+    pairs = list(dict.fromkeys(found.pairs))
+    count = len(pairs)
+    if count < _FEWEST_PAIRS:
+        raise DataError(
+            f"{path}: {count} different pairs; training and evaluation need {_FEWEST_PAIRS}"
+        )
+    negatives = [len(set(pair.negatives)) for pair in pairs]
+    least, most = min(negatives), max(negatives)
+    hard_negatives = min(max(least, 1), _MOST_NEGATIVES) if most else 0
+    valid = min(2000, count // 10)
+    try:
+        train = split_pairs(pairs, valid_pairs=valid, seed=0).train
+        if hard_negatives:
+            HardNegatives(train, hard_negatives, fill=not least)
+    except DataError as error:
+        raise DataError(f"{path}: training would refuse these pairs: {error}") from error
+    queries = _longest([pair.query for pair in pairs])
+    positives = _longest([text for pair in pairs for text in (pair.positive, *pair.negatives)])
+    per_rank = 1024 if machine.card_bytes else 128
+    while per_rank > 2 and per_rank * machine.ranks * 4 > len(train):
+        per_rank //= 2
+    budget = machine.card_bytes * 3 // 4 // 2**30
+    bad = f"  on_bad_line: skip             # {len(found.skipped)} lines are no pairs\n"
+    return _TEMPLATE.substitute(
+        pairs=path.name,
+        count=count,
+        name=name,
+        model=_GPU_MODEL if machine.card_bytes else _CPU_MODEL.format(max(queries, positives)),
+        batch=f"{per_rank * machine.ranks:<16}# {machine.ranks} x {per_rank} pairs; each query is",
+        negatives=_NEGATIVES.format(f"{hard_negatives:<14}", least, most) if most else "",
+        fill=_FILL.format(negatives.count(0)) if most and not least else "",
+        memory=_GPU_MEMORY.format(budget) if budget else "",
+        train_file=json.dumps(str(path.absolute()), ensure_ascii=False),
+        bad_lines=bad if found.skipped else "",
+        queries=f"{queries:<12}",
+        positives=positives,
+        valid=f"{valid:<17}",
+        pool=f"{min(10_000, len({pair.positive for pair in pairs})):<19}",
+        learning_rate="5.0e-5" if machine.card_bytes else "1.0e-3",
+        output_dir=json.dumps(f"outputs/{name}", ensure_ascii=False),
+        ranks=machine.ranks,
+        device=machine.device,
+    )
+
+
+_CPU_MODEL = """\
+  preset: tiny                  # made narrower for a CPU
+  hidden_size: 128
+  num_heads: 4
+  intermediate_size: 256
+  max_position_embeddings: {}
+"""
+_GPU_MODEL = """\
+  preset: base                  # ERNIE 3.0 Base, random weights
+  # init_from: model_state.pdparams   # pretrained weights
+"""
+_GPU_MEMORY = """\
+  memory_budget: {}GiB          # per GPU; how many tokens are encoded at once is measured
+"""
+_NEGATIVES = """\
+  hard_negatives: {}# drawn in each epoch; a pair has {} to {}
+"""
+_FILL = """\
+  fill: random                  # {} pairs have none: they get positives of other queries
+"""
+_TEMPLATE = Template("""\
+# Made by `paddle-recompute init` for $pairs: $count pairs.
+# Every key: docs/configuration.md. All values, and where they come from:
+# paddle-recompute config show --config $name.yaml
+mode: dygraph                   # or static: the same training as a Program
+
+model:
+$model
+recompute:
+  checkpoints: ["encoder.layers.*"]   # blocks whose activations are computed again
+
+# strategy:                     # half precision; float16 on cards before Ampere
+#   amp: true
+#   amp_configs: {dtype: bfloat16}
+
+contrastive:
+  global_batch: $batch
+  temperature: 0.05             # told from the positives of all the others
+  mask_false_negatives: true    # pairs with the same positive are no negatives of each other
+$negatives$fill$memory
+data:
+  source: files
+  train_file: $train_file
+$bad_lines  max_query_tokens: $queries# 99 of 100 queries are about as long or shorter
+  max_positive_tokens: $positives
+  valid_pairs: $valid# held out for the evaluation
+  pool_size: $pool# texts among which a query is searched
+
+train:
+  num_epochs: 3
+  learning_rate: $learning_rate
+  decay: linear
+  clip_grad_norm: 1.0
+  output_dir: $output_dir
+  resume: auto                  # goes on with the run in output_dir
+
+launch:
+  num_ranks: $ranks
+  device: $device
+""")
+
+
+def _longest(texts: Sequence[str]) -> int:
+    """Tokens of the longest text but for one in a hundred, as estimated; a multiple of 8."""
+    counts = sorted(len(_TOKENS.findall(text)) for text in texts)
+    return min(512, -(-(counts[len(counts) * 99 // 100] + 2) // 8) * 8)

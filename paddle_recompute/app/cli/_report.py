@@ -1,0 +1,37 @@
+"""``report``: the page of a run, of one that goes on, or of several beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from paddle_recompute.app.cli._process import prepare_one_process
+from paddle_recompute.app.launch import errors_in_one_paragraph
+
+
+@click.command()
+@click.option(
+    "--output",
+    metavar="FILE",
+    help="Where the page goes; by default report.html in RUN, or, of "
+    "several, comparison.html here.",
+)
+@click.option("--follow", is_flag=True, help="Write the page again while a RUN goes on.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+def report(output: str | None, follow: bool, debug: bool, runs: tuple[str, ...]) -> None:
+    """Write the report of RUN, the train.output_dir of a run; of several, a comparison.
+
+    For example: paddle-recompute report outputs/a outputs/b --output both.html
+
+    The page stands alone: open it in a browser, or send it. With --follow it loads itself again
+    while a run goes on.
+    """
+    with errors_in_one_paragraph(debug, "interrupted; the page is as it was written last"):
+        prepare_one_process()
+        from paddle_recompute.app.report import follow_report, write_report
+
+        write = follow_report if follow else write_report
+        path = write([Path(run) for run in runs], Path(output) if output else None)
+        click.echo(f"written: {path}")

@@ -1,0 +1,172 @@
+"""Queries with their graded answers in a pool of texts, to evaluate on.
+
+A folder has the form of BEIR (Thakur et al., arXiv:2104.08663), each file also ``.gz``:
+
+- ``corpus.jsonl``: ``{"_id": "d1", "title": "...", "text": "..."}``, the pool; title and text are
+  joined by a space;
+- ``queries.jsonl``: ``{"_id": "q1", "text": "..."}``;
+- ``qrels/test.tsv``: ``query-id<TAB>corpus-id<TAB>score``, a header and one judgement per line. A
+  score of 0 or less is no answer.
+
+A file of pairs (`read_pairs`) is read, too: the pool are its positives and negatives, the answers
+of a query the positives of its lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from paddle_recompute.app.data.pairs import (
+    BadLine,
+    json_object,
+    parsed,
+    read_lines,
+    read_pairs,
+    text_of,
+)
+from paddle_recompute.errors import DataError
+
+_HEADER = ["query-id", "corpus-id", "score"]
+_LARGEST_SCORE = 1000
+
+
+@dataclass(frozen=True)
+class JudgedQueries:
+    """What to evaluate on.
+
+    Attributes:
+        queries: Each has an answer.
+        pool: The candidates.
+        answers: For each query the grade of each answer, at least 1, by its row in `pool`.
+        same_id: For each query the row in `pool` with its id; -1: none, or a file of pairs.
+        notes: Sentences for the user about what was left out, with numbers.
+    """
+
+    queries: list[str]
+    pool: list[str]
+    answers: list[dict[int, int]]
+    same_id: list[int]
+    notes: list[str] = field(default_factory=list)
+
+
+def read_judged(path: str | Path, *, split: str = "test") -> JudgedQueries:
+    """Read a folder in the form of BEIR, or a file of pairs.
+
+    Args:
+        path: The folder or file.
+        split: The name of a file in ``qrels``; without effect for a file of pairs.
+
+    Raises:
+        DataError: A file is missing or cannot be read, a line is not what it should be, an id
+            appears twice, a judgement names an id that is not there, or no query has an answer.
+            Where a line is the reason, the message begins with ``file:line``.
+    """
+    path = Path(path)
+    return _from_folder(path, split) if path.is_dir() else _from_pairs(path)
+
+
+def _from_pairs(path: Path) -> JudgedQueries:
+    pairs = read_pairs(path).pairs
+    texts = [pair.positive for pair in pairs]
+    texts += [text for pair in pairs for text in pair.negatives]
+    rows = {text: row for row, text in enumerate(dict.fromkeys(texts))}
+    answers: dict[str, dict[int, int]] = {}
+    for pair in pairs:
+        answers.setdefault(pair.query, {})[rows[pair.positive]] = 1
+    return JudgedQueries([*answers], [*rows], [*answers.values()], [-1] * len(answers))
+
+
+def _from_folder(folder: Path, split: str) -> JudgedQueries:
+    pool = _read_texts(_file(folder, "corpus.jsonl"), _document)
+    queries = _read_texts(_file(folder, "queries.jsonl"), lambda found: text_of(found, "text"))
+    rows = {name: row for row, name in enumerate(pool)}
+    found: dict[str, dict[int, int]] = {}
+
+    def judgement(number: int, line: str) -> None:
+        columns = [column.strip() for column in line.rstrip("\r\n").split("\t")]
+        if columns == [""] or (number == 1 and columns == _HEADER):
+            return
+        if len(columns) != len(_HEADER):
+            raise BadLine(f"{len(columns)} columns, expected {'<TAB>'.join(_HEADER)}")
+        query, document, score = columns
+        for name, kind, known in ((query, "query", queries), (document, "document", rows)):
+            if name not in known:
+                raise BadLine(f"there is no {kind} with the id {name!r}")
+        try:
+            grade = int(score)
+        except ValueError:
+            raise BadLine(f"the score is {score[:20]!r}, expected a whole number") from None
+        if abs(grade) > _LARGEST_SCORE:
+            raise BadLine(f"the score is {score[:20]}, expected at most {_LARGEST_SCORE}")
+        judged = found.setdefault(query, {})
+        if rows[document] in judged:
+            raise BadLine(f"query {query!r} and document {document!r} are judged twice")
+        judged[rows[document]] = grade
+
+    judgements = _file(folder, f"qrels/{split}.tsv")
+    for _ in parsed(judgements, read_lines(judgements), judgement, _refuse):
+        pass
+    answers = {
+        name: {row: grade for row, grade in judged.items() if grade > 0}
+        for name, judged in found.items()
+    }
+    answered = [name for name in answers if answers[name]]
+    if not answered:
+        raise DataError(f"{judgements}: judges no document with a score of 1 or more")
+    counts = {
+        "judged queries have no answer, and are left out": len(answers) - len(answered),
+        "documents have no text": sum(not text for text in pool.values()),
+    }
+    return JudgedQueries(
+        [queries[name] for name in answered],
+        [*pool.values()],
+        [answers[name] for name in answered],
+        [rows.get(name, -1) for name in answered],
+        [f"{count} {what}" for what, count in counts.items() if count],
+    )
+
+
+def _read_texts(path: Path, text: Callable[[dict[str, object]], str]) -> dict[str, str]:
+    """The texts of a file, by id."""
+    texts: dict[str, str] = {}
+
+    def entry(number: int, line: str) -> None:
+        if line.strip():
+            found = json_object(line, "_id and text")
+            name = text_of(found, "_id")
+            if name in texts:
+                raise BadLine(f"the id {name!r} appears twice")
+            texts[name] = text(found)
+
+    for _ in parsed(path, read_lines(path), entry, _refuse):
+        pass
+    if not texts:
+        raise DataError(f"{path}: contains no text")
+    return texts
+
+
+def _document(found: dict[str, object]) -> str:
+    """Title and text. One of them, or both, may be empty, as in some collections of BEIR."""
+    if "text" not in found:
+        raise BadLine("no text")
+    parts = [text_of(found, key) for key in ("title", "text") if found.get(key) not in (None, "")]
+    return " ".join(parts)
+
+
+def _file(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.exists():
+            return path
+    there = sorted(path.name.split(".")[0] for path in (folder / "qrels").glob("*.tsv*"))
+    hint = f"; --split may be {', '.join(there)}" if name.startswith("qrels/") and there else ""
+    raise DataError(
+        f"{folder / name}: there is no such file; a folder to evaluate on has corpus.jsonl, "
+        f"queries.jsonl and qrels/test.tsv, in the form of BEIR{hint}"
+    )
+
+
+def _refuse(fault: str) -> NoReturn:
+    raise DataError(fault) from None

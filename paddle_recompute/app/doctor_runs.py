@@ -1,0 +1,143 @@
+"""The command ``paddle-recompute doctor``, in each of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+
+from paddle_recompute._paddle.distributed import init_parallel_env
+from paddle_recompute.app.config import Config, sync_arguments
+from paddle_recompute.app.data import loader_for, prepare_data
+from paddle_recompute.app.encoder import build_model
+from paddle_recompute.app.trainer import Chunks, Objective
+from paddle_recompute.distributed import barrier, values_of_ranks
+from paddle_recompute.doctor import DoctorReport, doctor, self_test
+from paddle_recompute.errors import OutputError
+from paddle_recompute.grad_sync import GradientSync
+
+_MOST_PAIRS = 16
+
+
+def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
+    """Examine what `config` would train; rank 0 prints the findings and warnings of all ranks.
+
+    Returns:
+        The report as JSON; rank 0 writes it to ``doctor.json`` in ``train.output_dir``.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    is_main = os.environ.get("PADDLE_TRAINER_ID", "0") == "0"
+    if is_main:
+        say("Comparing the model with the plain one, in a few steps on one batch")
+    report = doctor_config(config)
+    own = report.to_dict()
+    for section, add in (("findings", report.add), ("warnings", report.warn)):
+        for rank, found in enumerate(values_of_ranks(own[section], f"the {section}")):
+            for one in found:
+                if one not in own[section]:
+                    add(one["kind"], one["where"], f"(rank {rank}) {one['message']}")
+    if is_main:
+        say(str(report))
+        write_report(config.train.output_dir / "doctor.json", report.to_dict())
+    return report.to_dict()
+
+
+def doctor_config(config: Config, *, pairs: int = _MOST_PAIRS) -> DoctorReport:
+    """Examine what `config` would train, on this rank and the others, in dygraph.
+
+    Args:
+        config: The configuration of a run. Only its data cache is written.
+        pairs: The most pairs that are taken from this rank's first batch.
+
+    Returns:
+        The report of this rank.
+
+    Raises:
+        PaddleRecomputeError: The data, the weights or the configuration cannot be used.
+    """
+    paddle.set_device(config.launch.device)
+    ranks = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
+    if ranks > 1 and not dist.is_initialized():
+        init_parallel_env()
+    rank = dist.get_rank() if ranks > 1 else 0
+    data = prepare_data(
+        config.data,
+        tokenizer_file=config.tokenizer_file,
+        seed=config.train.seed,
+        negatives=config.contrastive.negatives_of_a_line,
+        prompts=config.model.prompts,
+        is_main_rank=rank == 0,
+        barrier=barrier,
+    )
+    loader = loader_for(
+        config,
+        data.train,
+        data.tokenizer,
+        local_batch=min(config.local_batch, pairs),
+        rank=rank,
+        num_ranks=ranks,
+    )
+    batch = next(iter(loader))
+    del batch["index"]
+    paddle.seed(config.train.seed)
+    model = build_model(config.model, data.tokenizer.vocab_size)
+    model.train()
+    objective = Objective(config, Chunks())
+    sync = GradientSync(model, **sync_arguments(config)) if ranks > 1 else None
+    settings = {
+        "strategy.amp_configs": config.to_dict()["strategy"]["amp_configs"],
+        "train.seed": config.train.seed,
+    }
+    return doctor(
+        model,
+        batch,
+        objective.loss_of,
+        recompute=config.recompute if config.recompute.enable else None,
+        sync=sync,
+        settings=settings,
+    )
+
+
+def write_self_test(output: Path, *, device: str | None, say: Callable[[str], Any]) -> bool:
+    """Run the self-test on `device` (None: Paddle's choice) and write its result.
+
+    Returns:
+        Whether all cases are right.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    if device is not None:
+        paddle.set_device(device)
+    say("Running the self-test")
+    result = self_test()
+    cases = result["cases"]
+    for case in cases:
+        if not case["ok"]:
+            say(f"{case['title']}: {case['fault']}")
+    say(
+        f"{sum(case['ok'] for case in cases)} of {len(cases)} cases are right on "
+        f"{result['device']}, Paddle {result['paddle']}; attach {output} to a report"
+    )
+    write_report(output, result)
+    return bool(result["ok"])
+
+
+def write_report(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as JSON.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror})") from error

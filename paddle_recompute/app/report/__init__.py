@@ -1,0 +1,40 @@
+"""The report of a run: one page that stands alone, made from the files in the run's folder."""
+
+from __future__ import annotations
+
+from paddle_recompute.app.report._charts import MIB, Curve, chart, level_curves, timeline_chart
+from paddle_recompute.app.report._files import flat
+from paddle_recompute.app.report._lines import (
+    Journal,
+    append_record,
+    line_of,
+    read_metrics,
+    read_records,
+)
+from paddle_recompute.app.report._page import Page, Part
+from paddle_recompute.app.report._results import retrieval_table
+from paddle_recompute.app.report._written import (
+    follow_report,
+    require_bokeh,
+    write_report,
+)
+
+__all__ = [
+    "MIB",
+    "Curve",
+    "Journal",
+    "Page",
+    "Part",
+    "append_record",
+    "chart",
+    "flat",
+    "follow_report",
+    "level_curves",
+    "line_of",
+    "read_metrics",
+    "read_records",
+    "require_bokeh",
+    "retrieval_table",
+    "timeline_chart",
+    "write_report",
+]

@@ -1,0 +1,111 @@
+"""What a run has left in its folder, as the report reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from paddle_recompute._files import read_json
+from paddle_recompute._run_folder import EVENTS, METRICS, PLAN, RECORD, is_held
+from paddle_recompute.app.report._lines import read_metrics, read_records
+from paddle_recompute.errors import OutputError
+from paddle_recompute.planner import RecomputePlan
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run.
+
+    Attributes:
+        folder: Its ``train.output_dir``.
+        metrics: The records of ``metrics.jsonl``; what is nested in them has a dotted name.
+        record: The final record; empty before the run has finished.
+        events: The records of ``events.jsonl``; empty for a run of an earlier version.
+        plan: The plan in ``plan.json``; None: the run has none.
+        is_running: Whether a process still writes into the folder.
+    """
+
+    folder: Path
+    metrics: list[dict[str, Any]]
+    record: dict[str, Any]
+    events: list[dict[str, Any]]
+    plan: RecomputePlan | None
+    is_running: bool
+
+    @classmethod
+    def read(cls, folder: Path, *, is_running: bool | None = None) -> RunFiles:
+        """Read `folder`.
+
+        Args:
+            folder: ``train.output_dir``.
+            is_running: As the attribute; None: see whether a process holds the folder.
+
+        Raises:
+            OutputError: The folder holds no run, or a file in it is damaged.
+            PlanError: ``plan.json`` is no plan.
+        """
+        if not (folder / METRICS).is_file():
+            raise OutputError(
+                f"{folder}: holds no {METRICS}, so there is no run to report; give the "
+                "train.output_dir of a run that has made its first step"
+            )
+        metrics = [dict(flat(record)) for record in read_metrics(folder / METRICS)]
+        try:
+            record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
+        except (OSError, ValueError) as error:
+            raise OutputError(f"{folder / RECORD}: is damaged ({error}); remove it") from error
+        if not isinstance(record, dict):
+            raise OutputError(f"{folder / RECORD}: is damaged (no mapping); remove it")
+        # A run that was raised to more steps, and is not there yet, has the record of the old end.
+        if metrics and record.get("steps", 0) < metrics[-1]["step"]:
+            record = {}
+        plan = RecomputePlan.load(folder / PLAN) if (folder / PLAN).exists() else None
+        if is_running is None:
+            is_running = is_held(folder)
+        events = read_records(folder / EVENTS, "time")
+        return cls(folder, metrics, record, events, plan, is_running)
+
+    @cached_property
+    def sessions(self) -> list[list[dict[str, Any]]]:
+        """The events of each start of the run."""
+        found: list[list[dict[str, Any]]] = []
+        for event in self.events:
+            if event["event"] == "start" or not found:
+                found.append([])
+            found[-1].append(event)
+        return found
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """What the last start noted: configuration, versions, machine; empty: not recorded."""
+        return self.last("start")
+
+    def last(self, event: str) -> dict[str, Any]:
+        """The last record of an event; empty: there is none."""
+        return next((one for one in reversed(self.events) if one["event"] == event), {})
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the sessions took; None: not recorded.
+
+        A session that was killed lasts until its last sign: an event, or the last metrics.
+        """
+        if not self.events:
+            return None
+        ends = [session[-1]["time"] for session in self.sessions]
+        if self.sessions[-1][-1]["event"] != "end":
+            ends[-1] = max(ends[-1], (self.folder / METRICS).stat().st_mtime)
+        starts = [session[0]["time"] for session in self.sessions]
+        return float(sum(ends) - sum(starts))
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in a tree of dicts."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

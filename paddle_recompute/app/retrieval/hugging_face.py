@@ -1,0 +1,95 @@
+"""A trained encoder as a folder that `transformers` and `sentence-transformers` load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.numpy
+
+from paddle_recompute._files import new_folder
+from paddle_recompute.app.encoder import bert_config
+from paddle_recompute.app.retrieval.trained import TrainedEncoder
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.weights import convert_weights
+
+_SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+_MODULES = "sentence_transformers.models"
+_TANH = "torch.nn.modules.activation.Tanh"
+_IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
+    """Write model and tokenizer as a BERT, and how its text vector is computed.
+
+    ``AutoModel`` and ``AutoTokenizer`` load them. ``SentenceTransformer(folder).encode`` has the
+    vectors of `encode_texts`: pooling, the dense layer of the pooler, the projection and the
+    normalisation are its modules, and it has the prompts of both sides.
+
+    Raises:
+        ConfigError: The model is a Layer of the user's own.
+        OutputError: `folder` exists, or cannot be written.
+    """
+    config = encoder.config
+    if config.is_own:
+        raise ConfigError(
+            f"{encoder.folder}: its model is {config.name}; BERT's folder holds the encoder ernie"
+        )
+    state = {name: tensor.numpy() for name, tensor in encoder.model.state_dict().items()}
+    with new_folder(Path(folder)) as new:
+        projection = ("projection.*",) if config.projection_size is not None else ()
+        convert_weights(
+            encoder.folder, new / "model.safetensors", to="huggingface", leave_out=projection
+        )
+        _write(new / "config.json", bert_config(config, len(state["embeddings.word.weight"])))
+        encoder.tokenizer.save_for_others(new / "tokenizer.json", encoder.longest("document"))
+        known = encoder.tokenizer.special_tokens
+        tokenizer = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": encoder.longest("document"),
+            "split_special_tokens": True,  # a text [SEP] is ordinary text
+            "clean_up_tokenization_spaces": False,
+            **{key: token for key, token in _SPECIAL.items() if token in known},
+        }
+        _write(new / "tokenizer_config.json", tokenizer)
+        _write(new / "sentence_bert_config.json", {"max_seq_length": encoder.longest("document")})
+        modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+        is_first = config.pooling == "cls"
+        pooling = {
+            "word_embedding_dimension": config.hidden_size,
+            "pooling_mode_cls_token": is_first,
+            "pooling_mode_mean_tokens": not is_first,
+        }
+        _write(new / "1_Pooling" / "config.json", pooling)
+        for name, activation in (("pooler.dense", _TANH), ("projection", _IDENTITY)):
+            if f"{name}.weight" not in state:
+                continue
+            weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
+            path = f"{len(modules)}_Dense"
+            modules.append((path, "Dense"))
+            dense = {
+                "in_features": weight.shape[0],
+                "out_features": weight.shape[1],
+                "bias": True,
+                "activation_function": activation,
+            }
+            _write(new / path / "config.json", dense)
+            of_torch = {"linear.weight": weight.T.copy(), "linear.bias": bias}
+            written = safetensors.numpy.save(of_torch, {"format": "pt"})
+            (new / path / "model.safetensors").write_bytes(written)
+        modules.append((f"{len(modules)}_Normalize", "Normalize"))
+        (new / modules[-1][0]).mkdir()
+        entries = [
+            {"idx": number, "name": str(number), "path": path, "type": f"{_MODULES}.{kind}"}
+            for number, (path, kind) in enumerate(modules)
+        ]
+        _write(new / "modules.json", entries)
+        # encode_query and encode_document of sentence-transformers put them before the texts.
+        prompts = dict(zip(("query", "document"), config.prompts, strict=True))
+        _write(new / "config_sentence_transformers.json", {"prompts": prompts})
+
+
+def _write(path: Path, tree: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

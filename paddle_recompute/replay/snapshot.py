@@ -1,0 +1,161 @@
+"""What the places that a function reads hold, side by side in flat lists, compared by identity.
+
+One comparison is a handful of calls of C code over all places. A place that differs is handled by
+its `Place` (`places`), which is made only then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from operator import is_, itemgetter
+from typing import Any
+
+import paddle
+
+from paddle_recompute._paddle.layers import MEMBER_DICTS
+from paddle_recompute.replay.names import Reader
+from paddle_recompute.replay.places import Entries, Items, Place, fill_dict
+
+_flat = chain.from_iterable
+_members_of = itemgetter(*MEMBER_DICTS)
+_READ: Callable[[Reader], Callable[[Any], Any]] = itemgetter(1)
+Undo = list[Callable[[], object]]
+"""To be called from the last to the first."""
+
+
+class Snapshot:
+    """Attributes, globals and lists, and the sublayers, parameters and hooks of Layers.
+
+    Attributes:
+        layers: The Layers; `capture` notes their members.
+        places: What cannot be compared by identity, and what the first forward changed.
+    """
+
+    __slots__ = (
+        "_before", "_containers", "_keys", "_kinds", "_layer_dicts", "_members", "_names",
+        "_readers", "_sizes", "_values", "layers", "places",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.layers: list[paddle.nn.Layer] = []
+        self.places: list[Place] = []
+        # Of each dict or list: its kind of place, what reads it, the names that are read and looked
+        # for, and what was read.
+        self._containers: list[Any] = []
+        self._kinds: list[type[Entries | Items]] = []
+        self._readers: list[Callable[[Any], Any]] = []
+        self._names: list[Reader] = []
+        self._before: list[tuple[Any, ...]] = []
+
+    def add(
+        self,
+        kind: type[Entries | Items],
+        containers: Sequence[Any],
+        readers: Sequence[Reader],
+        before: Sequence[tuple[Any, ...]],
+    ) -> None:
+        """Watch `containers`, of which `readers` have read `before`: no tensor with a graph."""
+        self._containers += containers
+        self._kinds += [kind] * len(containers)
+        self._readers += map(_READ, readers)
+        self._names += readers
+        self._before += before
+
+    def capture(self) -> None:
+        """Note the lengths, and the members of the Layers."""
+        self._sizes = [*map(len, self._containers)]
+        self._layer_dicts = [*map(vars, self.layers)]
+        self._capture_members()
+
+    def _capture_members(self) -> None:
+        members = [*_flat(map(_members_of, self._layer_dicts))]
+        self._members, full = [*map(len, members)], [*filter(None, members)]
+        self._keys, self._values = [*_flat(full)], [*_flat(map(dict.values, full))]
+
+    def _has_same_members(self) -> bool:
+        members = [*_flat(map(_members_of, self._layer_dicts))]
+        full = [*filter(None, members)]
+        return (
+            [*map(len, members)] == self._members
+            and [*_flat(full)] == self._keys
+            and all(map(is_, _flat(map(dict.values, full)), self._values))
+        )
+
+    def _members_before(self) -> Iterator[dict[Any, Any]]:
+        entries = zip(self._keys, self._values, strict=True)
+        return (dict(islice(entries, size)) for size in self._members)
+
+    def _has_same_content(self) -> bool:
+        try:
+            now = [read(c) for read, c in zip(self._readers, self._containers, strict=True)]
+        except KeyError:
+            return False
+        return [*map(len, self._containers)] == self._sizes and all(
+            map(is_, _flat(now), _flat(self._before))
+        )
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing differs from before, but what the forward may change."""
+        return (
+            self._has_same_content()
+            and self._has_same_members()
+            and all(place.is_unchanged() for place in self.places)
+        )
+
+    def _changed(self) -> Iterator[tuple[int, Place]]:
+        """The places that differ, made as they were."""
+        if self._has_same_content():
+            return
+        for i, (container, kind, before) in enumerate(
+            zip(self._containers, self._kinds, self._before, strict=True)
+        ):
+            found, _, names = self._names[i]
+            held: Any = [*before] if kind is Items else dict(zip(found, before, strict=True))
+            place = kind(container, names, held, self._sizes[i])
+            if not place.is_unchanged():
+                yield i, place
+
+    def after_forward(self) -> None:
+        """Accept what the first forward changed, and what it built in a Layer."""
+        for place in self.places:
+            place.after_forward()
+        for i, place in reversed([*self._changed()]):
+            place.after_forward()
+            self.places.append(place)
+            del self._containers[i], self._kinds[i], self._readers[i], self._names[i]
+            del self._before[i]
+        self._sizes = [*map(len, self._containers)]
+        if not self._has_same_members():
+            self._accept_built_members()
+
+    def _accept_built_members(self) -> None:
+        """Those that the forward has added, or set in place of None; one that it has exchanged for
+        another is put back.
+        """
+        before = [*self._members_before()]
+        self._capture_members()
+        accepted = [
+            now | {name: value for name, value in old.items() if value is not None}
+            for old, now in zip(before, [*self._members_before()], strict=True)
+        ]
+        self._members = [*map(len, accepted)]
+        self._keys = [*_flat(accepted)]
+        self._values = [*_flat(map(dict.values, accepted))]
+
+    def put_back(self, undo: Undo) -> None:
+        """Restore the content of before; `undo` gets what undoes this."""
+        for place in [*self.places, *(place for _, place in self._changed())]:
+            one = place.put_back()
+            if one is not None:
+                undo.append(one)
+        if not self._has_same_members():
+            self._put_back_members(undo)
+
+    def _put_back_members(self, undo: Undo) -> None:
+        members = _flat(map(_members_of, self._layer_dicts))
+        for entries, before in zip(members, [*self._members_before()], strict=True):
+            if [*entries] != [*before] or not all(map(is_, dict.values(entries), before.values())):
+                undo.append(functools.partial(fill_dict, entries, dict(entries)))
+                fill_dict(entries, before)

@@ -1,0 +1,13 @@
+"""The state of an optimizer, spread over the ranks (ZeRO stage 1), to the bit.
+
+Each trained parameter has one owner (`_owners`), whose optimizer alone has its moments.
+`GradientSync` gives every rank all gradients, as without sharding; `ShardedOptimizer` updates what
+this rank owns, and the new values travel from their owners to all ranks (`_travel`). With
+``overlap`` they do while the program goes on, and who uses one waits (`_settling`). For a
+checkpoint the state is gathered tensor by tensor: it is that of the replicated run.
+"""
+
+from paddle_recompute.sharding._owners import parts_of_ranks
+from paddle_recompute.sharding.optimizer import ShardedOptimizer, inner_of
+
+__all__ = ["ShardedOptimizer", "inner_of", "parts_of_ranks"]

@@ -1,0 +1,142 @@
+"""Updated parameters travel from their owners to the other ranks, segment by segment.
+
+With gloo they can travel while the next forward runs, in its order (`_settling`). What
+the ranks of even and of odd place own travels at a time, so that a link between two ranks is used
+in both directions; and each in two lanes: one sends while the other waits for its receivers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Sequence
+
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
+
+from paddle_recompute._paddle.flat import joined
+from paddle_recompute._paddle.layers import is_parameter
+from paddle_recompute._paddle.travelling import over_same_memory
+from paddle_recompute.distributed import Scope, lane_of, run_collective, scope_of
+from paddle_recompute.sharding._settling import expect
+
+SEGMENT_BYTES = 4 * 2**20
+"""The most that is joined into one buffer."""
+LANES = tuple(f"parameters of {ranks} ranks, {i}" for i in (1, 2) for ranks in ("even", "odd"))
+
+Piece = tuple[int, list[paddle.Tensor]]
+"""The number of the owner, and what is broadcast at once, of one dtype."""
+
+
+class Travel:
+    """Brings the parameters of all owners to all ranks.
+
+    Args:
+        parts: What each rank of `group` owns.
+        parameters: The same in the order of the forward.
+        group: The ranks; None is all of them.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[paddle.Tensor]],
+        parameters: Sequence[paddle.Tensor],
+        group: Group | None,
+    ) -> None:
+        self._group = group
+        self._scope: Scope = scope_of(group)
+        owner = {
+            id(p): rank for rank, part in zip(self._scope.ranks, parts, strict=True) for p in part
+        }
+        pieces = [piece for one in _segments(parameters) for piece in _pieces(one, owner)]
+        self._pieces: list[list[Piece]] = [[] for _ in LANES]
+        num_before = [0, 0]
+        for piece in pieces:
+            parity = self._scope.ranks.index(piece[0]) % 2
+            self._pieces[parity + 2 * (num_before[parity] % 2)].append(piece)
+            num_before[parity] += 1
+        self._is_gloo = dist.get_backend(group).lower() == "gloo"
+        for name in LANES if self._is_gloo else ():
+            lane_of(self._scope, name)  # made now, and not in the first step
+
+    def begin(self, number: int, overlap: bool) -> None:
+        """Give every rank what the owners have after update `number`.
+
+        With `overlap`, and gloo, it returns at once: see `_settling`.
+        """
+        label = f"the parameters of update {number} from their owners"
+        if not self._is_gloo:
+            all_pieces = [*itertools.chain(*self._pieces)]
+            run_collective(lambda: _carry_all(all_pieces, self._group), label, self._group)
+            return
+        jobs = []
+        for name, pieces in zip(LANES, self._pieces, strict=True):
+            arrived = [threading.Event() for _ in pieces]
+            # Not the parameters themselves, for which a lane would wait, as everybody does.
+            shared = [(owner, [*map(over_same_memory, tensors)]) for owner, tensors in pieces]
+            carry = functools.partial(_carry_all, shared, arrived=arrived)
+            job = lane_of(self._scope, name).begin(carry, label)
+            jobs += [(tensors, job, e) for (_, tensors), e in zip(pieces, arrived, strict=True)]
+        for tensors, job, event in jobs:
+            if overlap:
+                expect(tensors, job, event)
+            else:
+                job.wait_for(event)
+
+
+def _segments(parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
+    """`parameters` in runs of at most `SEGMENT_BYTES`, or of a part of the largest of them: there
+    is a buffer in each lane.
+    """
+    limit = min(SEGMENT_BYTES, max(map(_bytes, parameters)) // len(LANES))
+    segments: list[list[paddle.Tensor]] = []
+    size = limit
+    for parameter in parameters:
+        size += _bytes(parameter)
+        if size > limit:
+            segments.append([])
+            size = _bytes(parameter)
+        segments[-1].append(parameter)
+    return segments
+
+
+def _pieces(segment: Sequence[paddle.Tensor], owner: dict[int, int]) -> list[Piece]:
+    found: dict[tuple[int, str], list[paddle.Tensor]] = {}
+    for parameter in segment:
+        found.setdefault((owner[id(parameter)], str(parameter.dtype)), []).append(parameter)
+    return [(rank, tensors) for (rank, _), tensors in found.items()]
+
+
+@paddle.no_grad()
+def _carry_all(
+    pieces: Sequence[Piece], group: Group | None, arrived: Sequence[threading.Event] = ()
+) -> None:
+    for (owner, tensors), event in itertools.zip_longest(pieces, arrived):
+        _carry(owner, tensors, group)
+        if event is not None:
+            event.set()
+
+
+def _carry(owner: int, tensors: Sequence[paddle.Tensor], group: Group | None) -> None:
+    """Into the memory that `tensors` have: what has noted their addresses stays right."""
+    if len(tensors) == 1:
+        dist.broadcast(tensors[0], src=owner, group=group)
+        return
+    is_own = dist.get_rank() == owner
+    sizes = [int(one.size) for one in tensors]
+    flat = joined(tensors) if is_own else paddle.empty([sum(sizes)], tensors[0].dtype)
+    dist.broadcast(flat, src=owner, group=group)
+    begin = 0
+    for one, size in zip(tensors, sizes, strict=True) if not is_own else ():
+        piece = flat[begin : begin + size].reshape(one.shape)
+        if is_parameter(one):  # not assign(), which raises inplace_version, as no optimizer does
+            one.copy_(piece, False)
+        else:  # not copy_(), which counts another write than that of the update (`note_write`)
+            paddle.assign(piece, one)
+        begin += size
+
+
+def _bytes(tensor: paddle.Tensor) -> int:
+    return int(tensor.size * tensor.element_size())

@@ -1,0 +1,281 @@
+"""`ShardedOptimizer`: each rank updates, and has the state of, a part of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle.distributed.communication.group import Group
+
+from paddle_recompute._paddle.version import paddle_version
+from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.distributed import (
+    agree_on_parameters,
+    first_that_differs,
+    gathered,
+    is_distributed,
+    scope_of,
+)
+from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
+from paddle_recompute.replay import note_write
+from paddle_recompute.sharding._owners import (
+    check_model,
+    check_optimizer,
+    parts_of_ranks,
+)
+from paddle_recompute.sharding._settling import are_coming, settle
+from paddle_recompute.sharding._travel import Travel
+
+_MASTERS = "master_weights"
+_SCHEDULE = "LR_Scheduler"
+
+
+class ShardedOptimizer:
+    """An optimizer whose state is spread over the ranks; parameters and gradients are not.
+
+    Every parameter has one owner, whole, so a step has the bits of the plain optimizer, whichever
+    it is. With P parameters of float32 in n ranks, AdamW takes 8 P / n bytes for its moments
+    instead of 8 P, and parameters and gradients 8 P as before. After the update the new values
+    travel from their owners to all ranks: (n - 1) / n of the bytes of the model reach each rank.
+
+    It has what `TrainStep` and a loop of your own need of a Paddle optimizer: `step`, `clear_grad`,
+    `get_lr`, `set_lr`, `state_dict`, `set_state_dict`. In a loop of your own, synchronize the
+    gradients before `step`, as with a plain optimizer (`GradientSync`): a rank updates with the
+    gradients that it has.
+
+    References:
+        Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+        Models", arXiv:1910.02054, section 5.1: stage 1.
+
+    Examples:
+        >>> import paddle
+        >>> from paddle_recompute import ShardedOptimizer, TrainStep
+        >>> model = paddle.nn.Linear(4, 1)
+        >>> def make(parameters):
+        ...     return paddle.optimizer.AdamW(1e-3, parameters=parameters)
+        >>> optimizer = ShardedOptimizer(make, model)
+        >>> step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).square().mean())
+        >>> step([paddle.ones([8, 4])]).grad_norm > 0
+        True
+    """
+
+    def __init__(
+        self,
+        make_optimizer: Callable[[list[paddle.Tensor]], paddle.optimizer.Optimizer],
+        model: paddle.nn.Layer,
+        group: Group | None = None,
+        *,
+        overlap: bool = False,
+        debug: bool = False,
+    ) -> None:
+        """Make the optimizer of what this rank owns. Every rank of `group` calls this.
+
+        Args:
+            make_optimizer: Makes a Paddle optimizer over the parameters that it is given.
+            model: Its trained parameters are updated; the same Layer on every rank. Where a loss
+                has parameters too: ``paddle.nn.LayerDict({"model": model, "loss": loss})``.
+            group: The data-parallel ranks; None is all of them.
+            overlap: With gloo on Paddle 3: `step` returns before the new values are here. They
+                travel during the next forward, and operators, methods and collectives of Paddle
+                wait for each parameter. What reads its memory otherwise gets the old value, without
+                an error: an alias made before (``detach``, ``reshape``), a method called by its
+                class (``paddle.Tensor.numpy(parameter)``), a subclass of ``list`` or ``tuple`` as
+                an argument of an operator, C++.
+            debug: Compare the parameters of all ranks after each update, bit by bit; takes about
+                1 s per GB. Not with `overlap`.
+
+        Raises:
+            ConfigError: `model` or the optimizer cannot be sharded; the message says what to use.
+            SyncError: The ranks have different parameters.
+        """
+        if overlap and debug:
+            raise ConfigError(
+                "overlap=True does not go with debug=True, which waits for all values"
+            )
+        if overlap and paddle_version() < (3, 0, 0):
+            raise ConfigError(
+                "overlap=True needs Paddle 3: on 2.6 a Program that is made meanwhile ends the "
+                "travel; use overlap=False"
+            )
+        self._model, self._group = model, group
+        self._overlap, self._debug = overlap, debug
+        ranks = scope_of(group).ranks if is_distributed(group) else (0,)
+        self._parameter_list = check_model(model, len(ranks))
+        self._known = {id(parameter) for parameter in self._parameter_list}
+        self._walk = ParameterWalk(model)
+        self._travel: Travel | None = None
+        parts = parts_of_ranks(self._parameter_list, len(ranks))
+        own = parts[0]
+        if len(ranks) > 1:
+            agree_on_parameters(
+                self._names(), self._parameter_list, structured=True, scope=scope_of(group)
+            )
+            own = parts[ranks.index(dist.get_rank())]
+            self._travel = Travel(parts, self._parameter_list, group)
+        self._num_updates = 0
+        self.owned = frozenset(parameter.name for parameter in own)
+        """Paddle's names of the parameters that this rank owns."""
+        self.inner = make_optimizer(own)
+        """Paddle's optimizer of what this rank owns."""
+        self._is_updating = False
+        check_optimizer(self.inner, own)
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update has begun and not reached all ranks; true after one that failed."""
+        return self._is_updating or are_coming(self._parameter_list)
+
+    def step(self) -> None:
+        """Update what this rank owns, and take what the others have updated.
+
+        With ``overlap`` the new values travel while the program goes on; who uses a parameter waits
+        for it, and gets the error of a rank that has died meanwhile.
+
+        Raises:
+            ConfigError: A parameter was added or unfrozen.
+            PeerError: A rank has died, stopped or failed.
+            SyncError: An update before did not reach all ranks; or, with ``debug``, a parameter
+                differs between them.
+        """
+        self._check_whole()
+        new = [
+            one.name
+            for one in self._walk.parameters()
+            if id(one) not in self._known and not one.stop_gradient
+        ]
+        if new:
+            raise ConfigError(
+                f"{new[0]} was added or unfrozen after the ShardedOptimizer was made, and has no "
+                "owner; make a new ShardedOptimizer, or freeze it (stop_gradient)"
+            )
+        self._is_updating = True
+        self.inner.step()
+        self._num_updates += 1
+        if self._travel is not None:
+            for parameter in self._parameter_list:
+                if parameter.grad is not None:
+                    note_write(parameter)
+            self._travel.begin(self._num_updates, self._overlap)
+            if self._debug:
+                self._compare()
+        self._is_updating = False
+
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Clear the gradients of all parameters, owned or not."""
+        for parameter in self._parameter_list:
+            parameter.clear_gradient(set_to_zero)
+
+    clear_gradients = clear_grad
+
+    def get_lr(self) -> float:
+        """The learning rate."""
+        return float(self.inner.get_lr())
+
+    def set_lr(self, value: float) -> None:
+        """Set the learning rate; the same on all ranks."""
+        self.inner.set_lr(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as the plain optimizer's. All ranks call this.
+
+        What other ranks own comes as arrays in host memory.
+
+        Raises:
+            PeerError: A rank has died, stopped or failed.
+            SyncError: An update did not reach all ranks.
+        """
+        self._check_whole()
+        state = dict(self.inner.state_dict())
+        schedule = state.pop(_SCHEDULE, None)
+        # Paddle's names count the Layers of a process, so ranks may differ in them.
+        masters = state.pop(_MASTERS, {})
+        own = {f"{self._index(name)}:{_MASTERS}": one for name, one in masters.items()}
+        for key, value in state.items():
+            owner = _owner_of(key, self.owned)
+            own[f"{self._index(owner)}:{key[len(owner) :]}"] = value
+        whole: dict[str, Any] = {}
+        for key, value in self.gathered(own).items():
+            index, _, rest = key.partition(":")
+            name = self._parameter_list[int(index)].name
+            if rest == _MASTERS:
+                whole.setdefault(_MASTERS, {})[name] = value
+            else:
+                whole[f"{name}{rest}"] = value
+        return whole if schedule is None else {**whole, _SCHEDULE: schedule}
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the whole `state`, of this or of the plain optimizer, from any number of
+        ranks; each takes what it owns.
+
+        Raises:
+            CheckpointError: An entry is of no parameter of the model.
+        """
+        known = {p.name for p in (*self._parameter_list, *self._model.parameters())}
+        owners = {key: _owner_of(key, known) for key in state if key not in (_MASTERS, _SCHEDULE)}
+        masters = state.get(_MASTERS, {})
+        foreign = [key for key, owner in owners.items() if not owner]
+        foreign += [name for name in masters if name not in known]
+        if foreign:
+            raise CheckpointError(
+                f"the optimizer state has '{foreign[0]}', which is of no parameter of the model; "
+                f"these are named as '{self._parameter_list[0].name}'. Paddle numbers the Layers "
+                "of a process: the model must be made in the same order as that of the state. "
+                "TrainStep.state_dict() does not depend on it"
+            )
+        own = {key: value for key, value in state.items() if owners.get(key) in self.owned}
+        if _SCHEDULE in state:
+            own[_SCHEDULE] = state[_SCHEDULE]
+        masters = {name: one for name, one in masters.items() if name in self.owned}
+        self.inner.set_state_dict({**own, **({_MASTERS: masters} if masters else {})})
+
+    def gathered(self, own: Mapping[str, Any], *, keep: bool = True) -> dict[str, Any]:
+        """What all ranks have, gathered tensor by tensor. All ranks call this.
+
+        Args:
+            own: Of this rank, under names that no other rank has.
+            keep: Whether this rank wants those of the others.
+
+        Raises:
+            PeerError: A rank has died, stopped or failed.
+            SyncError: An update did not reach all ranks.
+        """
+        self._check_whole()
+        return dict(own) if self._travel is None else gathered(own, self._group, keep)
+
+    def _check_whole(self) -> None:
+        settle(self._parameter_list)
+        if self._is_updating:
+            raise SyncError(
+                f"update {self._num_updates} of the ShardedOptimizer did not reach all ranks, so "
+                "their parameters differ; resume from the last checkpoint"
+            )
+
+    def _compare(self) -> None:
+        difference = first_that_differs(self._parameter_list, scope_of(self._group))
+        if difference is not None:
+            index, ranks = difference
+            raise SyncError(
+                f"'{self._names()[index]}' differs on rank {', '.join(map(str, ranks))} after "
+                f"update {self._num_updates} of the ShardedOptimizer. Something changes it on some "
+                "ranks only, outside of the optimizer"
+            )
+
+    def _names(self) -> list[str]:
+        """Structured names of the parameters; of one that has left the model, Paddle's name."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        return [names.get(id(one), one.name) for one in self._parameter_list]
+
+    def _index(self, name: str) -> int:
+        return [parameter.name for parameter in self._parameter_list].index(name)
+
+
+def _owner_of(key: str, names: Iterable[str]) -> str:
+    """Which of `names` is that of the parameter that the state `key` belongs to; "" if none is."""
+    return max((name for name in names if key.startswith(f"{name}_")), key=len, default="")
+
+
+def inner_of(optimizer: Any) -> Any:
+    """Paddle's optimizer inside a `ShardedOptimizer`; any other as it is."""
+    return optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer

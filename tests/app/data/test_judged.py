@@ -1,0 +1,95 @@
+"""Folders in the form of BEIR, files of pairs, and what is wrong with them."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from paddle_recompute.app.data import read_judged
+from paddle_recompute.errors import DataError
+
+FILES = {
+    "corpus.jsonl": '{"_id": "d1", "title": "Cats", "text": "purr", "metadata": {"a": 1}}\n'
+    '{"_id": "d2", "text": " dogs bark "}\n\n{"_id": "q2", "title": "", "text": ""}\n',
+    "queries.jsonl": '{"_id": "q1", "text": "pets"}\n{"_id": "q2", "text": "cats"}\n'
+    '{"_id": "q3", "text": "birds"}\n',
+    "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq2\td2\t1\nq1\td2\t2\nq1\td1\t1\nq1\tq2\t0\n"
+    "q3\td1\t-1\n",
+}
+
+
+def written(folder: Path, **changes: str) -> Path:
+    """`FILES`; a change is named by the file, without its suffix and folder."""
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(changes.get(path.stem, text), encoding="utf-8")
+    return folder
+
+
+def test_folder(tmp_path: Path) -> None:
+    found = read_judged(written(tmp_path))
+    assert found.queries == ["cats", "pets"]
+    assert found.pool == ["Cats purr", "dogs bark", ""]
+    assert found.answers == [{1: 1}, {1: 2, 0: 1}]
+    assert found.same_id == [2, -1]
+    assert found.notes == [
+        "1 judged queries have no answer, and are left out",
+        "1 documents have no text",
+    ]
+
+
+def test_other_split_and_gz(tmp_path: Path) -> None:
+    written(tmp_path)
+    packed = gzip.compress(b"q3\td1\t1\n")
+    (tmp_path / "qrels" / "dev.tsv.gz").write_bytes(packed)
+    found = read_judged(tmp_path, split="dev")
+    assert (found.queries, found.answers) == (["birds"], [{0: 1}])
+    with pytest.raises(DataError, match=r"train.tsv: there is no such .*--split may be dev, test"):
+        read_judged(tmp_path, split="train")
+
+
+def test_pairs(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.tsv"
+    file.write_text("a\tb\tc\na\td\ne\tb\n")
+    found = read_judged(file)
+    assert (found.queries, found.pool) == (["a", "e"], ["b", "d", "c"])
+    assert found.answers == [{0: 1, 1: 1}, {0: 1}]
+    assert found.same_id == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("corpus", '{"_id": "d1"}\n', "corpus.jsonl:1: no text"),
+        ("corpus", '{"text": "a"}\n', "corpus.jsonl:1: no _id"),
+        ("corpus", "[1]\n", "corpus.jsonl:1: a list, expected an object with _id and text"),
+        ("corpus", '{"_id": "a", "text": 3}\n', "corpus.jsonl:1: text is a number, expected a str"),
+        ("corpus", '{"_id": "a", "text": "b"}\n' * 2, r"corpus.jsonl:2: the id 'a' appears twice"),
+        ("corpus", "\n", "corpus.jsonl: contains no text"),
+        ("queries", '{"_id": "q1", "text": " "}\n', "queries.jsonl:1: empty text"),
+        ("queries", '{"_id": "q1",\n', "queries.jsonl:1: not JSON: "),
+        ("test", "q1\td1\n", r"test.tsv:1: 2 columns, expected query-id<TAB>corpus-id<TAB>score"),
+        ("test", "q1 d1 1\n", r"test.tsv:1: 1 columns, expected"),
+        ("test", "\nq9\td1\t1\n", r"test.tsv:2: there is no query with the id 'q9'"),
+        ("test", "q1\td9\t1\n", r"test.tsv:1: there is no document with the id 'd9'"),
+        ("test", "q1\td1\t0.5\n", r"test.tsv:1: the score is '0.5', expected a whole number"),
+        ("test", "q1\td1\t1001\n", r"test.tsv:1: the score is 1001, expected at most 1000"),
+        ("test", "q1\td1\t1\nq1\td1\t1\n", r"test.tsv:2: query 'q1' and document 'd1' are judged"),
+        ("test", "q1\td1\t0\n", "test.tsv: judges no document with a score of 1 or more"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read_judged(written(tmp_path, **{name: text}))
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"corpus.jsonl: there is no such file; a folder to eval"):
+        read_judged(tmp_path)
+    with pytest.raises(DataError, match="there is no such file"):
+        read_judged(tmp_path / "pairs.tsv")

@@ -1,0 +1,247 @@
+"""The page of a run stands alone, tells the figures, and odd runs do not break it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bokeh.models import ColumnDataSource
+
+from paddle_recompute.app.report import (
+    Journal,
+    _written,
+    read_records,
+    retrieval_table,
+    write_report,
+)
+from paddle_recompute.app.report._curves import curves_of
+from paddle_recompute.app.report._files import RunFiles
+from paddle_recompute.errors import DependencyError, OutputError
+from tests.app.report.folders import CONFIG, EVENTS, LANES, METRICS, RECORD, write_run
+from tests.app.report.pages import BROWSERS, Page, browser, seen_by_browser
+
+SCRIPTS = 3
+"""The library, its level of logging, and the charts."""
+
+
+def page_of(folder: Path, **changes: Any) -> Page:
+    return Page(write_report([write_run(folder, **changes)]))
+
+
+def drawn(folder: Path, title: str) -> dict[str, list[Any]]:
+    """The y of each curve of a part, by its name."""
+    (part,) = [part for part in curves_of([RunFiles.read(folder)]) if part.title == title]
+    assert part.chart is not None
+    sources = part.chart.select({"type": ColumnDataSource})
+    return {one.data["curve"][0]: list(one.data["y"]) for one in sources}
+
+
+def test_page_stands_alone(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "run")
+    assert page.links == []
+    assert page.scripts == SCRIPTS
+    assert (tmp_path / "run/report.html").stat().st_size < 1.5e6
+
+
+def test_page_tells_the_figures(tmp_path: Path) -> None:
+    text = page_of(tmp_path / "a<b").text
+    for words in ("25.0%", "50.0%", "-60%", "1,234", "10,000 candidates", "2 ranks", "0.0010"):
+        assert words in text
+    for words in ("a<b", "汉语<.tsv", "河<b>", "rank 7", "rank 1", "12 duplicates removed"):
+        assert words in text
+    for words in ("global batch 256", "39 of 39 steps", "finished", "1 min 10 s", "3.3.1"):
+        assert words in text
+
+
+def test_texts_of_strangers_stay_texts(tmp_path: Path) -> None:
+    bad = "</script><script>alert(1)</script>"
+    events = json.loads(json.dumps(EVENTS).replace("a river", bad).replace("12 dup", bad))
+    page = page_of(tmp_path / "run", events=events, metrics=[{**one, bad: 1.0} for one in METRICS])
+    assert page.scripts == SCRIPTS
+    assert bad in page.text
+
+
+def test_every_figure_of_the_metrics_has_a_curve(tmp_path: Path) -> None:
+    later = {"valid_loss": 3.0, "valid": {"recall@1": 0.5, "ndcg@10": 0.6}, "temperature": 0.1}
+    metrics = [*METRICS[:9], {**METRICS[9], **later}, {"step": 11, "valid_loss": 2.5}]
+    folder = write_run(tmp_path / "run", metrics=metrics, record=None)
+    losses = drawn(folder, "Loss")
+    assert losses["loss"] == [one["loss"] for one in METRICS[:10]]
+    assert losses["valid_loss"] == [3.0, 2.5]
+    assert set(drawn(folder, "Held-out retrieval")) == {"valid.recall@1", "valid.ndcg@10"}
+    titles = [part.title for part in curves_of([RunFiles.read(folder)])]
+    assert titles == [
+        *("Loss", "Gradient norm", "Learning rate", "Examples per second"),
+        *("Peak memory of a step, MiB", "Temperature", "Held-out retrieval"),
+    ]
+
+
+def test_memory_is_drawn_beside_the_plain_step(tmp_path: Path) -> None:
+    found = drawn(write_run(tmp_path / "run"), "Peak memory of a step, MiB")
+    assert found == {"peak_bytes": [100.0] * 39, "plain step": [250.0] * 2}
+
+
+def test_a_skipped_step_leaves_a_gap(tmp_path: Path) -> None:
+    metrics = [{**METRICS[0], "loss": None}, *METRICS[1:3]]
+    first, *rest = drawn(write_run(tmp_path / "run", metrics=metrics), "Loss")["loss"]
+    assert first != first and rest == [2.5, 5.0 / 3]
+
+
+@pytest.mark.parametrize("metrics", [[], METRICS[:1]])
+def test_run_without_a_curve(tmp_path: Path, metrics: list[dict[str, Any]]) -> None:
+    record = {**RECORD, **{key: None for key in RECORD if key.startswith("untrained_")}}
+    text = page_of(tmp_path / "run", record=record, metrics=metrics).text
+    assert "untrained trained recall@1 - 0.2500" in text
+
+
+def test_a_run_of_an_earlier_version_has_a_page(tmp_path: Path) -> None:
+    text = page_of(tmp_path / "run", events=[]).text
+    assert "39 of 39 steps" in text and "Environment" not in text
+
+
+def test_a_run_that_was_raised_has_no_result_yet(tmp_path: Path) -> None:
+    text = page_of(tmp_path / "run", record={**RECORD, "steps": 20}).text
+    assert "25.0%" not in text and "ended before its last step" in text
+
+
+def test_faults_that_were_met_are_told(tmp_path: Path) -> None:
+    again = [{"event": "start", **EVENTS[0]}, {"event": "steps", "done": 20, "total": 39}]
+    killed = EVENTS[:5]
+    stopped = [*again, {"event": "end", "why": "PeerError: rank 1 is gone"}]
+    text = page_of(tmp_path / "run", events=[*killed, *stopped, *again, EVENTS[-1]]).text
+    assert "What happened: 3 starts" in text
+    assert "ended without a word: the process was killed" in text
+    assert "ended: PeerError: rank 1 is gone" in text
+    assert text.count("training goes on after step 20") == 2
+
+
+def test_the_lanes_of_the_ranks_are_summed_up(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "run")
+    assert "Step 3 on each rank" in page.text
+    # 25 + 14 ms of sums, of which 25 + 4 before the backward ended at 80.
+    assert "rank 0 100.5 80.0 39.0 29.0 15.0 rank 1 99.2 78.8 39.0 29.0 15.0" in page.text
+    of_many = page_of(tmp_path / "many", events=[{**EVENTS[0], "ranks": 64}, LANES])
+    assert "The first 2 of 64 ranks." in of_many.text
+
+
+def test_a_run_that_goes_on_is_loaded_again(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", record=None, events=EVENTS[:5])
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = write_report([folder], reload_seconds=7)
+        assert 'http-equiv="refresh" content="7"' in path.read_text()
+        assert "running · 39 of 39 steps" in Page(path).text
+    path = write_report([folder], reload_seconds=7)
+    assert "refresh" not in re.sub(r"<script.*?</script>", "", path.read_text(), flags=re.DOTALL)
+    assert "ended before its last step" in Page(path).text
+
+
+@pytest.mark.parametrize("name, content", [("result.json", "[1]"), ("events.jsonl", "{}\n")])
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: str) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(content)
+    with pytest.raises(OutputError, match=f"{name}: is damaged"):
+        write_report([folder])
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        ("events.jsonl", '{"time": 1}'),
+        ("events.jsonl", '{"time": 1, "event": "examples"}'),
+        ("events.jsonl", '{"time": 1, "event": "start", "config": [1]}'),
+        ("events.jsonl", '{"time": 1e30, "event": "said", "text": "x"}'),
+        ("events.jsonl", '{"time": "5", "event": "said", "text": "x"}'),
+        ("events.jsonl", '{"time": 1, "event": "said", "text": "\\ud800"}'),
+        ("events.jsonl", f'{{"time": {10**400}, "event": "said", "text": "x"}}'),
+        ("metrics.jsonl", f'{{"step": 40, "big": {10**400}}}'),
+        ("metrics.jsonl", f'{{"step": {10**400}}}'),
+        ("result.json", json.dumps({**RECORD, "steps": "39"})),
+        ("result.json", json.dumps({**RECORD, "queries": None})),
+        ("result.json", json.dumps({**RECORD, "recall@1": "high"})),
+    ],
+)
+def test_wrong_records_are_refused_in_one_sentence(tmp_path: Path, name: str, line: str) -> None:
+    folder = write_run(tmp_path / "run")
+    with (folder / name).open("w" if name == "result.json" else "a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(OutputError, match=f"{name}.* damaged") as refused:
+        write_report([folder])
+    assert str(refused.value).startswith(str(folder)) and refused.value.__cause__
+    assert not (folder / "report.html").exists()
+
+
+def test_a_torn_line_is_cut_off_at_the_next_start(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    for why in ("killed", "finished"):
+        journal = Journal(file)
+        journal.open()
+        journal.note("end", why=why)
+        with file.open("ab") as torn:
+            torn.write('{"time": 1.0, "event": "汉'.encode()[:-1])
+    journal = Journal(file)
+    journal.open()
+    journal.note("start")
+    assert [record["event"] for record in read_records(file, "time")] == ["end", "end", "start"]
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"holds no metrics.jsonl.*give the train.output_dir"):
+        write_report([tmp_path])
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first")
+    start = {**EVENTS[0], "config": {**CONFIG, "train": {"seed": 7, "resume": True}}}
+    other = write_run(
+        tmp_path / "other", events=[start, *EVENTS[1:]], record={**RECORD, "mrr": 0.5}
+    )
+    page = Page(write_report([first, other], tmp_path / "both.html"))
+    assert page.links == []
+    assert "mrr 0.333 0.5" in page.text
+    assert "train.seed 0 7" in page.text
+    assert "train.resume" not in page.text and "global_batch" not in page.text
+    (loss, *_) = curves_of([RunFiles.read(first), RunFiles.read(other)])
+    assert loss.chart is not None
+    assert [item.label.value for item in loss.chart.legend[0].items] == ["first", "other"]
+
+
+def test_without_bokeh_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_written.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DependencyError, match="pip install bokeh"):
+        _written.require_bokeh()
+
+
+@pytest.mark.skipif(
+    browser() is None,
+    reason=f"no browser: none of {', '.join(BROWSERS)}; PADDLE_RECOMPUTE_TEST_BROWSER names one",
+)
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_draws_the_charts(tmp_path: Path, width: int) -> None:
+    path = write_report([write_run(tmp_path / "run")])
+    charts, taken, faults = seen_by_browser(path, width=width)
+    assert charts == 7
+    assert taken <= width
+    assert not faults
+
+
+def test_table_for_the_terminal() -> None:
+    assert retrieval_table(RECORD).splitlines() == [
+        "2000 held-out queries, 10000 candidates for each",
+        "               untrained     trained",
+        "recall@1          0.0010      0.2500",
+        "recall@10         0.0100      0.5000",
+        "mrr               0.0020      0.3330",
+    ]
+
+
+def test_what_the_tokens_leave_undecided_is_told() -> None:
+    counts = {"unknown_queries": 3, "equal_queries": 0, "equal_answers": 1}
+    said = "recall@1 is at most 0.9500: 3 queries are [UNK] alone, 1 answers share them with"
+    lost = {**RECORD, **counts, "recall@1_ceiling": 0.95}
+    assert said in retrieval_table(lost)
+    assert "at most" not in retrieval_table(RECORD)  # of an earlier version, or nothing is lost

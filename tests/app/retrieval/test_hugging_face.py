@@ -1,0 +1,199 @@
+"""Folders of Hugging Face: written, read back, and loaded by `transformers`.
+
+The last part needs PyTorch, in an environment without Paddle (``make test-torch``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+import tokenizers
+from click.testing import CliRunner, Result
+
+from paddle_recompute.app import cli
+from paddle_recompute.app.data import load_tokenizer
+from paddle_recompute.app.encoder import build_model
+from paddle_recompute.app.retrieval import encode_texts, load_encoder
+from paddle_recompute.errors import ConfigError
+from tests.app.trainer.test_trainer import tiny
+from tests.app.trainer.trained_run import make_run, texts
+
+TEXTS = ["big [SEP] cat", "Élan [PAD]", "small " * 30, *texts(20)]
+KINDS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "cls": {"model__pooling": "cls"},
+    "relu": {"model__activation": "relu", "model__layer_norm_epsilon": 1e-5},
+    "projected": {"model__projection_size": 8},
+    "both": {"model__pooling": "cls", "model__projection_size": 8},
+}
+# float32 in two libraries, over two blocks; vectors of length 1, or numbers of about 1.
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets variables; they are put back after each test."""
+    for name in ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "FLAGS_use_stride_kernel"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+
+
+def converted(folder: Path, *more: str, **changes: Any) -> tuple[Path, Result]:
+    """A run in `folder`, and the folder ``hf`` made of it."""
+    wide = {"model__initializer_range": 0.3, **changes}
+    make_run(folder, biased=True, **wide)
+    arguments = ["convert", "--to", "huggingface", *more, str(folder / "run"), str(folder / "hf")]
+    return folder / "hf", CliRunner().invoke(cli.main, arguments)
+
+
+def tree_of(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def raw(model: paddle.nn.Layer, ids: Any) -> np.ndarray[Any, Any]:
+    model.eval()
+    with paddle.no_grad():
+        found: np.ndarray[Any, Any] = model(paddle.to_tensor(ids)).numpy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mean", "cls", "relu"])
+def test_the_folder_is_read_back(kind: str, tmp_path: Path) -> None:
+    folder, result = converted(tmp_path, **KINDS[kind])
+    assert result.exit_code == 0, result.output
+    trained = load_encoder(tmp_path / "run")
+    config = tiny(tmp_path, model__init_from=str(folder), **KINDS[kind])
+    assert config.tokenizer_file == folder / "tokenizer.json"
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    ids = trained.tokenizer.encode(TEXTS, 12)
+    assert np.array_equal(tokenizer.encode(TEXTS, 12), ids)
+    again = build_model(config.model, tokenizer.vocab_size)
+    assert np.array_equal(raw(again, ids), raw(trained.model, ids))
+
+
+def test_the_tokenizer_alone_makes_our_ids(tmp_path: Path) -> None:
+    folder, _ = converted(tmp_path)
+    alone = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    alone.encode_special_tokens = True
+    ids = load_encoder(tmp_path / "run").tokenizer.encode(TEXTS, 12)
+    assert np.array_equal([row.ids for row in alone.encode_batch(TEXTS)], ids)
+
+
+def test_the_modules_compute_the_vector_in_order(tmp_path: Path) -> None:
+    folder, _ = converted(tmp_path, **KINDS["both"])
+    modules = tree_of(folder / "modules.json")
+    assert [one["path"] for one in modules] == [
+        *("", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize")
+    ]
+    assert tree_of(folder / "1_Pooling" / "config.json")["pooling_mode_cls_token"]
+    activations = [
+        tree_of(folder / path / "config.json")["activation_function"].rpartition(".")[2]
+        for path in ("2_Dense", "3_Dense")
+    ]
+    assert activations == ["Tanh", "Identity"]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    folder, result = converted(tmp_path, "--leave-out", "x")
+    assert result.exit_code == 2 and "--leave-out: is for files" in result.output
+    folder.mkdir()
+    folder, result = converted(tmp_path, step=4)
+    assert result.exit_code != 0 and "exists; name a new folder" in result.output
+    assert not [*folder.iterdir()] and not [*tmp_path.glob(".unfinished*")]
+    arguments = ["convert", "--to", "huggingface", str(tmp_path), str(tmp_path / "other")]
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 2 and "contains no trained model" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model__num_heads": 4}, "model.num_heads is 4, and num_attention_heads there is 2"),
+        ({"model__activation": "relu"}, "model.activation is relu, and hidden_act there is gelu"),
+        ({"model__layer_norm_epsilon": 1e-5}, "layer_norm_eps there is 1e-12"),
+    ],
+)
+def test_a_config_json_of_another_encoder(
+    change: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    folder, _ = converted(tmp_path)
+    for place in (folder, folder / "model.safetensors"):
+        config = tiny(tmp_path, model__init_from=str(place), **change)
+        with pytest.raises(ConfigError, match=told):
+            build_model(config.model, load_tokenizer(folder / "tokenizer.json").vocab_size)
+
+
+# ----------------------------------------------------------------------------------- transformers
+
+TORCH_PYTHON = os.environ.get("TORCH_PYTHON", "")
+needs_torch = pytest.mark.skipif(
+    not TORCH_PYTHON, reason="needs transformers, in a Python of TORCH_PYTHON (make test-torch)"
+)
+
+
+def with_transformers(
+    *arguments: str | Path, given: list[str], entries: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    script = Path(__file__).with_name("with_transformers.py")
+    environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [TORCH_PYTHON, str(script), *map(str, arguments)],
+        input=json.dumps([entries, given]), env=environment,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+@needs_torch
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_has_our_vectors(kind: str, tmp_path: Path) -> None:
+    folder, _ = converted(tmp_path, **KINDS[kind])
+    found = with_transformers("encode", folder, "--sentences", given=TEXTS)
+    trained = load_encoder(tmp_path / "run")
+    ids = trained.tokenizer.encode(TEXTS, 12)
+    assert np.array_equal(found["ids"], ids)
+    pooling = trained.config.pooling
+    pooler = [] if pooling == "cls" else ["pooler.dense.bias", "pooler.dense.weight"]
+    assert (found["missing"], found["unexpected"]) == (pooler, [])
+    vectors = encode_texts(trained, TEXTS, max_tokens=12, batch_size=len(TEXTS))
+    difference = abs(np.array(found["sentences"]) - vectors).max()
+    assert difference < TOLERANCE
+    # Texts get different vectors: the comparison means something.
+    assert abs(vectors - vectors.mean(axis=0)).max() > 0.1
+    trained.model.projection = None
+    of_bert = abs(np.array(found[pooling]) - raw(trained.model, ids)).max()
+    print(f"{kind}: largest difference {difference:.2g}, before the projection {of_bert:.2g}")
+    assert of_bert < TOLERANCE * 3  # numbers of up to 3
+
+
+@needs_torch
+@pytest.mark.parametrize("files", [("tokenizer.json",), ("vocab.txt", "tokenizer_config.json")])
+def test_a_folder_of_transformers_has_its_vectors_here(
+    files: tuple[str, ...], tmp_path: Path
+) -> None:
+    entries = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "big", "cat", "##s", "elan", "中")
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    given = ["Big cats", "Élan", "中 unknown cat big cat", ""]
+    found = with_transformers("make", folder, given=given, entries=entries)
+    for file in {"tokenizer.json", "vocab.txt", "tokenizer_config.json"}.difference(files):
+        (folder / file).unlink()
+    dimensions = {"model__num_heads": 4, "model__max_position_embeddings": 24}
+    for pooling in ("cls", "mean"):
+        config = tiny(tmp_path, model__init_from=str(folder), model__pooling=pooling, **dimensions)
+        assert config.tokenizer_file == folder / files[0]
+        tokenizer = load_tokenizer(folder / files[0])
+        ids = tokenizer.encode(given, 12)
+        assert np.array_equal(found["ids"], ids)
+        vectors = raw(build_model(config.model, tokenizer.vocab_size), ids)
+        difference = abs(np.array(found[pooling]) - vectors).max()
+        print(f"{pooling}: largest difference {difference:.2g}, of {abs(vectors).max():.2g}")
+        assert difference < TOLERANCE * 3 and abs(vectors).max() > 0.5

@@ -1,0 +1,182 @@
+"""``export --format inference`` and ``onnx``: vectors in a process that does not import us."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+import tokenizers
+from click.testing import CliRunner, Result
+
+from paddle_recompute.app import cli
+from paddle_recompute.app.retrieval import encode_texts, load_encoder, write_inference
+from paddle_recompute.errors import StaticGraphError
+from tests.app.trainer.trained_run import make_run, texts
+from tests.docs.pages import Page
+
+TEXTS = ["big [SEP] cat", "Élan [PAD]", "small " * 30, *texts(20)]
+# The predictor fuses operators; vectors have length 1.
+TOLERANCE = 1e-6
+has_paddle2onnx = importlib.util.find_spec("paddle2onnx") is not None
+_PRINT_VECTORS = """
+import json, sys
+assert not [name for name in sys.modules if name.startswith("paddle_recompute")]
+given = json.load(sys.stdin)
+some, one = encode(given), encode(given[:1])
+assert abs(one - some[:1]).max() < 1e-6
+print(json.dumps(some.tolist()))
+"""
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets variables; they are put back after each test."""
+    for name in ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "FLAGS_use_stride_kernel"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+
+
+def exported(folder: Path, file_format: str, **changes: Any) -> tuple[Path, Result]:
+    """A run in `folder`, and the folder ``served`` made of it."""
+    make_run(folder, biased=True, model__initializer_range=0.3, **changes)
+    output = folder / "served"
+    arguments = ["export", "--model", str(folder / "run"), "--format", file_format]
+    return output, CliRunner().invoke(cli.main, [*arguments, "--output", str(output)])
+
+
+def expected(folder: Path) -> np.ndarray[Any, Any]:
+    trained = load_encoder(folder / "run")
+    vectors = encode_texts(trained, TEXTS, max_tokens=12, batch_size=len(TEXTS))
+    # Texts get different vectors: a comparison means something.
+    assert abs(vectors - vectors.mean(axis=0)).max() > 0.1
+    return vectors
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model__pooling": "cls", "model__projection_size": 8, "model__activation": "relu"}],
+    ids=["mean", "cls"],
+)
+def test_the_script_of_the_documentation_has_our_vectors(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    output, result = exported(tmp_path, "inference", **changes)
+    assert result.exit_code == 0, result.output
+    program = "encoder.json" if paddle.__version__ >= "3" else "encoder.pdmodel"
+    assert {"encoder.pdiparams", "tokenizer.json", program} <= {f.name for f in output.iterdir()}
+    (script,) = (
+        code
+        for code in Page("docs/retrieval.md").blocks("python")
+        if "import paddle.inference" in code
+    )
+    environment = {**os.environ, "PYTHONPATH": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", script + _PRINT_VECTORS],
+        cwd=tmp_path, env=environment, input=json.dumps(TEXTS),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = np.array(json.loads(run.stdout.splitlines()[-1]))
+    difference = abs(found - expected(tmp_path)).max()
+    print(f"largest difference {difference:.2g}")
+    assert difference < TOLERANCE
+
+
+def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    output, result = exported(tmp_path, "inference")
+    assert result.exit_code != 0 and "exists; name a new folder" in result.output
+    assert not [*output.iterdir()]
+
+
+class ForDygraph(paddle.nn.Layer):
+    def forward(self, input_ids: paddle.Tensor) -> paddle.Tensor:
+        if not paddle.in_dynamic_mode():
+            raise TypeError("not in a Program")
+        return input_ids.astype("float32")
+
+
+class Counting(paddle.nn.Layer):
+    """A Program has the number of the call in which it was made."""
+
+    calls = 0
+
+    def forward(self, input_ids: paddle.Tensor) -> paddle.Tensor:
+        self.calls += 1
+        return input_ids[:, :2].astype("float32") + self.calls * paddle.to_tensor([0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (ForDygraph, r"paddle\.jit\.save cannot convert ForDygraph: .*not in a Program"),
+        (Counting, r"the program of Counting computes other vectors, which differ by"),
+    ],
+)
+def test_a_model_that_is_no_program_is_refused(
+    model: type[paddle.nn.Layer], told: str, tmp_path: Path
+) -> None:
+    make_run(tmp_path)
+    encoder = dataclasses.replace(load_encoder(tmp_path / "run"), model=model())
+    with pytest.raises(StaticGraphError, match=told):
+        write_inference(encoder, tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
+@pytest.mark.skipif(has_paddle2onnx, reason="paddle2onnx is installed")
+def test_without_the_converter_onnx_is_refused(tmp_path: Path) -> None:
+    output, result = exported(tmp_path, "onnx")
+    assert result.exit_code == 2
+    assert "--format onnx needs the package paddle2onnx, which is not installed" in result.output
+    assert not output.exists()
+
+
+def test_a_converter_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "other" / "paddle2onnx"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ValueError('no operator of that name')\n")
+    (package / "command.py").touch()
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    output, result = exported(tmp_path, "onnx")
+    assert result.exit_code == 2
+    assert "paddle2onnx cannot convert the model of" in result.output
+    assert "ValueError: no operator of that name" in result.output
+    assert not output.exists()
+
+
+@pytest.mark.skipif(not has_paddle2onnx, reason="paddle2onnx is not installed")
+def test_onnx_has_our_vectors(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    output, result = exported(tmp_path, "onnx")
+    assert result.exit_code == 0, result.output
+    assert {file.name for file in output.iterdir()} == {"encoder.onnx", "tokenizer.json"}
+    tokenizer = tokenizers.Tokenizer.from_file(str(output / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    ids = np.array([row.ids for row in tokenizer.encode_batch(TEXTS)])
+    session = onnxruntime.InferenceSession(str(output / "encoder.onnx"))
+    (found,) = session.run(None, {"input_ids": ids})
+    difference = abs(found - expected(tmp_path)).max()
+    print(f"largest difference {difference:.2g}")
+    assert difference < TOLERANCE
+
+
+def test_prompts_are_written_for_those_who_serve(tmp_path: Path) -> None:
+    prompts = {"query": "query: ", "document": "text: "}
+    changes = {f"model__{side}_prompt": prompt for side, prompt in prompts.items()}
+    output, result = exported(tmp_path, "inference", **changes)
+    assert result.exit_code == 0, result.output
+    assert json.loads((output / "prompts.json").read_text()) == prompts
+    arguments = ["convert", "--to", "huggingface", str(tmp_path / "run"), str(tmp_path / "hf")]
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 0, result.output
+    settings = json.loads((tmp_path / "hf" / "config_sentence_transformers.json").read_text())
+    assert settings == {"prompts": prompts}

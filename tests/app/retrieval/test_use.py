@@ -1,0 +1,302 @@
+"""The public names, run as their docstrings show them; prompts; ranks that encode one file."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import paddle_recompute
+from paddle_recompute.app.config import DataConfig
+from paddle_recompute.app.data import load_tokenizer, train_tokenizer
+from paddle_recompute.app.data.loader import build_loader
+from paddle_recompute.app.data.pairs import Pair
+from paddle_recompute.app.retrieval import (
+    Index,
+    encode_batches,
+    encode_file,
+    encode_texts,
+    load_encoder,
+)
+from paddle_recompute.app.retrieval import encoding as encode_module
+from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.errors import DataError, SyncError
+from tests.app.trainer.test_trainer import tiny
+from tests.app.trainer.trained_run import make_run, texts
+from tests.ranks import ROOT, run_ranks
+
+PROMPTS = {"model__query_prompt": "big query ", "model__document_prompt": "stone "}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With ``run``, ``prompted/run`` and ``texts.txt``."""
+    folder = tmp_path_factory.mktemp("use")
+    make_run(folder)
+    make_run(folder / "prompted", **PROMPTS)
+    (folder / "texts.txt").write_text("\n".join(texts(40)), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["load_encoder", "encode_texts", "Index"])
+def test_examples_of_the_public_names_run(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").symlink_to(folder)
+    documented = getattr(paddle_recompute, name).__doc__
+    example = doctest.DocTestParser().get_doctest(documented, {}, name, None, 0)
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+# ---------------------------------------------------------------------------------------- Index
+
+
+def test_a_saved_index_is_what_encode_writes(folder: Path, tmp_path: Path) -> None:
+    encoder = load_encoder(folder / "run")
+    encode_file(encoder, folder / "texts.txt", tmp_path / "encoded.npy")
+    vectors = encode_texts(encoder, texts(40))
+    index = Index(vectors, texts(40), encoder=encoder)
+    index.save(tmp_path / "saved.npy")
+    for suffix in ("", ".txt"):
+        saved, encoded = (tmp_path / f"{name}.npy{suffix}" for name in ("saved", "encoded"))
+        assert saved.read_bytes() == encoded.read_bytes()
+    record = json.loads((tmp_path / "encoded.npy.json").read_text())
+    assert json.loads((tmp_path / "saved.npy.json").read_text()).items() <= record.items()
+    queries = ["big cat", "tree"]
+    hits = index.search(queries, top_k=7)
+    assert Index.load(tmp_path / "saved.npy").search(queries, top_k=7) == hits
+    scores, rows = index.top(vectors[:3], 1)
+    np.testing.assert_array_equal(rows[:, 0], [0, 1, 2])
+    np.testing.assert_allclose(scores[:, 0], 1, rtol=1e-6)
+
+
+def test_vectors_of_no_model_are_searched_by_vectors(tmp_path: Path) -> None:
+    vectors = np.eye(3, dtype=np.float64)
+    Index(vectors, ["one", "two\nlines", "three"]).save(tmp_path / "own.npy")
+    index = Index.load(tmp_path)
+    assert index.top(vectors[1:2], 5)[1].tolist() == [[1, 0, 2]]
+    assert index.texts([1]) == {1: "two lines"}
+    with pytest.raises(DataError, match="the index names no model; give the encoder"):
+        index.search(["two"])
+    with pytest.raises(DataError, match=r"queries of shape \(1, 2\) and top_k=1; allowed are \[n"):
+        index.top(np.ones((1, 2)), 1)
+    with pytest.raises(DataError, match=r"own.npy: is saved already; copy it"):
+        index.save(tmp_path / "again.npy")
+    with pytest.raises(DataError, match=r"shape \(3, 3\) and 2 texts; allowed are"):
+        Index(vectors, ["one", "two"])
+    with pytest.raises(DataError, match="not finite"):
+        Index(vectors * np.nan, ["one", "two", "three"])
+    with pytest.raises(DataError, match=r"own.txt: allowed is a name that ends in .npy"):
+        Index(vectors, ["one", "two", "three"]).save(tmp_path / "own.txt")
+
+
+# --------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_are_put_before_texts_of_their_side(folder: Path, tmp_path: Path) -> None:
+    plain, encoder = load_encoder(folder / "run"), load_encoder(folder / "prompted" / "run")
+    assert encoder.fingerprint != plain.fingerprint
+    some = texts(40)
+    for side, prompt, limit in (("query", "big query ", 10), ("document", "stone ", 12)):
+        expected = encode_batches(
+            encoder.model,
+            encoder.tokenizer,
+            [prompt + text for text in some],
+            max_tokens=limit,
+            batch_size=256,
+        )
+        given: Any = {"side": side}
+        np.testing.assert_array_equal(encode_texts(encoder, some, **given), expected)
+        assert not np.array_equal(encode_texts(plain, some, **given), expected)
+        encode_file(encoder, folder / "texts.txt", tmp_path / f"{side}.npy", **given)
+        np.testing.assert_array_equal(np.load(tmp_path / f"{side}.npy"), expected)
+    with pytest.raises(DataError, match=r"was made with max_tokens=12 and prompt=stone "):
+        encode_file(encoder, folder / "texts.txt", tmp_path / "document.npy", side="query")
+    index = Index.load(tmp_path / "document.npy")
+    as_document = index.search([some[5]], side="document", top_k=1)[0][0]
+    assert (as_document.row, as_document.score) == (5, pytest.approx(1, abs=1e-6))
+    assert index.search([some[5]], top_k=1)[0][0].score < 0.9999
+
+
+def test_negatives_have_the_prompt_of_documents(tmp_path: Path) -> None:
+    train_tokenizer(texts(50), tmp_path / "tokenizer.json", 100)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    arguments: dict[str, Any] = {"local_batch": 4, "rank": 0, "num_ranks": 1, "seed": 0}
+    arguments |= {"max_query_tokens": 9, "max_positive_tokens": 9, "hard_negatives": 1}
+    pairs = [Pair("cat", text, (f"{text} tree",)) for text in texts(4)]
+    prompted = [
+        Pair(f"big {one.query}", f"dog {one.positive}", (f"dog {one.negatives[0]}",))
+        for one in pairs
+    ]
+    found = next(iter(build_loader(pairs, tokenizer, **arguments, prompts=("big ", "dog "))))
+    expected = next(iter(build_loader(prompted, tokenizer, **arguments)))
+    for side in ("query", "positive", "negatives"):
+        np.testing.assert_array_equal(found[side].numpy(), expected[side].numpy())
+
+
+def test_training_with_prompts_is_training_on_texts_that_begin_with_them(tmp_path: Path) -> None:
+    """Weights, vocabulary and metrics: the same bits."""
+    results = {}
+    for name, in_texts in (("prompts", ("", "")), ("texts", (*PROMPTS.values(),))):
+        made = tmp_path / name
+        made.mkdir()
+        lines = [f"{in_texts[0]}{one}\t{in_texts[1]}{one} house\n" for one in texts(60)]
+        (made / "pairs.tsv").write_text("".join(lines[:40]))
+        (made / "valid.tsv").write_text("".join(lines[40:]))
+        changes = PROMPTS if name == "prompts" else {}
+        own = {"data__valid_file": str(made / "valid.tsv"), "data__pool_size": 20}
+        own["data__valid_pairs"] = DataConfig.model_fields["valid_pairs"].default
+        config = tiny(made, train__max_steps=3, **own, **changes)
+        record = Trainer(config).run()
+        checkpoint = find_checkpoint(config.train.output_dir / "checkpoint")
+        weights = {name: one.tobytes() for name, one in load_file(checkpoint.weights_file).items()}
+        metrics = {key: record[key] for key in ("loss", "mrr", "untrained_mrr", "ndcg@10")}
+        results[name] = weights, metrics, checkpoint.tokenizer_file.read_bytes()
+    assert results["prompts"] == results["texts"]
+
+
+# ----------------------------------------------------------------------------------------- ranks
+
+
+def encode_on_a_rank(folder: Path, output: Path, stop_at: int | None) -> dict[str, Any]:
+    encode_module._BATCHES_PER_BLOCK = 3
+    encoder = load_encoder(folder / "run")
+
+    def stop(done: int, total: int) -> None:
+        if done == stop_at:
+            raise KeyboardInterrupt
+
+    try:
+        return encode_file(
+            encoder, folder / "texts.txt", output, batch_size=3, progress=stop, over_ranks=True
+        )
+    finally:
+        encode_module._BATCHES_PER_BLOCK = 16
+
+
+def ranks_that_read_other_texts(folder: Path, output: Path) -> str:
+    import paddle.distributed as dist
+
+    own = output.with_name(f"texts-{dist.get_rank()}.txt")
+    own.write_text("cat\n" * 2 + "dog\n" * (dist.get_rank() + 1))
+    with pytest.raises(SyncError) as caught:
+        encode_file(load_encoder(folder / "run"), own, output, over_ranks=True)
+    return str(caught.value)
+
+
+def test_ranks_write_the_bytes_of_one_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "texts.txt").write_text("\n".join([*texts(40), "zebra", "cat " * 20]))
+    monkeypatch.setattr(encode_module, "_BATCHES_PER_BLOCK", 3)
+    alone, shared = tmp_path / "alone" / "pool.npy", tmp_path / "shared" / "pool.npy"
+    encoder = load_encoder(folder / "run")
+
+    def stop(done: int, total: int) -> None:
+        if done == 18:
+            raise KeyboardInterrupt
+
+    # Begun by one process, continued by two ranks. The last block has one batch, one rank none.
+    with pytest.raises(KeyboardInterrupt):
+        encode_file(encoder, folder / "texts.txt", shared, batch_size=3, progress=stop)
+    records = run_ranks(encode_on_a_rank, 2, fresh=True, folder=folder, output=shared, stop_at=None)
+    record = encode_file(encoder, folder / "texts.txt", alone, batch_size=3)
+    assert (record["cut"], record["unknown"]) == (1, 1)
+    assert records[0] == records[1]
+    assert (records[0]["resumed_at"], records[0]["done"]) == (18, 42)
+    for name in ("pool.npy", "pool.npy.txt", "pool.npy.json"):
+        assert (shared.parent / name).read_bytes() == (alone.parent / name).read_bytes()
+
+
+def test_ranks_with_other_texts_are_refused(folder: Path, tmp_path: Path) -> None:
+    told = run_ranks(
+        ranks_that_read_other_texts, 2, fresh=True, folder=folder, output=tmp_path / "pool.npy"
+    )
+    assert all(one.startswith("the ranks' texts differ") for one in told)
+
+
+# --------------------------------------------------------------------------------------- command
+
+
+def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Path) -> None:
+    index = tmp_path / "pool.npy"
+    encode_file(load_encoder(folder / "run"), folder / "texts.txt", index)
+    queries = [*texts(30), "big dog"]
+    (tmp_path / "queries.txt").write_text("\n".join(queries) + "\n\n")
+    command = [sys.executable, "-m", "paddle_recompute", "search", "--index", str(index)]
+    command += ["--top-k", "2", "--queries"]
+
+    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [*command, *arguments], cwd=ROOT, capture_output=True, timeout=120, **options
+        )
+
+    output = tmp_path / "found.jsonl"
+    done = run(str(tmp_path / "queries.txt"), "--output", str(output), check=True)
+    assert done.stdout == b""
+    lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [line["query"] for line in lines] == queries
+    expected = Index.load(index).search(queries, top_k=2)
+    for line, hits in zip(lines, expected, strict=True):
+        assert [hit["row"] for hit in line["results"]] == [hit.row for hit in hits]
+        assert [hit["text"] for hit in line["results"]] == [hit.text for hit in hits]
+        # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
+        scores = [hit["score"] for hit in line["results"]]
+        assert scores == pytest.approx([hit.score for hit in hits], abs=1e-6)
+    piped = run("-", "--json", input="\n".join(queries).encode(), check=True)
+    assert piped.stdout == output.read_bytes()
+    both = run("-", "cat", input=b"")
+    assert both.returncode == 2
+    assert b"search needs either queries or --queries FILE" in both.stderr
+
+
+@pytest.mark.timeout(180)
+def test_encode_under_fleetrun(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "command.py"
+    script.write_text("from paddle_recompute.app.cli import main\n\nmain()\n")
+    words = ["encode", "--model", str(folder / "run"), str(folder / "texts.txt"), "--output"]
+    fleetrun = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
+    fleetrun += ["--log_dir", str(tmp_path / "logs")]
+    for name, launcher in (("alone", []), ("shared", fleetrun)):
+        output = tmp_path / f"{name}.npy"
+        command = [sys.executable, *launcher, str(script), *words, str(output)]
+        own = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=170
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count(f"texts, vectors of 16 numbers: {output}") == 1
+    assert (tmp_path / "alone.npy").read_bytes() == (tmp_path / "shared.npy").read_bytes()
+
+
+def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:
+    vectors, some = np.eye(3, dtype=np.float32), ["a", "b", "c"]
+    index = Index(vectors, some)
+    for wrong in (np.nan, np.inf, 1e300):
+        with pytest.raises(DataError, match="not finite"):
+            index.top(np.full((1, 3), wrong), 1)
+        with pytest.raises(DataError, match="not finite"):
+            Index(np.full((3, 3), wrong), some)
+    with pytest.raises(DataError, match="in place of a list"):
+        Index(vectors, "abc")
+    index.save(tmp_path / "pool.npy")
+    np.save(tmp_path / "pool.npy", np.asfortranarray([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]], "<f4"))
+    with pytest.raises(DataError, match="by columns"):
+        Index.load(tmp_path / "pool.npy").top(vectors, 1)
+    np.save(tmp_path / "pool.npy", np.diag([1.0, np.nan, 1.0]).astype("<f4"))
+    with pytest.raises(DataError, match="not finite"):
+        Index.load(tmp_path / "pool.npy").top(vectors, 1)
+    (tmp_path / "pool.npy").write_bytes(b"")
+    with pytest.raises(DataError, match="cannot be read as vectors"):
+        Index.load(tmp_path / "pool.npy").top(vectors, 1)

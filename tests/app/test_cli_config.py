@@ -1,0 +1,210 @@
+"""``config`` and ``init``: where a value comes from, what differs, a configuration that fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from paddle_recompute import Config, load_config
+from paddle_recompute.app.cli import _init as module
+from paddle_recompute.app.cli import main
+from paddle_recompute.app.cli._init import _Machine, _shipped
+from paddle_recompute.app.data import PreparedData, loader_for, prepare_data
+from tests.ranks import ROOT
+
+TINY = str(ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def write_pairs(file: Path, lines: list[list[str]]) -> str:
+    file.write_text("".join("\t".join(line) + "\n" for line in lines), encoding="utf-8")
+    return str(file)
+
+
+def trained_with(file: Path) -> tuple[Config, PreparedData]:
+    """The configuration, and the data as training reads them; there is a batch."""
+    config = load_config(file, [f"data.cache_dir={json.dumps(str(file.parent / 'cache'))}"])
+    data = prepare_data(
+        config.data,
+        seed=config.train.seed,
+        is_main_rank=True,
+        barrier=lambda: None,
+        negatives=config.contrastive.negatives_of_a_line,
+    )
+    batch = config.local_batch
+    loader = loader_for(config, data.train, data.tokenizer, local_batch=batch, rank=0, num_ranks=1)
+    assert len(loader)
+    return config, data
+
+
+def sources(*arguments: str) -> dict[str, tuple[object, str]]:
+    found = json.loads(run("config", "show", "--json", "--config", *arguments).stdout)
+    return {one["path"]: (one["value"], one["source"]) for one in found}
+
+
+def test_show_says_where_each_value_comes_from() -> None:
+    found = sources(TINY, "train.max_steps=7", "strategy={amp: true}")
+    assert found["train.max_steps"] == (7, "override train.max_steps=7")
+    assert found["model.num_layers"] == (4, "preset tiny")
+    assert found["model.hidden_dropout"] == (0.1, "default")
+    assert found["strategy.amp"] == (True, "override strategy={amp: true}")
+    value, source = found["model.hidden_size"]
+    line = int(source.removeprefix("line "))
+    assert (
+        value == 128 and "hidden_size: 128" in Path(TINY).read_text("utf-8").split("\n")[line - 1]
+    )
+
+
+def test_an_override_of_a_section_replaces_its_lines() -> None:
+    found = sources(TINY, "data={max_query_tokens: 11}")
+    assert found["data.max_query_tokens"][1].startswith("override")
+    assert found["data.vocab_size"][0] == 20_000  # the file says 8000; the section is another now
+
+
+@pytest.mark.parametrize("name", sorted(_shipped()))
+def test_what_is_shown_is_the_same_configuration(name: str, tmp_path: Path) -> None:
+    file = _shipped()[name]
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(run("config", "show", "--config", str(file)).stdout, encoding="utf-8")
+    assert load_config(whole) == load_config(file)
+
+
+def test_changed_leaves_out_the_defaults() -> None:
+    shown = run("config", "show", "--changed", "--config", TINY).stdout
+    assert "hidden_size: 128" in shown and "# default" not in shown
+
+
+def test_validate_tells_what_has_no_effect_and_every_fault() -> None:
+    good = run("config", "validate", "--config", TINY, "mode=static")
+    assert good.exit_code == 0 and "valid; mode static, 2 ranks, 128 pairs" in good.stdout
+    bad = run("config", "validate", "--config", TINY, "train.max_steps=0", "mode=eager")
+    assert bad.exit_code == 2
+    assert "train.max_steps" in bad.stderr and "mode (override mode=eager)" in bad.stderr
+
+
+def test_diff_exits_with_1_and_names_what_differs(tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    text = Path(TINY).read_text("utf-8")
+    other.write_text(text.replace("num_heads: 4 ", "num_heads: 8 "), encoding="utf-8")
+    found = run("config", "diff", TINY, str(other))
+    assert found.exit_code == 1
+    assert found.stdout.strip() == "model.num_heads: 4 (line 8) -> 8 (line 8)"
+    assert run("config", "diff", TINY, TINY).exit_code == 0
+
+
+def test_init_fits_the_pairs_and_overwrites_nothing(tmp_path: Path) -> None:
+    pairs = tmp_path / "our: pairs #1.tsv"
+    lines = [f"query {number}\t{'word ' * 30}{number}\n" for number in range(400)]
+    pairs.write_text("".join([*lines, "no pair\n"]), encoding="utf-8")
+    file = tmp_path / "run.yaml"
+    made = run("init", str(pairs), "--output", str(file))
+    assert made.exit_code == 0, made.output
+    config = load_config(file)
+    assert config.data.train_file == pairs
+    assert config.data.on_bad_line == "skip" and "1 lines are no pairs" in file.read_text("utf-8")
+    assert config.data.max_query_tokens == 8 and config.data.max_positive_tokens == 40
+    assert 2 * config.contrastive.global_batch <= 400 - config.data.valid_pairs
+    again = run("init", str(pairs), "--output", str(file))
+    assert again.exit_code == 2 and "exists already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("counts", "hard_negatives", "fill"),
+    [((1, 3), 1, "none"), ((2, 3), 2, "none"), ((9, 6), 4, "none"), ((0, 2), 1, "random")],
+)
+def test_init_trains_with_the_negatives(
+    tmp_path: Path, counts: tuple[int, int], hard_negatives: int, fill: str
+) -> None:
+    lines = [[f"q {n}", f"p {n}", *(f"n {n} {k}" for k in range(counts[n % 2]))] for n in range(80)]
+    pairs = write_pairs(tmp_path / "pairs.tsv", [*lines, ["no pair"]])
+    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
+    assert made.exit_code == 0, made.output
+    assert "1 lines are no pairs" in made.output and "pairs.tsv:81" in made.output
+    config, data = trained_with(tmp_path / "run.yaml")
+    assert config.contrastive.hard_negatives == hard_negatives and config.contrastive.fill == fill
+    assert len(data.train) + len(data.valid) == 80
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([[f"q {n}", "same"] for n in range(60)], "60 pairs, which must be held out together"),
+        ([[f"q {n % 20}", f"p {n % 20}"] for n in range(60)], "20 different pairs"),
+    ],
+)
+def test_init_refuses_pairs_that_training_refuses(
+    tmp_path: Path, lines: list[list[str]], words: str
+) -> None:
+    pairs = write_pairs(tmp_path / "pairs.tsv", lines)
+    refused = run("init", pairs, "--output", str(tmp_path / "new" / "run.yaml"))
+    assert refused.exit_code == 2 and words in refused.stderr and "pairs.tsv" in refused.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["pairs.tsv"]
+
+
+def test_init_fits_groups_and_duplicates(tmp_path: Path) -> None:
+    lines = [[f"q {n % 150}", f"p {n % 50}"] for n in range(600)]
+    pairs = write_pairs(tmp_path / "pairs.tsv", lines)
+    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
+    assert made.exit_code == 0, made.output
+    _, data = trained_with(tmp_path / "run.yaml")
+    assert len(data.pool) == 50 and len(data.valid) == 15
+
+
+@pytest.mark.parametrize("name", ["x\nmode: static\n#", "x\x85y", "x\u2028y"])
+@pytest.mark.parametrize("place", ["pairs", "output"])
+def test_init_refuses_names_that_end_a_line(tmp_path: Path, name: str, place: str) -> None:
+    names = {"pairs": "pairs.tsv", "output": "run.yaml"}
+    names[place] = name + names[place]
+    lines = [[f"q {n}", f"p {n}"] for n in range(60)]
+    pairs = write_pairs(tmp_path / names["pairs"], lines)
+    refused = run("init", pairs, "--output", str(tmp_path / names["output"]))
+    assert refused.exit_code == 2 and "rename" in refused.stderr
+    assert [one.name for one in tmp_path.iterdir()] == [names["pairs"]]
+
+
+def test_init_leaves_nothing_that_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_text_of", lambda name: "mode: none")
+    refused = run("init", "--from", "any", "--output", str(tmp_path / "new" / "run.yaml"))
+    assert refused.exit_code == 2 and "mode" in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("card", "budget"), [(1 << 30, None), (3 << 29, 1 << 30), (8 << 30, 6 << 30)]
+)
+def test_init_fits_the_memory_of_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: int, budget: int | None
+) -> None:
+    monkeypatch.setattr(module, "_this_machine", lambda: _Machine("gpu", 1, card))
+    pairs = write_pairs(tmp_path / "pairs.tsv", [[f"q {n}", f"p {n}"] for n in range(60)])
+    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
+    assert made.exit_code == 0, made.output
+    assert load_config(tmp_path / "run.yaml").contrastive.memory_budget == budget
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "needs a file of pairs, or --from"),
+        (("--from", "huge"), "the package has contrastive_ernie-base_8gpu"),
+        (("nowhere.tsv",), "nowhere.tsv"),
+    ],
+)
+def test_init_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    refused = run("init", *arguments, "--output", str(tmp_path / "run.yaml"))
+    assert refused.exit_code == 2 and words in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_init_copies_a_configuration_of_the_package(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    assert run("init", "--from", Path(TINY).stem, "--output", str(file)).exit_code == 0
+    assert file.read_bytes() == Path(TINY).read_bytes()

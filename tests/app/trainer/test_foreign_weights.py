@@ -1,0 +1,65 @@
+"""`model.init_from` of another library's weights, with and without their vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paddle_recompute.app.encoder import build_model
+from paddle_recompute.app.retrieval import load_encoder, write_hugging_face
+from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.errors import CheckpointError, ConfigError
+from paddle_recompute.weights import convert_weights, save_weights
+from tests.app.trainer.test_trainer import tiny
+from tests.app.trainer.trained_run import make_run
+
+ENTRIES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrst"]
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_they_train_with_their_own_vocabulary_only(folder: Path) -> None:
+    save_weights(build_model(tiny(folder).model, len(ENTRIES)), folder / "ours.safetensors")
+    theirs = folder / "model.safetensors"
+    convert_weights(folder / "ours.safetensors", theirs, to="huggingface")
+    short = {"train__max_steps": 1, "train__eval_before": False}
+    with pytest.raises(ConfigError, match=r"names of huggingface, .*Set data.tokenizer to the tok"):
+        Trainer(tiny(folder, model__init_from=str(theirs), **short)).run()
+    file = folder / "vocab.txt"
+    file.write_text("\n".join(ENTRIES) + "\n")
+    named = {**short, "data__tokenizer": str(file), "model__init_from": str(theirs)}
+    assert Trainer(tiny(folder, **named)).run()["steps"] == 1
+    assert '"lowercase": true' in find_checkpoint(
+        folder / "run" / "checkpoint"
+    ).tokenizer_file.read_text(encoding="utf-8")
+    file.unlink()  # a resumed run has the vocabulary in its checkpoint
+    more = {**named, "train__max_steps": 2, "train__resume": True}
+    assert Trainer(tiny(folder, **more)).run()["steps"] == 2
+    own = {**short, "model__init_from": str(folder / "ours.safetensors"), "train__overwrite": True}
+    with pytest.raises(
+        CheckpointError, match=r"embeddings\.word\.weight"
+    ):  # of another size, not foreign
+        Trainer(tiny(folder, **own)).run()
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_tokenizer_is_taken_from_the_folder_of_the_weights(folder: Path) -> None:
+    make_run(folder)
+    theirs = folder / "hf"
+    write_hugging_face(load_encoder(folder / "run"), theirs)
+    short = {"train__max_steps": 1, "train__eval_before": False, "train__overwrite": True}
+    config = tiny(folder, model__init_from=str(theirs), **short)
+    assert any(f"{theirs / 'tokenizer.json'} has its own" in one for one in config.without_effect())
+    assert Trainer(config).run()["steps"] == 1
+    kept = find_checkpoint(folder / "run" / "checkpoint").tokenizer_file
+    assert kept.read_bytes() == (theirs / "tokenizer.json").read_bytes()
+
+
+def test_a_size_beside_a_tokenizer_has_no_effect(folder: Path) -> None:
+    assert any(
+        said.startswith(
+            "data.vocab_size: 100 has no effect here: the tokenizer vocab.txt has its own"
+        )
+        for said in tiny(folder, data__tokenizer="vocab.txt").without_effect()
+    )

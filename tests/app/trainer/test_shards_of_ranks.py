@@ -1,0 +1,96 @@
+"""``recompute.offload_parameters: ranks`` in the trainer: the same run, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import paddle.distributed as dist
+import pytest
+from pydantic import ValidationError
+
+from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.offload._ranks import OwnedShard
+from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
+from tests.distributed.mortal_ranks import MortalRanks
+from tests.ranks import run_ranks
+
+RUN: dict[str, Any] = {
+    "launch__num_ranks": 2,
+    "train__max_steps": 4,
+    "train__save_every": 2,
+    "train__measure_plain": False,
+    "train__eval_batch": 8,  # a number of batches that two ranks cannot share evenly
+    "contrastive__learnable_temperature": True,
+    "contrastive__chunk_size": 2,
+}
+ON_RANKS = {"recompute__offload_parameters": "ranks", "recompute__num_shards": 2}
+
+
+def train(folder: str, name: str, on_ranks: bool = True, **changes: Any) -> None:
+    where = {"train__output_dir": f"{folder}/{name}", **(ON_RANKS if on_ranks else {})}
+    Trainer(tiny(Path(folder), **RUN, **where, **changes)).run()
+
+
+def train_and_be_killed(folder: str, place: str) -> None:
+    """Rank 1 is killed after step 2 is saved: where a shard, or a parameter for the checkpoint,
+    travels.
+    """
+    saved = Path(folder) / "run" / "checkpoint" / "step-2"
+    calls = []
+
+    def killing(sound: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if dist.get_rank() == 1 and saved.exists():
+                calls.append(args)
+                if len(calls) == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return sound(*args)
+
+        return call
+
+    with mock.patch.object(OwnedShard, place, killing(getattr(OwnedShard, place))):
+        train(folder, "run")
+
+
+def test_the_trainer_has_the_bits_of_the_plain_run_and_resumes(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    write_pairs(tmp_path / "pairs.tsv")
+    run_ranks(train, 2, folder=folder, name="plain", on_ranks=False)
+    run_ranks(train, 2, folder=folder, name="spread")
+    assert_same_run(tmp_path / "spread", tmp_path / "plain")
+    for place in ("bring", "fetch"):
+        with MortalRanks(train_and_be_killed, folder=folder, place=place) as ranks:
+            code, output = ranks.end_of(1, within=90)
+            assert code == -signal.SIGKILL, output
+            code, output = ranks.end_of(0, within=60)
+            assert code != 0 and "rank 1 " in output, output
+        assert find_checkpoint(tmp_path / "run" / "checkpoint").step == 2
+        # A plain run goes on from a spread one and the other way around.
+        again = {"on_ranks": place == "bring", "train__resume": True}
+        run_ranks(train, 2, folder=folder, name="run", **again)
+        assert_same_run(tmp_path / "run", tmp_path / "plain")
+        shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"recompute__num_shards": 1}, "at least the number of ranks"),
+        ({"contrastive__chunk_size": None, "contrastive__chunk_tokens": 64}, "set chunk_size"),
+        ({"mode": "static"}, "not supported by mode: static"),
+        ({"sync__mode": "fleet"}, "sync.mode"),
+        ({"strategy__sharding": True}, "spreads it itself"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_does_not_go_with_it_is_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValidationError, match=named):
+        tiny(tmp_path, **{**RUN, **ON_RANKS, **changes})

@@ -1,0 +1,161 @@
+"""Each example runs as its docstring says, learns, and is short enough to copy."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from paddle_recompute.errors import ConfigError
+from tests.bfloat16 import needs_bfloat16
+from tests.processes import outside_of_ranks, python
+from tests.ranks import ROOT, run_ranks
+from tests.train_step.half_precision import pretended_gpu
+
+OPTIONS_OF_A_STEP = (
+    *("accumulation", "compiled_graph", "data_parallel"),
+    *("lamb_lars", "mixed_precision", "recompute"),
+)
+MOST_LINES = {**dict.fromkeys(OPTIONS_OF_A_STEP, 79), "train_contrastive": 89, "large_batch": 149}
+
+
+@pytest.mark.parametrize("script", MOST_LINES)
+def test_it_is_short_enough_to_copy(script: str) -> None:
+    text = (ROOT / "examples" / f"{script}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES[script]
+
+
+# --------------------------------------------- options of a step: here, or in the pooled ranks
+
+
+def run(script: str, *arguments: str) -> str:
+    """What it prints."""
+    shown = io.StringIO()
+    path = str(ROOT / "examples" / f"{script}.py")
+    with (
+        mock.patch.object(sys, "argv", [path, "--steps", "5", *arguments]),
+        contextlib.redirect_stdout(shown),
+    ):
+        runpy.run_path(path, run_name="__main__")
+    return shown.getvalue()
+
+
+def check_losses(shown: str) -> None:
+    losses = [float(one) for one in re.findall(r"^step \d+  loss (\S+)", shown, re.MULTILINE)]
+    assert len(losses) == 5, shown
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("accumulation", ()),
+        ("compiled_graph", ()),
+        ("lamb_lars", ()),
+        ("lamb_lars", ("--optimizer", "lars")),
+        pytest.param("mixed_precision", ("--static",), marks=needs_bfloat16),
+        ("recompute", ()),
+    ],
+)
+def test_it_learns(script: str, arguments: tuple[str, ...]) -> None:
+    shown = run(script, *arguments)
+    check_losses(shown)
+    if script == "recompute":
+        assert "the losses of the plain model: equal" in shown
+    if script == "compiled_graph":
+        assert "compiled: one Program" in shown
+
+
+def test_mixed_precision_in_dygraph() -> None:
+    with pytest.raises(ConfigError, match="silently compute in float32"):
+        run("mixed_precision")
+    with pretended_gpu():
+        shown = run("mixed_precision")
+    check_losses(shown)
+    assert "loss scale 32768" in shown
+
+
+def data_parallel() -> list[str]:
+    return [run("data_parallel", "--sync", mode) for mode in ("overlap", "fused")]
+
+
+def test_data_parallel_learns_on_two_ranks() -> None:
+    (overlap, fused), others = run_ranks(data_parallel, 2)
+    check_losses(overlap)
+    assert fused == overlap
+    assert others == ["", ""]
+
+
+# ------------------------------------------------------------------- under Paddle's launcher
+
+
+def launched(script: str, *arguments: str | Path, num_ranks: int, logs: Path) -> str:
+    """The output of the script as one process, or as ranks of Paddle's launcher."""
+    launcher: list[str | Path] = []
+    if num_ranks > 1:
+        launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
+        launcher += ["--log_dir", logs]
+    path = ROOT / "examples" / script
+    return python(*launcher, path, *arguments, folder=logs, env=outside_of_ranks()).stdout
+
+
+def test_offload_sequential_learns(tmp_path: Path) -> None:
+    shown = launched("offload_sequential.py", "--steps", "6", num_ranks=1, logs=tmp_path)
+    losses = [float(one) for one in re.findall(r"loss (\S+)", shown)]
+    assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_large_batch_learns_in_chunks_of_the_size_it_says(num_ranks: int, tmp_path: Path) -> None:
+    sizes = ["--pairs", "64", "--chunk-tokens", "128", "--steps", "10"]
+    shown = launched("large_batch.py", *sizes, num_ranks=num_ranks, logs=tmp_path)
+    steps = re.findall(
+        r"^step \d+  loss (\S+)  temperature (\S+)  chunks (\d+)$", shown, re.MULTILINE
+    )
+    assert len(steps) == 10
+    losses = [float(loss) for loss, _, _ in steps]
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert len({temperature for _, temperature, _ in steps}) > 1
+    # About 64 / num_ranks texts a side, of 14 letters on average, 128 at a time.
+    assert all(5 < int(chunks) * num_ranks < 32 for _, _, chunks in steps)
+
+
+MICRO_BATCHES = ("strategy.gradient_merge=true", "strategy.gradient_merge_configs.k_steps=2")
+CHUNKS = ("contrastive.chunk_tokens=32", "contrastive.learnable_temperature=true")
+
+
+@pytest.mark.parametrize(("num_ranks", "settings"), [(1, MICRO_BATCHES), (2, CHUNKS)])
+def test_train_contrastive_finds_what_it_learned(
+    num_ranks: int, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    pairs = [f"w{i} x{i * i % 97}\tW{i} X{i * i % 97}\n" for i in range(200)]
+    (tmp_path / "pairs.tsv").write_text("".join(pairs))
+    arguments = [
+        ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml",
+        "data.source=files",
+        f"data.train_file={tmp_path / 'pairs.tsv'}",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "data.valid_pairs=20",
+        "data.pool_size=100",
+        "data.vocab_size=200",
+        "model.num_layers=1",
+        "model.hidden_size=16",
+        "model.intermediate_size=16",
+        "contrastive.global_batch=16",
+        *settings,
+        "train.max_steps=14",  # more than an epoch, which has 11 steps
+        "train.warmup_steps=2",
+        f"train.output_dir={tmp_path / 'run'}",
+    ]
+    shown = launched("train_contrastive.py", *arguments, num_ranks=num_ranks, logs=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"^step \d+ +loss (\S+)$", shown, re.M)]
+    assert len(losses) == 14
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert "'recall@1'" in shown and "'queries': 20" in shown
+    assert (tmp_path / "run" / "model.pdparams").stat().st_size > 0

@@ -1,0 +1,398 @@
+"""``offload="ranks"``: each shard lives with one rank; the bits are those of the plain chain."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_recompute import ContrastiveLoss, GradCache, GradientSync, OffloadSequential, TrainStep
+from paddle_recompute._paddle import memory
+from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute.errors import ConfigError, OffloadError, RecomputeError
+from tests.distributed.mortal_ranks import MortalRanks
+from tests.fake_device import selected
+from tests.offload.chains import (
+    WIDTH,
+    adamw,
+    assert_same_bits,
+    batch,
+    cross_entropy,
+    encoder_layers,
+    optimizer_of,
+    train,
+)
+from tests.ranks import run_ranks
+
+on_cpu = pytest.mark.skipif(
+    selected.is_selected(),
+    reason="there are two simulated devices; they compare no labels, and free buffers later",
+)
+OPTIMIZERS = {
+    "adamw": adamw,
+    "momentum": lambda parameters: paddle.optimizer.Momentum(0.1, parameters=parameters),
+    "lamb": lambda parameters: paddle.optimizer.Lamb(1e-2, parameters=parameters),
+}
+
+
+def chain(offload: str = "ranks", layers: Any = None, **options: Any) -> Any:
+    """A chain of five Layers; ``"plain"``: not offloaded."""
+    layers = encoder_layers() if layers is None else layers
+    if offload == "plain":
+        return paddle.nn.Sequential(*layers)
+    return OffloadSequential(layers, **{"num_shards": 5, "offload": offload, **options})
+
+
+def _train(offload: str, optimizer: str = "adamw", options: Any = None, **how: Any) -> Any:
+    return train(chain(offload, **(options or {})), make=OPTIMIZERS[optimizer], **how)
+
+
+def assert_same_runs(expected: list[Any], actual: list[Any]) -> None:
+    for (weights, figures), (same_weights, same_figures) in zip(expected, actual, strict=True):
+        assert figures == same_figures
+        assert_same_bits(weights, same_weights)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_ranks_have_the_bits_of_the_plain_chain(optimizer: str, accumulate: int) -> None:
+    how = {"optimizer": optimizer, "accumulate": accumulate}
+    expected = run_ranks(_train, 2, offload="plain", **how)
+    assert_same_runs(expected, run_ranks(_train, 2, offload="ranks", **how))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prefetch": 0}, {"prefetch": 2}, {"checkpoint_activations": False}, {"num_shards": 2}],
+    ids=str,
+)
+def test_options_of_the_chain_change_no_bit(options: dict[str, Any]) -> None:
+    expected = run_ranks(_train, 2, offload="plain")
+    assert_same_runs(expected, run_ranks(_train, 2, offload="ranks", options=options))
+
+
+@on_cpu
+def test_three_ranks_have_the_bits_of_a_chain_on_the_host() -> None:
+    """The plain chain sums three ranks up in other buffers, so in another order."""
+    expected = run_ranks(_train, 3, offload="host")
+    assert_same_runs(expected, run_ranks(_train, 3, offload="ranks"))
+
+
+def test_one_rank_owns_all() -> None:
+    assert_same_runs([_train("plain")], [_train("ranks")])
+
+
+class _Encoder(paddle.nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dense = paddle.nn.LayerNorm(WIDTH), paddle.nn.Linear(WIDTH, WIDTH)
+        self.dropout = paddle.nn.Dropout(0.1)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x + self.dropout(paddle.nn.functional.gelu(self.dense(self.norm(x))))
+
+
+def encoders(number: int = 4) -> list[paddle.nn.Layer]:
+    paddle.seed(3)
+    return [_Encoder() for _ in range(number)]
+
+
+def _cached(offload: str, rows: list[int]) -> Any:
+    """Steps of so many rows, in chunks of two."""
+    model = chain(offload, encoders(), **({} if offload == "plain" else {"num_shards": 4}))
+    cache = GradCache(model, ContrastiveLoss(temperature=0.1), chunk_size=2)
+    step = TrainStep(model, optimizer_of(model), grad_cache=cache, clip_grad_norm=0.5)
+    told = []
+    for number, size in enumerate(rows):
+        rng = np.random.default_rng([number, dist.get_rank()])
+        sides = [paddle.to_tensor(rng.random([size, WIDTH], "float32")) for _ in range(2)]
+        paddle.seed(10 * number + dist.get_rank())
+        result = step([tuple(sides)])
+        told.append((result.loss, result.grad_norm))
+    return {name: value.numpy() for name, value in model.state_dict().items()}, told
+
+
+def test_a_gradient_cache_has_the_bits_of_the_plain_chain() -> None:
+    expected = run_ranks(_cached, 2, offload="plain", rows=[6, 6, 6])
+    assert_same_runs(expected, run_ranks(_cached, 2, offload="ranks", rows=[6, 6, 6]))
+
+
+def _called_often(offload: str, often: list[int]) -> Any:
+    """Steps that call the chain so often on its own output: more often than before is late."""
+    model, calls = chain(offload, encoders(), num_shards=4), iter(often)
+
+    def loss(model: Any, x: paddle.Tensor) -> Any:
+        for _ in range(next(calls)):
+            x = model(x)
+        return x.square().mean()
+
+    step = TrainStep(model, optimizer_of(model), loss_fn=loss, clip_grad_norm=0.5)
+    told = []
+    for number in range(len(often)):
+        x = np.random.default_rng([number, dist.get_rank()]).random([6, WIDTH], "float32")
+        result = step([paddle.to_tensor(x)])
+        told.append((result.loss, result.grad_norm))
+    return {name: value.numpy() for name, value in model.state_dict().items()}, told
+
+
+def test_what_comes_late_counts_as_in_a_chain_on_the_host() -> None:
+    expected = run_ranks(_called_often, 2, offload="host", often=[1, 1, 2, 1, 3])
+    assert_same_runs(expected, run_ranks(_called_often, 2, offload="ranks", often=[1, 1, 2, 1, 3]))
+
+
+def _frozen_and_shared(offload: str) -> Any:
+    layers = encoders(5)
+    layers[4].dense.weight = layers[0].dense.weight
+    layers.insert(2, paddle.nn.BatchNorm1D(WIDTH))
+    for parameter in layers[1].parameters():
+        parameter.stop_gradient = True
+    model = chain(offload, layers, **({} if offload == "plain" else {"num_shards": 4}))
+    step = TrainStep(
+        model, optimizer_of(model), loss_fn=lambda m, x: m(x).square().mean(), clip_grad_norm=0.5
+    )
+    told = []
+    for number in range(4):
+        rng = np.random.default_rng([number, dist.get_rank()])
+        result = step([paddle.to_tensor(rng.random([6, WIDTH], "float32"))])
+        told.append((result.loss, result.grad_norm))
+        model.eval()
+        with paddle.no_grad():
+            told.append((float(model(paddle.ones([2, WIDTH])).sum()), 0.0))
+        model.train()
+    return {name: value.numpy() for name, value in model.state_dict().items()}, told
+
+
+def test_frozen_and_shared_parameters_and_evaluations_between_steps() -> None:
+    expected = run_ranks(_frozen_and_shared, 2, offload="plain")
+    assert_same_runs(expected, run_ranks(_frozen_and_shared, 2, offload="ranks"))
+
+
+def _evaluated_before_the_update(offload: str) -> Any:
+    model = chain(offload)
+    optimizer, sync = optimizer_of(model), GradientSync(model)
+    seen = []
+    for number in range(3):
+        tokens, labels = batch(number, 0, dist.get_rank())
+        with sync.last_backward():
+            cross_entropy(model, (tokens, labels)).backward()
+        model.eval()
+        with paddle.no_grad():
+            seen.append((float(model(tokens).sum()), 0.0))
+            optimizer.step()
+            optimizer.clear_grad()
+            seen.append((float(model(tokens).sum()), 0.0))
+        model.train()
+    return {name: value.numpy() for name, value in model.state_dict().items()}, seen
+
+
+def test_what_a_rank_has_before_the_update_is_not_used_after_it() -> None:
+    expected = run_ranks(_evaluated_before_the_update, 2, offload="plain")
+    assert_same_runs(expected, run_ranks(_evaluated_before_the_update, 2, offload="ranks"))
+
+
+def _resumed(offload: str, state: Any = None, first: int = 0, last: int = 2) -> Any:
+    """The state after the steps up to `last`, each of the same rows on all ranks."""
+    model = chain(offload)
+    step = TrainStep(model, optimizer_of(model), loss_fn=cross_entropy, clip_grad_norm=0.5)
+    model.eval()  # each rank would draw dropout masks of its own
+    if state is not None:
+        weights, moments = state
+        model.set_state_dict({name: paddle.to_tensor(one) for name, one in weights.items()})
+        step.set_state_dict({"optimizer": moments})
+        again = step.state_dict()["optimizer"]
+        assert_same_bits(*({k: np.asarray(s[k]) for k in sorted(s)} for s in (moments, again)))
+    for number in range(first, last):
+        step([batch(number, 0)])
+    kept = step.state_dict(keep=dist.get_rank() == 0)["optimizer"]
+    moments = {name: np.asarray(one) for name, one in kept.items()}
+    return {name: value.numpy() for name, value in model.state_dict().items()}, moments
+
+
+@on_cpu
+def test_a_state_goes_on_with_any_number_of_ranks_and_without() -> None:
+    # Two ranks with the same rows have the mean of twice the same gradient: the same bits as one.
+    states = {
+        "plain": _resumed("plain"),
+        "one": _resumed("ranks"),
+        "two": run_ranks(_resumed, 2, offload="ranks")[0],
+    }
+    for name in ("one", "two"):
+        for expected, actual in zip(states["plain"], states[name], strict=True):
+            assert_same_bits(*({k: one[k] for k in sorted(one)} for one in (expected, actual)))
+    on = {"first": 2, "last": 4}
+    weights, moments = _resumed("plain", state=states["two"], **on)
+    for source in ("plain", "two"):
+        found = run_ranks(_resumed, 2, offload="ranks", state=states[source], **on)
+        assert_same_bits(weights, found[0][0])
+        assert_same_bits(*({k: one[k] for k in sorted(one)} for one in (moments, found[0][1])))
+        assert found[1][1] == {}  # keep=False
+    on3 = run_ranks(_resumed, 3, offload="ranks", state=states["two"], **on)
+    host3 = run_ranks(_resumed, 3, offload="host", state=states["plain"], **on)
+    for one, other in zip(on3[:1], host3[:1], strict=True):
+        assert_same_bits(other[0], one[0])
+        assert_same_bits(*({k: state[k] for k in sorted(state)} for state in (other[1], one[1])))
+
+
+def _read_and_written(offload: str) -> list[np.ndarray]:
+    model = chain(offload)
+    weights = [layer.linear1.weight for layer in list(model)[1:4]]
+    with paddle.no_grad():
+        found = [weights[0].numpy(), (2 * weights[1]).numpy()]
+        weights[0].set_value(paddle.ones(weights[0].shape))
+        weights[1].scale_(0.5)
+        model.state_dict()["3.linear1.weight"].set_value(paddle.zeros(weights[2].shape))
+    model.set_state_dict({"1.linear2.bias": paddle.full([WIDTH], 3.0)})
+    found += [one.numpy() for one in model.parameters()]
+    model.eval()
+    tokens, _ = batch(0, 0)
+    return [*found, model(tokens).numpy()]
+
+
+def test_all_ranks_read_and_write_parameters_together() -> None:
+    expected = run_ranks(_read_and_written, 2, offload="plain")
+    actual = run_ranks(_read_and_written, 2, offload="ranks")
+    for one, other in zip(expected, actual, strict=True):
+        assert all(map(np.array_equal, one, other))
+
+
+def _what_is_where() -> Any:
+    model = chain("ranks")
+    counts: list[int] = []
+    model[2].register_forward_post_hook(
+        lambda *_: counts.append(sum(map(has_memory, model.parameters())))
+    )
+    optimizer = optimizer_of(model)
+    step = TrainStep(model, optimizer, loss_fn=cross_entropy)
+    for number in range(3):
+        step([batch(number, 0, dist.get_rank())])
+    moments = {key for key in optimizer.own_state_dict() if "moment" in key}
+    return max(counts), len(model[2].parameters()), len(optimizer.owned), len(moments)
+
+
+def test_a_rank_has_its_shards_and_their_state() -> None:
+    found = run_ranks(_what_is_where, 2)
+    assert all(most == per_block for most, per_block, _, _ in found)
+    assert sum(owned for _, _, owned, _ in found) == len(chain("plain").parameters())
+    assert all(moments == 2 * owned for _, _, owned, moments in found)
+
+
+BLOCKS, SIDE = 16, 256
+
+
+def _bytes() -> tuple[int, int | None]:
+    """Between two steps, and the peak of the third, where it can be measured."""
+    before = memory.current_bytes()
+    model = chain("ranks", [paddle.nn.Linear(SIDE, SIDE) for _ in range(BLOCKS)], num_shards=BLOCKS)
+    step = TrainStep(model, optimizer_of(model), loss_fn=lambda m, x: m(x).square().mean())
+    for _ in range(2):
+        step([paddle.ones([1, SIDE])])
+    held = memory.current_bytes() - before
+    if not memory.can_reset_peak():
+        return held, None
+    memory.reset_peak()
+    step([paddle.ones([1, SIDE])])
+    return held, memory.peak_bytes() - before
+
+
+@on_cpu
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_bytes_of_a_rank_follow_the_formula(num_ranks: int) -> None:
+    if not memory.is_counted():
+        pytest.skip("this Paddle counts no bytes here")
+    shard = 4 * SIDE * (SIDE + 1)
+    own = -(-BLOCKS // num_ranks) * shard  # of the rank with most shards
+    for held, peak in run_ranks(_bytes, num_ranks, fresh=True):
+        assert held <= 1.02 * 3 * own
+        assert peak is None or peak <= 1.02 * (4 * own + 3 * shard)
+
+
+def _killed_in_a_gather() -> None:
+    """Rank 1 is killed in the second broadcast of a parameter of step 3."""
+    model = chain("ranks")
+    step = TrainStep(model, optimizer_of(model), loss_fn=cross_entropy)
+    for number in range(2):
+        step([batch(number, 0)])
+    from paddle_recompute.offload import _ranks
+
+    sound, calls = dist.broadcast, []
+
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sound(*args, **kwargs)
+
+    patched: Any = functools.partial(_Patched, dist)()
+    patched.broadcast = broadcast
+    _ranks.dist = patched
+    step([batch(2, 0)])
+
+
+class _Patched:
+    def __init__(self, module: Any) -> None:
+        self.__dict__.update(vars(module))
+
+
+def test_a_rank_that_is_killed_in_a_gather_is_named() -> None:
+    with MortalRanks(_killed_in_a_gather) as ranks:
+        code, output = ranks.end_of(1, within=60)
+        assert code == -signal.SIGKILL, output
+        code, output = ranks.end_of(0, within=60)
+        assert code != 0 and "rank 1 " in output and "PeerError" in output, output
+
+
+def _refused() -> None:
+    model = chain("ranks")
+    with pytest.raises(OffloadError, match="resident"), model.resident():
+        pass
+    with pytest.raises(OffloadError, match="not synchronized"):
+        optimizer = model.optimizer(adamw)
+        cross_entropy(model, batch(0, 0)).backward()
+        optimizer.step()
+    with pytest.raises(OffloadError, match="cannot be read"):
+        _ = model[1].linear1.weight.grad
+    with pytest.raises(OffloadError, match=r"TrainStep\.state_dict"):
+        optimizer.state_dict()
+    sync = GradientSync(model)
+    with sync.last_backward():
+        cross_entropy(model, batch(0, 0)).backward()
+    optimizer.step()
+    with pytest.raises(OffloadError, match="clear_grad"):
+        model(batch(0, 0)[0])
+    optimizer.clear_grad()
+    model(batch(0, 0)[0])
+    old = cross_entropy(model, batch(0, 0))
+    with sync.last_backward():
+        cross_entropy(model, batch(0, 0)).backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    with pytest.raises(RecomputeError, match=r"(?s)changed.*shard 4 of 5"):  # on both
+        old.backward()
+    with pytest.raises(ConfigError, match="num_shards is 1"):
+        chain("ranks", num_shards=1)
+
+
+def test_what_is_not_supported_is_refused() -> None:
+    run_ranks(_refused, 2)
+
+
+def _different() -> None:
+    model = chain("ranks")
+    if dist.get_rank() == 0:
+        model[1].linear1.weight.numpy()
+    else:
+        model(batch(0, 0)[0])
+
+
+@on_cpu
+def test_ranks_that_do_different_things_get_an_error() -> None:
+    with MortalRanks(_different) as ranks:
+        for rank in (0, 1):
+            code, output = ranks.end_of(rank, within=60)
+            assert code != 0 and "SyncError: the ranks are not in the same place" in output, output

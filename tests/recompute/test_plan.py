@@ -1,0 +1,102 @@
+"""What is looked at of a Layer is found once: what has changed between two calls is found again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_recompute import recompute
+
+
+class Scaled(paddle.nn.Layer):
+    """Multiplies by its weight and by `scale`, a number or the only item of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([3])
+        self.scale: Any = 2.0
+        self.other = 2.0
+        self.has_factor = False
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[3]``, as `x` is."""
+        scale = self.scale if isinstance(self.scale, float) else self.scale[0]
+        return x * (self.factor if self.has_factor else scale) * self.weight
+
+
+class Other(Scaled):
+    """Reads `other`."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """``[3]``, as `x` is."""
+        return x * self.other * self.weight
+
+
+def another_sublayer(block: paddle.nn.Sequential) -> Callable[[], None]:
+    block[0] = Scaled()
+    return lambda: setattr(block[0], "scale", 9.0)
+
+
+def another_attribute(block: paddle.nn.Sequential) -> Callable[[], None]:
+    block[0].factor, block[0].has_factor = 2.0, True
+    return lambda: setattr(block[0], "factor", 9.0)
+
+
+def another_kind_of_value(block: paddle.nn.Sequential) -> Callable[[], None]:
+    block[0].scale = [2.0]
+    return lambda: block[0].scale.__setitem__(0, 9.0)
+
+
+def another_class(block: paddle.nn.Sequential) -> Callable[[], None]:
+    block[0].__class__ = Other
+    return lambda: setattr(block[0], "other", 9.0)
+
+
+def another_method(block: paddle.nn.Sequential) -> Callable[[], None]:
+    block[0].__class__ = type("Patched", (Scaled,), {})
+    recompute(block, paddle.ones([3])).sum().backward()
+    type(block[0]).forward = Other.forward
+    return lambda: setattr(block[0], "other", 9.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [another_sublayer, another_attribute, another_kind_of_value, another_class, another_method],
+)
+def test_what_changes_between_two_calls_is_found(
+    change: Callable[[paddle.nn.Sequential], Callable[[], None]],
+) -> None:
+    block = paddle.nn.Sequential(Scaled())
+    for _ in range(2):
+        recompute(block, paddle.ones([3])).sum().backward()
+    between = change(block)
+    block.clear_gradients()
+    x = paddle.ones([3])
+    x.stop_gradient = False
+    output = recompute(block, x * x)
+    between()
+    output.sum().backward()
+    # By the weight it is x * x * 2 of the second forward; by x it is of the first one's graph.
+    assert block[0].weight.grad.tolist() == [2.0] * 3
+    assert x.grad.tolist() == (4 * block[0].weight).tolist()
+
+
+def test_a_plan_keeps_neither_layers_nor_classes_alive() -> None:
+    def make() -> list[Any]:
+        kind = type("Own", (Scaled,), {"forward": Other.forward})
+        block = paddle.nn.Sequential(kind(), Scaled())
+        recompute(block, paddle.ones([3])).sum().backward()
+        replaced = weakref.ref(block[1])
+        block[1] = Scaled()
+        assert replaced() is None
+        return [weakref.ref(one) for one in (block, block[0], block[1], kind)]
+
+    references = make()
+    assert [one() is None for one in references[:3]] == [True] * 3
+    gc.collect()  # a class is a cycle
+    assert references[3]() is None

@@ -1,0 +1,219 @@
+"""What a `ShardedOptimizer` does not do, it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_recompute import GradientSync, OffloadSequential, ShardedOptimizer, TrainStep
+from paddle_recompute.errors import ConfigError, PaddleRecomputeError, SyncError
+from paddle_recompute.sharding import parts_of_ranks
+from tests.distributed.mortal_ranks import results_of
+from tests.ranks import run_ranks
+from tests.sharding.runs import WIDTH, Case, Net, Training, filled, make_of
+
+
+def sharded(model: paddle.nn.Layer, make: Any = None) -> ShardedOptimizer:
+    return ShardedOptimizer(make or make_of("adamw"), model)
+
+
+def clipping(parameters: list[paddle.Tensor]) -> paddle.optimizer.Optimizer:
+    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
+    return paddle.optimizer.AdamW(parameters=parameters, grad_clip=clip)
+
+
+def step_of(model: paddle.nn.Layer, optimizer: Any, **options: Any) -> TrainStep:
+    return TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).mean(), **options)
+
+
+class GroupShardedStage3(paddle.nn.Layer):
+    """Of Paddle's name; its own needs a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = paddle.nn.Linear(2, 2)
+
+
+def in_static_mode() -> None:
+    model = Net()
+    paddle.enable_static()
+    try:
+        sharded(model)
+    finally:
+        paddle.disable_static()
+
+
+def offloaded() -> None:
+    sharded(OffloadSequential([paddle.nn.Linear(2, 2) for _ in range(2)], num_shards=2))
+
+
+def in_data_parallel() -> None:
+    model = Net()
+    step_of(paddle.DataParallel(model), sharded(model))
+
+
+def in_fleet_mode() -> None:
+    model = Net()
+    step_of(model, sharded(model), sync="fleet")
+
+
+def of_another_list() -> None:
+    model = Net()
+    sharded(model, lambda parameters: make_of("adamw")(model.parameters()))
+
+
+def unfrozen_later() -> None:
+    model = Net()
+    model.head.weight.stop_gradient = True
+    step = step_of(model, sharded(model))
+    step([paddle.ones([2, WIDTH])])
+    model.head.weight.stop_gradient = False
+    step([paddle.ones([2, WIDTH])])
+
+
+def with_too_few() -> None:
+    model = paddle.nn.Linear(2, 2, bias_attr=False)
+    sharded(model)
+
+
+REFUSED: list[tuple[Callable[[], Any], type[PaddleRecomputeError], str]] = [
+    (in_static_mode, ConfigError, "is for dygraph"),
+    (lambda: sharded(paddle.DataParallel(Net())), ConfigError, "the bare Layer"),
+    (in_data_parallel, ConfigError, "does not go with paddle.DataParallel"),
+    (in_fleet_mode, ConfigError, "does not go with sync mode 'fleet'"),
+    (lambda: sharded(GroupShardedStage3()), ConfigError, "OffloadSequential instead"),
+    (offloaded, ConfigError, "is offloaded to host or disk"),
+    (lambda: sharded(Net(), clipping), ConfigError, r"TrainStep\(clip_grad_norm="),
+    (lambda: sharded(Net(), lambda p: paddle.optimizer.LBFGS(parameters=p)), ConfigError, "LBFGS"),
+    (lambda: sharded(Net(), lambda p: object()), ConfigError, "make_optimizer returned object"),
+    (of_another_list, ConfigError, "is given: lambda parameters: AdamW"),
+    (with_too_few, ConfigError, "trains 1 parameters, and there are 2 ranks"),
+]
+
+
+def worker() -> list[str]:
+    faults = []
+    for call, kind, text in REFUSED:
+        try:
+            with pytest.raises(kind, match=text):
+                call()
+        except (AssertionError, pytest.fail.Exception) as error:
+            faults.append(f"{call.__name__}: {error}")
+    return faults
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    assert run_ranks(worker, 2) == [[], []]
+
+
+def worker_that_unfreezes() -> str:
+    with pytest.raises(ConfigError, match="was added or unfrozen") as caught:
+        unfrozen_later()
+    return str(caught.value)
+
+
+def test_a_parameter_without_an_owner_is_refused() -> None:
+    (told,) = run_ranks(worker_that_unfreezes, 1)
+    assert "make a new ShardedOptimizer" in told
+
+
+def worker_that_differs() -> str:
+    model = Net()
+    if dist.get_rank() == 1:
+        model.head.weight.stop_gradient = True
+    with pytest.raises(SyncError) as caught:
+        sharded(model)
+    return str(caught.value)
+
+
+def test_other_parameters_on_a_rank_are_refused() -> None:
+    for told in run_ranks(worker_that_differs, 2, fresh=True):
+        assert "head.weight" in told
+
+
+def worker_of_debug() -> str:
+    """Rank 1 changes a parameter that it does not own after it has come."""
+    training = Training(Case(), sharded=True, debug=True)
+    training.run(0, 1)
+    optimizer = training.optimizer
+    foreign = [p for p in optimizer._parameter_list if p.name not in optimizer.owned]
+    begin = optimizer._travel.begin
+
+    def begin_and_write(number: int, overlap: bool) -> None:
+        begin(number, overlap)
+        if dist.get_rank() == 1:
+            foreign[0].set_value(foreign[0] + 1)
+
+    optimizer._travel.begin = begin_and_write
+    with pytest.raises(SyncError) as caught:
+        training.run(1, 2)
+    with pytest.raises(SyncError, match=r"did not reach all ranks|failed"):
+        training.step.state_dict()
+    return str(caught.value)
+
+
+def test_debug_mode_names_what_differs() -> None:
+    for told in results_of(worker_of_debug, 2):
+        assert "differs on rank 1 after update 2 of the ShardedOptimizer" in told
+
+
+def worker_that_deletes() -> str:
+    """As `worker_of_debug`, where the parameter that differs has left the model."""
+    model = Net()
+    optimizer = ShardedOptimizer(make_of("adamw"), model, debug=True)
+    head, model.head = model.head, None
+    if dist.get_rank() == 1:
+        head.bias.set_value(head.bias + 1)
+    with pytest.raises(SyncError) as caught:
+        optimizer._compare()
+    assert f"'{head.bias.name}' differs" in str(caught.value)
+    return str(caught.value)
+
+
+def test_debug_mode_names_what_has_left_the_model() -> None:
+    for told in results_of(worker_that_deletes, 2):
+        assert "differs on rank 1" in told
+
+
+@pytest.mark.parametrize("sizes", [(10, 0, 0), (0, 0, 0), (5, 4, 0, 0, 3)])
+def test_each_rank_owns_a_parameter_where_there_are_enough(sizes: tuple[int, ...]) -> None:
+    parameters = [paddle.zeros([size]) for size in sizes]
+    assert all(parts_of_ranks(parameters, 3))
+
+
+def test_gradient_sync_of_the_model_is_taken() -> None:
+    assert run_ranks(worker_with_own_sync, 2) == [True, True]
+
+
+def worker_with_own_sync() -> bool:
+    """A loop without `TrainStep`, beside the plain optimizer."""
+    figures = []
+    for is_sharded in (False, True):
+        training = Training(Case(recompute=False), sharded=is_sharded)
+        model, optimizer, sync = training.model, training.optimizer, GradientSync(training.model)
+        for number in range(3):
+            paddle.seed(7 * number + dist.get_rank())
+            with sync.last_backward():
+                x = training.micro_batch(number, 0, dist.get_rank())
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.clear_grad(set_to_zero=False)
+        state = optimizer.state_dict()
+        optimizer.set_state_dict(state)
+        figures.append((training.weights(), sorted(re.sub(r"\d+", "", key) for key in state)))
+    (plain, names), (other, other_names) = figures
+    return names == other_names and all((plain[key] == other[key]).all() for key in plain)
+
+
+def test_overlap_is_refused_where_it_cannot_be_right() -> None:
+    model = filled(Net())
+    with pytest.raises(ConfigError, match="overlap=True does not go with debug=True"):
+        ShardedOptimizer(make_of("sgd"), model, overlap=True, debug=True)
+    if paddle.__version__ < "3":
+        with pytest.raises(ConfigError, match="overlap=True needs Paddle 3"):
+            ShardedOptimizer(make_of("sgd"), model, overlap=True)

@@ -1,0 +1,115 @@
+"""``strategy.sharding: true`` in the trainer: the same run, whatever happens to a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_recompute import ShardedOptimizer
+from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.distributed import gathered
+from paddle_recompute.planner.job import Job
+from paddle_recompute.sharding import _travel
+from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
+from tests.distributed.mortal_ranks import MortalRanks
+from tests.ranks import run_ranks
+from tests.sharding.runs import Net, make_of
+
+RUN: dict[str, Any] = {
+    "launch__num_ranks": 2,
+    "train__max_steps": 4,
+    "train__save_every": 2,
+    "train__eval_before": False,
+    "train__measure_plain": False,
+    "contrastive__learnable_temperature": True,
+}
+
+
+def train(folder: str, name: str, sharded: bool = True, **changes: Any) -> None:
+    output = {"train__output_dir": f"{folder}/{name}", "strategy__sharding": sharded}
+    Trainer(tiny(Path(folder), **RUN, **output, **changes)).run()
+
+
+def train_and_be_killed(folder: str, place: str) -> None:
+    """Rank 1 is killed after step 2 is saved: in the second of the sends of an update, or of the
+    tensors of the next checkpoint.
+    """
+    saved = Path(folder) / "run" / "checkpoint" / "step-2"
+    sound = dist.broadcast
+    calls = []
+    running = _travel._carry.__globals__ if place == "update" else gathered.__globals__
+
+    def broadcast(tensor: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1 and saved.exists():
+            calls.append(tensor.shape)
+            if len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return sound(tensor, *args, **kwargs)
+
+    patched = mock.MagicMock(wraps=dist)
+    patched.broadcast = broadcast
+    with mock.patch.dict(running, {"dist": patched}):
+        train(folder, "run")
+
+
+def test_the_trainer_has_the_bits_of_the_replicated_run_and_resumes(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    write_pairs(tmp_path / "pairs.tsv")
+    run_ranks(train, 2, folder=folder, name="plain", sharded=False)
+    run_ranks(train, 2, folder=folder, name="sharded")
+    assert_same_run(tmp_path / "sharded", tmp_path / "plain")
+    for place in ("update", "checkpoint"):
+        with MortalRanks(train_and_be_killed, folder=folder, place=place) as ranks:
+            code, output = ranks.end_of(1, within=90)
+            assert code == -signal.SIGKILL, output
+            code, output = ranks.end_of(0, within=60)
+            assert code != 0 and "rank 1 " in output, output
+        checkpoint = find_checkpoint(tmp_path / "run" / "checkpoint")
+        assert checkpoint.step == 2
+        assert os.listdir(checkpoint.folder.parent) == ["step-2"]
+        # A replicated run goes on from a sharded one and the other way around.
+        is_sharded = place == "update"
+        changes = {"train__resume": True}
+        run_ranks(train, 2, folder=folder, name="run", sharded=is_sharded, **changes)
+        assert_same_run(tmp_path / "run", tmp_path / "plain")
+        for path in sorted((tmp_path / "run").rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        (tmp_path / "run").rmdir()
+
+
+def moments_of(optimizer: Any, ranks: int) -> int:
+    model = Net()
+    job = Job(model, [], lambda model, x: x, optimizer(model), optimizer_ranks=ranks)
+    return job.held()["moments"]
+
+
+def test_the_planner_counts_the_share_of_a_rank() -> None:
+    def plain(model: paddle.nn.Layer) -> Any:
+        return make_of("adamw")(model.parameters())
+
+    def sharded(model: paddle.nn.Layer) -> Any:
+        return ShardedOptimizer(make_of("adamw"), model)
+
+    whole = moments_of(plain, 1)
+    largest = 4 * 2 * max(int(one.size) for one in Net().parameters())
+    assert whole / 4 < moments_of(plain, 4) <= whole / 4 + largest
+    assert moments_of(sharded, 1) == whole
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_one_rank_has_the_whole_state(steps: int) -> None:
+    model = Net()
+    optimizer = ShardedOptimizer(make_of("adamw"), model)
+    for _ in range(steps):
+        model(paddle.ones([2, 8])).sum().backward()
+        optimizer.step()
+    assert len(optimizer.owned) == len(model.parameters())
+    assert bool(optimizer.state_dict()) == bool(steps)
