@@ -21,14 +21,23 @@ if selected.is_selected() and _why_not is None:
 
 
 @pytest.fixture(autouse=True)
-def _environment_as_before() -> Iterator[None]:
-    """A command that runs in this process sets variables, with which later ranks compute otherwise:
-    ``MKL_DEBUG_CPU_TYPE`` for instance."""
-    before = dict(os.environ)
+def _environment_as_at_the_start() -> Iterator[None]:
+    """A command that runs in this process, or in a fixture of a module, sets variables with which
+    later ranks compute otherwise: ``FLAGS_use_stride_kernel`` for instance."""
+    _restore_environment()
     yield
-    if os.environ != before:
+    _restore_environment()
+
+
+_environment = dict(os.environ)
+
+
+def _restore_environment() -> None:
+    of_pytest = {name: value for name, value in os.environ.items() if name.startswith("PYTEST_")}
+    expected = {**_environment, **of_pytest}
+    if os.environ != expected:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(expected)
 
 
 @pytest.fixture(autouse=True)

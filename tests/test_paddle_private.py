@@ -801,6 +801,24 @@ assert weight.sum().shape in ([], [1])
     python("-c", code, timeout=300)
 
 
+@pytest.mark.parametrize("views", ["0", "1"])
+def test_a_piece_of_flat_memory_is_no_copy(views: str) -> None:
+    """``Tensor._slice`` and ``_set_dims`` do not ask ``FLAGS_use_stride_kernel``, as an index and
+    ``reshape`` do (`travelling.piece_of`). In a process of its own."""
+    code = """
+import paddle
+from paddle_recompute._paddle.travelling import piece_of
+memory = paddle.arange(12, dtype="float32")
+piece, number = piece_of(memory, 4, [2, 3]), piece_of(memory, 11, [])
+none = piece_of(memory, 2, [0])
+assert (piece.tolist(), float(number), list(none.shape)) == ([[4, 5, 6], [7, 8, 9]], 11.0, [0])
+assert piece.is_contiguous() and piece.data_ptr() == memory.data_ptr() + 16
+piece.set_value(paddle.zeros([2, 3]))
+assert memory.tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 0, 0, 10, 11]
+"""
+    python("-c", code, env={**os.environ, "FLAGS_use_stride_kernel": views})
+
+
 def test_a_gradient_is_taken_with_its_memory() -> None:
     """``get_tensor()._share_data_with`` keeps what ``clear_gradient`` frees (`_paddle.travelling`),
     and a gradient of another dtype can be put where none is."""

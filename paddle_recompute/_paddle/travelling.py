@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -53,6 +55,21 @@ def over_same_memory(tensor: paddle.Tensor) -> paddle.Tensor:
     shared = paddle.empty([0], tensor.dtype)
     shared.get_tensor()._share_data_with(paddle.Tensor.get_tensor(tensor))
     return shared
+
+
+def piece_of(memory: paddle.Tensor, begin: int, shape: Sequence[int]) -> paddle.Tensor:
+    """A new tensor of `shape` over the elements of the flat `memory` from `begin` on.
+
+    ``Tensor._slice`` and ``get_tensor()._set_dims`` (2.6, 3.x). An index and ``reshape`` do not
+    serve: they copy with ``FLAGS_use_stride_kernel=0``, which our launcher sets for ranks on CPUs.
+    Can go when a view can be had publicly whatever that flag says.
+    """
+    size = math.prod(shape)
+    if not size:
+        return paddle.empty(shape, memory.dtype)
+    piece = memory._slice(begin, begin + size)
+    piece.get_tensor()._set_dims([*shape])
+    return over_same_memory(piece)
 
 
 def twin_of(parameter: paddle.Tensor, memory: paddle.Tensor) -> paddle.Tensor:

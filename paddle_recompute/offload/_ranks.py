@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paddle_recompute._paddle.travelling import over_same_memory
+from paddle_recompute._paddle.travelling import over_same_memory, piece_of
 from paddle_recompute.distributed import (
     device_group,
     is_distributed,
@@ -253,6 +253,4 @@ class OwnedShard:
 
     def _piece(self, memory: dict[Any, paddle.Tensor], index: int) -> paddle.Tensor:
         shape, dtype = self._forms[index]
-        begin = self._begins[index]
-        end = begin + int(np.prod(shape))
-        return over_same_memory(memory[dtype][begin:end].reshape(shape))
+        return piece_of(memory[dtype], self._begins[index], shape)

@@ -67,6 +67,16 @@ def test_two_ranks_have_the_bits_of_the_plain_chain(optimizer: str, accumulate: 
     assert_same_runs(expected, run_ranks(_train, 2, offload="ranks", **how))
 
 
+@pytest.mark.parametrize("views", ["0", "1"])
+def test_the_bits_do_not_depend_on_whether_slices_are_views(
+    views: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``train`` starts ranks on CPUs with 0; trained zeros then."""
+    monkeypatch.setenv("FLAGS_use_stride_kernel", views)
+    expected = run_ranks(_train, 2, fresh=True, offload="plain")
+    assert_same_runs(expected, run_ranks(_train, 2, fresh=True, offload="ranks"))
+
+
 @pytest.mark.parametrize(
     "options",
     [{"prefetch": 0}, {"prefetch": 2}, {"checkpoint_activations": False}, {"num_shards": 2}],
