@@ -71,6 +71,16 @@ class Travel:
             all_pieces = [*itertools.chain(*self._pieces)]
             run_collective(lambda: _carry_all(all_pieces, self._group), label, self._group)
             return
+        if overlap:
+            self._begin_overlapped(label)
+            return
+        for job in [
+            lane_of(self._scope, name).begin(functools.partial(_carry_all, pieces), label)
+            for name, pieces in zip(LANES, self._pieces, strict=True)
+        ]:
+            job.wait()
+
+    def _begin_overlapped(self, label: str) -> None:
         jobs = []
         for name, pieces in zip(LANES, self._pieces, strict=True):
             arrived = [threading.Event() for _ in pieces]
@@ -80,10 +90,7 @@ class Travel:
             job = lane_of(self._scope, name).begin(carry, label)
             jobs += [(tensors, job, e) for (_, tensors), e in zip(pieces, arrived, strict=True)]
         for tensors, job, event in jobs:
-            if overlap:
-                expect(tensors, job, event)
-            else:
-                job.wait_for(event)
+            expect(tensors, job, event)
 
 
 def _segments(parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
@@ -111,7 +118,7 @@ def _pieces(segment: Sequence[paddle.Tensor], owner: dict[int, int]) -> list[Pie
 
 @paddle.no_grad()
 def _carry_all(
-    pieces: Sequence[Piece], group: Group | None, arrived: Sequence[threading.Event] = ()
+    pieces: Sequence[Piece], group: Group | None = None, arrived: Sequence[threading.Event] = ()
 ) -> None:
     for (owner, tensors), event in itertools.zip_longest(pieces, arrived):
         _carry(owner, tensors, group)
