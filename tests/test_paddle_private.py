@@ -801,6 +801,32 @@ assert weight.sum().shape in ([], [1])
     python("-c", code, timeout=300)
 
 
+def test_an_awaited_parameter_beside_a_guarded_one() -> None:
+    """To wait for the first does not get at the second, in operators and in methods."""
+    code = """
+import paddle
+from paddle_recompute._paddle import guarded
+
+def refuse(name, function, args, kwargs):
+    raise LookupError(name)
+
+guarded.guard_methods_and_operators(refuse, (property(lambda p: None), lambda p, zero=True: None))
+guarded.wait_before_use(guarded.unguard)
+away, coming = (paddle.nn.Linear(2, 2).weight for _ in range(2))
+guarded.guard(away)
+for call in (lambda: coming + away, lambda: away + coming, lambda: paddle.add(coming, y=away),
+             lambda: paddle.concat([coming, away]), lambda: coming.matmul(away),
+             lambda: coming.__setitem__(0, away)):
+    guarded.wait_for(coming)
+    try:
+        call()
+    except LookupError:
+        continue
+    raise AssertionError("got at the memory of a guarded parameter")
+"""
+    python("-c", code, timeout=300)
+
+
 @pytest.mark.parametrize("views", ["0", "1"])
 def test_a_piece_of_flat_memory_is_no_copy(views: str) -> None:
     """``Tensor._slice`` and ``_set_dims`` do not ask ``FLAGS_use_stride_kernel``, as an index and

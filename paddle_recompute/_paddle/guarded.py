@@ -82,18 +82,11 @@ def wait_before_use(wait: Callable[[paddle.Tensor], None]) -> None:
     `wait` sets its class back. All methods and operators do, and the collectives of Paddle, of
     which not all look at an attribute of the tensor. The engine's backward does not.
     """
-
-    def call(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        for one in args:
-            if type(one) is Awaited:
-                wait(one)
-        return function(*args, **kwargs)
-
     _wait.append(wait)
     for name in (one for one in _SPECIAL if hasattr(_BASE, one)):
-        setattr(Awaited, name, _method(name, call))
+        setattr(Awaited, name, _method(name, _call_ready))
     for name in (one for one in _OPERATORS if hasattr(_BASE, f"__{one}__")):
-        setattr(Awaited, f"__r{name}__", _reflected(f"__{name}__", call))
+        setattr(Awaited, f"__r{name}__", _reflected(f"__{name}__", _call_ready))
     for name in (one for one in vars(core.ProcessGroup) if not one.startswith("_")):
         setattr(core.ProcessGroup, name, _operator(name, getattr(core.ProcessGroup, name)))
     _wrap_operators()
@@ -206,14 +199,19 @@ def _operator(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             not kwargs or _mentions_neither(map(type, kwargs.values()))
         ):
             return function(*args, **kwargs)
-        is_any_guarded = False
-        for arg in (*args, *kwargs.values()):
-            for one in arg if isinstance(arg, (list, tuple)) else (arg,):
-                if type(one) is Awaited:
-                    _wait[0](one)
-                is_any_guarded |= type(one) is Guarded
-        if is_any_guarded:
-            return _call[0](name, function, args, kwargs)
-        return function(*args, **kwargs)
+        return _call_ready(name, function, args, kwargs)
 
     return operator
+
+
+def _call_ready(name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `function` when all that is awaited has arrived, as what is guarded lets it."""
+    is_any_guarded = False
+    for arg in (*args, *kwargs.values()):
+        for one in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if type(one) is Awaited:
+                _wait[0](one)
+            is_any_guarded |= type(one) is Guarded
+    if is_any_guarded:
+        return _call[0](name, function, args, kwargs)
+    return function(*args, **kwargs)
