@@ -91,9 +91,13 @@ def non_trained_state(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], list
     return slots
 
 
+STATISTICS = ("_mean", "_variance")
+"""Of a BatchNorm; a subclass may have other buffers, which its forward reads."""
+
+
 def statistics_among_parameters(layer: paddle.nn.Layer) -> list[str]:
     """The names under which a BatchNorm keeps its statistics among its parameters (2.6, 3.x)."""
-    return ["_mean", "_variance"] if isinstance(layer, BATCH_NORMS) else []
+    return [*STATISTICS] if isinstance(layer, BATCH_NORMS) else []
 
 
 def saved_buffers(layer: paddle.nn.Layer) -> dict[str, paddle.Tensor]:

@@ -20,6 +20,7 @@ import paddle
 
 from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
+    STATISTICS,
     is_initialized,
     non_trained_state,
     own_parameters,
@@ -160,10 +161,6 @@ class _Holder:
     before: dict[str, _Buffer | None]
 
 
-_STATISTICS = ("_mean", "_variance")
-"""Of a BatchNorm; a subclass may have other buffers, which its forward reads."""
-
-
 class LayerState:
     """Flags, buffers and parameter versions of some Layers.
 
@@ -229,7 +226,7 @@ class LayerState:
         self._stamps.append(_writes.Stamps([one for one in trained if one is not None]))
 
     def _add_buffers(self, layer: paddle.nn.Layer, *, is_norm: bool) -> None:
-        unread = () if self._with_statistics or not (is_norm and layer.training) else _STATISTICS
+        unread = () if self._with_statistics or not (is_norm and layer.training) else STATISTICS
         for tensors, names in non_trained_state(layer):
             before = {
                 name: _Buffer(tensors[name], layer.training)
