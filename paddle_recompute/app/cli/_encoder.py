@@ -279,9 +279,8 @@ def search(
 
         index = Index.load(place)
         if output is not None:
-            read = [index.file, *(Path(f"{index.file}.{kind}") for kind in ("txt", "json"))]
-            read += [Path(file)] if file else []
-            if Path(output).resolve() in {one.resolve() for one in read if one is not None}:
+            read = [*index.files, *([Path(file)] if file else [])]
+            if Path(output).resolve() in {one.resolve() for one in read}:
                 raise ConfigError(
                     f"--output {output}: is an input of this search; name another file"
                 )
@@ -292,6 +291,7 @@ def search(
             target = held.enter_context(_whole_text(Path(output)))
             write, as_json = lambda line: target.write(f"{line}\n"), True
         bar = held.enter_context(tqdm(unit="query", disable=None if output else True))
+        done = 0
         while block := list(itertools.islice(asked, _QUERIES_AT_ONCE)):
             found = index.search(block, encoder=encoder, tell=_tell, **options)
             for query, hits in zip(block, found, strict=True):
@@ -303,7 +303,10 @@ def search(
                     write(query)
                 for hit in hits:
                     write(f"{hit.rank:>3}  {hit.score:.4f}  {hit.text}")
+            done += len(block)
             bar.update(len(block))
+        if not done:
+            raise DataError(f"{file}: contains no query")
 
 
 def _tell(words: str) -> None:

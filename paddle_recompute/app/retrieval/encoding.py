@@ -122,7 +122,7 @@ def encode_file(
                 "texts_sha256": digest,
                 "fingerprint": encoder.fingerprint,
                 "max_tokens": longest,
-                "prompt": encoder.prompt(side),
+                "prompt": encoder.prompts[side],
                 "batch_size": batch_size,
             }
             file = held.enter_context(locked(output))

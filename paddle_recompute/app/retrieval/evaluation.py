@@ -74,7 +74,7 @@ def encode_batches(
         raise DataError(
             f"received {len(texts)} texts and batch_size={batch_size}; both must be at least 1"
         )
-    share = _Share.of_this_rank(over_ranks)
+    share = Share.of_this_rank(over_ranks)
     share.check_equal("texts", np.frombuffer("\0".join(texts).encode(), np.uint8))
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
@@ -140,7 +140,7 @@ def retrieval_metrics(
             excluded, or a vector is not finite.
         SyncError: The ranks' arrays differ.
     """
-    share = _Share.of_this_rank(over_ranks)
+    share = Share.of_this_rank(over_ranks)
     without = np.full(len(query), -1) if excluded is None else excluded
     arrays: list[NDArray[Any]]
     if isinstance(target, Judgements):
@@ -250,14 +250,14 @@ def _check(
             )
 
 
-class _Share:
+class Share:
     """This rank's part of a list of pieces: every `num_ranks`-th, from the `rank`-th on."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
 
     @classmethod
-    def of_this_rank(cls, over_ranks: bool) -> _Share:
+    def of_this_rank(cls, over_ranks: bool) -> Share:
         if over_ranks and is_distributed():
             return cls(int(dist.get_rank()), int(dist.get_world_size()))
         return cls(0, 1)

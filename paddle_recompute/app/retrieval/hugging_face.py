@@ -86,8 +86,7 @@ def write_hugging_face(encoder: TrainedEncoder, folder: str | Path) -> None:
         ]
         _write(new / "modules.json", entries)
         # encode_query and encode_document of sentence-transformers put them before the texts.
-        prompts = dict(zip(("query", "document"), config.prompts, strict=True))
-        _write(new / "config_sentence_transformers.json", {"prompts": prompts})
+        _write(new / "config_sentence_transformers.json", {"prompts": encoder.prompts})
 
 
 def _write(path: Path, tree: Any) -> None:

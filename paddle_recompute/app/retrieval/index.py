@@ -19,9 +19,9 @@ from paddle_recompute.app.retrieval.encoding import as_data_error, beside, one_l
 from paddle_recompute.app.retrieval.trained import (
     Side,
     TrainedEncoder,
+    check_texts,
     encode_texts,
     load_encoder,
-    refuse_one_text,
 )
 from paddle_recompute.errors import DataError
 
@@ -89,7 +89,7 @@ class Index:
         *,
         encoder: TrainedEncoder | None = None,
     ) -> None:
-        refuse_one_text(texts)
+        check_texts(texts)
         if vectors.ndim != 2 or not len(vectors) or len(vectors) != len(texts):
             raise DataError(
                 f"received vectors of shape {vectors.shape} and {len(texts)} texts; allowed are "
@@ -172,6 +172,13 @@ class Index:
                 lines = "".join(f"{text}\n" for text in self._texts)
                 unfinished.write_bytes(lines.encode())
             write_json(beside(path, ".json"), self.about)
+
+    @property
+    def files(self) -> list[Path]:
+        """The file, its texts and its record; none if it is not on disk."""
+        if self.file is None:
+            return []
+        return [self.file, beside(self.file, ".txt"), beside(self.file, ".json")]
 
     def __len__(self) -> int:
         """Its number of texts."""
@@ -285,7 +292,7 @@ class Index:
             DataError: There is no query, a query is blank, or another model made the vectors.
             CheckpointError: The model that the index names does not exist any more.
         """
-        refuse_one_text(queries)
+        check_texts(queries)
         if not queries or not all(query.strip() for query in queries) or top_k < 1:
             raise DataError(
                 f"received {len(queries)} queries and top_k={top_k}; allowed are one query or "
@@ -319,7 +326,7 @@ def _tell_of_losses(
 ) -> None:
     longest, kind = encoder.longest(side), "queries" if side == "query" else "positives"
     for query in queries:
-        tokens = encoder.tokenizer.tokenize([encoder.prompt(side) + query], longest)
+        tokens = encoder.tokenizer.tokenize([encoder.prompts[side] + query], longest)
         if tokens.num_cut:
             tell(f"{query!r} is cut after {longest} tokens, the limit for {kind} in training")
         if tokens.num_unknown:

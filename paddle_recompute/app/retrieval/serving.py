@@ -91,8 +91,8 @@ def _write_texts(encoder: TrainedEncoder, folder: Path) -> None:
     """What makes ids of texts: tokenizer and, where the model has them, prompts."""
     encoder.tokenizer.save_for_others(folder / "tokenizer.json", encoder.longest("document"))
     if any(encoder.config.prompts):
-        prompts = dict(zip(("query", "document"), encoder.config.prompts, strict=True))
-        (folder / "prompts.json").write_text(json.dumps(prompts) + "\n", encoding="utf-8")
+        text = json.dumps(encoder.prompts) + "\n"
+        (folder / "prompts.json").write_text(text, encoding="utf-8")
 
 
 def _save(encoder: TrainedEncoder, folder: Path) -> Path:

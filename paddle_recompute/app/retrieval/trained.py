@@ -10,16 +10,15 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.data import PairTokenizer, load_tokenizer
 from paddle_recompute.app.encoder import build_model
-from paddle_recompute.app.retrieval.evaluation import encode_batches
+from paddle_recompute.app.retrieval.evaluation import Share, encode_batches
 from paddle_recompute.checkpoint import find_checkpoint, has_checkpoint
-from paddle_recompute.distributed import is_distributed, values_of_ranks
+from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.errors import CheckpointError, DataError
 from paddle_recompute.weights import load_weights
 
@@ -61,10 +60,11 @@ class TrainedEncoder:
         limit = self.max_query_tokens if side == "query" else self.max_positive_tokens
         return min(max_tokens or limit, self.reads_at_most)
 
-    def prompt(self, side: Side) -> str:
-        """What is put before the texts of a side."""
+    @property
+    def prompts(self) -> dict[Side, str]:
+        """What is put before the texts of each side."""
         query, document = self.config.prompts
-        return query if side == "query" else document
+        return {"query": query, "document": document}
 
 
 def load_encoder(folder: str | Path) -> TrainedEncoder:
@@ -164,7 +164,7 @@ def encode_texts(
         >>> (query @ pool.T).shape
         (1, 2)
     """
-    refuse_one_text(texts)
+    check_texts(texts)
     if side not in get_args(Side):
         raise DataError(f"received side={side!r}; allowed are {' and '.join(get_args(Side))}")
     if max_tokens is not None and max_tokens < 2:
@@ -176,12 +176,13 @@ def encode_texts(
         texts,
         max_tokens=encoder.longest(side, max_tokens),
         batch_size=batch_size,
-        prompt=encoder.prompt(side),
+        prompt=encoder.prompts[side],
         progress=progress,
         over_ranks=over_ranks,
     )
     if counts is not None:
-        for found in tokenizer.of_ranks(len(texts), batch_size, over_ranks):
+        share = Share.of_this_rank(over_ranks)
+        for found in tokenizer.of_ranks(share, num_batches=-(-len(texts) // batch_size)):
             for name, count in found.items():
                 counts[name] = counts.get(name, 0) + count
     if not np.isfinite(vectors).all():
@@ -189,10 +190,23 @@ def encode_texts(
     return vectors
 
 
-def refuse_one_text(texts: Sequence[str]) -> None:
-    """Raise DataError if `texts` is one string, whose letters would be the texts."""
+def check_texts(texts: Sequence[str]) -> None:
+    """Check that `texts` are texts, and not one string, whose letters would be the texts.
+
+    Raises:
+        DataError: They are not.
+    """
     if isinstance(texts, str):
         raise DataError(f"received the text {texts[:40]!r} in place of a list of texts")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(f"text {number} is {text!r}, of {type(text).__name__}; expected str")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"text {number} cannot be written as UTF-8 ({error.reason}): {text[:40]!r}"
+            ) from None
 
 
 class _Counting:
@@ -209,13 +223,11 @@ class _Counting:
         self._unknown.append(rows.num_unknown)
         return rows.pad(np.arange(len(texts)))
 
-    def of_ranks(self, num_texts: int, batch_size: int, over_ranks: bool) -> list[dict[str, int]]:
+    def of_ranks(self, share: Share, num_batches: int) -> list[dict[str, int]]:
         # Ranks with a batch less than others have encoded the first one again.
-        is_shared = over_ranks and is_distributed()
-        num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if is_shared else (1, 0)
-        own = len(range(rank, -(-num_texts // batch_size), num_ranks))
+        own = len(range(share.rank, num_batches, share.num_ranks))
         counts = {"cut": sum(self._cut[:own]), "unknown": sum(self._unknown[:own])}
-        return values_of_ranks(counts, "counts of texts") if is_shared else [counts]
+        return values_of_ranks(counts, "counts of texts") if share.num_ranks > 1 else [counts]
 
 
 def _checksum(prompts: tuple[str, str], *paths: Path) -> str:

@@ -259,6 +259,9 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
     both = run("-", "cat", input=b"")
     assert both.returncode == 2
     assert b"search needs either queries or --queries FILE" in both.stderr
+    none = run("-", "--output", str(tmp_path / "none.jsonl"), input=b" \n\n")
+    assert none.returncode == 2 and b"contains no query" in none.stderr
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 @pytest.mark.timeout(180)
@@ -290,6 +293,9 @@ def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:
             Index(np.full((3, 3), wrong), some)
     with pytest.raises(DataError, match="in place of a list"):
         Index(vectors, "abc")
+    for no_text in (3, None, b"c", "\udcff"):
+        with pytest.raises(DataError, match=r"text 2 (is .*; expected str|cannot be written as)"):
+            Index(vectors, ["a", "b", no_text])
     index.save(tmp_path / "pool.npy")
     np.save(tmp_path / "pool.npy", np.asfortranarray([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]], "<f4"))
     with pytest.raises(DataError, match="by columns"):
