@@ -63,6 +63,15 @@ def results_of(worker: Callable[..., Any], num_ranks: int = 2, **arguments: Any)
         return [pickle.loads(file.read_bytes()) for file in files]
 
 
+def assert_rank_0_names_killed_rank_1(worker: Callable[..., Any], **arguments: Any) -> None:
+    """`worker`, on two ranks, kills rank 1; rank 0 ends with an error that names it."""
+    with MortalRanks(worker, **arguments) as ranks:
+        code, output = ranks.end_of(1, within=90)
+        assert code == -signal.SIGKILL, output
+        code, output = ranks.end_of(0, within=60)
+        assert code != 0 and "rank 1 " in output, output
+
+
 def _leave_result(function: Callable[..., Any], folder: str, its: dict[str, Any]) -> None:
     result = pickle.dumps(function(**its))
     unfinished = Path(folder) / f"{os.getpid()}.unfinished"

@@ -23,6 +23,7 @@ from paddle_recompute.train_step import inputs_of_cache
 from tests.app.trainer.test_trainer import (
     Interrupted,
     assert_same_run,
+    held_out,
     interrupt_in_step,
     numbers_of,
     tiny,
@@ -51,17 +52,11 @@ def folder(tmp_path: Path) -> Path:
         others = [words[place] for place in random.permutation(np.arange(95, 125))[: number % 7]]
         lines.append("\t".join([words[number], words[70 + number % 25], *others]))
     (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (tmp_path / "valid.tsv").write_text("z z\ty y\nx x\tw w\n", encoding="utf-8")
     return tmp_path
 
 
 def configured(folder: Path, **changes: Any) -> Config:
-    held_out = {
-        "data__valid_file": str(folder / "valid.tsv"),
-        "data__valid_pairs": 2000,
-        "data__pool_size": 3,
-    }
-    return tiny(folder, **{**held_out, **SETTINGS, **changes})
+    return tiny(folder, **{**held_out(folder), **SETTINGS, **changes})
 
 
 def first_batch(config: Config, *, rank: int = 0, num_ranks: int = 1) -> tuple[Any, Any]:

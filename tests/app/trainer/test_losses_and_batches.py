@@ -17,6 +17,7 @@ from tests.app.trainer.test_hard_negatives import STILL, train
 from tests.app.trainer.test_trainer import (
     Interrupted,
     assert_same_run,
+    held_out,
     interrupt_in_step,
     numbers_of,
     tiny,
@@ -37,17 +38,11 @@ def folder(tmp_path: Path) -> Path:
     """With ``pairs.tsv``: 90 pairs, 45 different queries and 30 different positives."""
     lines = [f"q{n % 45} w{n % 7}\tp{n % 30} w{n % 5}\n" for n in range(90)]
     (tmp_path / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
-    (tmp_path / "valid.tsv").write_text("z z\ty y\nx x\tw w\n", encoding="utf-8")
     return tmp_path
 
 
 def configured(folder: Path, **changes: Any) -> Config:
-    held_out = {
-        "data__valid_file": str(folder / "valid.tsv"),
-        "data__valid_pairs": 2000,
-        "data__pool_size": 3,
-    }
-    return tiny(folder, **{**held_out, **NEW, **changes})
+    return tiny(folder, **{**held_out(folder), **NEW, **changes})
 
 
 def test_batches_of_a_run_and_what_it_says(folder: Path) -> None:

@@ -17,7 +17,7 @@ from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.offload._ranks import OwnedShard
 from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
-from tests.distributed.mortal_ranks import MortalRanks
+from tests.distributed.mortal_ranks import assert_rank_0_names_killed_rank_1
 from tests.ranks import run_ranks
 
 RUN: dict[str, Any] = {
@@ -65,11 +65,7 @@ def test_the_trainer_has_the_bits_of_the_plain_run_and_resumes(tmp_path: Path) -
     run_ranks(train, 2, folder=folder, name="spread")
     assert_same_run(tmp_path / "spread", tmp_path / "plain")
     for place in ("bring", "fetch"):
-        with MortalRanks(train_and_be_killed, folder=folder, place=place) as ranks:
-            code, output = ranks.end_of(1, within=90)
-            assert code == -signal.SIGKILL, output
-            code, output = ranks.end_of(0, within=60)
-            assert code != 0 and "rank 1 " in output, output
+        assert_rank_0_names_killed_rank_1(train_and_be_killed, folder=folder, place=place)
         assert find_checkpoint(tmp_path / "run" / "checkpoint").step == 2
         # A plain run goes on from a spread one and the other way around.
         again = {"on_ranks": place == "bring", "train__resume": True}

@@ -55,6 +55,16 @@ def write_pairs(path: Path) -> Path:
     return path
 
 
+def held_out(folder: Path) -> dict[str, Any]:
+    """Changes of `tiny`: two pairs of a file of their own, which this writes."""
+    (folder / "valid.tsv").write_text("z z\ty y\nx x\tw w\n", encoding="utf-8")
+    return {
+        "data__valid_file": str(folder / "valid.tsv"),
+        "data__valid_pairs": 2000,
+        "data__pool_size": 3,
+    }
+
+
 def tiny(folder: Path, **changes: Any) -> Config:
     """A configuration for a 2-layer model; `changes` are dotted keys with ``__`` for dots."""
     tree: dict[str, Any] = {
