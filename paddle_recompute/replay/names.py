@@ -227,19 +227,28 @@ def owners_of(kind: type) -> list[Any]:
     return [*_bases(kind), *_OWNERS_IN_PADDLE]
 
 
-_OWNERS_IN_PADDLE = (paddle.nn.functional, paddle.Tensor)
+_OWNERS_IN_PADDLE = (paddle, paddle.nn.functional, paddle.Tensor)
 
 
 def _codes_of(owner: Any, names: AbstractSet[str]) -> tuple[Callable[[Any], Any], Any]:
     """What reads the code of the functions `names` of `owner`, and that code."""
     entries = vars(owner)
-    paths = [
-        f"{name}{_FUNCTIONS[type(entries[name])]}.__code__"
-        for name in names & entries.keys()
-        if type(entries[name]) in _FUNCTIONS
-    ]
+    paths = []
+    for name in names & entries.keys():
+        if _is_function(entries[name]):
+            paths.append(f"{name}{_FUNCTIONS[type(entries[name])]}.__code__")
+        elif isinstance(entries[name], _CONSTANTS):
+            paths.append(f"{name}.__class__")  # a function may take its place
     read: Callable[[Any], Any] = attrgetter(*paths) if paths else nothing
     return read, read(owner)
+
+
+def _is_function(value: Any) -> bool:
+    """Whether `value`, of a class or module, is a function whose code can be read."""
+    place = _FUNCTIONS.get(type(value))
+    return place is not None and hasattr(
+        attrgetter(place[1:])(value) if place[1:] else value, "__code__"
+    )
 
 
 _FUNCTIONS = {
@@ -267,7 +276,7 @@ def _hides_code(base: Any, names: AbstractSet[str]) -> bool:
         return False
     return any(
         name[:2] == "__" and name not in _NOT_OF_A_CALL and callable(value)
-        if type(value) in _FUNCTIONS
+        if _is_function(value)
         else name in names and not isinstance(value, _CONSTANTS)
         for name, value in vars(base).items()
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from operator import is_, itemgetter
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import paddle
@@ -20,6 +20,7 @@ from paddle_recompute.replay.places import Entries, Items, Place, fill_dict
 
 _flat = chain.from_iterable
 _members_of = itemgetter(*MEMBER_DICTS)
+_values_of = methodcaller("values")  # not dict.values, which ignores move_to_end
 _READ: Callable[[Reader], Callable[[Any], Any]] = itemgetter(1)
 Undo = list[Callable[[], object]]
 """To be called from the last to the first."""
@@ -72,7 +73,7 @@ class Snapshot:
     def _capture_members(self) -> None:
         members = [*_flat(map(_members_of, self._layer_dicts))]
         self._members, full = [*map(len, members)], [*filter(None, members)]
-        self._keys, self._values = [*_flat(full)], [*_flat(map(dict.values, full))]
+        self._keys, self._values = [*_flat(full)], [*_flat(map(_values_of, full))]
 
     def _has_same_members(self) -> bool:
         members = [*_flat(map(_members_of, self._layer_dicts))]
@@ -80,7 +81,7 @@ class Snapshot:
         return (
             [*map(len, members)] == self._members
             and [*_flat(full)] == self._keys
-            and all(map(is_, _flat(map(dict.values, full)), self._values))
+            and all(map(is_, _flat(map(_values_of, full)), self._values))
         )
 
     def _members_before(self) -> Iterator[dict[Any, Any]]:
@@ -137,12 +138,12 @@ class Snapshot:
         before = [*self._members_before()]
         self._capture_members()
         accepted = [
-            now | {name: value for name, value in old.items() if value is not None}
+            {**old, **now, **{name: value for name, value in old.items() if value is not None}}
             for old, now in zip(before, [*self._members_before()], strict=True)
         ]
         self._members = [*map(len, accepted)]
         self._keys = [*_flat(accepted)]
-        self._values = [*_flat(map(dict.values, accepted))]
+        self._values = [*_flat(map(_values_of, accepted))]
 
     def put_back(self, undo: Undo) -> None:
         """Restore the content of before; `undo` gets what undoes this."""
@@ -156,6 +157,6 @@ class Snapshot:
     def _put_back_members(self, undo: Undo) -> None:
         members = _flat(map(_members_of, self._layer_dicts))
         for entries, before in zip(members, [*self._members_before()], strict=True):
-            if [*entries] != [*before] or not all(map(is_, dict.values(entries), before.values())):
+            if [*entries] != [*before] or not all(map(is_, entries.values(), before.values())):
                 undo.append(functools.partial(fill_dict, entries, dict(entries)))
                 fill_dict(entries, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -123,3 +124,90 @@ def test_functions_that_are_exchanged_in_a_module(monkeypatch: pytest.MonkeyPatc
         found.append((x.grad.numpy(), np.random.rand()))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
+
+
+@pytest.fixture
+def noisy_matmul(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``paddle.matmul``, replaced by a function that draws from NumPy."""
+    original = paddle.matmul
+    monkeypatch.setattr(
+        paddle, "matmul", lambda *args, **how: original(*args, **how) * float(np.random.rand())
+    )
+    yield
+
+
+class Attention(nn.Layer):
+    """Paddle's own, which calls ``paddle.matmul``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiHeadAttention(8, 2)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.attention(x.unsqueeze(0))
+
+
+@pytest.mark.usefixtures("noisy_matmul")
+def test_a_function_of_paddle_that_is_replaced() -> None:
+    assert_same(Attention)
+
+
+class Turning(nn.Layer):
+    """Its forward puts the first of its sublayers last, and calls them in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self._sub_layers.move_to_end(next(iter(self._sub_layers)))
+        for layer in self._sub_layers.values():
+            x = layer(x).tanh()
+        return x
+
+
+def test_sublayers_whose_order_the_forward_changes() -> None:
+    assert_same(Turning)
+
+
+class Calling(nn.Layer):
+    """Has members of a class whose code cannot be read, and one that is None until it is set."""
+
+    scaled = property(operator.attrgetter("scale"))
+    cached = functools.cached_property(operator.attrgetter("scale"))
+    drawn = staticmethod(np.random.rand)
+    also_drawn = classmethod(functools.partial(lambda scale, _: scale * np.random.rand(), 3))
+    activation: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), 2.0
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        h = self.linear(x) * self.scaled * self.cached * float(self.drawn() + self.also_drawn())
+        return h.tanh() if self.activation is None else self.activation(h)
+
+
+def test_members_of_a_class_whose_code_cannot_be_read() -> None:
+    assert_same(Calling)
+
+
+class Activated(nn.Layer):
+    """A constant of its class is None until somebody sets it."""
+
+    activation: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        h = self.linear(x)
+        return h.tanh() if self.activation is None else self.activation(h)
+
+
+def test_a_constant_of_a_class_that_becomes_a_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    recompute(Activated(), paddle.ones([2, 8])).sum().backward()
+    noisy = lambda self, h: (h * float(np.random.rand())).tanh()  # noqa: E731
+    monkeypatch.setattr(Activated, "activation", noisy)
+    assert_same(Activated)

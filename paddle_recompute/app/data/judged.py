@@ -14,6 +14,7 @@ of a query the positives of its lines.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from paddle_recompute.errors import DataError
 
 _HEADER = ["query-id", "corpus-id", "score"]
 _LARGEST_SCORE = 1000
+_LONGEST_SCORE = 20  # characters; int() refuses very many
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,9 @@ def _from_folder(folder: Path, split: str) -> JudgedQueries:
         for name, kind, known in ((query, "query", queries), (document, "document", rows)):
             if name not in known:
                 raise BadLine(f"there is no {kind} with the id {name!r}")
-        try:
-            grade = int(score)
-        except ValueError:
-            raise BadLine(f"the score is {score[:20]!r}, expected a whole number") from None
-        if abs(grade) > _LARGEST_SCORE:
+        if not re.fullmatch(r"[+-]?[0-9]+", score):  # int() reads more, such as 1_0
+            raise BadLine(f"the score is {score[:20]!r}, expected a whole number")
+        if len(score) > _LONGEST_SCORE or abs(grade := int(score)) > _LARGEST_SCORE:
             raise BadLine(f"the score is {score[:20]}, expected at most {_LARGEST_SCORE}")
         judged = found.setdefault(query, {})
         if rows[document] in judged:

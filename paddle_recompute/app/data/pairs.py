@@ -197,7 +197,7 @@ def read_lines(
 ) -> Iterator[tuple[int, bytes]]:
     """The lines of a file, also ``.gz``, with their numbers from 1, without the byte order mark.
 
-    Of a line that is too long there are `max_line` + 1 bytes. `read` is given all bytes.
+    Of a line that is too long there are at least `max_line` + 1 bytes. `read` is given all bytes.
 
     Raises:
         DataError: The file cannot be read, or is larger than `max_file` bytes.
@@ -205,7 +205,8 @@ def read_lines(
     number, size, is_rest = 0, 0, False
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            while line := file.readline(max_line + 1):
+            # The first line may be longer by the mark.
+            while line := file.readline(max_line + 1 + len(_BYTE_ORDER_MARK) * (not number)):
                 read(line)
                 number += not is_rest
                 size += len(line)

@@ -16,6 +16,7 @@ import os
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ _LONGEST_WORD = 100
 """Characters; longer words are divided. WordPiece takes time that grows with the square."""
 _BYTES_OF_A_CHARACTER = 4  # at most
 _MOST_ENTRIES = 1 << 24
+_PROBE = "a \u4e2d \U0010fffd"
+"""Parts of texts that a vocabulary has, or replaces by ``[UNK]``."""
+_SETTINGS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,9 @@ class PairTokenizer:
         Args:
             texts: Any number of texts; about 70,000 short ones take a second on one core.
             max_tokens: The most tokens of one text, ``[CLS]`` and ``[SEP]`` included; at least 2.
+
+        Raises:
+            DataError: The tokenizer's file does not say what a part of a text becomes.
         """
         room = max_tokens - 2
         if room < 0:
@@ -120,7 +131,9 @@ class PairTokenizer:
         num_cut, num_unknown, lengths, parts = 0, 0, [0], []
         for some in _in_lots(texts):
             ids: list[int] = []
-            for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
+            with _in_words("the tokenizer cannot read a text"):
+                encodings = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+            for encoding in encodings:
                 found = encoding.ids
                 num_cut += len(found) > room
                 num_unknown += self.unknown in found
@@ -158,7 +171,8 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
     """Read a ``tokenizer.json``, or a ``vocab.txt`` of BERT or ERNIE: one entry per line.
 
     A ``vocab.txt`` does not say whether texts become lower case. A file ``tokenizer_config.json``
-    beside it does (``do_lower_case``); without one they do if no entry has a capital letter.
+    beside it does (``do_lower_case``); without one they do if no entry has a capital letter. Its
+    ``strip_accents`` and ``tokenize_chinese_chars`` are taken, too.
 
     Raises:
         DataError: There is no such file, or it is not a tokenizer with ``[PAD]`` = 0, ``[CLS]`` and
@@ -175,6 +189,8 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
         tree = parse_json(text)
     except OSError as error:
         raise DataError(f"{path}: the tokenizer cannot be read ({error.strerror})") from error
+    except DataError:
+        raise
     except ValueError as error:
         kind = "vocab.txt" if path.suffix == ".txt" else "tokenizer.json"
         raise DataError(f"{path}: not a {kind} ({error})") from error
@@ -193,7 +209,12 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
         raise DataError(
             f"{path}: numbers an entry {highest}; a vocabulary has at most {_MOST_ENTRIES} entries"
         )
-    return PairTokenizer(tokenizer, text)
+    loaded = PairTokenizer(tokenizer, text)
+    try:
+        loaded.tokenize([_PROBE], 2)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    return loaded
 
 
 def _from_entries(tokenizers: types.ModuleType, path: Path) -> str:
@@ -210,7 +231,7 @@ def _from_entries(tokenizers: types.ModuleType, path: Path) -> str:
         raise ValueError(f"the entry {twice!r} appears twice")
     model = tokenizers.models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100)
     tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=_is_lower(path, entries))
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(**_settings(path, entries))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = tokenizers.processors.BertProcessing(
         ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])
@@ -220,27 +241,48 @@ def _from_entries(tokenizers: types.ModuleType, path: Path) -> str:
     return str(tokenizer.to_str(pretty=True))
 
 
-def _is_lower(path: Path, entries: Sequence[str]) -> bool:
-    beside = path.with_name("tokenizer_config.json")
-    if beside.exists():
-        found = read_json(beside)
-        if isinstance(found, dict) and isinstance(found.get("do_lower_case"), bool):
-            return bool(found["do_lower_case"])
+def _settings(path: Path, entries: Sequence[str]) -> dict[str, bool]:
+    """How texts are changed, from ``tokenizer_config.json`` beside a ``vocab.txt`` if it is there.
+
+    Raises:
+        DataError: It cannot be read, or a setting is neither true, false nor null.
+    """
     words = (entry for entry in entries if not entry.startswith("["))
-    return all(word == word.lower() for word in words)
+    settings = {"lowercase": all(word == word.lower() for word in words)}
+    beside = path.with_name("tokenizer_config.json")
+    if not beside.exists():
+        return settings
+    try:
+        found = read_json(beside)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{beside}: cannot be read ({error})") from error
+    for key, name in _SETTINGS.items():
+        value = found.get(key) if isinstance(found, dict) else None
+        if isinstance(value, bool):
+            settings[name] = value
+        elif value is not None:
+            raise DataError(f"{beside}: {key} is {value!r:.40}; allowed are true, false and null")
+    return settings
 
 
 def _from_text(tokenizers: types.ModuleType, path: str | Path, text: str) -> Any:
-    try:
+    with _in_words(f"{path}: not a tokenizer.json"):
         return tokenizers.Tokenizer.from_str(text)
+
+
+@contextmanager
+def _in_words(fault: str) -> Iterator[None]:
+    """Inside, what the library finds wrong with a file is a `DataError`."""
+    try:
+        yield
     except MemoryError:
         raise
     except BaseException as error:
-        # What the library finds wrong with a file is a bare Exception, and a panic of its Rust
-        # code derives from BaseException (tokenizers 0.22, 0.23).
+        # It is a bare Exception, and a panic of its Rust code derives from BaseException
+        # (tokenizers 0.22, 0.23).
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{path}: not a tokenizer.json ({str(error)[:200]})") from None
+        raise DataError(f"{fault} ({str(error)[:200]})") from None
 
 
 def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> None:
