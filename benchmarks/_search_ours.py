@@ -13,7 +13,7 @@ from benchmarks._side_by_side_programs import Plan, report
 from paddle_recompute import ContrastiveLoss, GradCache, build_model
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.data import load_tokenizer
-from paddle_recompute.app.retrieval import encode_texts
+from paddle_recompute.app.retrieval import encode_batches
 
 
 def train(plan: Plan, seed: int):  # type: ignore[no-untyped-def]
@@ -32,7 +32,7 @@ def train(plan: Plan, seed: int):  # type: ignore[no-untyped-def]
         cache.backward(*map(paddle.to_tensor, sides))
         optimizer.step()
         optimizer.clear_grad()
-    return lambda texts: encode_texts(
+    return lambda texts: encode_batches(
         model, tokenizer, texts, max_tokens=plan.max_tokens, batch_size=256
     )
 
