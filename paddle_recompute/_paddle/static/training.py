@@ -173,8 +173,10 @@ class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
             paddle.assign(norm, self.norm)
             if self.clip_norm == float("inf"):
                 return params_grads
-            bound = paddle.full([], self.clip_norm, "float32")
-            factor = bound / paddle.maximum(norm, bound)
+            # In float64, as dygraph: with AVX-512, Paddle's division (MKL) does not always round to
+            # the nearest float32.
+            bound = paddle.full([], self.clip_norm, "float64")
+            factor = (bound / paddle.maximum(norm.astype("float64"), bound)).astype("float32")
             return [(p, g * factor.astype(g.dtype)) for p, g in params_grads if g is not None]
 
 
