@@ -46,7 +46,7 @@ class Plan:
         layers = layers_below(root)
         self._layers = [*map(weakref.ref, layers)]
         entries = [*map(DICT_OF, layers)]
-        self._sublayers = _references(entries)
+        self._sublayers = _ids_of_sublayers(entries)
         types = [*map(type, layers)]
         self._types = [*map(weakref.ref, types)]
         kinds = {one: kind_of(one) for one in types}
@@ -80,7 +80,7 @@ class Plan:
             return None
         if (
             [*map(weakref.ref, map(type, layers))] != self._types
-            or _references(entries) != self._sublayers
+            or _ids_of_sublayers(entries) != self._sublayers
             or [*map(len, entries)] != self._sizes
             or [*_flat(entries)] != self._keys
             or not self._codes.are_current()
@@ -91,10 +91,9 @@ class Plan:
         return (layers, content) if is_same else None
 
 
-def _references(entries: list[dict[str, Any]]) -> list[Any]:
-    """To the sublayers; equal for the same ones."""
-    sublayers = _flat(map(dict.values, map(_sublayers_of, entries)))
-    return [one if one is None else weakref.ref(one) for one in sublayers]
+def _ids_of_sublayers(entries: list[dict[str, Any]]) -> list[int]:
+    """Equal for the same ones, while these are alive."""
+    return [*map(id, _flat(map(dict.values, map(_sublayers_of, entries))))]
 
 
 _plans: dict[int, tuple[weakref.ref[paddle.nn.Layer], Plan]] = {}
