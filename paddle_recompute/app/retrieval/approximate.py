@@ -7,6 +7,7 @@ The index of faiss is in memory, and in a file, so that a later call finds the s
 from __future__ import annotations
 
 import hashlib
+import logging
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ def require_faiss() -> types.ModuleType:
     Raises:
         DependencyError: It is not installed.
     """
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it tells which CPU it is made for
     try:
         import faiss
     except ModuleNotFoundError:
