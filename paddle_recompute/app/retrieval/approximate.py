@@ -75,7 +75,8 @@ class Approximate:
             "fingerprint": index.fingerprint,
         }
         with _in_words(choice):
-            if not _is_made_from(file, about):
+            self.sha256 = _made_from(file, about)
+            if not self.sha256:
                 made = faiss.index_factory(index.about["dim"], factory, faiss.METRIC_INNER_PRODUCT)
                 step = -(-len(index) // _TRAINED_ON)
                 if not made.is_trained:
@@ -85,10 +86,9 @@ class Approximate:
                     progress(made.ntotal, len(index))
                 with as_data_error(file), written_whole(file) as unfinished:
                     faiss.write_index(made, str(unfinished))
-                    written = about | {"sha256": _sha256(unfinished)}
+                    self.sha256 = _sha256(unfinished)
                 with as_data_error(file):
-                    write_json(beside(file, ".json"), written)
-            self.sha256 = _sha256(file)
+                    write_json(beside(file, ".json"), about | {"sha256": self.sha256})
             self._found = faiss.read_index(str(file))
             if parameters:
                 faiss.ParameterSpace().set_index_parameters(self._found, parameters)
@@ -112,14 +112,16 @@ class Approximate:
         return both / exact.size
 
 
-def _is_made_from(file: Path, about: dict[str, Any]) -> bool:
+def _made_from(file: Path, about: dict[str, Any]) -> str:
+    """The digest of a file that was made from `about`; empty if there is none, or another."""
     described = beside(file, ".json")
     if not (file.exists() and described.exists()):
-        return False
+        return ""
+    digest = _sha256(file)
     try:
-        return bool(read_json(described) == about | {"sha256": _sha256(file)})
+        return digest if read_json(described) == about | {"sha256": digest} else ""
     except ValueError:
-        return False
+        return ""
 
 
 def _sha256(file: Path) -> str:
