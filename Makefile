@@ -143,7 +143,7 @@ fuzz26: venv26
 # Random bytes for every reader of files; own errors only. make fuzz-readers READER_EXAMPLES=100000
 READER_EXAMPLES ?= 5000
 fuzz-readers: venv
-	READER_EXAMPLES=$(READER_EXAMPLES) .venv/bin/python -m pytest -q --timeout=0 tests/fuzz/test_readers.py
+	READER_EXAMPLES=$(READER_EXAMPLES) .venv/bin/python -m pytest -q --timeout=0 tests/fuzz/test_readers.py tests/fuzz/test_what_readers_read.py
 
 # On a simulated device, which g++ builds (tests/fake_device): the tests whose subject a device
 # changes, with collectives and copies that are late.

@@ -184,18 +184,32 @@ def evaluate(
     type=click.FloatRange(0, 2),
     help="Score at most that of the positive minus this share of it.",
 )
+@click.option(
+    "--faiss",
+    metavar="FACTORY",
+    help="Candidates from an index of faiss: Flat, IVF256,Flat;nprobe=16 or HNSW32.",
+)
 @_batch_size
 @_debug
 def mine(
-    folder: str, pairs: str, pool: str, output: str, ranks: str, debug: bool, **options: Any
+    folder: str,
+    pairs: str,
+    pool: str,
+    output: str,
+    ranks: str,
+    batch_size: int,
+    faiss: str | None,
+    debug: bool,
+    **options: Any,
 ) -> None:
     """Find hard negatives of --pairs in --pool, and write the pairs with them.
 
     For example: paddle-recompute mine --model outputs/run --pairs pairs.tsv --pool texts.txt
     --output mined.jsonl --margin 0.05
 
-    The search is exact. After an interruption, run the same command again: it continues where it
-    stopped. The last line on standard output is a record, one JSON object.
+    The search is exact, unless --faiss is given; then its recall is told. After an interruption,
+    run the same command again: it continues where it stopped. The last line on standard output is a
+    record, one JSON object.
     """
     with errors_in_one_paragraph(debug, "interrupted; run the same command again to continue"):
         first, colon, last = ranks.partition(":")
@@ -205,7 +219,6 @@ def mine(
         from paddle_recompute.app.retrieval import MiningOptions, load_encoder
         from paddle_recompute.app.retrieval import mine as find
 
-        batch_size = options.pop("batch_size")
         with tqdm(unit="text", disable=None) as bar:
 
             def show(what: str, done: int, total: int) -> None:
@@ -220,6 +233,7 @@ def mine(
                 output,
                 MiningOptions(first_rank=int(first), last_rank=int(last), **options),
                 batch_size=batch_size,
+                faiss=faiss,
                 progress=show,
             )
         click.echo(f"{record['pairs']} pairs: {output}")
@@ -228,6 +242,9 @@ def mine(
                 click.echo(f"  {lines} with {count} negatives")
         if record["replaced"]:
             click.echo(f"  {record['replaced']} earlier negatives are replaced")
+        if "recall" in record:
+            found = f"{record['recall']:.4f} of what exact search finds"
+            click.echo(f"  faiss {record['faiss']}: finds {found}")
         both = zip(record["scores_of_positives"], record["scores_of_negatives"], strict=True)
         for place, (positives, negatives) in enumerate(both):
             if positives or negatives:

@@ -39,8 +39,8 @@ _LONGEST_WORD = 100
 """Characters; longer words are divided. WordPiece takes time that grows with the square."""
 _BYTES_OF_A_CHARACTER = 4  # at most
 _MOST_ENTRIES = 1 << 24
-_PROBE = "a \u4e2d \U0010fffd"
-"""Parts of texts that a vocabulary has, or replaces by ``[UNK]``."""
+_PROBE = "\ua66e \U00013000 " + "x" * 1000
+"""Rare letters and a long word: most vocabularies replace them by ``[UNK]``."""
 _SETTINGS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",

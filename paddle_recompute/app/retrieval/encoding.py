@@ -28,7 +28,13 @@ from numpy.typing import NDArray
 
 from paddle_recompute._files import read_json, written_whole
 from paddle_recompute.app.data import LONGEST_LINE, read_lines
-from paddle_recompute.app.retrieval.trained import Side, TrainedEncoder, encode_texts
+from paddle_recompute.app.retrieval.trained import (
+    Side,
+    TrainedEncoder,
+    check_count,
+    check_encoder,
+    encode_texts,
+)
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import DataError
 
@@ -69,8 +75,9 @@ def encode_file(
         and ``output``, ``resumed_at`` and ``texts_per_second``.
 
     Raises:
-        DataError: A file cannot be read or written; there are no texts; `output` was made or
-            begun with other inputs; or another process writes it.
+        DataError: A file cannot be read or written; there are no texts; the model does not read
+            `max_tokens`; `output` was made or begun with other inputs; or another process writes
+            it.
         SyncError: The ranks read different texts.
     """
     text_file, output = Path(text_file), Path(output)
@@ -79,11 +86,8 @@ def encode_file(
             f"{output}: received the suffix {output.suffix!r}; allowed is .npy, which `numpy.load` "
             "reads; its texts are in a file beside it"
         )
-    if batch_size < 1 or (max_tokens is not None and max_tokens < 2):
-        raise DataError(
-            f"received batch_size={batch_size} and max_tokens={max_tokens}; allowed are at least 1 "
-            "and, with [CLS] and [SEP], at least 2"
-        )
+    check_encoder(encoder)
+    check_count("batch_size", batch_size)
     longest = encoder.longest(side, max_tokens)
 
     def encoded(block: list[str], counts: dict[str, Any]) -> NDArray[np.float32]:
@@ -248,6 +252,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
         "pairs": "other pairs",
         "pairs_sha256": "other pairs",
         "pool_sha256": "other texts",
+        "faiss_sha256": "another index of faiss",
     }
     changed = [
         names.get(key, f"{key}={{}}").format(before.get(key))

@@ -19,6 +19,8 @@ from paddle_recompute.app.retrieval.encoding import as_data_error, beside, one_l
 from paddle_recompute.app.retrieval.trained import (
     Side,
     TrainedEncoder,
+    check_count,
+    check_encoder,
     check_texts,
     encode_texts,
     load_encoder,
@@ -66,8 +68,8 @@ class Index:
         fingerprint: The fingerprint of that model; empty: not known.
 
     Raises:
-        DataError: The number of texts is another than that of the vectors, or a vector is not
-            finite.
+        DataError: The number of texts is another than that of the vectors, a vector is not finite,
+            or an argument has another type.
 
     Examples:
         >>> from paddle_recompute import Index, encode_texts, load_encoder
@@ -90,6 +92,8 @@ class Index:
         encoder: TrainedEncoder | None = None,
     ) -> None:
         check_texts(texts)
+        check_encoder(encoder)
+        _check_array("vectors", vectors)
         if vectors.ndim != 2 or not len(vectors) or len(vectors) != len(texts):
             raise DataError(
                 f"received vectors of shape {vectors.shape} and {len(texts)} texts; allowed are "
@@ -102,6 +106,7 @@ class Index:
             raise DataError("received vectors that are not finite in float32")
         self._shape: tuple[int, int] = len(texts), vectors.shape[1]
         self._texts = [one_line(text) for text in texts]
+        self._is_finite = self._has_its_texts = True
         digest = hashlib.sha256("".join(f"{text}\n" for text in self._texts).encode())
         self._encoder = encoder
         self.model = encoder.folder if encoder is not None else None
@@ -129,6 +134,7 @@ class Index:
         """
         index = cls.__new__(cls)
         index.file, index._encoder = _find(Path(path)), None
+        index._is_finite = index._has_its_texts = False  # not known yet
         described = beside(index.file, ".json")
         try:
             index.about = read_json(described)
@@ -136,6 +142,7 @@ class Index:
             done = int(index.about["done"])
             index.model = Path(index.about["model"]) if index.about["model"] else None
             index.fingerprint = str(index.about["fingerprint"])
+            index.about["texts_sha256"] = str(index.about["texts_sha256"])
         except OSError as error:
             raise DataError(
                 f"{described}: cannot be read ({error.strerror}); `paddle-recompute encode` writes "
@@ -196,28 +203,45 @@ class Index:
             block = (min(_TILE, rows - first), dim)
             place = offset + 4 * first * dim
             vectors = np.fromfile(self.file, "<f4", block[0] * dim, offset=place).reshape(block)
-            if not np.isfinite(vectors).all():
+            if not self._is_finite and not np.isfinite(vectors).all():
                 raise DataError(
                     f"{self.file}: rows {first} to {first + block[0] - 1} hold vectors that are "
                     "not finite; encode the texts again"
                 )
             yield vectors
+        self._is_finite = True
+
+    def vectors_of(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The vectors of these rows, ``[rows, dim]``."""
+        if self.file is None:
+            return self._vectors[rows]
+        place = _offset(self.file, self._shape)
+        return np.array(np.memmap(self.file, "<f4", "r", place, self._shape)[rows])
 
     def every_text(self) -> Iterator[str]:
-        """All texts, in the order of the rows."""
+        """All texts, in the order of the rows.
+
+        Raises:
+            DataError: The file cannot be read, or holds, at its end, other texts than were encoded.
+        """
         if self.file is None:
             yield from self._texts
             return
         file = beside(self.file, ".txt")
-        rows = 0
+        rows, digest = 0, hashlib.sha256()
         try:
-            with file.open(encoding="utf-8", newline="\n") as lines:
+            with file.open("rb") as lines:
                 for rows, line in enumerate(lines, start=1):  # noqa: B007
-                    yield line.rstrip("\n")
+                    if not self._has_its_texts:
+                        digest.update(line)
+                    yield line.decode().rstrip("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{file}: cannot be read ({error})") from error
         if rows != self._shape[0]:
             raise DataError(f"{file}: has {rows} texts; expected {self._shape[0]}")
+        if not self._has_its_texts and digest.hexdigest() != self.about["texts_sha256"]:
+            raise DataError(f"{file}: has other texts than were encoded; encode the texts again")
+        self._has_its_texts = True
 
     def texts(self, rows: Iterable[int]) -> dict[int, str]:
         """The texts of these rows."""
@@ -253,13 +277,14 @@ class Index:
             smaller row first.
 
         Raises:
-            DataError: The shape of `query` does not fit, it is not finite, or `top_k` is less than
-                1.
+            DataError: The type or shape of `query` does not fit, it is not finite, or `top_k` is no
+                number of at least 1.
         """
-        if query.ndim != 2 or query.shape[1] != self._shape[1] or top_k < 1:
+        _check_array("queries", query)
+        check_count("top_k", top_k)
+        if query.ndim != 2 or query.shape[1] != self._shape[1]:
             raise DataError(
-                f"received queries of shape {query.shape} and top_k={top_k}; allowed are "
-                f"[n, {self._shape[1]}] and at least 1"
+                f"received queries of shape {query.shape}; allowed is [n, {self._shape[1]}]"
             )
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(query.astype(np.float32)).all()
@@ -289,14 +314,16 @@ class Index:
             For each query the hits, nearest first; of equal scores the smaller row comes first.
 
         Raises:
-            DataError: There is no query, a query is blank, or another model made the vectors.
+            DataError: There is no query, a query is blank, another model made the vectors, or an
+                argument has another type.
             CheckpointError: The model that the index names does not exist any more.
         """
         check_texts(queries)
-        if not queries or not all(query.strip() for query in queries) or top_k < 1:
+        check_count("top_k", top_k)
+        check_encoder(encoder)
+        if not queries or not all(query.strip() for query in queries):
             raise DataError(
-                f"received {len(queries)} queries and top_k={top_k}; allowed are one query or "
-                "more, none of them blank, and top_k of at least 1"
+                f"received {len(queries)} queries; allowed are one or more, none of them blank"
             )
         encoder = encoder or self._own_encoder()
         self.check_model(encoder)
@@ -380,6 +407,12 @@ def _ordered(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
     """Integers of 32 bits in the order of the numbers. Twice, it gives the same bits again."""
     bits = numbers.view(np.int32)
     return np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int64)
+
+
+def _check_array(name: str, array: object) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+        kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise DataError(f"received {name} of {kind}; allowed is a numpy array of floating point")
 
 
 def _offset(file: Path, shape: tuple[int, int]) -> int:

@@ -1,12 +1,14 @@
 """Mine hard negatives: texts of a pool that a trained encoder takes for answers.
 
-The search is exact: each query is compared with every text. Queries are read in blocks and the pool
-in tiles, so memory grows with the pool by 16 bytes per text only. An interrupted run continues
-where it stopped and writes the same bytes. The output is:
+The search is exact, each query is compared with every text, unless an index of faiss is asked for.
+Queries are read in blocks and the pool in tiles, so memory grows with the pool by 16 bytes per text
+only (with faiss, by its index). An interrupted run continues where it stopped and writes the same
+bytes. The output is:
 
 - ``mined.jsonl``: the pairs, each with its ``negatives``, nearest first, for `read_pairs`;
 - ``mined.jsonl.json``: the record, with counts and histograms;
-- ``mined.jsonl.pool.npy`` and its companions: the encoded pool, unless an encoded one is given.
+- ``mined.jsonl.pool.npy`` and its companions: the encoded pool, unless an encoded one is given;
+- ``mined.jsonl.faiss``: the index of faiss, if one is asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_recompute.app.data import Pair, normal_form, read_pairs
+from paddle_recompute.app.retrieval.approximate import Approximate, require_faiss
 from paddle_recompute.app.retrieval.encoding import (
     as_data_error,
     begun,
@@ -33,7 +36,7 @@ from paddle_recompute.app.retrieval.encoding import (
     locked,
     write_json,
 )
-from paddle_recompute.app.retrieval.index import Index, top_of_tiles
+from paddle_recompute.app.retrieval.index import Index
 from paddle_recompute.app.retrieval.trained import TrainedEncoder, encode_texts
 from paddle_recompute.errors import DataError
 
@@ -95,6 +98,7 @@ def mine(
     options: MiningOptions | None = None,
     *,
     batch_size: int = 256,
+    faiss: str | None = None,
     progress: Callable[[str, int, int], object] = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Write the pairs of a file with mined negatives; continue an interrupted call.
@@ -111,21 +115,32 @@ def mine(
         output: Ends in ``.jsonl``.
         options: Which texts become negatives.
         batch_size: Texts encoded at once.
-        progress: Called with what is done (``encode``, ``mine``), how much of it, and of how much.
+        faiss: An index of faiss finds the candidates; see `Approximate`. None: exact search.
+        progress: Called with what is done (``encode``, ``index``, ``mine``), how much of it, and of
+            how much.
 
     Returns:
         The record: ``pairs``, ``done`` (the same), ``lines_with`` (the number of pairs with 0, 1,
         ... negatives), ``replaced`` (negatives that pairs had), ``scores_of_negatives`` and
         ``scores_of_positives`` (counts of 20 equal parts of [-1, 1]), and what it was made from.
+        With `faiss` also ``recall``: of the texts up to `last_rank` that exact search finds, the
+        share that faiss finds, for at most 256 queries.
 
     Raises:
         DataError: A file cannot be read or written, is damaged, or was made with other inputs.
+        DependencyError: The package `faiss` is not installed.
     """
+    if faiss is not None:
+        require_faiss()
     options, output = options or MiningOptions(), Path(output)
     if output.suffix != ".jsonl":
         raise DataError(f"{output}: received the suffix {output.suffix!r}; allowed is .jsonl")
     found = read_pairs(pairs_file)
     index = _index(encoder, Path(pool), output, batch_size, partial(progress, "encode"))
+    approximate = None
+    if faiss is not None:
+        file_of_faiss = beside(output, ".faiss")
+        approximate = Approximate(index, faiss, file_of_faiss, partial(progress, "index"))
     about = {
         "pairs": len(found.pairs),
         "pairs_sha256": found.sha256,
@@ -133,6 +148,8 @@ def mine(
         "fingerprint": encoder.fingerprint,
         "options": asdict(options),
         "batch_size": batch_size,
+        "faiss": faiss,
+        "faiss_sha256": approximate.sha256 if approximate else None,
     }
     numbers = {"done": 0, "bytes": 0, "replaced": 0}
     counts = {
@@ -141,7 +158,8 @@ def mine(
         "scores_of_positives": np.zeros(len(_BINS) - 1, np.int64),
     }
     described = beside(output, ".json")
-    miner = _Miner(encoder, index, found.pairs, options, batch_size)
+    top = approximate.top if approximate else index.top
+    miner = _Miner(encoder, index, top, found.pairs, options, batch_size)
     with as_data_error(output), ExitStack() as held:
         output.parent.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(locked(output))
@@ -149,6 +167,10 @@ def mine(
             **about,
             **begun(file, output, described, about, numbers, lambda all_of: all_of["bytes"]),
         }
+        if approximate:
+            some = [pair.query for pair in found.pairs[:: -(-len(found.pairs) // _BLOCK)]]
+            vectors = encode_texts(encoder, some, side="query", batch_size=batch_size)
+            record["recall"] = approximate.recall(vectors, options.last_rank)
         earlier = _counted(described, counts) if record["done"] else {}
         for name, array in earlier.items():
             counts[name] += array
@@ -185,11 +207,13 @@ class _Miner:
         self,
         encoder: TrainedEncoder,
         index: Index,
+        top: Callable[[NDArray[Any], int], tuple[NDArray[np.float32], NDArray[np.int64]]],
         pairs: Sequence[Pair],
         options: MiningOptions,
         batch_size: int,
     ) -> None:
         self._encoder, self._index, self._options = encoder, index, options
+        self._top = top
         self._batch_size = batch_size
         self._positives: dict[str, set[str]] = {}
         for pair in pairs:
@@ -209,12 +233,12 @@ class _Miner:
         highest = options.highest_score(of_positive)
         excluded = [self._excluded(pair) for pair in block]
         most = max(map(len, excluded))
-        scores, rows = top_of_tiles(query, self._index.tiles(), options.last_rank + most)
+        scores, rows = self._top(query, options.last_rank + most)
         texts = self._index.texts(rows.ravel().tolist())
         for place, pair in enumerate(block):
             rank, negatives = 0, dict[str, float]()
             for score, row in zip(scores[place].tolist(), rows[place].tolist(), strict=True):
-                if row in excluded[place]:
+                if row < 0 or row in excluded[place]:
                     continue
                 rank += 1
                 if rank > options.last_rank or len(negatives) == options.num_negatives:

@@ -53,12 +53,25 @@ class TrainedEncoder:
     @property
     def reads_at_most(self) -> int:
         """The longest text that the model accepts, in tokens."""
-        return int(getattr(self.model, "max_tokens", self.max_positive_tokens))
+        in_training = max(self.max_query_tokens, self.max_positive_tokens)
+        return int(getattr(self.model, "max_tokens", in_training))
 
     def longest(self, side: Side, max_tokens: int | None = None) -> int:
-        """Where texts of a side are cut, in tokens; `max_tokens` replaces the limit of training."""
+        """Where texts of a side are cut, in tokens; `max_tokens` replaces the limit of training.
+
+        Raises:
+            DataError: `max_tokens` is no number from 2 to `reads_at_most`.
+        """
         limit = self.max_query_tokens if side == "query" else self.max_positive_tokens
-        return min(max_tokens or limit, self.reads_at_most)
+        if max_tokens is None:
+            return min(limit, self.reads_at_most)
+        check_count("max_tokens", max_tokens, least=2)  # [CLS] and [SEP]
+        if max_tokens > self.reads_at_most:
+            raise DataError(
+                f"received max_tokens={max_tokens}; the model reads at most {self.reads_at_most} "
+                "tokens"
+            )
+        return max_tokens
 
     @property
     def prompts(self) -> dict[Side, str]:
@@ -153,7 +166,8 @@ def encode_texts(
 
     Raises:
         DataError: There are no texts, `side` is another word, `batch_size` or `max_tokens` is too
-            small, or a vector is not finite.
+            small, the model does not read `max_tokens`, an argument has another type, or a vector
+            is not finite.
         SyncError: The ranks' texts differ.
 
     Examples:
@@ -165,16 +179,17 @@ def encode_texts(
         (1, 2)
     """
     check_texts(texts)
+    check_encoder(encoder)
     if side not in get_args(Side):
         raise DataError(f"received side={side!r}; allowed are {' and '.join(get_args(Side))}")
-    if max_tokens is not None and max_tokens < 2:
-        raise DataError(f"received max_tokens={max_tokens}; [CLS] and [SEP] need at least 2")
+    check_count("batch_size", batch_size)
+    longest = encoder.longest(side, max_tokens)
     tokenizer = _Counting(encoder.tokenizer)
     vectors = encode_batches(
         encoder.model,
         tokenizer,
         texts,
-        max_tokens=encoder.longest(side, max_tokens),
+        max_tokens=longest,
         batch_size=batch_size,
         prompt=encoder.prompts[side],
         progress=progress,
@@ -198,6 +213,8 @@ def check_texts(texts: Sequence[str]) -> None:
     """
     if isinstance(texts, str):
         raise DataError(f"received the text {texts[:40]!r} in place of a list of texts")
+    if not isinstance(texts, Sequence):
+        raise DataError(f"received texts of {type(texts).__name__}; allowed is a list of str")
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise DataError(f"text {number} is {text!r}, of {type(text).__name__}; expected str")
@@ -207,6 +224,27 @@ def check_texts(texts: Sequence[str]) -> None:
             raise DataError(
                 f"text {number} cannot be written as UTF-8 ({error.reason}): {text[:40]!r}"
             ) from None
+
+
+def check_count(name: str, value: int, *, least: int = 1) -> None:
+    """Check that an argument is a whole number of at least `least`.
+
+    Raises:
+        DataError: It is not.
+    """
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_number or value < least:
+        raise DataError(f"received {name}={value!r}; allowed are whole numbers from {least} on")
+
+
+def check_encoder(encoder: TrainedEncoder | None) -> None:
+    """Check that an argument is an encoder, or None.
+
+    Raises:
+        DataError: It is not; the folder of a run is none.
+    """
+    if not isinstance(encoder, TrainedEncoder | None):
+        raise DataError(f"received the encoder {encoder!r}; load_encoder(folder) makes one")
 
 
 class _Counting:

@@ -76,6 +76,12 @@ def test_pairs(tmp_path: Path) -> None:
         ("test", "\nq9\td1\t1\n", r"test.tsv:2: there is no query with the id 'q9'"),
         ("test", "q1\td9\t1\n", r"test.tsv:1: there is no document with the id 'd9'"),
         ("test", "q1\td1\t0.5\n", r"test.tsv:1: the score is '0.5', expected a whole number"),
+        ("test", "q1\td1\t1_0\n", r"test.tsv:1: the score is '1_0', expected a whole number"),
+        (
+            "test",
+            f"q1\td1\t{'9' * 5000}\n",
+            r"test.tsv:1: the score is 9{20}, expected at most 1000",
+        ),
         ("test", "q1\td1\t1001\n", r"test.tsv:1: the score is 1001, expected at most 1000"),
         ("test", "q1\td1\t1\nq1\td1\t1\n", r"test.tsv:2: query 'q1' and document 'd1' are judged"),
         ("test", "q1\td1\t0\n", "test.tsv: judges no document with a score of 1 or more"),

@@ -53,6 +53,11 @@ def test_the_longest_line_is_still_good(tmp_path: Path) -> None:
     assert len(read_pairs(file, max_line=len(line)).pairs) == 2
     with pytest.raises(DataError, match=r"p\.tsv:1: longer than 97 bytes"):
         read_pairs(file, max_line=97)
+    file.write_bytes(b"\xef\xbb\xbf" + line * 2)  # the mark does not count, nor hide the end
+    assert len(read_pairs(file, max_line=len(line)).pairs) == 2
+    for limit in range(92, 97):
+        with pytest.raises(DataError, match=rf"p\.tsv:1: longer than {limit} bytes"):
+            read_pairs(file, max_line=limit)
     # Without a line break at its end
     file.write_bytes(line + line[:-1])
     assert len(read_pairs(file, max_line=len(line)).pairs) == 2

@@ -344,6 +344,34 @@ def test_an_entry_may_hold_a_separator_of_lines(tmp_path: Path) -> None:
     assert tokenizer.encode(["cat"], 9)[0].tolist() == [2, 6, 3]
 
 
+def test_the_settings_beside_a_vocab_txt_are_taken_or_refused(tmp_path: Path) -> None:
+    entries = [*ENTRIES, "ré", "猫猫"]
+    for setting, text, expected in (
+        ('"strip_accents": false', "ré", 10),
+        ('"tokenize_chinese_chars": false', "猫猫", 11),
+        ('"do_lower_case": null', "RE", 8),
+    ):
+        tokenizer = load_tokenizer(vocabulary(tmp_path, entries, f"{{{setting}}}"))
+        assert tokenizer.encode([text], 9)[0].tolist() == [2, expected, 3]
+    for content, message in (
+        (
+            '{"do_lower_case": "false"}',
+            "do_lower_case is 'false'; allowed are true, false and null",
+        ),
+        ('{"do_lower_case": fal', "cannot be read"),
+    ):
+        with pytest.raises(DataError, match=rf"^{tmp_path}/tokenizer_config.json: {message}"):
+            load_tokenizer(vocabulary(tmp_path, entries, content))
+
+
+def test_a_tokenizer_that_cannot_read_every_text_is_refused(tmp_path: Path) -> None:
+    load_tokenizer(vocabulary(tmp_path, [*ENTRIES, "a"])).save(file := tmp_path / "tokenizer.json")
+    tree = json.loads(file.read_text())
+    file.write_text(json.dumps({**tree, "model": {**tree["model"], "unk_token": "[X]"}}))
+    with pytest.raises(DataError, match=r"tokenizer.json: the tokenizer cannot read .*UNK"):
+        load_tokenizer(file)
+
+
 def test_a_vocab_txt_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"vocab.txt: the tokenizer cannot be read \(No such file"):
         load_tokenizer(tmp_path / "vocab.txt")

@@ -237,10 +237,16 @@ def test_what_is_lost_is_counted_over_all_sittings(encoder: TrainedEncoder, tmp_
     assert kept[:4] == ["cat dog bird", "cat 猫", "dog", "big house"]
 
 
-def test_texts_are_cut_at_what_the_model_reads(encoder: TrainedEncoder, tmp_path: Path) -> None:
+def test_a_model_does_not_read_more_than_it_can(encoder: TrainedEncoder, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("cat " * 100)
-    record = encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy", max_tokens=500)
+    record = encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy", max_tokens=16)
     assert (record["max_tokens"], record["cut"]) == (16, 1)
+    message = "received max_tokens=17; the model reads at most 16 tokens"
+    with pytest.raises(DataError, match=message):
+        encode_file(encoder, tmp_path / "texts.txt", tmp_path / "more.npy", max_tokens=17)
+    with pytest.raises(DataError, match=message):
+        encode_texts(encoder, ["cat"], max_tokens=17)
+    assert not [*tmp_path.glob("more*")]
 
 
 def test_beginning_of_something_else_is_not_gone_on_with(
@@ -316,7 +322,12 @@ def test_damaged_archive_is_told(encoder: TrainedEncoder, tmp_path: Path) -> Non
         ("pool.csv", {}, r"received the suffix '.csv'; allowed is .npy"),
         ("pool.jsonl", {}, r"received the suffix '.jsonl'; allowed is .npy, which `numpy.load`"),
         ("pool.npy", {"batch_size": 0}, "received batch_size=0"),
-        ("pool.npy", {"max_tokens": 1}, "and max_tokens=1; allowed are"),
+        (
+            "pool.npy",
+            {"max_tokens": 1},
+            "received max_tokens=1; allowed are whole numbers from 2 on",
+        ),
+        ("pool.npy", {"max_tokens": "12"}, "received max_tokens='12'; allowed are whole numbers"),
         ("texts.txt/pool.npy", {}, "cannot be written"),
     ],
 )

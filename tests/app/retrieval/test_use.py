@@ -89,7 +89,7 @@ def test_vectors_of_no_model_are_searched_by_vectors(tmp_path: Path) -> None:
     assert index.texts([1]) == {1: "two lines"}
     with pytest.raises(DataError, match="the index names no model; give the encoder"):
         index.search(["two"])
-    with pytest.raises(DataError, match=r"queries of shape \(1, 2\) and top_k=1; allowed are \[n"):
+    with pytest.raises(DataError, match=r"queries of shape \(1, 2\); allowed is \[n, 3\]"):
         index.top(np.ones((1, 2)), 1)
     with pytest.raises(DataError, match=r"own.npy: is saved already; copy it"):
         index.save(tmp_path / "again.npy")
@@ -306,3 +306,26 @@ def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pool.npy").write_bytes(b"")
     with pytest.raises(DataError, match="cannot be read as vectors"):
         Index.load(tmp_path / "pool.npy").top(vectors, 1)
+
+
+def test_arguments_of_other_types_are_refused(folder: Path) -> None:
+    encoder = load_encoder(folder / "run")
+    ones: Any = np.ones((1, 3))
+    index, some = Index(ones, ["a"]), ["a"]
+    calls: list[tuple[str, Any]] = [
+        ("vectors of list; allowed is a numpy array", lambda: Index([[1.0]], some)),
+        ("vectors of int64; allowed is", lambda: Index(ones.astype(int), some)),
+        ("encoder 'run'; load_encoder", lambda: Index(ones, some, encoder="run")),
+        ("encoder 'run'; load_encoder", lambda: encode_texts("run", some)),
+        ("texts of generator; allowed is a list", lambda: Index(ones, (x for x in some))),
+        ("texts of NoneType; allowed is a list", lambda: encode_texts(encoder, None)),
+        ("queries of list; allowed is", lambda: index.top([[1.0] * 3], 1)),
+        ("top_k='3'; allowed are whole numbers", lambda: index.top(ones, "3")),
+        ("top_k=0; allowed are whole numbers", lambda: index.top(ones, 0)),
+        ("top_k=1.5; allowed are", lambda: index.search(some, top_k=1.5, encoder=encoder)),
+        ("batch_size='2'; allowed are", lambda: encode_texts(encoder, some, batch_size="2")),
+        ("max_tokens='9'; allowed are", lambda: encode_texts(encoder, some, max_tokens="9")),
+    ]
+    for message, call in calls:
+        with pytest.raises(DataError, match=rf"^received (the )?{message}"):
+            call()
