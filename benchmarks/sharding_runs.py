@@ -2,8 +2,9 @@
 
 The configuration is ``fleet_configs/contrastive_ernie-tiny_2cpu.yaml`` with the changes of
 `CHANGES`: more parameters, fewer steps. Bytes are of each rank: the largest peak of a step in
-Paddle's allocator, and the largest resident set of the process since the first step began. The losses and gradient norms of
-all steps must be equal to the last bit, or the benchmark ends with an error.
+Paddle's allocator, and the largest resident set of the process since the first step began. The
+losses and gradient norms of all steps must be equal to the last bit, or the benchmark ends with an
+error.
 
     python -m benchmarks.sharding_runs
 """
