@@ -190,7 +190,7 @@ bench: venv
 # bench-batch_size_study, bench-compile, bench-peers_that_die, bench-static_graph, bench26-static_graph,
 # bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-mine, bench-offload,
 # bench-paddle_restart,
-# bench-real_models, bench-recompute_cost, bench-sharding, bench-sharding_parameters, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
+# bench-real_models, bench-recompute_cost, bench-sharding, bench-sharding_parameters, bench-sharding_runs, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
 bench-%: venv
 	.venv/bin/python -m benchmarks.$*

@@ -86,7 +86,7 @@ def environment() -> dict[str, str]:
 
 def hardware_tag() -> str:
     """For file names: ``2core-amd-epyc``."""
-    words = _cpu_name().lower().split()[:2]
+    words = _cpu_name().lower().replace("(r)", "").split()[:2]
     return f"{os.cpu_count()}core-{'-'.join(words)}"
 
 

@@ -8,7 +8,9 @@ again. Gradients (`_gradients`) are complete, synchronized and off the device sh
 with a parameter that is away.
 """
 
+from paddle_recompute.offload._cut import cut
 from paddle_recompute.offload._gradients import OnComplete
+from paddle_recompute.offload._ranks import shared_out
 from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload._state import take_part_in_state_dict
 from paddle_recompute.offload.named import OffloadReport, offload_layers, offloaded_optimizer
@@ -20,8 +22,10 @@ __all__ = [
     "OffloadReport",
     "OffloadSequential",
     "OnComplete",
+    "cut",
     "offload_layers",
     "offloaded_optimizer",
     "resident",
+    "shared_out",
     "take_part_in_state_dict",
 ]

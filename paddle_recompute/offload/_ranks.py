@@ -142,13 +142,18 @@ class Carrier:
                 f"num_shards is {len(sizes)}, and there are {len(self.ranks)} ranks, each of which "
                 "must own a shard with offload='ranks'; best is a multiple of that number"
             )
-        load = [(0, 0)] * len(self.ranks)  # bytes and shards of each
-        found = [0] * len(sizes)
-        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-            place = load.index(min(load))
-            load[place] = load[place][0] + sizes[index], load[place][1] + 1
-            found[index] = self.ranks[place]
-        return found
+        return [self.ranks[place] for place in shared_out(sizes, len(self.ranks))]
+
+
+def shared_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The place of the rank that owns each shard of `sizes`."""
+    load = [(0, 0)] * num_ranks  # bytes and shards of each
+    found = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        place = load.index(min(load))
+        load[place] = load[place][0] + sizes[index], load[place][1] + 1
+        found[index] = place
+    return found
 
 
 class OwnedShard:

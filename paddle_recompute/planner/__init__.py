@@ -24,8 +24,10 @@ from paddle_recompute.planner.policies import choices_of_policy, every, segments
 from paddle_recompute.planner.recompute_plan import MOST_CORRECTIONS, RecomputePlan, make_plan
 from paddle_recompute.planner.simulate import JOINED, Choice, Timeline, simulate
 from paddle_recompute.planner.solve import Solution, solve
+from paddle_recompute.planner.stages import BUCKETS, Stage, spread, stages
 
 __all__ = [
+    "BUCKETS",
     "JOINED",
     "MOST_CORRECTIONS",
     "PLAIN",
@@ -37,6 +39,7 @@ __all__ = [
     "Offloaded",
     "RecomputePlan",
     "Solution",
+    "Stage",
     "StepCosts",
     "Timeline",
     "choices_of_policy",
@@ -56,6 +59,8 @@ __all__ = [
     "simulate",
     "smallest",
     "solve",
+    "spread",
+    "stages",
     "uniform",
     "verified",
     "within_budget",

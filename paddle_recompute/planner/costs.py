@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from paddle_recompute.errors import PlanError
@@ -132,6 +132,9 @@ class StepCosts:
         excess: Bytes that a verified step took beyond its prediction.
         offload: Where the inputs of `OFFLOADED` calls wait; None: there is no such option.
         keeps_gradients: Whether `base` has the gradients, to which each backward adds.
+        ranks: Over how many ranks optimizer state and parameters could be spread.
+        state: Bytes of moments and masters on a rank: ``"replicated"``, and ``"sharded"`` over
+            `ranks` (`ShardedOptimizer`), where the largest share counts.
     """
 
     base: int
@@ -141,6 +144,8 @@ class StepCosts:
     excess: int = 0
     offload: Offload | None = None
     keeps_gradients: bool = False
+    ranks: int = 1
+    state: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import paddle
@@ -52,6 +52,8 @@ class Job:
         optimizer: Its moments are part of the memory; None: there are none.
         optimizer_ranks: Over how many ranks its state is spread (`ShardedOptimizer`). The largest
             share counts; where `optimizer` is sharded already, that of this rank.
+        ranks: Over how many ranks optimizer state and parameters could be spread: `stages` tells
+            what a step takes then.
         grad_cache: Computes the gradient chunk by chunk instead of `loss_fn`.
         sync: Its communication is kept out of the measurement.
         extra_bytes: More bytes that every step begins with, by what they are: communication
@@ -76,6 +78,7 @@ class Job:
     extra_bytes: Mapping[str, int] = field(default_factory=dict)
     keeps_gradients: bool = True
     optimizer_ranks: int = 1
+    ranks: int = 1
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     preserve_rng_state: bool = True
@@ -140,7 +143,7 @@ class Job:
         held = self.held()
         now = memory.current_bytes()
         missing = sum(held.values()) - self._present(held)
-        return measure_step(
+        costs = measure_step(
             self.model,
             self.blocks,
             self.step,
@@ -157,6 +160,8 @@ class Job:
             measure_call=measure_call,
             progress=progress,
         )
+        state = {"replicated": sum(self._state(1)), "sharded": sum(self._state(self.ranks))}
+        return replace(costs, ranks=self.ranks, state=state)
 
     def clear_gradients(self) -> None:
         """Drop the gradients of `parameters`."""
@@ -183,23 +188,28 @@ class Job:
             **self.extra_bytes,
         }
         if self.optimizer is not None:
-            optimizer = inner_of(self.optimizer)
-            name = type(optimizer).__name__
-            updated = parameters_of_optimizer(optimizer) or self.parameters()
-            trained = [p for p in updated if not p.stop_gradient]
-            parts = parts_of_ranks(trained, self.optimizer_ranks)
-            trained = max(parts, key=lambda part: sum(int(p.size) for p in part))
+            held["moments"], held["masters"] = self._state(self.optimizer_ranks)
             # Of an optimizer that is not known, what it has made so far.
-            numel = sum(int(p.size) for p in trained)
-            exact = _existing_moments(optimizer)
-            # With the learning rate, a number of four bytes.
-            held["moments"] = exact or 4 + 4 * _MOMENTS.get(name, 0) * numel + (
-                2 * 4 * len(trained) if name in ("Adam", "AdamW", "Lamb", "NAdam", "RAdam") else 0
-            )
-            half = [p for p in trained if _nested.dtype_name(p.dtype) in ("float16", "bfloat16")]
-            if keeps_master_weights(optimizer):
-                held["masters"] = 4 * sum(int(p.size) for p in half)
+            held["moments"] = _existing_moments(inner_of(self.optimizer)) or held["moments"]
         return held
+
+    def _state(self, ranks: int) -> tuple[int, int]:
+        """Bytes of moments and masters of the largest share over `ranks` ranks."""
+        if self.optimizer is None:
+            return 0, 0
+        optimizer = inner_of(self.optimizer)
+        name = type(optimizer).__name__
+        updated = parameters_of_optimizer(optimizer) or self.parameters()
+        parts = parts_of_ranks([p for p in updated if not p.stop_gradient], ranks)
+        trained = max(parts, key=lambda part: sum(int(p.size) for p in part))
+        numel = sum(int(p.size) for p in trained)
+        # With the learning rate, a number of four bytes.
+        moments = 4 + 4 * _MOMENTS.get(name, 0) * numel
+        if name in ("Adam", "AdamW", "Lamb", "NAdam", "RAdam"):
+            moments += 2 * 4 * len(trained)
+        half = [p for p in trained if _nested.dtype_name(p.dtype) in ("float16", "bfloat16")]
+        masters = 4 * sum(int(p.size) for p in half) if keeps_master_weights(optimizer) else 0
+        return moments, masters
 
     def _effective_offload(self) -> Offload | None:
         if self.offload == "host" and str(paddle.get_device()) == "cpu":

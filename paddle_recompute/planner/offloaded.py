@@ -40,11 +40,17 @@ class Offloaded:
         )
 
 
-def offloaded(costs: StepCosts) -> Offloaded | None:
-    """The step of `costs` with its blocks off the device; None if they have no parameters."""
+def sizes_of_blocks(costs: StepCosts) -> dict[str, int]:
+    """Bytes of the trained parameters of each block, in the order of the forward."""
     sizes: dict[str, int] = {}
     for call in costs.calls:
         sizes[call.layer] = max(sizes.get(call.layer, 0), sum(call.gradients.values()))
+    return sizes
+
+
+def offloaded(costs: StepCosts) -> Offloaded | None:
+    """The step of `costs` with its blocks off the device; None if they have no parameters."""
+    sizes = sizes_of_blocks(costs)
     total, largest = sum(sizes.values()), max(sizes.values(), default=0)
     if not total:
         return None

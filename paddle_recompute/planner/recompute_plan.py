@@ -30,6 +30,7 @@ from paddle_recompute.planner.simulate import (
     simulate,
 )
 from paddle_recompute.planner.solve import Solution, solve
+from paddle_recompute.planner.stages import stages
 from paddle_recompute.recompute import (
     PartOption,
     Unit,
@@ -384,6 +385,10 @@ def infeasible(
     if off is not None and off.peak_bytes < least.peak:
         within = "within" if off.peak_bytes <= memory_budget else "still not within"
         lower.append(f"take the blocks off the device: {off}, {within} the budget")
+    for stage in stages(costs, least.choices):
+        if stage.peak_bytes < least.peak:
+            within = "within" if stage.peak_bytes <= memory_budget else "still not within"
+            lower.append(f"spread more over the ranks: {stage}, {within} the budget")
     if measured:
         found = (
             f"of {len(measured)} plans that were measured, the one that took least had a peak of "

@@ -57,6 +57,31 @@ def test_estimate_needs_no_budget() -> None:
 
 
 @needs_peaks
+def test_estimate_tells_what_each_stage_takes() -> None:
+    spread = ["recompute.offload_parameters=ranks", "recompute.num_shards=3"]
+    arguments = ["estimate", "--config", CONFIG, *SMALL[1:]]
+    plain = CliRunner().invoke(main, [*arguments, "--what-if", "batch=258,gpus=3", "--json"])
+    assert plain.exit_code == 0, plain.output
+    told = json.loads(plain.stdout)
+    first, third = told["stages"]
+    least = min(row["peak_bytes"] for row in told["policies"])
+    assert first["ranks"] == 3 and third["peak_bytes"] < first["peak_bytes"] < least
+    given = [*arguments, *spread, "contrastive.chunk_size=32", "--memory-budget", "1GiB"]
+    result = CliRunner().invoke(main, given)
+    assert result.exit_code == 0, result.output
+    assert "as configured: recompute.offload_parameters: ranks" in result.output
+    assert "strategy.sharding: true over 2 ranks takes about" in result.output
+    assert "plan for" not in result.output.split("all blocks")[1]
+
+
+def test_plan_refuses_what_leaves_it_no_choice() -> None:
+    spread = ["recompute.offload_parameters=ranks", "recompute.num_shards=3"]
+    budget = ["--memory-budget", "80MiB"]
+    result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *budget, *SMALL, *spread])
+    assert result.exit_code == 2 and "use paddle-recompute estimate" in result.output
+
+
+@needs_peaks
 def test_json_has_the_table_and_the_plan() -> None:
     budget = ["--memory-budget", "80MiB", "--json"]
     result = CliRunner().invoke(main, ["plan", "--config", CONFIG, *budget, *SMALL])

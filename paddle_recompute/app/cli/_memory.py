@@ -87,6 +87,12 @@ def _show_memory(
             raise ConfigError(
                 "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
             )
+        place = config.recompute.offload_parameters
+        if needs_budget and place != "none":
+            raise ConfigError(
+                f"plan chooses what is recomputed, and recompute.offload_parameters: {place} "
+                "recomputes every block; use paddle-recompute estimate, or remove that setting"
+            )
         folder = Path(output) if output is not None else None
         with tqdm(unit="call", desc="measure", disable=None) as bar:
 

@@ -261,6 +261,7 @@ def measure_step(
     peak = _peak_of(partial(step, steps[0]), repeats=PROGRAM_STEPS if _frees_late(config) else 1)
     del step, objective, model, steps
     gc.collect()
+    gc.collect()  # shards of ranks: what the first one frees has held them where it cannot see
     return peak
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
     MemoryEstimate,
     RecomputePlan,
+    Stage,
     StepCosts,
     choices_of_policy,
     extrapolated,
     largest_that_fits,
     make_plan,
     probe,
+    spread,
+    stages,
 )
 
 MOST_ROWS = 2**20
@@ -37,12 +40,14 @@ class MemoryReport:
     Attributes:
         text: For the terminal.
         rows: The table: one policy each.
+        stages: What the step takes with sharding; empty: on one rank.
         plan: The plan, if a budget was given.
         files: The page.
     """
 
     text: str
     rows: tuple[Row, ...]
+    stages: tuple[Stage, ...]
     plan: RecomputePlan | None
     files: tuple[Path, ...]
 
@@ -59,6 +64,7 @@ class MemoryReport:
                 }
                 for row in self.rows
             ],
+            "stages": [asdict(one) for one in self.stages],
             "plan": None if self.plan is None else self.plan.to_dict(),
             "files": [str(path) for path in self.files],
         }
@@ -121,7 +127,8 @@ def memory_report(
     words = [f"one rank, {config.micro_batch} pairs per micro-batch of full length:"]
     words.append(table(table_rows, budget))
     plan = None
-    if budget is not None:
+    place = config.recompute.offload_parameters
+    if budget is not None and place == "none":
         plan = make_plan(
             costs,
             budget,
@@ -130,14 +137,22 @@ def memory_report(
             preserve_rng_state=config.recompute.preserve_rng_state,
         )
         words.append(str(plan))
-    elif config.recompute.policy != "budget":
+    elif config.recompute.policy != "budget" and place == "none":
         choices = choices_of_policy(costs, config.recompute)
         words.append(f"as configured: {MemoryEstimate.of(costs, choices)}")
+    if place == "ranks" and (one := spread(costs, config.recompute.num_shards)) is not None:
+        words.append(f"as configured: {one}")
+    elif place != "none":
+        words.append(f"as configured: offload_parameters: {place}; the table is without it")
     if config.world_size > 1 and section.negatives == "global":
         words.append(
             f"  the scores against the vectors of all {config.world_size} ranks are not in it: "
             f"{format_bytes(4 * config.local_batch**2 * (config.world_size - 1))} more per matrix"
         )
+    found = stages(costs)
+    if found:
+        words.append("all blocks recomputed, and spread over the ranks:")
+        words += [f"  {one}" for one in found]
     text = "\n".join(words)
     files: tuple[Path, ...] = ()
     if folder is not None:
@@ -145,7 +160,7 @@ def memory_report(
         files = (write(folder, costs, table_rows, budget, title.rstrip(":"), "\n".join(rest)),)
         if plan is not None:
             plan.save(folder / "plan.json")
-    return MemoryReport(text, tuple(table_rows), plan, files)
+    return MemoryReport(text, tuple(table_rows), tuple(found), plan, files)
 
 
 def _small_batch(config: Config) -> int:

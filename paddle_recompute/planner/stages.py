@@ -1,0 +1,114 @@
+"""What a step would take with optimizer state, or parameters too, spread over the ranks.
+
+Stage 1 is `ShardedOptimizer`. Stage 3 is ``offload_parameters: ranks``: parameters, gradients and
+optimizer state of a shard are with its owner, and a shard visits the other ranks while they compute
+with it. Every block is recomputed, and its inputs stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute.offload import cut, shared_out
+from paddle_recompute.planner.costs import WHOLE, CallCost, StepCosts
+from paddle_recompute.planner.offloaded import AHEAD, sizes_of_blocks
+from paddle_recompute.planner.policies import uniform
+from paddle_recompute.planner.simulate import Choice, simulate
+
+BUCKETS = "communication buckets"
+"""Of `StepCosts.held`: of parameters that travel with their shard they are not needed."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step that is spread over ranks.
+
+    Attributes:
+        setting: What turns it on.
+        ranks: How many.
+        peak_bytes: The predicted peak of the rank that takes most.
+    """
+
+    setting: str
+    ranks: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.setting} over {self.ranks} ranks takes about {format_bytes(self.peak_bytes)}"
+
+
+def stages(costs: StepCosts, choices: Sequence[Choice] | None = None) -> list[Stage]:
+    """What the step of `costs` takes with stage 1 and with stage 3; empty: there is one rank.
+
+    Args:
+        costs: Of the step; its ``ranks`` are those over which it is spread.
+        choices: What is recomputed in stage 1; None: every block.
+    """
+    found = [sharded(costs, choices), spread(costs)] if costs.ranks > 1 else []
+    return [one for one in found if one is not None]
+
+
+def sharded(costs: StepCosts, choices: Sequence[Choice] | None = None) -> Stage:
+    """Stage 1; as `stages`."""
+    base = costs.base - _state_held(costs) + costs.state["sharded"]
+    choices = uniform(costs, WHOLE) if choices is None else choices
+    peak = simulate(replace(costs, base=base), choices).peak.bytes
+    return Stage("strategy.sharding: true", costs.ranks, peak)
+
+
+def spread(costs: StepCosts, num_shards: int | None = None) -> Stage | None:
+    """Stage 3; None if there are no parameters, or fewer shards than ranks.
+
+    Args:
+        costs: As in `stages`.
+        num_shards: As in `RecomputeConfig`; None: one for each block.
+    """
+    blocks = list(sizes_of_blocks(costs).values())
+    num_shards = len(blocks) if num_shards is None else num_shards
+    total = sum(blocks)
+    if not total or not costs.ranks <= num_shards <= len(blocks):
+        return None
+    sizes = [sum(blocks[part.start : part.stop]) for part in cut(blocks, num_shards)]
+    parameters = max(costs.held.get("parameters", 0), total)
+    state = costs.state["replicated"] / parameters  # per byte of a parameter
+    rest = costs.base - _state_held(costs) + int((parameters - total) * state)
+    rest -= total * (1 + costs.keeps_gradients)
+    rest -= max(0, costs.held.get(BUCKETS, 0) - (parameters - total))
+    owners = shared_out(sizes, costs.ranks)
+    peaks = []
+    for rank in range(costs.ranks):
+        own = sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
+        visitors = [0 if owner == rank else size for size, owner in zip(sizes, owners, strict=True)]
+        visiting = max(sum(visitors[place : place + 1 + AHEAD]) for place in range(len(visitors)))
+        # The gradients of one shard are joined and travel while the next shard computes.
+        base = rest + own + visiting + max(sizes)
+        # The first step has no state yet, and every rank keeps all gradients to its end.
+        for held, left in ((0, 1.0), (int(own * state), own / total)):
+            step = replace(costs, base=base + held, calls=_calls(costs, left))
+            if costs.keeps_gradients:  # those of all micro-batches, until the last backward
+                step = replace(step, base=step.base + total)
+            peaks.append(simulate(step, uniform(costs, WHOLE)).peak.bytes)
+    setting = f"recompute.offload_parameters: ranks with num_shards: {num_shards}"
+    return Stage(setting, costs.ranks, max(peaks))
+
+
+def _state_held(costs: StepCosts) -> int:
+    return costs.held.get("moments", 0) + costs.held.get("masters", 0)
+
+
+def _calls(costs: StepCosts, left: float) -> tuple[CallCost, ...]:
+    """The calls: after the last backward of a block, this part of its gradients is left.
+
+    Where gradients are there from the start of a step, each call adds its own to them at once.
+    """
+    if costs.keeps_gradients:
+        return tuple(replace(call, gradients={}) for call in costs.calls)
+    last = {costs.calls[e.call].layer: e.call for e in costs.events if e.kind == "backward"}
+    return tuple(
+        replace(call, gradients={name: int(size * left) for name, size in call.gradients.items()})
+        if last.get(call.layer) == number
+        else call
+        for number, call in enumerate(costs.calls)
+    )
