@@ -110,6 +110,7 @@ def test_init_fits_the_pairs_and_overwrites_nothing(tmp_path: Path) -> None:
     assert config.data.on_bad_line == "skip" and "1 lines are no pairs" in file.read_text("utf-8")
     assert config.data.max_query_tokens == 8 and config.data.max_positive_tokens == 40
     assert 2 * config.contrastive.global_batch <= 400 - config.data.valid_pairs
+    assert config.model.pooling == "mean"  # cls from random weights stays at the loss of chance
     again = run("init", str(pairs), "--output", str(file))
     assert again.exit_code == 2 and "exists already" in again.stderr
 
@@ -129,6 +130,13 @@ def test_init_trains_with_the_negatives(
     config, data = trained_with(tmp_path / "run.yaml")
     assert config.contrastive.hard_negatives == hard_negatives and config.contrastive.fill == fill
     assert len(data.train) + len(data.valid) == 80
+
+
+def test_init_tells_of_a_stray_column(tmp_path: Path) -> None:
+    lines = [[f"q {n}", f"p {n}"] + ["stray"] * (n == 7) for n in range(80)]
+    pairs = write_pairs(tmp_path / "pairs.tsv", lines)
+    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
+    assert "only 1 of 80 pairs have hard negatives" in made.output
 
 
 @pytest.mark.parametrize(
@@ -196,6 +204,7 @@ def test_init_fits_the_memory_of_the_card(
         ((), "needs a file of pairs, or --from"),
         (("--from", "huge"), "the package has contrastive_ernie-base_8gpu"),
         (("nowhere.tsv",), "nowhere.tsv"),
+        (("pairs.tsv", "--from", Path(TINY).stem), "pairs.tsv has no effect; give one of them"),
     ],
 )
 def test_init_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
