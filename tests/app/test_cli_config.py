@@ -88,6 +88,35 @@ def test_validate_tells_what_has_no_effect_and_every_fault() -> None:
     assert "train.max_steps" in bad.stderr and "mode (override mode=eager)" in bad.stderr
 
 
+def test_validate_gives_the_faults_as_json_too() -> None:
+    bad = run("config", "validate", "--json", "--config", TINY, "train.max_steps=0", "mode=eager")
+    found = json.loads(bad.stdout)
+    assert bad.exit_code == 2 and found["valid"] is False
+    assert sorted(fault.split(" ")[0] for fault in found["faults"]) == ["mode", "train.max_steps"]
+    none = run("config", "validate", "--json", "--config", "nowhere.yaml")
+    assert "nowhere.yaml" in json.loads(none.stdout)["faults"][0]
+
+
+def test_validate_notes_a_file_that_is_not_here() -> None:
+    files = ["data.source=files", "data.train_file=nowhere.tsv"]
+    found = run("config", "validate", "--config", TINY, *files)
+    assert found.exit_code == 0
+    assert "note: data.train_file: nowhere.tsv: there is no such file" in found.stdout
+
+
+@pytest.mark.parametrize("command", [("train",), ("config", "show"), ("plan",)])
+def test_a_missing_configuration_is_told_with_the_whole_command(command: tuple[str, ...]) -> None:
+    refused = run(*command, "run.yaml")
+    assert refused.exit_code == 2
+    assert f"as in: main {' '.join(command)} --config run.yaml" in refused.stderr
+
+
+def test_the_list_of_commands_is_whole_and_in_the_order_of_use() -> None:
+    shown = run("--help").stdout
+    assert "..." not in shown.partition("Commands:")[2]
+    assert shown.index("\n  init ") < shown.index("\n  train ") < shown.index("\n  search ")
+
+
 def test_diff_exits_with_1_and_names_what_differs(tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     text = Path(TINY).read_text("utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -274,7 +275,7 @@ def search(
     with errors_in_one_paragraph(debug, "interrupted"), ExitStack() as held:
         if bool(queries) == bool(file):
             raise ConfigError("search needs either queries or --queries FILE")
-        prepare_one_process(f"Searching {place}")
+        prepare_one_process(f"Searching {place}" if sys.stderr.isatty() else "")
         from paddle_recompute.app.retrieval import Index, load_encoder, texts_of
 
         index = Index.load(place)

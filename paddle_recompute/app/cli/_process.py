@@ -22,6 +22,18 @@ from paddle_recompute.app.launch import (
 from paddle_recompute.errors import LaunchError
 
 
+class _ConfigOption(click.Option):
+    """``--config``; without it, the error shows the whole command."""
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            return super().process_value(ctx, value)
+        except click.MissingParameter:
+            raise click.UsageError(
+                f"--config is missing, as in: {ctx.command_path} --config run.yaml", ctx
+            ) from None
+
+
 def configured(*options: Callable[[Any], Any], required: bool = True) -> Callable[[Any], Any]:
     """Decorates a command with ``--config``, `options`, ``--debug`` and the overrides."""
 
@@ -31,6 +43,7 @@ def configured(*options: Callable[[Any], Any], required: bool = True) -> Callabl
                 click.option(
                     "--config",
                     "config_file",
+                    cls=_ConfigOption,
                     required=required,
                     metavar="FILE",
                     help="A YAML file.",
