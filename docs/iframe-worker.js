@@ -34,4 +34,10 @@ if (location.protocol === "file:") {
     }
     terminate() {}
   }
+  // The switch of languages asks for the map of the site, which browsers refuse from the disk too.
+  const open = XMLHttpRequest.prototype.open
+  XMLHttpRequest.prototype.open = function (method, url, ...more) {
+    const isMap = String(url).endsWith("sitemap.xml")
+    return open.call(this, method, isMap ? "data:application/xml,<urlset/>" : url, ...more)
+  }
 }

@@ -62,10 +62,16 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli.main, ["train", *map(str, arguments)])
 
 
-def assert_one_paragraph(result: Result, *words: str) -> None:
-    """Code 2; on standard error one paragraph with all of `words`, and nothing on output."""
+def assert_one_paragraph(result: Result, *words: str, after: str = "") -> None:
+    """Code 2; on standard error one paragraph with all of `words`, and nothing on output.
+
+    `after` begins the line that says what the command does; it comes first.
+    """
     assert result.exit_code == 2, result.output
     message = result.stderr
+    if after:
+        doing, _, message = message.partition("\n")
+        assert doing.startswith(after)
     assert message.startswith("paddle-recompute: ")
     for word in words:
         assert word in message
@@ -291,8 +297,9 @@ def test_run_that_was_moved_is_named(trained: Path, tmp_path: Path) -> None:
 
 
 def test_errors_of_encode_and_search_are_one_paragraph(trained: Path, tmp_path: Path) -> None:
-    assert_one_paragraph(encoded(tmp_path, tmp_path / "pool.npy"), "contains no trained model")
-    assert_one_paragraph(encoded(trained, tmp_path / "pool.csv"), "allowed is .npy")
+    none = encoded(tmp_path, tmp_path / "pool.npy")
+    assert_one_paragraph(none, "contains no trained model", after="Encoding ")
+    assert_one_paragraph(encoded(trained, tmp_path / "pool.csv"), "allowed is .npy", after="Encod")
     missing = command("search", "--index", tmp_path / "pool.npy", "dog")
     assert_one_paragraph(missing, "there is no such file", "paddle-recompute encode")
     result = command("search", "--index", tmp_path, "--debug", "dog")

@@ -88,6 +88,35 @@ def test_validate_tells_what_has_no_effect_and_every_fault() -> None:
     assert "train.max_steps" in bad.stderr and "mode (override mode=eager)" in bad.stderr
 
 
+def test_validate_gives_the_faults_as_json_too() -> None:
+    bad = run("config", "validate", "--json", "--config", TINY, "train.max_steps=0", "mode=eager")
+    found = json.loads(bad.stdout)
+    assert bad.exit_code == 2 and found["valid"] is False
+    assert sorted(fault.split(" ")[0] for fault in found["faults"]) == ["mode", "train.max_steps"]
+    none = run("config", "validate", "--json", "--config", "nowhere.yaml")
+    assert "nowhere.yaml" in json.loads(none.stdout)["faults"][0]
+
+
+def test_validate_notes_a_file_that_is_not_here() -> None:
+    files = ["data.source=files", "data.train_file=nowhere.tsv"]
+    found = run("config", "validate", "--config", TINY, *files)
+    assert found.exit_code == 0
+    assert "note: data.train_file: nowhere.tsv: there is no such file" in found.stdout
+
+
+@pytest.mark.parametrize("command", [("train",), ("config", "show"), ("plan",)])
+def test_a_missing_configuration_is_told_with_the_whole_command(command: tuple[str, ...]) -> None:
+    refused = run(*command, "run.yaml")
+    assert refused.exit_code == 2
+    assert f"as in: main {' '.join(command)} --config run.yaml" in refused.stderr
+
+
+def test_the_list_of_commands_is_whole_and_in_the_order_of_use() -> None:
+    shown = run("--help").stdout
+    assert "..." not in shown.partition("Commands:")[2]
+    assert shown.index("\n  init ") < shown.index("\n  train ") < shown.index("\n  search ")
+
+
 def test_diff_exits_with_1_and_names_what_differs(tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     text = Path(TINY).read_text("utf-8")
@@ -110,6 +139,7 @@ def test_init_fits_the_pairs_and_overwrites_nothing(tmp_path: Path) -> None:
     assert config.data.on_bad_line == "skip" and "1 lines are no pairs" in file.read_text("utf-8")
     assert config.data.max_query_tokens == 8 and config.data.max_positive_tokens == 40
     assert 2 * config.contrastive.global_batch <= 400 - config.data.valid_pairs
+    assert config.model.pooling == "mean"  # cls from random weights stays at the loss of chance
     again = run("init", str(pairs), "--output", str(file))
     assert again.exit_code == 2 and "exists already" in again.stderr
 
@@ -129,6 +159,13 @@ def test_init_trains_with_the_negatives(
     config, data = trained_with(tmp_path / "run.yaml")
     assert config.contrastive.hard_negatives == hard_negatives and config.contrastive.fill == fill
     assert len(data.train) + len(data.valid) == 80
+
+
+def test_init_tells_of_a_stray_column(tmp_path: Path) -> None:
+    lines = [[f"q {n}", f"p {n}"] + ["stray"] * (n == 7) for n in range(80)]
+    pairs = write_pairs(tmp_path / "pairs.tsv", lines)
+    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
+    assert "only 1 of 80 pairs have hard negatives" in made.output
 
 
 @pytest.mark.parametrize(
@@ -196,6 +233,7 @@ def test_init_fits_the_memory_of_the_card(
         ((), "needs a file of pairs, or --from"),
         (("--from", "huge"), "the package has contrastive_ernie-base_8gpu"),
         (("nowhere.tsv",), "nowhere.tsv"),
+        (("pairs.tsv", "--from", Path(TINY).stem), "pairs.tsv has no effect; give one of them"),
     ],
 )
 def test_init_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:

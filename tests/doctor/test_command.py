@@ -159,6 +159,7 @@ def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
         (["--self-test", "--parity"], "--parity: has no effect with --self-test"),
         (["--self-test", "train.max_steps=1"], "train.max_steps=1: has no effect"),
         (["--config", "a.yaml", "--device", "cpu"], "--device is for --self-test"),
+        (["--config", "a.yaml", "--output", "a.yaml"], "--output a.yaml: must end in .json"),
     ],
 )
 def test_what_has_no_effect_is_refused(arguments: list[str], words: str) -> None:

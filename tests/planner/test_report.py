@@ -98,7 +98,7 @@ def test_json_has_the_table_and_the_plan() -> None:
         ([], "needs a budget"),
         (["--memory-budget", "12 bananas"], "no number of bytes"),
         (["--memory-budget", "GTX9"], "is not known"),
-        (["--what-if", "hats=3"], "is not known"),
+        (["--memory-budget", "8GiB", "--what-if", "hats=3"], "is not known"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], message: str) -> None:

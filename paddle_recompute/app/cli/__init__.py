@@ -18,7 +18,14 @@ from paddle_recompute.app.cli._train import train
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _InOrder(click.Group):
+    """Lists its commands in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=_InOrder, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="paddle-recompute")
 def main() -> None:
     """Train large batches in PaddlePaddle with recompute.
@@ -41,21 +48,23 @@ def _complete_files(command: click.Command) -> None:
         _complete_files(inner)
 
 
-for _command in (
-    init,
-    config_group,
-    train,
-    report,
-    estimate,
-    plan,
-    parity,
-    doctor,
-    encode,
-    evaluate,
-    mine,
-    search,
-    export,
-    convert,
-):
+_COMMANDS: tuple[tuple[click.Command, str], ...] = (
+    (init, "Write a first configuration for your pairs."),
+    (config_group, "Show, check and compare configurations."),
+    (doctor, "Compare the wrapped model with the plain one."),
+    (parity, "Compare dygraph with the static graph."),
+    (estimate, "Show the memory of a step under each policy."),
+    (plan, "Choose what is recomputed for a memory budget."),
+    (train, "Train, evaluate and write a report."),
+    (report, "Write the report of a run, or compare runs."),
+    (encode, "Write the vectors of a file of texts."),
+    (search, "Show the texts nearest to a query."),
+    (evaluate, "Measure retrieval on judged queries."),
+    (mine, "Find hard negatives for pairs."),
+    (export, "Write the model for other programs."),
+    (convert, "Rename weights: ours, PaddleNLP, Hugging Face."),
+)
+for _command, _in_short in _COMMANDS:
+    _command.short_help = _in_short
     _complete_files(_command)
     main.add_command(_command)

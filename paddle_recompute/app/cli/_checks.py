@@ -65,7 +65,7 @@ def parity(
 @click.command()
 @configured(
     click.option("--self-test", "runs_self_test", is_flag=True, help="Test the library instead."),
-    click.option("--output", metavar="FILE", help="Where the report goes, as JSON."),
+    click.option("--output", metavar="FILE", help="Where the report goes, a .json file."),
     click.option("--device", default=None, help="With --self-test: gpu, cpu, ..."),
     click.option(
         "--parity", "compares_modes", is_flag=True, help="Also as the command parity does."
@@ -95,9 +95,11 @@ def doctor(
         _examine(load_config(config_file, overrides))
         return
     with errors_in_one_paragraph(debug):
+        if output is not None and Path(output).suffix != ".json":
+            raise ConfigError(f"--output {output}: must end in .json; any file there is replaced")
         if runs_self_test:
             _refuse(config_file=config_file, parity=compares_modes, overrides=overrides)
-            prepare_one_process()
+            prepare_one_process("Testing the library on this device")
             from paddle_recompute.app.doctor_runs import write_self_test
 
             file = Path(output or "paddle_recompute_self_test.json")

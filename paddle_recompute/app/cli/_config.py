@@ -10,16 +10,17 @@ from typing import Any
 import click
 import yaml
 
-from paddle_recompute.app.cli._process import configured
-from paddle_recompute.app.config import Setting, load_config, load_settings
+from paddle_recompute.app.cli._process import configured, prepare_one_process
+from paddle_recompute.app.config import Config, Setting, load_config, load_settings
 from paddle_recompute.app.launch import errors_in_one_paragraph
+from paddle_recompute.errors import ConfigError
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 
 
 @click.group("config")
 def config_group() -> None:
-    """Show, check and compare configurations. Needs no Paddle and touches no device.
+    """Show, check and compare configurations. Touches no device; only mode: static needs Paddle.
 
     For example: paddle-recompute config show --config run.yaml
     """
@@ -49,15 +50,25 @@ def show(
 @config_group.command()
 @configured(_as_json)
 def validate(config_file: str, as_json: bool, debug: bool, overrides: tuple[str, ...]) -> None:
-    """Check FILE as `train` does before it starts. Exits with code 2 and all faults if it is bad.
+    """Check the values of FILE. Exits with code 2 and all faults if it is bad.
 
     For example: paddle-recompute config validate --config run.yaml mode=static
+
+    A file that is not on this machine is a note. `train` also reads the files and counts the
+    devices before it starts.
     """
     with errors_in_one_paragraph(debug):
-        config = load_config(config_file, overrides)
-        if config.mode == "static":
-            config.for_static()
-        notes = config.without_effect()
+        try:
+            config = load_config(config_file, overrides)
+            if config.mode == "static":
+                prepare_one_process("" if as_json else "Checking what a Program cannot do")
+                config.for_static()
+        except ConfigError as error:
+            if as_json:
+                faults = str(error).split("\n  - ")
+                click.echo(json.dumps({"valid": False, "faults": faults[1:] or faults}))
+            raise
+        notes = [*config.without_effect(), *_missing_files(config)]
         if as_json:
             click.echo(json.dumps({"valid": True, "notes": notes}))
             return
@@ -68,6 +79,20 @@ def validate(config_file: str, as_json: bool, debug: bool, overrides: tuple[str,
         )
         for note in notes:
             click.echo(f"note: {note}")
+
+
+def _missing_files(config: Config) -> list[str]:
+    named = {
+        "data.train_file": config.data.train_file,
+        "data.valid_file": config.data.valid_file,
+        "data.tokenizer": config.data.tokenizer,
+        "model.init_from": config.model.init_from,
+    }
+    return [
+        f"{name}: {path}: there is no such file on this machine"
+        for name, path in named.items()
+        if path is not None and not path.exists()
+    ]
 
 
 @config_group.command()

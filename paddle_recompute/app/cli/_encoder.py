@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -67,7 +68,7 @@ def encode(folder: str, output: str, debug: bool, text_file: str, **options: Any
     rank 0 writes.
     """
     with errors_in_one_paragraph(debug, "interrupted; run the same command again to continue"):
-        rank = prepare_one_of_ranks()
+        rank = prepare_one_of_ranks(f"Encoding {text_file}")
         from paddle_recompute.app.retrieval import encode_file, load_encoder
 
         with tqdm(unit="text", desc="encode", disable=None if rank == 0 else True) as bar:
@@ -129,7 +130,7 @@ def evaluate(
     Each query is compared with every document: recall@k and precision@k, nDCG@10, MAP and MRR.
     """
     with errors_in_one_paragraph(debug, "interrupted"):
-        prepare_one_process()
+        prepare_one_process(f"Evaluating {folder} on {data}")
         from paddle_recompute.app.data import read_judged
         from paddle_recompute.app.retrieval import evaluate_encoder, load_encoder
 
@@ -215,7 +216,7 @@ def mine(
         first, colon, last = ranks.partition(":")
         if not (colon and first.isdecimal() and last.isdecimal()):
             raise ConfigError(f"--ranks {ranks}: expected FIRST:LAST, as in 1:100")
-        prepare_one_process()
+        prepare_one_process(f"Searching {pool} for hard negatives of {pairs}")
         from paddle_recompute.app.retrieval import MiningOptions, load_encoder
         from paddle_recompute.app.retrieval import mine as find
 
@@ -291,7 +292,7 @@ def search(
     with errors_in_one_paragraph(debug, "interrupted"), ExitStack() as held:
         if bool(queries) == bool(file):
             raise ConfigError("search needs either queries or --queries FILE")
-        prepare_one_process()
+        prepare_one_process(f"Searching {place}" if sys.stderr.isatty() else "")
         from paddle_recompute.app.retrieval import Index, load_encoder, texts_of
 
         index = Index.load(place)
@@ -374,7 +375,7 @@ def export(folder: str, file_format: str, output: str, debug: bool) -> None:
             raise ConfigError(
                 f"--output {output}: must end in .{file_format}, as --format {file_format} says"
             )
-        prepare_one_process()
+        prepare_one_process(f"Exporting {folder}")
         from paddle_recompute.app.retrieval import load_encoder, write_inference, write_onnx
         from paddle_recompute.weights import save_weights
 
@@ -418,7 +419,7 @@ def convert(naming: Any, leave_out: tuple[str, ...], debug: bool, source: str, t
     these as they are.
     """
     with errors_in_one_paragraph(debug, "interrupted"):
-        prepare_one_process()
+        prepare_one_process(f"Converting {source}")
         from paddle_recompute.app.retrieval import load_encoder, write_hugging_face
         from paddle_recompute.weights import convert_weights
 

@@ -24,6 +24,8 @@ from paddle_recompute.errors import ConfigError, DataError
 _FEWEST_PAIRS = 40
 _MOST_NEGATIVES = 4
 """Of each pair in a batch; a batch encodes all of them."""
+_FEWEST_WITH_NEGATIVES = 0.1
+"""Share of the pairs. Fewer are likely tabs by mistake, and all pairs pay for negatives."""
 _NOT_IN_A_LINE = ("Cc", "Cs", "Zl", "Zp")
 """Unicode categories of line breaks, control characters and bytes that are not UTF-8."""
 # A Chinese, Japanese or Korean character is about a token; of other writing, four letters are.
@@ -56,7 +58,11 @@ def init(pairs: str | None, name: str | None, output: str, debug: bool) -> None:
     """
     with errors_in_one_paragraph(debug):
         file = Path(output)
-        if (pairs is None) == (name is None):
+        if pairs is not None and name is not None:
+            raise ConfigError(
+                f"--from {name}: is copied as it is, so {pairs} has no effect; give one of them"
+            )
+        if pairs is None and name is None:
             known = ", ".join(sorted(_shipped()))
             raise ConfigError(f"init needs a file of pairs, or --from with one of: {known}")
         if file.exists():
@@ -66,7 +72,7 @@ def init(pairs: str | None, name: str | None, output: str, debug: bool) -> None:
         else:
             assert pairs is not None
             click.echo(f"reading {pairs}")
-            text = _fitted(Path(pairs), file.stem, _this_machine())
+            text = _fitted(Path(pairs), file.stem)
         with tempfile.TemporaryDirectory() as folder:
             tried = Path(folder) / "run.yaml"
             tried.write_text(text, encoding="utf-8")
@@ -91,7 +97,7 @@ def _text_of(name: str) -> str:
 
 
 def _this_machine() -> _Machine:
-    prepare_one_process()
+    prepare_one_process("")
     import paddle
 
     gpus = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
@@ -101,7 +107,7 @@ def _this_machine() -> _Machine:
     return _Machine("cpu", min(2, len(os.sched_getaffinity(0))), 0)
 
 
-def _fitted(path: Path, name: str, machine: _Machine) -> str:
+def _fitted(path: Path, name: str) -> str:
     """The configuration for the pairs in `path`.
 
     Raises:
@@ -126,6 +132,12 @@ def _fitted(path: Path, name: str, machine: _Machine) -> str:
             f"{path}: {count} different pairs; training and evaluation need {_FEWEST_PAIRS}"
         )
     negatives = [len(set(pair.negatives)) for pair in pairs]
+    with_negatives = count - negatives.count(0)
+    if 0 < with_negatives < count * _FEWEST_WITH_NEGATIVES:
+        click.echo(
+            f"only {with_negatives} of {count} pairs have hard negatives, and the others get some "
+            "too (contrastive.fill); if these columns are a mistake, remove them and run init again"
+        )
     least, most = min(negatives), max(negatives)
     hard_negatives = min(max(least, 1), _MOST_NEGATIVES) if most else 0
     valid = min(2000, count // 10)
@@ -135,6 +147,7 @@ def _fitted(path: Path, name: str, machine: _Machine) -> str:
             HardNegatives(train, hard_negatives, fill=not least)
     except DataError as error:
         raise DataError(f"{path}: training would refuse these pairs: {error}") from error
+    machine = _this_machine()
     queries = _longest([pair.query for pair in pairs])
     positives = _longest([text for pair in pairs for text in (pair.positive, *pair.negatives)])
     per_rank = 1024 if machine.card_bytes else 128
@@ -170,9 +183,11 @@ _CPU_MODEL = """\
   num_heads: 4
   intermediate_size: 256
   max_position_embeddings: {}
+  pooling: mean                 # from random weights, cls gives all texts one vector for long
 """
 _GPU_MODEL = """\
   preset: base                  # ERNIE 3.0 Base, random weights
+  pooling: mean                 # from random weights, cls gives all texts one vector for long
   # init_from: model_state.pdparams   # pretrained weights
 """
 _GPU_MEMORY = """\

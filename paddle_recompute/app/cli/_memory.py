@@ -10,7 +10,7 @@ import click
 from tqdm import tqdm
 
 from paddle_recompute.app.cli._process import configured, prepare_one_process
-from paddle_recompute.app.config import load_config
+from paddle_recompute.app.config import Config, load_config
 from paddle_recompute.app.launch import errors_in_one_paragraph
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.options import byte_count
@@ -74,7 +74,9 @@ def _show_memory(
     needs_budget: bool,
 ) -> None:
     with errors_in_one_paragraph(debug, "interrupted"):
-        prepare_one_process()
+        if needs_budget and memory_budget is None:
+            _require_budget(load_config(config_file, overrides))
+        prepare_one_process(f"Measuring the blocks of {config_file} in this process")
         from paddle_recompute.app.memory_page import budget_of_card
         from paddle_recompute.app.trainer import memory_report, what_if
 
@@ -83,10 +85,6 @@ def _show_memory(
         if memory_budget is not None:
             is_size = memory_budget.strip()[:1].isdigit()
             budget = byte_count(memory_budget) if is_size else budget_of_card(memory_budget)
-        if needs_budget and budget is None:
-            raise ConfigError(
-                "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
-            )
         place = config.recompute.offload_parameters
         if needs_budget and place != "none":
             raise ConfigError(
@@ -108,3 +106,10 @@ def _show_memory(
         click.echo(report.text)
         for path in report.files:
             click.echo(f"written: {path}")
+
+
+def _require_budget(config: Config) -> None:
+    if config.recompute.memory_budget is None:
+        raise ConfigError(
+            "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
+        )

@@ -22,6 +22,18 @@ from paddle_recompute.app.launch import (
 from paddle_recompute.errors import LaunchError
 
 
+class _ConfigOption(click.Option):
+    """``--config``; without it, the error shows the whole command."""
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            return super().process_value(ctx, value)
+        except click.MissingParameter:
+            raise click.UsageError(
+                f"--config is missing, as in: {ctx.command_path} --config run.yaml", ctx
+            ) from None
+
+
 def configured(*options: Callable[[Any], Any], required: bool = True) -> Callable[[Any], Any]:
     """Decorates a command with ``--config``, `options`, ``--debug`` and the overrides."""
 
@@ -31,6 +43,7 @@ def configured(*options: Callable[[Any], Any], required: bool = True) -> Callabl
                 click.option(
                     "--config",
                     "config_file",
+                    cls=_ConfigOption,
                     required=required,
                     metavar="FILE",
                     help="A YAML file.",
@@ -53,20 +66,27 @@ def _settings(context: click.Context, argument: click.Parameter, begun: str) -> 
     return [f"{name}=" for name in setting_names() if name.startswith(begun)]
 
 
-def prepare_one_process() -> None:
-    """Prepare a command that starts no ranks, before the first import of Paddle."""
+def prepare_one_process(doing: str) -> None:
+    """Prepare a command that starts no ranks, before the first import of Paddle.
+
+    Args:
+        doing: What the command does now. It is said on standard error: the import alone takes some
+            seconds, and standard output may be a record.
+    """
     require_paddle()
+    if doing:
+        click.echo(doing, err=True)
     os.environ.update(speed_settings(1, os.environ))
     # Paddle's remarks at import (ccache, OMP_NUM_THREADS) have nothing to do with the command.
     with redirect_stderr(io.StringIO()):
         import paddle  # noqa: F401
 
 
-def prepare_one_of_ranks() -> int:
+def prepare_one_of_ranks(doing: str) -> int:
     """As `prepare_one_process`; under fleetrun joins the other ranks. Returns the rank."""
     ranks = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     os.environ.update(speed_settings(ranks, os.environ))
-    prepare_one_process()
+    prepare_one_process("" if int(os.environ.get("PADDLE_TRAINER_ID", "0")) else doing)
     if ranks == 1:
         return 0
     import paddle.distributed as dist

@@ -8,14 +8,14 @@ import click
 
 from paddle_recompute.app.cli._process import prepare_one_process
 from paddle_recompute.app.launch import errors_in_one_paragraph
+from paddle_recompute.errors import OutputError
 
 
 @click.command()
 @click.option(
     "--output",
     metavar="FILE",
-    help="Where the page goes; by default report.html in RUN, or, of "
-    "several, comparison.html here.",
+    help="A .html file; by default report.html in RUN, or, of several, comparison.html here.",
 )
 @click.option("--follow", is_flag=True, help="Write the page again while a RUN goes on.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -29,7 +29,9 @@ def report(output: str | None, follow: bool, debug: bool, runs: tuple[str, ...])
     while a run goes on.
     """
     with errors_in_one_paragraph(debug, "interrupted; the page is as it was written last"):
-        prepare_one_process()
+        if output is not None and Path(output).suffix != ".html":
+            raise OutputError(f"--output {output}: must end in .html; any file there is replaced")
+        prepare_one_process("Reading the run and drawing its page")
         from paddle_recompute.app.report import follow_report, write_report
 
         write = follow_report if follow else write_report

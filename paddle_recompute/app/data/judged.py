@@ -67,6 +67,8 @@ def read_judged(path: str | Path, *, split: str = "test") -> JudgedQueries:
             Where a line is the reason, the message begins with ``file:line``.
     """
     path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path}: there is no such file or folder")
     return _from_folder(path, split) if path.is_dir() else _from_pairs(path)
 
 

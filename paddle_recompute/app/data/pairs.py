@@ -115,8 +115,8 @@ def read_pairs(
     def refuse(fault: str) -> None:
         if on_bad_line == "raise":
             raise DataError(
-                f"{fault}; correct the line, or set data.on_bad_line: skip to skip and count such "
-                "lines"
+                f"{fault}; correct or remove the line. In training, data.on_bad_line: skip skips "
+                "and counts such lines"
             ) from None
         skipped.append(fault)
 

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -119,7 +120,9 @@ def require_paddle_and_devices(config: Config) -> None:
     require_paddle()
     if config.launch.device == "cpu":
         return
-    import paddle
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No ccache found")  # of Paddle 3, at its import
+        import paddle
 
     wanted = config.launch.num_ranks
     asked = (

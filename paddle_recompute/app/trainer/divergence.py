@@ -1,6 +1,9 @@
-"""Weights that cannot be trained; why a loss or a gradient is not finite, and where it began."""
+"""Weights that cannot be trained; where NaN or an infinity began; a run that taught nothing."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 import paddle
@@ -9,6 +12,11 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.errors import CheckpointError, ConfigError, DivergenceError
 from paddle_recompute.weights import foreign_naming
+
+_FEWEST_STEPS = 10
+"""Fewer are a trial."""
+_NEAR_CHANCE = 0.99
+"""A loss below this share of `loss_of_chance` has found something; collapsed runs had 0.999."""
 
 
 def first_not_finite(model: paddle.nn.Layer) -> str | None:
@@ -75,3 +83,36 @@ def explained(error: DivergenceError, step: int, model: paddle.nn.Layer) -> Dive
     else:
         first = "The weights and the loss are finite; the gradient is the first that is not"
     return DivergenceError(f"step {step}: {error}. {first}. The last checkpoint is as it was")
+
+
+def without_gain(config: Config, record: dict[str, Any]) -> list[str]:
+    """What the figures of a finished run say against its training, in sentences for the user.
+
+    Args:
+        config: Of the run.
+        record: Its final record: ``loss``, ``steps``, ``mrr``, ``untrained_mrr``.
+    """
+    notes = []
+    chance, loss = loss_of_chance(config), record["loss"]
+    if record["steps"] >= _FEWEST_STEPS and loss is not None and loss >= _NEAR_CHANCE * chance:
+        notes.append(
+            f"The loss {loss:.4f} is that of chance ({chance:.4f}): all texts have nearly "
+            "the same vector. From random weights model.pooling: mean helps, or a lower "
+            "train.learning_rate with train.warmup_steps"
+        )
+    before = record["untrained_mrr"]
+    if before is not None and record["mrr"] < before:
+        notes.append(
+            "The trained model finds less than the untrained one. Train longer, with more pairs, "
+            "or with a lower train.learning_rate"
+        )
+    return notes
+
+
+def loss_of_chance(config: Config) -> float:
+    """The contrastive loss if all scores are equal and no negative is masked."""
+    contrastive = config.contrastive
+    ranks = config.world_size if contrastive.negatives == "global" else 1
+    positives = config.micro_batch * ranks
+    of_query = math.log(positives * (1 + contrastive.hard_negatives))
+    return (of_query + math.log(positives)) / 2 if contrastive.symmetric else of_query

@@ -148,11 +148,12 @@ class MemoryProbe:
         plain: int | None = configured
         if enable:
             plain = self._plain_peak(chunks, configured) if measure_plain else None
-        unknown = "more than there is" if measure_plain else "(not measured)"
-        self._say(
-            f"A step takes {_memory.format_bytes(configured)} as configured, "
-            f"{unknown if plain is None else _memory.format_bytes(plain)} without recompute"
-        )
+        said = f"A step takes {_memory.format_bytes(configured)} as configured"
+        if plain is not None:
+            said += f", {_memory.format_bytes(plain)} without recompute"
+        elif measure_plain:
+            said += "; without recompute, more than there is"
+        self._say(said)
         return plain, configured
 
     def _plain_peak(self, chunks: Chunks, configured: int) -> int | None:

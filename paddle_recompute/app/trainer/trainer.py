@@ -36,7 +36,7 @@ from paddle_recompute.app.trainer.callbacks import (
     WriteMetrics,
 )
 from paddle_recompute.app.trainer.claim import claimed
-from paddle_recompute.app.trainer.divergence import check_vocabulary, check_weights
+from paddle_recompute.app.trainer.divergence import check_vocabulary, check_weights, without_gain
 from paddle_recompute.app.trainer.joining import join_ranks
 from paddle_recompute.app.trainer.lanes import RecordLanes
 from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, step_seed, train
@@ -416,6 +416,8 @@ class Trainer:
         if self._is_main:
             write_record(self._folder, record)
         self._show(record)
+        for note in without_gain(self.config, record):
+            self._say(note)
         if self._is_main:
             self._journal.note("end", why="finished")
             write_report([self._folder], is_running=False)

@@ -26,7 +26,7 @@ def report(*arguments: str) -> Result:
 
 def test_the_page_is_made_again_with_the_sources_of_the_settings(tmp_path: Path) -> None:
     result = report(str(write_run(tmp_path / "run")))
-    assert result.output == f"written: {tmp_path / 'run/report.html'}\n"
+    assert result.stdout == f"written: {tmp_path / 'run/report.html'}\n"
     assert "train.seed 0 line 3" in Page(tmp_path / "run/report.html").text
 
 
@@ -35,8 +35,8 @@ def test_runs_are_compared_and_keep_their_own_pages(
 ) -> None:
     runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
-    assert report(*runs).output == "written: comparison.html\n"
-    assert report(*runs, "--output", "new/both.html").output == "written: new/both.html\n"
+    assert report(*runs).stdout == "written: comparison.html\n"
+    assert report(*runs, "--output", "new/both.html").stdout == "written: new/both.html\n"
     assert not list(tmp_path.glob("?/report.html"))
     assert "2 runs" in Page(tmp_path / "new/both.html").text
 
@@ -44,6 +44,15 @@ def test_runs_are_compared_and_keep_their_own_pages(
 def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
     result = report(str(tmp_path))
     assert result.exit_code == 2 and "holds no metrics.jsonl" in result.output
+
+
+def test_a_page_does_not_replace_a_configuration(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    file = tmp_path / "run.yaml"
+    file.write_text("mode: dygraph")
+    result = report(str(run), "--output", str(file))
+    assert result.exit_code == 2 and "must end in .html" in result.stderr
+    assert file.read_text() == "mode: dygraph"
 
 
 def test_a_run_is_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -379,7 +379,7 @@ def test_plain_step_that_does_not_fit(
     monkeypatch.setattr(memory_probe, "measure_step", measure_step)
     record = Trainer(tiny(folder, train__max_steps=1, train__measure_plain=True)).run()
     assert record["plain_peak_bytes"] is None
-    assert "1.0 MiB as configured, more than there is without" in capsys.readouterr().out
+    assert "1.0 MiB as configured; without recompute, more than there is" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"8 pairs per rank and micro-batch does not fit"):
         Trainer(tiny(folder, recompute__enable=False, train__overwrite=True)).run()
 
@@ -387,6 +387,17 @@ def test_plain_step_that_does_not_fit(
 def test_plain_step_need_not_be_measured(folder: Path) -> None:
     settings = {"train__measure_plain": False, "train__max_steps": 1}
     assert Trainer(tiny(folder, **settings)).run()["plain_peak_bytes"] is None
+
+
+def test_a_run_that_taught_nothing_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(config: Config, record: dict[str, Any]) -> list[str]:
+        return [f"{record['steps']} step taught nothing"]
+
+    monkeypatch.setattr(trainer_module, "without_gain", told)
+    Trainer(tiny(folder, train__max_steps=1)).run()
+    assert "1 step taught nothing" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not _memory.can_reset_peak(), reason="needs the peak of a step alone")
