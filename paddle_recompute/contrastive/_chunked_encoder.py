@@ -304,7 +304,7 @@ class ChunkedEncoder:
                     "than in the first; an encoder must do the same thing twice"
                 )
             kept[place] = head
-            self._num_bytes += head.size * head.element_size()
+            self._num_bytes += math.prod(head.shape) * head.element_size()
         self._again.append((chunk, kept))
 
     def _compare(self) -> None:
