@@ -41,7 +41,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         items_of[:] = [map_leaves(function, item) for item in value]
         return items_of
     if isinstance(value, DICTS):
-        fresh = copy.copy(value)
+        fresh: Any = {} if type(value) is dict else copy.copy(value)
         for key in list(value):
             fresh[key] = map_leaves(function, value[key])
         return fresh

@@ -74,7 +74,7 @@ from paddle_recompute._paddle.random_streams import (
     hybrid_parallel_tracker,
     mark_of_generator_state,
 )
-from paddle_recompute._paddle.saved_tensors import shares_memory
+from paddle_recompute._paddle.saved_tensors import ENGINE_TAKES_MEMORY, look_of, shares_memory
 from paddle_recompute._paddle.translation import (
     never_translate,
     never_translate_files_below,
@@ -166,6 +166,32 @@ def test_shares_memory_takes_strides_and_offset_along(view: str) -> None:
     assert (shared.shape, shared.strides, shared.dtype) == (x.shape, x.strides, x.dtype)
     assert shared.data_ptr() == x.data_ptr()
     assert shared.numpy().tobytes() == x.numpy().tobytes()
+
+
+def test_shares_memory_of_a_tensor_that_has_none() -> None:
+    empty = paddle.zeros([0, 3])
+    shared = shares_memory(empty)
+    assert shared is not empty and not shared._is_initialized() and shared.shape == [0, 3]
+
+
+def test_the_engine_of_26_takes_the_memory_of_what_is_unpacked() -> None:
+    given = []
+
+    def unpack(tensor: paddle.Tensor) -> paddle.Tensor:
+        given.append(tensor)
+        return tensor
+
+    with paddle.autograd.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+        y = needs_grad(3).exp()
+    y.sum().backward()
+    assert [one._is_initialized() for one in given] == [not ENGINE_TAKES_MEMORY]
+    assert ENGINE_TAKES_MEMORY == IS_26
+
+
+def test_a_dtype_is_one_object_from_3_on() -> None:
+    x, y = paddle.ones([1]), paddle.ones([2])
+    assert (x.dtype is y.dtype) == (not IS_26)
+    assert look_of(x)[0] is look_of(y)[0] and look_of(x)[0] == paddle.float32
 
 
 def test_tensor_is_initialized() -> None:

@@ -19,27 +19,35 @@ from paddle_recompute._paddle.version import paddle_version
 def shares_memory(tensor: paddle.Tensor) -> paddle.Tensor:
     """A new tensor over the same memory, with no gradient history and an identity of its own.
 
-    ``Tensor.detach`` does not serve: it shares the C++ tensor itself, and on 2.6 the engine moves
-    the memory *out of* the tensor that an unpack hook returns, which would empty the original.
-    ``_new_shared_tensor`` exists from 3.0; on 2.6 ``get_tensor()._share_data_with`` does the same:
-    it takes strides and offset along, which ``_share_buffer_to`` leaves out. (A view of the same
-    dtype would be faster, but has no kernel with ``FLAGS_use_stride_kernel=0``.) Can go when a
-    public shallow copy exists in every supported version.
+    ``Tensor.detach`` does not serve: it shares the C++ tensor itself (see `ENGINE_TAKES_MEMORY`).
+    ``_new_shared_tensor`` exists from 3.0; on 2.6 ``_share_buffer_to`` gives a bare tensor memory,
+    and ``get_tensor()._share_data_with`` the shape, strides and offset, too. (``Tensor()`` would
+    take three times as long; a view of the same dtype has no kernel with
+    ``FLAGS_use_stride_kernel=0``.) Can go when a public shallow copy exists in every supported
+    version.
     """
     if _HAS_SHALLOW_COPY:
         shared = tensor._new_shared_tensor()
         if not shared.is_leaf:
             shared = shared.detach()
     else:
-        shared = core.eager.Tensor(
-            tensor.dtype, tensor.shape, "", core.VarDesc.VarType.LOD_TENSOR, False
-        )
+        if tensor._is_initialized():
+            shared = _bare(core.eager.Tensor)
+            tensor._share_buffer_to(shared)
+        else:
+            shared = core.eager.Tensor(
+                tensor.dtype, tensor.shape, "", core.VarDesc.VarType.LOD_TENSOR, False
+            )
         shared.get_tensor()._share_data_with(tensor.get_tensor())
     shared.stop_gradient = tensor.stop_gradient
     return shared
 
 
+_bare = core.eager.Tensor.__new__
 _HAS_SHALLOW_COPY = hasattr(core.eager.Tensor, "_new_shared_tensor")
+ENGINE_TAKES_MEMORY = not _HAS_SHALLOW_COPY
+"""Paddle 2.6 moves the memory out of what an unpack hook returns, also if other tensors share the
+C++ tensor; 3.x leaves it there. Can go with 2.6."""
 version_of: Callable[[paddle.Tensor], int] = core.eager.Tensor._inplace_version
 """What ``Tensor.inplace_version`` calls (2.6, 3.x), without its Python frame."""
 
@@ -54,11 +62,18 @@ def look_of(tensor: paddle.Tensor) -> Look:
     ``nn.LSTM`` in eval mode saves a tensor without memory, ``paddle.einsum`` an empty one: 3.3 and
     2.6 end the process where the strides of such a tensor are asked.
     """
-    shape = tensor.shape
+    shape, dtype = tensor.shape, tensor.dtype
+    if not _DTYPES_ARE_SINGLE:
+        dtype = _dtypes.setdefault(dtype.value, dtype)
     if tensor._is_initialized() and 0 not in shape:
         strides = None if tensor.is_contiguous() else tensor.strides
-        return tensor.dtype, shape, strides, tensor.offset
-    return tensor.dtype, shape, None, -1
+        return dtype, shape, strides, tensor.offset
+    return dtype, shape, None, -1
+
+
+_dtypes: dict[int, Any] = {}
+_DTYPES_ARE_SINGLE = paddle_version() >= (3, 0, 0)
+"""Paddle 2.6 makes a new object of a dtype each time; to compare two takes longer than a look."""
 
 
 def with_layout(tensor: paddle.Tensor, look: Look) -> paddle.Tensor:

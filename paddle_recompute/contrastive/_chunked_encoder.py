@@ -19,13 +19,25 @@ import paddle
 
 from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves
 from paddle_recompute._paddle.amp import amp_off
-from paddle_recompute.contrastive._chunks import Chunk, cut_axes, cut_to, joined, padded, rows_of
+from paddle_recompute.contrastive._chunks import (
+    Chunk,
+    cut_axes,
+    cut_to,
+    joined,
+    padded,
+    rows_of,
+    rows_of_all,
+)
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.replay import Call
 
 # Both forwards of a chunk run the same operations on the same numbers. GPU kernels may sum in
 # another order (a difference of 1 % in bfloat16); another dropout mask makes a larger difference.
 REPETITION_TOLERANCE = 0.05
+
+COMPARED_BYTES = 64 * 1024
+"""Outputs of second forwards are kept up to this size, to be compared in one go: small ones, whose
+kernels take less time than their launch."""
 
 _CONSTANTS = (type(None), bool, int, float, str)
 
@@ -34,7 +46,7 @@ def check_repetition(deviations: Mapping[str, paddle.Tensor]) -> None:
     """Check that the second forwards returned what the first ones did; waits for the device.
 
     Args:
-        deviations: By the name of a batch, what `ChunkedEncoder.take_deviation` returned.
+        deviations: By the name of a batch, what `ChunkedEncoder.deviation` returned.
 
     Raises:
         RecomputeError: One returned other numbers.
@@ -96,7 +108,9 @@ class ChunkedEncoder:
         self._cut: dict[int, tuple[int, ...]] = {}  # by head: the axes that are a chunk's length
         self._gradients: dict[int, paddle.Tensor] = {}
         self._first: dict[int, _Kept] = {}  # by head: the outputs of the first forwards
-        self._deviations: list[paddle.Tensor] = []
+        self._again: list[tuple[Chunk, dict[int, paddle.Tensor]]] = []  # not compared yet, by head
+        self._num_bytes = 0  # of these
+        self._deviation: paddle.Tensor | None = None
         self._form: Form | None = None
 
     def encode(self, when_reached: Callable[[], None]) -> Any:
@@ -113,6 +127,7 @@ class ChunkedEncoder:
         # What a second forward would need is not looked at where there is none.
         is_repeated = has_gradients and not self._keeps_graph
         structure: Any = None
+        first: dict[str, Any] = {}
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
         undecided = True
@@ -123,12 +138,13 @@ class ChunkedEncoder:
             keeps = has_gradients and (undecided or self._keeps_graph)
             with paddle.set_grad_enabled(keeps):
                 output = self._first_of(chunk) if is_repeated else self._call_once(chunk)
-            leaves = self._leaves(output, chunk)
+            leaves, constants = self._leaves(output, chunk)
             if number == 0:
                 structure = map_leaves(lambda leaf: None if is_tensor(leaf) else leaf, output)
-            else:
-                self._check_constants(structure, output)
-            floating = [i for i, leaf in enumerate(leaves) if leaf.is_floating_point()]
+                first = constants
+            elif first or constants:
+                self._check_constants(first, constants)
+            floating = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
             trained.update(i for i in floating if not leaves[i].stop_gradient)
             undecided = len(trained) < len(floating)
             del output
@@ -161,21 +177,21 @@ class ChunkedEncoder:
         """The backward of a chunk into ``.grad``; runs a second forward if no graph was kept."""
         chunk = self._chunks[number]
         outputs, self._outputs = self._outputs, []
+        self._compare_if_due(number)
         if not self._keeps_graph:
             arguments, named = self._arguments(chunk)
             outputs = self._calls[number].repeat(arguments, named)
-            outputs = self._leaves(outputs, chunk, again=True)
+            outputs, _ = self._leaves(outputs, chunk, again=True)
         with amp_off():
+            if not self._keeps_graph:
+                self._note(outputs, chunk)
+            deviation = self.deviation() if self._is_last(number) else None
             heads: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
             for place, gradient in self._gradients.items():
                 head = outputs[place]
-                axes = self._cut[place]
-                deviation = None
-                if not self._keeps_graph:
-                    deviation = self._deviation(head, self._first[place], chunk, axes)
                 if head.stop_gradient:
                     continue  # nothing on the path of this chunk is trained
-                part = cut_to(rows_of(gradient, chunk.rows), axes, head)
+                part = cut_to(rows_of(gradient, chunk.rows), self._cut[place], head)
                 if deviation is not None:
                     part = _nan_if_deviating(part, deviation)
                 # The engine refuses a tensor that is given twice.
@@ -186,17 +202,24 @@ class ChunkedEncoder:
                 tensors, gradients = zip(*heads.values(), strict=True)
                 del heads, part
                 paddle.autograd.backward(list(tensors), list(gradients))
+            elif deviation is not None:  # no gradient is left that could be made NaN
+                check_repetition({self.name: deviation})
 
-    def take_deviation(self) -> paddle.Tensor | None:
-        """How far the second forwards since the last call are from the first ones, at most: the
-        share of the largest number of a row, in the worst row; float32, one number, not read.
+    def _is_last(self, number: int) -> bool:
+        return number == self.num_chunks - 1
+
+    def _compare_if_due(self, number: int) -> None:
+        """To be called before the activations of a chunk are there, which need the memory."""
+        if self._is_last(number) or self._num_bytes > COMPARED_BYTES:
+            self.deviation()
+
+    def deviation(self) -> paddle.Tensor | None:
+        """How far the second forwards are from the first ones, at most: the share of the largest
+        number of a row, in the worst row; float32, one number, not read.
         """
-        if not self._deviations:
-            return None
-        with paddle.no_grad(), amp_off():
-            worst = paddle.stack(self._deviations).max()
-        self._deviations = []
-        return worst
+        if self._again:
+            self._compare()
+        return self._deviation
 
     def _arguments(self, chunk: Chunk) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch = chunk.of(self._batch)
@@ -217,10 +240,14 @@ class ChunkedEncoder:
         self._calls.append(call)
         return call.first(arguments, named, like=like)
 
-    def _leaves(self, output: Any, chunk: Chunk, *, again: bool = False) -> list[paddle.Tensor]:
-        """The tensors of an output, after checks."""
-        leaves = list(named_leaves(output, "output"))
-        tensors = {path: leaf for path, leaf in leaves if is_tensor(leaf)}
+    def _leaves(
+        self, output: Any, chunk: Chunk, *, again: bool = False
+    ) -> tuple[list[paddle.Tensor], dict[str, Any]]:
+        """The tensors of an output, after checks, and what else is in it, by path."""
+        tensors: dict[str, paddle.Tensor] = {}
+        constants: dict[str, Any] = {}
+        for path, leaf in named_leaves(output, "output"):
+            (tensors if is_tensor(leaf) else constants)[path] = leaf
         expected = len(chunk.rows)
         for path, tensor in tensors.items():
             if not tensor.shape or tensor.shape[0] != expected:
@@ -229,7 +256,7 @@ class ChunkedEncoder:
                     f"{list(tensor.shape)}; the first axis of every returned tensor must be the "
                     "batch, because the chunks are joined along it"
                 )
-        if not any(tensor.is_floating_point() for tensor in tensors.values()):
+        if not any(map(_is_floating, tensors.values())):
             raise DataError(
                 f"the encoder of {self.name} returned no floating-point Tensor, so the loss would "
                 "get no embedding"
@@ -243,7 +270,7 @@ class ChunkedEncoder:
                 "structure"
             )
         self._paths = paths
-        return list(tensors.values())
+        return list(tensors.values()), constants
 
     def _joined(self, parts: list[list[paddle.Tensor]]) -> list[paddle.Tensor]:
         heads = []
@@ -263,45 +290,71 @@ class ChunkedEncoder:
         self._gradients[place] = gradient
         when_reached()
 
-    @paddle.no_grad()
-    def _deviation(
-        self, now: paddle.Tensor, first: _Kept, chunk: Chunk, axes: tuple[int, ...]
-    ) -> paddle.Tensor | None:
-        """The largest relative change of a row; on the device."""
-        if first.is_changed:
-            return None
-        then = cut_to(rows_of(first.tensor, chunk.rows), axes, now)
-        if now.dtype in (paddle.float16, paddle.bfloat16):
-            then, now = then.astype("float32"), now.astype("float32")
-        same = (now == then) | (paddle.isnan(now) & paddle.isnan(then))
-        change = paddle.where(same, paddle.zeros_like(now), (now - then).abs())
-        change, size = (
-            one.reshape([len(chunk.rows), -1]).max(axis=1) for one in (change, then.abs())
-        )
-        # 0 / 0 must be 0: a row of zeros that is still zero has not changed.
-        share = change / size.clip(min=float(np.finfo(np.float32).tiny))
-        share = paddle.where(change == 0, paddle.zeros_like(share), share)
-        # Infinity minus infinity is NaN: count it as infinite change.
-        share = paddle.where(paddle.isnan(share), paddle.full_like(share, math.inf), share)
-        worst = share.max().astype("float32")
-        self._deviations.append(worst)
-        return worst
+    def _note(self, outputs: list[paddle.Tensor], chunk: Chunk) -> None:
+        """Keep what a second forward returned, to be compared."""
+        kept = {}
+        for place in self._gradients:
+            first, axes = self._first[place].tensor, self._cut[place]
+            # A copy: the output may be a view, hidden[:, 0], of something large.
+            head = outputs[place].detach().clone()
+            head = padded(head, axes, first.shape[axes[0]] if axes else 0)
+            if head.shape[1:] != first.shape[1:]:
+                raise RecomputeError(
+                    f"the encoder of {self.name} returned {self._paths[place]} of shape "
+                    f"{list(outputs[place].shape)} in the second forward of a chunk, another one "
+                    "than in the first; an encoder must do the same thing twice"
+                )
+            kept[place] = head
+            self._num_bytes += math.prod(head.shape) * head.element_size()
+        self._again.append((chunk, kept))
 
-    def _check_constants(self, first: Any, output: Any) -> None:
+    def _compare(self) -> None:
+        """Find the largest relative change of a row in what was noted; on the device."""
+        again, self._again, self._num_bytes = self._again, [], 0
+        rows = rows_of_all([chunk for chunk, _ in again])
+        with paddle.no_grad(), amp_off():
+            for place in again[0][1]:
+                if self._first[place].is_changed:
+                    continue
+                now = paddle.concat([heads[place] for _, heads in again])
+                worst = _largest_change(rows_of(self._first[place].tensor, rows), now)
+                before = self._deviation
+                self._deviation = worst if before is None else paddle.maximum(before, worst)
+
+    def _check_constants(self, first: dict[str, Any], now: dict[str, Any]) -> None:
         """Check that outputs other than Tensors are equal for all chunks; the first is returned."""
-        then, now = (
-            {path: leaf for path, leaf in named_leaves(value, "output") if path not in self._paths}
-            for value in (first, output)
-        )
-        for path in [*then, *now]:
-            missing = path not in then or path not in now
-            if missing or not _same_constant(then[path], now[path]):
+        for path in {**first, **now}:
+            missing = path not in first or path not in now
+            if missing or not _same_constant(first[path], now[path]):
                 raise DataError(
-                    f"the encoder of {self.name} returned {path} = {then.get(path)!r} for its "
+                    f"the encoder of {self.name} returned {path} = {first.get(path)!r} for its "
                     f"first chunk and {now.get(path)!r} for another one; only Tensors are joined "
                     "over the chunks, so any other value must be the same for all of them. Return "
                     "a Tensor with one row per row."
                 )
+
+
+def _largest_change(then: paddle.Tensor, now: paddle.Tensor) -> paddle.Tensor:
+    """The largest relative change of a row; a row's largest number is 1."""
+    if now.dtype in (paddle.float16, paddle.bfloat16):
+        then, now = then.astype("float32"), now.astype("float32")
+    same = (now == then) | (paddle.isnan(now) & paddle.isnan(then))
+    change = paddle.where(same, paddle.zeros_like(now), (now - then).abs())
+    change, size = (one.reshape([len(now), -1]).max(axis=1) for one in (change, then.abs()))
+    # 0 / 0 must be 0: a row of zeros that is still zero has not changed.
+    share = change / size.clip(min=float(np.finfo(np.float32).tiny))
+    share = paddle.where(change == 0, paddle.zeros_like(share), share)
+    # Infinity minus infinity is NaN: count it as infinite change.
+    share = paddle.where(paddle.isnan(share), paddle.full_like(share, math.inf), share)
+    return share.max().astype("float32")
+
+
+def _is_floating(tensor: paddle.Tensor) -> bool:
+    """What ``is_floating_point()`` says, without its frames."""
+    return tensor.dtype in _FLOATING
+
+
+_FLOATING = (paddle.float32, paddle.bfloat16, paddle.float16, paddle.float64)
 
 
 def _same_constant(one: Any, other: Any) -> bool:

@@ -10,6 +10,7 @@ the rows of one chunk become a Tensor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,8 @@ class Chunk:
             batch: A Tensor, an array or a structure of them.
             arrays: Whether arrays stay arrays.
         """
-        order: Iterator[str] = (path for path, _ in named_leaves(batch))
+        paths = (path for path, _ in named_leaves(batch)) if self.cut else itertools.repeat("")
+        order: Iterator[str] = iter(paths)
         return map_leaves(lambda leaf: self._of_leaf(next(order), leaf, arrays), batch)
 
     def _of_leaf(self, path: str, leaf: Any, arrays: bool) -> Any:
@@ -144,6 +146,14 @@ def num_rows_of(batch: Any, name: str) -> int:
     if found[1] == 0:
         raise DataError(f"{found[0]} has 0 rows; a batch needs at least one")
     return int(found[1])
+
+
+def rows_of_all(chunks: Sequence[Chunk]) -> range | NDArray[np.int64]:
+    """The rows of `chunks`, which follow one another."""
+    first, last = chunks[0].rows, chunks[-1].rows
+    if isinstance(first, range) and isinstance(last, range):
+        return range(first.start, last.stop)
+    return np.concatenate([chunk.rows for chunk in chunks])
 
 
 def rows_of(tensor: paddle.Tensor, rows: range | NDArray[np.int64]) -> paddle.Tensor:

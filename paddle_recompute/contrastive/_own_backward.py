@@ -7,7 +7,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.amp import AmpState, amp_state, amp_state_of
+from paddle_recompute._paddle.amp import AmpState, amp_off, amp_state, amp_state_of
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
 from paddle_recompute.contrastive._chunks import Chunk, rows_of
 from paddle_recompute.replay import Draws
@@ -60,6 +60,7 @@ class ChunksWithOwnBackward(ChunkedEncoder):
 
     def backward(self, number: int) -> None:
         chunk = self._chunks[number]
+        self._compare_if_due(number)
         gradients = {
             self._paths[place]: _cut(rows_of(gradient, chunk.rows), self._cut[place], chunk)
             for place, gradient in self._gradients.items()
@@ -70,11 +71,11 @@ class ChunksWithOwnBackward(ChunkedEncoder):
         try:
             with amp_state_of(amp), paddle.no_grad():
                 output = self.encoder.backward(batch, state, gradients)
-                now = self._leaves(output, chunk, again=True)
+                outputs, _ = self._leaves(output, chunk, again=True)
         finally:
             draws.end_again(before)
-        for place in self._gradients:
-            self._deviation(now[place], self._first[place], chunk, self._cut[place])
+        with amp_off():
+            self._note(outputs, chunk)
 
     def _call_once(self, chunk: Chunk) -> Any:
         return self.encoder(chunk.of(self._batch, arrays=True))

@@ -84,9 +84,9 @@ class GradCache:
     Effects of the encoder in Python (counters, hooks, logging) happen twice per chunk;
     ``is_recomputing()`` is true the second time. Every row of the second forward is compared with
     the first; embeddings that `loss` changes in place are not. Where they differ, the gradient
-    becomes NaN at once, on the device. The error comes in the first call, in every 64th, and in
-    `check_repetition`, because the host has to wait for the device to know. `TrainStep` leaves out
-    the update of such a step.
+    of the encoder's last chunk, and so the sum, becomes NaN in this call, on the device. The error
+    comes in the first call, in every 64th, and in `check_repetition`, because the host has to wait
+    for the device to know. `TrainStep` leaves out the update of such a step.
 
     Args:
         encoders: One encoder for both sides (tied), or a pair: (for queries, for positives). Each
@@ -236,7 +236,8 @@ class GradCache:
                 earlier, final = _schedule(in_order)
                 for encoder, chunk in earlier:
                     encoder.backward(chunk)
-                self._record_deviations(in_order)
+                if self._is_checked:  # before other ranks wait for this one
+                    self._record_deviations(in_order)
             with self._last_backward(sync) if last else self._no_sync(sync):
                 for encoder, chunk in final:
                     encoder.backward(chunk)
@@ -274,12 +275,17 @@ class GradCache:
 
     def _record_deviations(self, encoders: list[ChunkedEncoder]) -> None:
         for encoder in encoders:
-            found, before = encoder.take_deviation(), self._deviations.get(encoder.name)
+            found, before = encoder.deviation(), self._deviations.get(encoder.name)
             if found is not None:
                 worst = found if before is None else paddle.maximum(found, before)
                 self._deviations[encoder.name] = worst
-        if self._num_calls % CHECK_EVERY == 0:
+        if self._is_checked:
             self.check_repetition()
+
+    @property
+    def _is_checked(self) -> bool:
+        """Whether this call waits for the device."""
+        return self._num_calls % CHECK_EVERY == 0
 
     def _chunked_encoders(self, inputs: tuple[Any, ...]) -> list[ChunkedEncoder]:
         names = [*_NAMES, *(f"negatives[{place}]" for place in range(len(inputs) - 2))]

@@ -26,6 +26,7 @@ import paddle
 from paddle_recompute._nested import describe
 from paddle_recompute._paddle.backward import hand_on, is_last_backward
 from paddle_recompute._paddle.saved_tensors import (
+    ENGINE_TAKES_MEMORY,
     PACK_LEAKS_A_REFERENCE,
     Look,
     before_saved_tensors_hooks,
@@ -82,9 +83,12 @@ class Kept:
                 f"A tensor ({describe(kept)}) that an operator saved for its backward was "
                 "changed in place afterwards. Change a copy instead."
             )
-        if is_last:
-            self.tensor = None  # freed as in Paddle, even if the output is still referenced
-        return shares_memory(kept if self.look is None else with_layout(kept, self.look))
+        if self.look is not None:
+            kept = with_layout(kept, self.look)
+        if not is_last:
+            return shares_memory(kept)
+        self.tensor = None  # freed as in Paddle, even if the output is still referenced
+        return shares_memory(kept) if ENGINE_TAKES_MEMORY else kept
 
     def value(self) -> paddle.Tensor:
         """See `Ticket`."""

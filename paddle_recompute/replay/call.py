@@ -99,7 +99,8 @@ class Call:
         Args:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            like: An earlier call of the function, which shares the state that has not changed.
+            like: The call of the function right before, which shares the state that its forward
+                has not changed.
         """
         stamps, opaque = [], False
         for leaf in _nested.leaves_of((args, kwargs)):
@@ -109,7 +110,7 @@ class Call:
                 opaque |= type(leaf) not in _PLAIN
         self._amp = amp_state()
         self._opaque = Opaque(args, kwargs) if opaque else None
-        if like is None or opaque or not like._reach.is_unchanged():
+        if like is None or opaque or not like._reach.is_settled:
             self._reach = Reach(self.function, (args, kwargs) if opaque else ())
         else:
             self._reach = like._reach

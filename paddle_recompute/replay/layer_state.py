@@ -264,11 +264,10 @@ class LayerState:
         Raises:
             RecomputeError: A large buffer, or a parameter that the forward reads, was changed.
         """
-        undo.append(functools.partial(self._set_flags, [*map(_training, self.known.values())]))
-        self._set_flags(self._flags)
-        filled = [(buffers, dict(buffers)) for buffers in self._bare if buffers]
-        undo.append(functools.partial(self._empty, filled))
-        self._empty()
+        flags = [*map(_training, self.known.values())]
+        filled = [(buffers, dict(buffers)) for buffers in filter(None, self._bare)]
+        undo.append(functools.partial(self._set_flags_and_bare, flags, filled))
+        self._set_flags_and_bare(self._flags, ())
         for holder in self._holders:
             undo.append(functools.partial(fill_dict, holder.tensors, dict(holder.tensors)))
             _put_back(holder)
@@ -277,14 +276,14 @@ class LayerState:
             for layer in self.known.values():
                 _guard(layer, written, undo)
 
-    def _set_flags(self, flags: list[bool]) -> None:
+    def _set_flags_and_bare(
+        self, flags: list[bool], filled: Sequence[tuple[dict[str, Any], dict[str, Any]]]
+    ) -> None:
+        """Set the flags. Of the dicts of buffers that were empty, only those `filled` have any."""
         layers = self.known.values()
         if [*map(_training, layers)] != flags:  # an assignment to a Layer takes a microsecond
             for layer, training in zip(layers, flags, strict=True):
                 layer.training = training
-
-    def _empty(self, filled: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()) -> None:
-        """Remove the buffers that a forward has registered in Layers without; restore `filled`."""
         if any(self._bare):
             for buffers in self._bare:
                 buffers.clear()

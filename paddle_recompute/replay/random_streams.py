@@ -61,19 +61,18 @@ class RngState(NamedTuple):
         """This state without the streams that are still at it; `moved`: the marks of the
         generators in this state and now, if they are known.
         """
-        now = self._now()
-        then, end = moved or (_marks(self.generators), _marks(now.generators))
-        return RngState(
-            None if then == end else self.generators,
-            None if _marks(self.tracker) == _marks(now.tracker) else self.tracker,
-            None if _same_numpy_state(self.numpy, now.numpy) else self.numpy,
-            None if self.python == now.python else self.python,
-        )
+        then, end = moved or (_marks(self.generators), _marks(generator_states()))
+        tracker, numpy, python = self.tracker, self.numpy, self.python
+        if tracker is not None and _marks(tracker) == _marks(tracker_states()):
+            tracker = None
+        if numpy is not None and _same_numpy_state(numpy, np.random.get_state()):
+            numpy = None
+        if python is not None and python == random.getstate():
+            python = None
+        return RngState(None if then == end else self.generators, tracker, numpy, python)
 
 
 def _same_numpy_state(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
     return bool(one[2:] == other[2:] and np.array_equal(one[1], other[1]))
 
 

@@ -98,9 +98,10 @@ class Reach:
         may_draw: Whether the call may draw from NumPy's stream or Python's. Not before it calls a
             Layer that is not among the Layers.
         may_seed: Whether it may set a stream, which then may end where it began.
+        is_settled: Whether another search, right after the last forward, would find the same.
     """
 
-    __slots__ = ("_tensors", "may_draw", "may_seed", "snapshot")
+    __slots__ = ("_tensors", "is_settled", "may_draw", "may_seed", "snapshot")
 
     def __init__(self, function: Any, arguments: Any) -> None:
         search = _Search.of(function, arguments)
@@ -111,13 +112,9 @@ class Reach:
 
     def after_forward(self) -> None:
         """Accept what the first forward changed itself: see the module."""
-        self.snapshot.after_forward()
+        self.is_settled = self.snapshot.after_forward()
         if self._tensors:
             self._tensors = [tensor for tensor in self._tensors if not tensor.is_written()]
-
-    def is_unchanged(self) -> bool:
-        """Whether another search would find the same."""
-        return self.snapshot.is_unchanged() and not any(one.is_written() for one in self._tensors)
 
     def put_back(self, undo: Undo) -> None:
         """Give every place its content of before the first forward; `undo` gets what undoes this.

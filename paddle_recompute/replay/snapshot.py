@@ -107,8 +107,6 @@ class Snapshot:
 
     def _changed(self) -> Iterator[tuple[int, Place]]:
         """The places that differ, made as they were."""
-        if self._has_same_content():
-            return
         for i, (container, kind, before) in enumerate(
             zip(self._containers, self._kinds, self._before, strict=True)
         ):
@@ -118,18 +116,25 @@ class Snapshot:
             if not place.is_unchanged():
                 yield i, place
 
-    def after_forward(self) -> None:
-        """Accept what the first forward changed, and what it built in a Layer."""
+    def after_forward(self) -> bool:
+        """Accept what the first forward changed, and what it built in a Layer.
+
+        Returns:
+            `is_unchanged`, now that this is accepted.
+        """
         for place in self.places:
             place.after_forward()
-        for i, place in reversed([*self._changed()]):
-            place.after_forward()
-            self.places.append(place)
-            del self._containers[i], self._kinds[i], self._readers[i], self._names[i]
-            del self._before[i]
-        self._sizes = [*map(len, self._containers)]
+        if not self._has_same_content():
+            for i, place in reversed([*self._changed()]):
+                place.after_forward()
+                self.places.append(place)
+                del self._containers[i], self._kinds[i], self._readers[i], self._names[i]
+                del self._before[i]
+            self._sizes = [*map(len, self._containers)]
         if not self._has_same_members():
             self._accept_built_members()
+            return self.is_unchanged()
+        return all(place.is_unchanged() for place in self.places)
 
     def _accept_built_members(self) -> None:
         """Those that the forward has added, or set in place of None; one that it has exchanged for
@@ -147,7 +152,10 @@ class Snapshot:
 
     def put_back(self, undo: Undo) -> None:
         """Restore the content of before; `undo` gets what undoes this."""
-        for place in [*self.places, *(place for _, place in self._changed())]:
+        places = self.places
+        if not self._has_same_content():
+            places = [*places, *(place for _, place in self._changed())]
+        for place in places:
             one = place.put_back()
             if one is not None:
                 undo.append(one)

@@ -9,6 +9,7 @@ import paddle
 import pytest
 
 from paddle_recompute import GradCache
+from paddle_recompute.contrastive import _chunked_encoder
 from paddle_recompute.errors import DataError, RecomputeError
 from paddle_recompute.recompute import is_recomputing
 from tests.contrastive.encoders import (
@@ -104,6 +105,59 @@ def test_every_row_of_a_chunk_must_be_repeated(row: int, chunk: int, spoilt: flo
 
     with pytest.raises(RecomputeError, match="encoder of query returned other values"):
         GradCache(changing, criterion, chunk_size=SIZE).backward(query, positive)
+
+
+@pytest.mark.parametrize("num_bytes", [0, _chunked_encoder.COMPARED_BYTES])
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_a_chunk_that_is_not_repeated_makes_the_gradient_nan(
+    chunk: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever it is, and however many are compared at once; the host is not told meanwhile."""
+    monkeypatch.setattr(_chunked_encoder, "COMPARED_BYTES", num_bytes)
+    encoder, query, positive = make(1), texts(1), texts(2)
+    first = query[chunk * SIZE].tolist()
+    wrong = False
+
+    def changing(ids: paddle.Tensor) -> paddle.Tensor:
+        is_changed = wrong and is_recomputing() and ids[0].tolist() == first
+        return encoder(ids) * (2.0 if is_changed else 1.0)
+
+    cache = GradCache(changing, criterion, chunk_size=SIZE)
+    cache.backward(query, positive)
+    assert np.isfinite(gradients(encoder)[0]).all()
+    wrong = True
+    cache.backward(query, positive)
+    assert np.isnan(gradients(encoder)[0]).any()
+    with pytest.raises(RecomputeError, match="encoder of query returned other values"):
+        cache.check_repetition()
+
+
+def test_where_no_gradient_can_be_made_nan_the_error_comes_at_once() -> None:
+    encoder, query = make(1), texts(1)
+    first, last = query[0].tolist(), query[(CHUNKS - 1) * SIZE].tolist()
+    wrong = False
+
+    def changing(ids: paddle.Tensor) -> paddle.Tensor:
+        rows = ids[0].tolist()
+        output = encoder(ids) * (2.0 if wrong and is_recomputing() and rows == first else 1.0)
+        return output.detach() if rows == last else output
+
+    cache = GradCache(changing, criterion, chunk_size=SIZE)
+    cache.backward(query, query)
+    wrong = True
+    with pytest.raises(RecomputeError, match=r"encoder of (query|positive) returned other values"):
+        cache.backward(query, query)
+
+
+def test_a_second_forward_of_another_shape_is_told() -> None:
+    encoder = make(1)
+
+    def changing(ids: paddle.Tensor) -> paddle.Tensor:
+        output = encoder(ids)
+        return output[:, :1] if is_recomputing() else output
+
+    with pytest.raises(RecomputeError, match=r"output of shape \[7, 1\] in the second forward"):
+        GradCache(changing, criterion, chunk_size=SIZE).backward(texts(1), texts(2))
 
 
 def test_numbers_that_are_not_finite_twice_are_repeated() -> None:

@@ -261,6 +261,46 @@ def test_an_encoder_that_writes_into_its_input_is_told() -> None:
         GradCache(encoder, criterion, chunk_size=SIZE).backward(texts(1) * 0, texts(2))
 
 
+class Scale:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class ChangesItself(Encoder):
+    """Each forward puts an object, or another sublayer, in place for the next one."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.scale = what, Scale(1.0)
+        self.heads = [paddle.nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        self.head = self.heads[0]
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        output = self.head(super().forward(ids)) * self.scale.value
+        if self.what == "object":
+            self.scale = Scale(self.scale.value + 1.0)
+        else:
+            self.head = self.heads[(self.heads.index(self.head) + 1) % 3]
+        return output
+
+
+@pytest.mark.parametrize("what", ["object", "sublayer"])
+def test_what_one_chunk_changes_for_the_next_is_seen(what: str) -> None:
+    found = []
+    for is_cached in (False, True):
+        paddle.seed(1)
+        encoder = ChangesItself(what)
+        paddle.seed(3)
+        if is_cached:
+            GradCache(encoder, criterion, chunk_size=SIZE).backward(texts(1), texts(2))
+        else:
+            one_shot(encoder, criterion, texts(1), texts(2), chunk_size=SIZE)
+        assert encoder.scale.value == (1.0 + 2 * CHUNKS if what == "object" else 1.0)
+        layers = [encoder.words, encoder.encoder, *encoder.heads]
+        found.append([one for layer in layers for one in gradients(layer) if one is not None])
+    assert relative_difference(*found) < 1e-6
+
+
 def test_chunks_share_the_state_that_does_not_change() -> None:
     encoder = make(1)
     calls = [Call(encoder, "", preserve_rng_state=True, check=False) for _ in range(4)]
