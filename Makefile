@@ -94,10 +94,11 @@ test-nlp: venv-nlp
 test-formers: venv-formers
 	.venv-formers/bin/python -m pytest $(THIRD_PARTY_TESTS) $(ARGS)
 
-# transformers and sentence-transformers load the folders that we write, and the other way round.
+# transformers and sentence-transformers load the folders that we write, and the other way round; the
+# metrics are those of trec_eval.
 test-torch: venv venv-torch
 	TORCH_PYTHON=$(CURDIR)/.venv-torch/bin/python .venv/bin/python -m pytest \
-	    tests/app/retrieval/test_hugging_face.py $(ARGS)
+	    tests/app/retrieval/test_hugging_face.py tests/app/retrieval/test_trec_eval.py $(ARGS)
 
 train: .venv/.trains
 	@.venv/bin/python -m paddle_recompute train --config $(CONFIG) $(ARGS)

@@ -7,7 +7,7 @@ its `Place` (`places`), which is made only then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import chain, islice
 from operator import is_, itemgetter, methodcaller
 from typing import Any
@@ -151,20 +151,29 @@ class Snapshot:
         self._values = [*_flat(map(_values_of, accepted))]
 
     def put_back(self, undo: Undo) -> None:
-        """Restore the content of before; `undo` gets what undoes this."""
-        places = self.places
-        if not self._has_same_content():
-            places = [*places, *(place for _, place in self._changed())]
-        for place in places:
-            one = place.put_back()
-            if one is not None:
-                undo.append(one)
-        if not self._has_same_members():
-            self._put_back_members(undo)
-
-    def _put_back_members(self, undo: Undo) -> None:
+        """Restore the content of before; `undo` gets what undoes this, and what the second forward
+        then changes.
+        """
+        changed = {} if self._has_same_content() else dict(self._changed())
+        for place in (*self.places, *changed.values()):
+            undo.append(place.put_back() or place.put_back)
+        undo.append(functools.partial(self._put_back_content, changed))
+        if self._has_same_members():
+            undo.append(self._put_back_members)
+            return
         members = _flat(map(_members_of, self._layer_dicts))
         for entries, before in zip(members, [*self._members_before()], strict=True):
-            if [*entries] != [*before] or not all(map(is_, entries.values(), before.values())):
-                undo.append(functools.partial(fill_dict, entries, dict(entries)))
+            undo.append(functools.partial(fill_dict, entries, dict(entries)))
+            fill_dict(entries, before)
+
+    def _put_back_content(self, but: Container[int]) -> None:
+        if not self._has_same_content():
+            for i, place in self._changed():
+                if i not in but:
+                    place.put_back()
+
+    def _put_back_members(self) -> None:
+        if not self._has_same_members():
+            members = _flat(map(_members_of, self._layer_dicts))
+            for entries, before in zip(members, [*self._members_before()], strict=True):
                 fill_dict(entries, before)

@@ -55,7 +55,11 @@ class Page:
 
     def blocks(self, language: str = "") -> list[str]:
         """The code blocks of that language, or all of them."""
-        return [code for name, code in _BLOCK.findall(self.text) if language in ("", name)]
+        return [code for name, code in self.code() if language in ("", name)]
+
+    def code(self) -> list[tuple[str, str]]:
+        """Language and text of every code block."""
+        return _BLOCK.findall(self.text)
 
     def tables(self) -> list[list[dict[str, str]]]:
         return tables_of(self.prose)

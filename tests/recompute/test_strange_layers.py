@@ -211,3 +211,39 @@ def test_a_constant_of_a_class_that_becomes_a_method(monkeypatch: pytest.MonkeyP
     noisy = lambda self, h: (h * float(np.random.rand())).tanh()  # noqa: E731
     monkeypatch.setattr(Activated, "activation", noisy)
     assert_same(Activated)
+
+
+class Toggling(nn.Layer):
+    """Its forward exchanges two sublayers, an attribute, and the items of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.signs = [paddle.to_tensor(1.0), paddle.to_tensor(-2.0)]
+        self.scale, self.other = paddle.to_tensor(3.0), paddle.to_tensor(4.0)
+
+    def toggle(self) -> None:
+        self.first, self.second = self.second, self.first
+        self.signs.reverse()
+        self.scale, self.other = self.other, self.scale
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.toggle()
+        return self.first(x) * self.signs[0] * self.scale
+
+    def state(self) -> list[Any]:
+        return [self.first, self.second, *self.signs, self.scale, self.other]
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_what_the_second_forward_exchanges_is_put_back(times: int) -> None:
+    """Also where the caller has put it back before, so that the second forward changes nothing
+    that it would have to restore first.
+    """
+    model = Toggling()
+    y = recompute(model, paddle.ones([2, 8]))
+    for _ in range(times):
+        model.toggle()
+    before = model.state()
+    y.sum().backward()
+    assert all(map(operator.is_, model.state(), before))
