@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -206,6 +207,29 @@ def worker_of_updates() -> list[str]:
 
 def test_the_next_update_and_the_state_wait() -> None:
     assert run_ranks(worker_of_updates, 2) == [[], []]
+
+
+def worker_that_forks() -> int:
+    """How a child ends, which has no thread that could bring a parameter; 0: with new values."""
+    with held():
+        plain, sharded = plain_and_sharded(Case(recompute=False))
+        assert are_coming(sharded.model.parameters())
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)  # ends a child that waits for ever
+            same = True
+            for one, other in zip(
+                plain.model.parameters(), sharded.model.parameters(), strict=True
+            ):
+                same &= np.array_equal(one.numpy(), other.numpy())
+            os._exit(0 if same else 1)
+        return os.waitpid(child, 0)[1]
+
+
+def test_a_fork_waits() -> None:
+    """The worker of a data loader may read a parameter."""
+    assert run_ranks(worker_that_forks, 2) == [0, 0]
 
 
 def worker_of_order() -> list[tuple[int, int]]:
