@@ -180,7 +180,7 @@ def test_two_commands_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """The second is refused before it starts a rank, and the logs of the first are as they were."""
     config = write_config(tmp_path, "run", train__resume="auto", **TWO, train__max_steps=200)
     first = train(tmp_path, config)
-    wait_for_step(tmp_path / "run", 2)
+    wait_for_step(first, tmp_path / "run", 2)
     logs = sorted((tmp_path / "run" / "logs").iterdir())
     second = train(tmp_path, config)
     output = second.communicate(timeout=60)[0]

@@ -18,6 +18,8 @@ from paddle_recompute.checkpoint import find_checkpoint
 from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
 from tests.ranks import ROOT, ranks_started_by
 
+pytestmark = pytest.mark.timeout(300)  # starts of two ranks, each with Paddle
+
 STEPS = 12
 # A step that takes long enough for a signal to come in the midst of the run.
 SLOW = """
@@ -83,14 +85,15 @@ def train(folder: Path, config: Path, *more: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_step(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
+def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 200
     file = folder / "metrics.jsonl"
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and run.poll() is None:
         if file.exists() and len(file.read_text().splitlines()) >= step:
             return
         time.sleep(0.02)
-    pytest.fail(f"no step {step}")
+    run.terminate()
+    pytest.fail(f"no step {step} of\n{run.communicate(timeout=60)[0][-3000:]}")
 
 
 def pids_of_ranks(command: int) -> dict[int, int]:
@@ -109,7 +112,7 @@ def test_one_process_saves_its_step_and_goes_on_to_the_same_bits(tmp_path: Path)
     whole = train(tmp_path, write_config(tmp_path, "whole"))
     config = write_config(tmp_path, "run", train__resume="auto")
     run = train(tmp_path, config)
-    wait_for_step(tmp_path / "run", 3)
+    wait_for_step(run, tmp_path / "run", 3)
     run.send_signal(signal.SIGINT)
     output = run.communicate(timeout=60)[0]
     assert run.returncode == 130, output
@@ -128,7 +131,7 @@ def test_a_signal_to_one_saves_on_all_ranks(tmp_path: Path, whom: str, mode: str
     config = write_config(tmp_path, "run", train__resume="auto", mode=mode, **TWO)
     run = train(tmp_path, config)
     pids = pids_of_ranks(run.pid)
-    wait_for_step(tmp_path / "run", 3)
+    wait_for_step(run, tmp_path / "run", 3)
     os.kill(run.pid if whom == "launcher" else pids[int(whom[-1])], signal.SIGTERM)
     output = run.communicate(timeout=60)[0]
     assert run.returncode == 143, output
@@ -137,12 +140,11 @@ def test_a_signal_to_one_saves_on_all_ranks(tmp_path: Path, whom: str, mode: str
     assert 3 <= find_checkpoint(tmp_path / "run" / "checkpoint").step < STEPS
 
 
-@pytest.mark.timeout(300)  # two starts of two ranks
 def test_ranks_are_started_again_where_one_was_killed(tmp_path: Path) -> None:
     config = write_config(tmp_path, "run", **TWO, train__save_every=2)
     run = train(tmp_path, config, "--max_restart", "1")
     pids = pids_of_ranks(run.pid)
-    wait_for_step(tmp_path / "run", 4)
+    wait_for_step(run, tmp_path / "run", 4)
     os.kill(pids[1], signal.SIGKILL)
     output = run.communicate(timeout=120)[0]
     assert run.returncode == 0, output
