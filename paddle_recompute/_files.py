@@ -78,8 +78,11 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Inside, a file of a run is written.
+def writing(
+    path: Path,
+    advice: str = "free the disk or put the folder back, and go on with train.resume=auto",
+) -> Iterator[None]:
+    """Inside, a file of a run is written, or another one, with its own advice.
 
     Raises:
         OutputError: It cannot be.
@@ -87,10 +90,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        gone = "" if path.parent.is_dir() else ", the folder is gone"
+        gone = "" if path.parent.exists() else ", the folder is gone"
         raise OutputError(
-            f"{path}: cannot be written ({error.strerror or error}{gone}); free the disk or put "
-            "the folder back, and go on with train.resume=auto"
+            f"{path}: cannot be written ({error.strerror or error}{gone}); {advice}"
         ) from error
 
 

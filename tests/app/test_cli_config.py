@@ -93,15 +93,19 @@ def test_validate_gives_the_faults_as_json_too() -> None:
     found = json.loads(bad.stdout)
     assert bad.exit_code == 2 and found["valid"] is False
     assert sorted(fault.split(" ")[0] for fault in found["faults"]) == ["mode", "train.max_steps"]
+    static = ["mode=static", "recompute.engine=fleet", "sync.mode=fleet"]
+    found = json.loads(run("config", "validate", "--json", "--config", TINY, *static).stdout)
+    assert all("\n" not in fault for fault in found["faults"]), found
     none = run("config", "validate", "--json", "--config", "nowhere.yaml")
     assert "nowhere.yaml" in json.loads(none.stdout)["faults"][0]
 
 
 def test_validate_notes_a_file_that_is_not_here() -> None:
-    files = ["data.source=files", "data.train_file=nowhere.tsv"]
-    found = run("config", "validate", "--config", TINY, *files)
-    assert found.exit_code == 0
-    assert "note: data.train_file: nowhere.tsv: there is no such file" in found.stdout
+    for name in ("nowhere.tsv", "x" * 300 + ".tsv"):
+        files = ["data.source=files", f"data.train_file={name}"]
+        found = run("config", "validate", "--config", TINY, *files)
+        assert found.exit_code == 0
+        assert f"note: data.train_file: {name}: there is no such file" in found.stdout
 
 
 @pytest.mark.parametrize("command", [("train",), ("config", "show"), ("plan",)])
@@ -240,6 +244,23 @@ def test_init_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) ->
     refused = run("init", *arguments, "--output", str(tmp_path / "run.yaml"))
     assert refused.exit_code == 2 and words in refused.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("output", ["/proc/x/run.yaml", "x" * 300])
+def test_init_says_that_it_cannot_write(output: str, tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.tsv", [[f"q {n}", f"p {n}"] for n in range(60)])
+    refused = run("init", pairs, "--output", output)
+    assert refused.exit_code == 2
+    assert "cannot be written" in refused.stderr and "--output" in refused.stderr
+
+
+def test_init_names_its_file_as_a_shell_takes_it(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.tsv", [[f"q {n}", f"p {n}"] for n in range(60)])
+    file = tmp_path / "my runs" / "one.yml"
+    made = run("init", pairs, "--output", str(file))
+    assert made.exit_code == 0, made.output
+    assert f"train --config '{file}'" in made.stdout
+    assert f"config show --config '{file}'" in file.read_text()
 
 
 def test_init_copies_a_configuration_of_the_package(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.fuzz.test_readers import FOLDER, bounded, changed, reads, values, wri
 
 spaces = st.sampled_from(["", " ", "\t", "\u3000", "\x1c"])
 words = st.text(
-    st.characters(codec="utf-8", exclude_characters="\n\r\t") | st.sampled_from("\u2028\x85\x0c\0"),
+    st.characters(codec="utf-8", exclude_characters="\n\r\t\0") | st.sampled_from("\u2028\x85\x0c"),
     max_size=6,
 ).filter(str.strip)
 PLAIN_BAD = [
@@ -117,7 +117,7 @@ def test_no_line_of_a_damaged_file_is_lost(data: st.DataObject, suffix: str) -> 
     try:
         found = read_pairs(file, on_bad_line="skip", max_line=600)
     except DataError as error:
-        assert str(error).startswith(f"{file}: contains no pair")
+        assert str(error).startswith((f"{file}: contains no pair", f"{file}: is UTF-16"))
         return
     space = " \r" if suffix == ".tsv" else None
     lines = [line.decode("utf-8", "replace").strip(space) for line in content.split(b"\n")]

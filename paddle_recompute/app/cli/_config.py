@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -65,7 +67,7 @@ def validate(config_file: str, as_json: bool, debug: bool, overrides: tuple[str,
                 config.for_static()
         except ConfigError as error:
             if as_json:
-                faults = str(error).split("\n  - ")
+                faults = re.split(r"\n  (?:- )?", str(error))
                 click.echo(json.dumps({"valid": False, "faults": faults[1:] or faults}))
             raise
         notes = [*config.without_effect(), *_missing_files(config)]
@@ -91,7 +93,7 @@ def _missing_files(config: Config) -> list[str]:
     return [
         f"{name}: {path}: there is no such file on this machine"
         for name, path in named.items()
-        if path is not None and not path.exists()
+        if path is not None and not os.path.exists(path)
     ]
 
 

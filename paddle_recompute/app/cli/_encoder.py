@@ -334,6 +334,9 @@ def _tell(words: str) -> None:
 @contextmanager
 def _whole_text(path: Path) -> Iterator[IO[str]]:
     """A file to write; it is there when all is written."""
+    path = path.resolve()  # what a link points to
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: is no plain file; without --output, the lines are printed")
     try:
         with (
             written_whole(path) as unfinished,

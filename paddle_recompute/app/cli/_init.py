@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import tempfile
 import unicodedata
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from string import Template
 import click
 
 import paddle_recompute.app
-from paddle_recompute._files import written_whole
+from paddle_recompute._files import writing, written_whole
 from paddle_recompute.app.cli._process import prepare_one_process
 from paddle_recompute.app.config import load_config
 from paddle_recompute.app.launch import errors_in_one_paragraph
@@ -65,21 +66,22 @@ def init(pairs: str | None, name: str | None, output: str, debug: bool) -> None:
         if pairs is None and name is None:
             known = ", ".join(sorted(_shipped()))
             raise ConfigError(f"init needs a file of pairs, or --from with one of: {known}")
-        if file.exists():
+        if os.path.lexists(file):
             raise ConfigError(f"{file}: exists already; name another file with --output")
         if name is not None:
             text = _text_of(name)
         else:
             assert pairs is not None
             click.echo(f"reading {pairs}")
-            text = _fitted(Path(pairs), file.stem)
+            text = _fitted(Path(pairs), file)
         with tempfile.TemporaryDirectory() as folder:
             tried = Path(folder) / "run.yaml"
             tried.write_text(text, encoding="utf-8")
             load_config(tried)
-        with written_whole(file) as part:
+        with writing(file, "name another file with --output"), written_whole(file) as part:
             part.write_text(text, encoding="utf-8")
-        click.echo(f"written: {file}; train with: paddle-recompute train --config {file}")
+        quoted = shlex.quote(str(file))
+        click.echo(f"written: {file}; train with: paddle-recompute train --config {quoted}")
 
 
 def _shipped() -> dict[str, Path]:
@@ -107,8 +109,8 @@ def _this_machine() -> _Machine:
     return _Machine("cpu", min(2, len(os.sched_getaffinity(0))), 0)
 
 
-def _fitted(path: Path, name: str) -> str:
-    """The configuration for the pairs in `path`.
+def _fitted(path: Path, file: Path) -> str:
+    """The configuration for the pairs in `path`, which will be in `file`.
 
     Raises:
         ConfigError: A name cannot stand in it.
@@ -116,7 +118,7 @@ def _fitted(path: Path, name: str) -> str:
     """
     from paddle_recompute.app.data import HardNegatives, read_pairs, split_pairs
 
-    for text in (str(path.absolute()), name):
+    for text in (str(path.absolute()), str(file)):
         if any(unicodedata.category(letter) in _NOT_IN_A_LINE for letter in text):
             raise ConfigError(
                 f"{text!r}: has a line break or another control character, which a configuration "
@@ -158,7 +160,7 @@ def _fitted(path: Path, name: str) -> str:
     return _TEMPLATE.substitute(
         pairs=path.name,
         count=count,
-        name=name,
+        file=shlex.quote(str(file)),
         model=_GPU_MODEL if machine.card_bytes else _CPU_MODEL.format(max(queries, positives)),
         batch=f"{per_rank * machine.ranks:<16}# {machine.ranks} x {per_rank} pairs; each query is",
         negatives=_NEGATIVES.format(f"{hard_negatives:<14}", least, most) if most else "",
@@ -171,7 +173,7 @@ def _fitted(path: Path, name: str) -> str:
         valid=f"{valid:<17}",
         pool=f"{min(10_000, len({pair.positive for pair in pairs})):<19}",
         learning_rate="5.0e-5" if machine.card_bytes else "1.0e-3",
-        output_dir=json.dumps(f"outputs/{name}", ensure_ascii=False),
+        output_dir=json.dumps(f"outputs/{file.stem}", ensure_ascii=False),
         ranks=machine.ranks,
         device=machine.device,
     )
@@ -202,7 +204,7 @@ _FILL = """\
 _TEMPLATE = Template("""\
 # Made by `paddle-recompute init` for $pairs: $count pairs.
 # Every key: docs/configuration.md. All values, and where they come from:
-# paddle-recompute config show --config $name.yaml
+# paddle-recompute config show --config $file
 mode: dygraph                   # or static: the same training as a Program
 
 model:

@@ -31,6 +31,8 @@ Parsed = TypeVar("Parsed")
 
 _KEYS = ("query", "positive", "negatives")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""The byte order marks of UTF-16, with which Excel saves "Unicode text"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def parsed(
         try:
             if len(line) > max_line:
                 raise BadLine(f"longer than {max_line} bytes (data.max_line)")
-            found = parse(number, _decode(line))
+            found = parse(number, decoded(line))
         except BadLine as reason:
             refuse(f"{path}:{number}: {reason}")
         else:
@@ -216,6 +218,8 @@ def read_lines(
                         + (", unpacked" if path.suffix == ".gz" else "")
                         + "; raise the limit if it is meant to be so large"
                     )
+                if number == 1 and line.startswith(_UTF_16):
+                    raise DataError(f"{path}: is UTF-16; save it as UTF-8")
                 if not is_rest:
                     yield number, line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
                 is_rest = not line.endswith(b"\n")
@@ -227,14 +231,25 @@ def read_lines(
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _decode(line: bytes) -> str:
+def decoded(line: bytes) -> str:
+    """The text of a line.
+
+    Raises:
+        BadLine: It is not UTF-8, or holds what comes of another encoding or other line ends.
+    """
     try:
-        return line.decode("utf-8")
+        text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadLine(
             f"not UTF-8: {error.reason} (0x{line[error.start]:02x}) at byte {error.start + 1} of "
             "the line"
         ) from None
+
+    if "\0" in text:
+        raise BadLine("not text: holds the character NUL; save the file as UTF-8")
+    if "\r" in text.strip():
+        raise BadLine("a carriage return inside of the line; end lines with a line feed")
+    return text
 
 
 def _from_tsv(number: int, line: str) -> Pair | None:

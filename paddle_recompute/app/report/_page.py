@@ -197,5 +197,8 @@ class Page:
             library=Markup(library),
             script=Markup(script),
         )
-        with writing(path), written_whole(path) as unfinished:
+        with (
+            writing(path, "free the disk, or name another file"),
+            written_whole(path) as unfinished,
+        ):
             unfinished.write_text(page, encoding="utf-8")

@@ -59,7 +59,7 @@ class Approximate:
 
     Raises:
         DataError: faiss does not know `choice`, or refuses these vectors; or the file cannot be
-            written.
+            written, or was there and is of something else.
         DependencyError: The package `faiss` is not installed.
     """
 
@@ -74,9 +74,12 @@ class Approximate:
             "texts_sha256": index.about["texts_sha256"],
             "fingerprint": index.fingerprint,
         }
+        self._choice = choice
         with _in_words(choice):
             self.sha256 = _made_from(file, about)
-            if not self.sha256:
+            if self.sha256:
+                self._found = self._ready(faiss.read_index(str(file)), parameters)
+            else:
                 made = faiss.index_factory(index.about["dim"], factory, faiss.METRIC_INNER_PRODUCT)
                 step = -(-len(index) // _TRAINED_ON)
                 if not made.is_trained:
@@ -86,18 +89,24 @@ class Approximate:
                     progress(made.ntotal, len(index))
                 with as_data_error(file), written_whole(file) as unfinished:
                     faiss.write_index(made, str(unfinished))
+                    del made
+                    self._found = self._ready(faiss.read_index(str(unfinished)), parameters)
                     self.sha256 = _sha256(unfinished)
-                with as_data_error(file):
                     write_json(beside(file, ".json"), about | {"sha256": self.sha256})
-            self._found = faiss.read_index(str(file))
-            if parameters:
-                faiss.ParameterSpace().set_index_parameters(self._found, parameters)
+
+    def _ready(self, found: Any, parameters: str) -> Any:
+        """The index of faiss `found` with its parameters; faiss checks them when it searches."""
+        if parameters:
+            require_faiss().ParameterSpace().set_index_parameters(found, parameters)
+        found.search(self._index.vectors_of(np.array([0])), 1)
+        return found
 
     def top(
         self, query: NDArray[np.floating[Any]], top_k: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """As `Index.top`, of the rows that faiss finds; row -1, score -inf: it finds fewer."""
-        _, rows = self._found.search(query.astype(np.float32), min(top_k, len(self._index)))
+        with _in_words(self._choice):
+            _, rows = self._found.search(query.astype(np.float32), min(top_k, len(self._index)))
         scores = np.full(rows.shape, -np.inf, np.float32)
         for number, row in enumerate(rows):
             vectors = self._index.vectors_of(row[row >= 0]).astype(np.float64)
@@ -115,8 +124,10 @@ class Approximate:
 def _made_from(file: Path, about: dict[str, Any]) -> str:
     """The digest of a file that was made from `about`; empty if there is none, or another."""
     described = beside(file, ".json")
-    if not (file.exists() and described.exists()):
+    if not file.exists():
         return ""
+    if not described.exists():
+        raise DataError(f"{file}: exists, and this command did not write it; name another output")
     digest = _sha256(file)
     try:
         return digest if read_json(described) == about | {"sha256": digest} else ""

@@ -27,7 +27,7 @@ import paddle.distributed as dist
 from numpy.typing import NDArray
 
 from paddle_recompute._files import read_json, written_whole
-from paddle_recompute.app.data import LONGEST_LINE, read_lines
+from paddle_recompute.app.data import LONGEST_LINE, BadLine, decoded, read_lines
 from paddle_recompute.app.retrieval.trained import (
     Side,
     TrainedEncoder,
@@ -58,8 +58,8 @@ def encode_file(
 
     Args:
         encoder: From `load_encoder`.
-        text_file: UTF-8, one text per line, also ``.gz``. Whitespace around a text is removed;
-            blank lines are skipped.
+        text_file: UTF-8, one text per line, also ``.gz``, not ``.tsv`` or ``.jsonl``. Whitespace
+            around a text is removed; blank lines are skipped.
         output: Ends in ``.npy``. If it is there and was made from the same texts and model,
             nothing is encoded.
         side: Whether the texts are queries or documents, as for `encode_texts`.
@@ -279,15 +279,20 @@ def texts_of(path: Path) -> Iterator[str]:
     """The lines of a file, also ``.gz``, that are not blank, without whitespace around them.
 
     Raises:
-        DataError: A line cannot be read; the error has its number.
+        DataError: The file is one of pairs; or a line cannot be read, and the error has its number.
     """
+    if {".tsv", ".jsonl"} & set(path.suffixes[-2:]):
+        raise DataError(
+            f"{path}: is a file of pairs by its name; expected one text per line. For the "
+            "positives: cut -f 2 pairs.tsv > texts.txt"
+        )
     for number, line in read_lines(path):
         if len(line) > LONGEST_LINE:
             raise DataError(f"{path}:{number}: is longer than {LONGEST_LINE} bytes")
         try:
-            text = one_line(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: is not UTF-8 ({error.reason})") from error
+            text = one_line(decoded(line))
+        except BadLine as reason:
+            raise DataError(f"{path}:{number}: {reason}") from None
         if text:
             yield text
 

@@ -92,12 +92,13 @@ class Index:
         encoder: TrainedEncoder | None = None,
     ) -> None:
         check_texts(texts)
-        check_encoder(encoder)
+        if encoder is not None:
+            check_encoder(encoder)
         _check_array("vectors", vectors)
-        if vectors.ndim != 2 or not len(vectors) or len(vectors) != len(texts):
+        if vectors.ndim != 2 or not vectors.size or len(vectors) != len(texts):
             raise DataError(
                 f"received vectors of shape {vectors.shape} and {len(texts)} texts; allowed are "
-                "[n, dim] and n texts, n of at least 1"
+                "[n, dim] and n texts, n and dim of at least 1"
             )
         self.file: Path | None = None
         with np.errstate(over="ignore"):  # beyond float32 is not finite
@@ -277,8 +278,8 @@ class Index:
             smaller row first.
 
         Raises:
-            DataError: The type or shape of `query` does not fit, it is not finite, or `top_k` is no
-                number of at least 1.
+            DataError: The type or shape of `query` does not fit, it or a score is not finite, or
+                `top_k` is no number of at least 1.
         """
         _check_array("queries", query)
         check_count("top_k", top_k)
@@ -290,7 +291,10 @@ class Index:
             is_finite = np.isfinite(query.astype(np.float32)).all()
         if not is_finite:
             raise DataError("received queries that are not finite in float32")
-        return top_of_tiles(query, self.tiles(), top_k)
+        scores, rows = top_of_tiles(query, self.tiles(), top_k)
+        if rows.shape[1] < min(top_k, len(self)) or not np.isfinite(scores).all():
+            raise DataError("the inner products of these queries are not finite in float32")
+        return scores, rows
 
     def search(
         self,
@@ -320,7 +324,8 @@ class Index:
         """
         check_texts(queries)
         check_count("top_k", top_k)
-        check_encoder(encoder)
+        if encoder is not None:
+            check_encoder(encoder)
         if not queries or not all(query.strip() for query in queries):
             raise DataError(
                 f"received {len(queries)} queries; allowed are one or more, none of them blank"

@@ -37,7 +37,12 @@ from paddle_recompute.app.retrieval.encoding import (
     write_json,
 )
 from paddle_recompute.app.retrieval.index import Index
-from paddle_recompute.app.retrieval.trained import TrainedEncoder, encode_texts
+from paddle_recompute.app.retrieval.trained import (
+    TrainedEncoder,
+    check_count,
+    check_encoder,
+    encode_texts,
+)
 from paddle_recompute.errors import DataError
 
 _BLOCK = 256
@@ -69,15 +74,14 @@ class MiningOptions:
     relative_margin: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("num_negatives", "first_rank", "last_rank"):
+            check_count(name, getattr(self, name))
         margins = [one for one in (self.margin, self.relative_margin) if one is not None]
-        if (
-            not 1 <= self.first_rank <= self.last_rank
-            or self.num_negatives < 1
-            or not all(0 <= one <= 2 for one in margins)
-        ):
+        if not all(isinstance(one, float | int) for one in margins):
+            raise DataError(f"received {self}; allowed are margins that are numbers, or None")
+        if not 1 <= self.first_rank <= self.last_rank or not all(0 <= one <= 2 for one in margins):
             raise DataError(
-                f"received {self}; allowed are num_negatives of at least 1, first_rank from 1 to "
-                "last_rank, and margins from 0 to 2"
+                f"received {self}; allowed are first_rank up to last_rank, and margins from 0 to 2"
             )
 
     def highest_score(self, positive: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -132,15 +136,13 @@ def mine(
     """
     if faiss is not None:
         require_faiss()
+    check_encoder(encoder)
+    check_count("batch_size", batch_size)
     options, output = options or MiningOptions(), Path(output)
     if output.suffix != ".jsonl":
         raise DataError(f"{output}: received the suffix {output.suffix!r}; allowed is .jsonl")
     found = read_pairs(pairs_file)
     index = _index(encoder, Path(pool), output, batch_size, partial(progress, "encode"))
-    approximate = None
-    if faiss is not None:
-        file_of_faiss = beside(output, ".faiss")
-        approximate = Approximate(index, faiss, file_of_faiss, partial(progress, "index"))
     about = {
         "pairs": len(found.pairs),
         "pairs_sha256": found.sha256,
@@ -149,7 +151,6 @@ def mine(
         "options": asdict(options),
         "batch_size": batch_size,
         "faiss": faiss,
-        "faiss_sha256": approximate.sha256 if approximate else None,
     }
     numbers = {"done": 0, "bytes": 0, "replaced": 0}
     counts = {
@@ -158,15 +159,20 @@ def mine(
         "scores_of_positives": np.zeros(len(_BINS) - 1, np.int64),
     }
     described = beside(output, ".json")
-    top = approximate.top if approximate else index.top
-    miner = _Miner(encoder, index, top, found.pairs, options, batch_size)
     with as_data_error(output), ExitStack() as held:
         output.parent.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(locked(output))
-        record: dict[str, Any] = {
-            **about,
-            **begun(file, output, described, about, numbers, lambda all_of: all_of["bytes"]),
-        }
+        before = partial(begun, file, output, described)
+        done = before(about, numbers, lambda all_of: all_of["bytes"])
+        approximate = None
+        if faiss is not None:
+            file_of_faiss = beside(output, ".faiss")
+            approximate = Approximate(index, faiss, file_of_faiss, partial(progress, "index"))
+        about["faiss_sha256"] = approximate.sha256 if approximate else None
+        before(about, numbers, lambda all_of: all_of["bytes"])
+        record: dict[str, Any] = {**about, **done}
+        top = approximate.top if approximate else index.top
+        miner = _Miner(encoder, index, top, found.pairs, options, batch_size)
         if approximate:
             some = [pair.query for pair in found.pairs[:: -(-len(found.pairs) // _BLOCK)]]
             vectors = encode_texts(encoder, some, side="query", batch_size=batch_size)
@@ -238,7 +244,7 @@ class _Miner:
         for place, pair in enumerate(block):
             rank, negatives = 0, dict[str, float]()
             for score, row in zip(scores[place].tolist(), rows[place].tolist(), strict=True):
-                if row < 0 or row in excluded[place]:
+                if row < 0 or row in excluded[place] or not texts[row].strip():
                     continue
                 rank += 1
                 if rank > options.last_rank or len(negatives) == options.num_negatives:

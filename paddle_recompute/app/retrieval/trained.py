@@ -60,8 +60,10 @@ class TrainedEncoder:
         """Where texts of a side are cut, in tokens; `max_tokens` replaces the limit of training.
 
         Raises:
-            DataError: `max_tokens` is no number from 2 to `reads_at_most`.
+            DataError: `side` is another word, or `max_tokens` no number from 2 to `reads_at_most`.
         """
+        if side not in get_args(Side):
+            raise DataError(f"received side={side!r}; allowed are {' and '.join(get_args(Side))}")
         limit = self.max_query_tokens if side == "query" else self.max_positive_tokens
         if max_tokens is None:
             return min(limit, self.reads_at_most)
@@ -180,8 +182,6 @@ def encode_texts(
     """
     check_texts(texts)
     check_encoder(encoder)
-    if side not in get_args(Side):
-        raise DataError(f"received side={side!r}; allowed are {' and '.join(get_args(Side))}")
     check_count("batch_size", batch_size)
     longest = encoder.longest(side, max_tokens)
     tokenizer = _Counting(encoder.tokenizer)
@@ -237,13 +237,13 @@ def check_count(name: str, value: int, *, least: int = 1) -> None:
         raise DataError(f"received {name}={value!r}; allowed are whole numbers from {least} on")
 
 
-def check_encoder(encoder: TrainedEncoder | None) -> None:
-    """Check that an argument is an encoder, or None.
+def check_encoder(encoder: TrainedEncoder) -> None:
+    """Check that an argument is an encoder.
 
     Raises:
         DataError: It is not; the folder of a run is none.
     """
-    if not isinstance(encoder, TrainedEncoder | None):
+    if not isinstance(encoder, TrainedEncoder):
         raise DataError(f"received the encoder {encoder!r}; load_encoder(folder) makes one")
 
 

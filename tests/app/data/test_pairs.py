@@ -17,7 +17,7 @@ from paddle_recompute.errors import ConfigError, DataError
 # Any text that JSON and UTF-8 can hold; what is around it in whitespace is not part of it.
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).map(str.strip).filter(bool)
 pair = st.builds(Pair, text, text, st.lists(text, max_size=3).map(tuple))
-without_tabs = text.filter(lambda value: not set(value) & set("\t\r\n"))
+without_tabs = text.filter(lambda value: not set(value) & set("\t\r\n\0"))
 tsv_pair = st.builds(
     Pair, without_tabs, without_tabs, st.lists(without_tabs, max_size=3).map(tuple)
 )
@@ -107,6 +107,8 @@ BAD_TSV = {
     r"empty query \(column 1\)": "\tcat",
     r"empty positive \(column 2\)": "猫\t 　",
     r"empty negative \(column 3\)": "猫\tcat\t",
+    "not text: holds the character NUL; save the file as UTF-8": "c\0a\0\tt",
+    "a carriage return inside of the line; end lines with a line feed": "a\tb\rc\td",
 }
 BAD_JSON: dict[str, Any] = {
     "not JSON: Expecting ',' delimiter at character 18 of the line": '{"query": "cat"  "positive"}',
@@ -167,6 +169,16 @@ def test_invalid_utf8_is_a_bad_line(tmp_path: Path) -> None:
     found = read_pairs(path, on_bad_line="skip")
     assert len(found.pairs) == 2
     assert found.skipped[0].startswith(f"{path}:3: not UTF-8")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_is_refused_as_a_whole(tmp_path: Path, encoding: str) -> None:
+    """Excel's "Unicode text"; without its mark each line holds NUL."""
+    file = tmp_path / "pairs.tsv"
+    file.write_bytes("cat\tbig cat\ndog\tbig dog\n".encode(encoding))
+    words = "is UTF-16; save it as UTF-8" if encoding == "utf-16" else "contains no pair .*NUL"
+    with pytest.raises(DataError, match=words):
+        read_pairs(file, on_bad_line="skip")
 
 
 def test_all_skipped_lines_are_told(tmp_path: Path) -> None:

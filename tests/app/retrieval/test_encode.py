@@ -296,7 +296,10 @@ def test_file_that_is_there_is_not_written_over(
     [
         (None, "texts.txt: there is no such file"),
         (b"\n \n", "texts.txt: contains no text; one text per line is expected"),
-        (b"cat\n\xff\n", "texts.txt:2: is not UTF-8"),
+        (b"cat\n\xff\n", "texts.txt:2: not UTF-8"),
+        (b"c\0a\0t\0\n", "texts.txt:1: not text: holds the character NUL"),
+        (b"\xff\xfec\0", "texts.txt: is UTF-16; save it as UTF-8"),
+        (b"cat\rdog\r", "texts.txt:1: a carriage return inside of the line"),
     ],
 )
 def test_unusable_texts_are_told(
@@ -306,6 +309,16 @@ def test_unusable_texts_are_told(
         (tmp_path / "texts.txt").write_bytes(content)
     with pytest.raises(DataError, match=message):
         encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy")
+
+
+@pytest.mark.parametrize("name", ["pairs.tsv", "pairs.jsonl", "pairs.tsv.gz"])
+def test_a_file_of_pairs_is_not_taken_for_texts(
+    name: str, encoder: TrainedEncoder, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(b"cat\tbig cat\n")
+    with pytest.raises(DataError, match=rf"{name}: is a file of pairs by its name; expected one"):
+        encode_file(encoder, tmp_path / name, tmp_path / "pool.npy")
+    assert [one.name for one in tmp_path.iterdir()] == [name]
 
 
 def test_damaged_archive_is_told(encoder: TrainedEncoder, tmp_path: Path) -> None:

@@ -122,10 +122,12 @@ def test_a_killed_run_continues_to_the_same_bytes(
 def test_another_index_is_refused(made: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     first = mined(made, output, faiss="HNSW4")
-    with pytest.raises(DataError, match=r"exists, and was made with faiss=HNSW4 and another index"):
+    content = Path(f"{output}.faiss").read_bytes()
+    with pytest.raises(DataError, match=r"exists, and was made with faiss=HNSW4; remove"):
         mined(made, output, faiss="Flat")
-    with pytest.raises(DataError, match=r"exists, and was made with faiss=HNSW4 and another index"):
+    with pytest.raises(DataError, match=r"exists, and was made with faiss=HNSW4; remove"):
         mined(made, output)
+    assert Path(f"{output}.faiss").read_bytes() == content
     assert mined(made, output, faiss="HNSW4") == first
     with Path(f"{output}.faiss").open("ab") as file:
         file.write(b"more")  # damaged: it is made again, and not read
@@ -143,11 +145,22 @@ def test_another_index_is_refused(made: Path, tmp_path: Path) -> None:
         ("Nonsense", "could not parse index string Nonsense"),
         ("IVF4096,Flat", "should be at least as large as number of clusters"),
         ("Flat;nprobe=3", "could not set parameter nprobe"),
+        ("IVF4,Flat;nprobe=0", "cur_nprobe > 0"),
     ],
 )
 def test_what_faiss_refuses_is_told(made: Path, tmp_path: Path, factory: str, reason: str) -> None:
     with pytest.raises(DataError, match=rf"--faiss {factory}: refused by faiss \(.*{reason}"):
         mined(made, tmp_path / "out.jsonl", faiss=factory)
+    assert not (tmp_path / "out.jsonl.faiss").exists()
+
+
+@pytest.mark.usefixtures("needs_faiss")
+def test_a_file_of_the_user_is_not_replaced(made: Path, tmp_path: Path) -> None:
+    mine_own = tmp_path / "out.jsonl.faiss"
+    mine_own.write_bytes(b"mine")
+    with pytest.raises(DataError, match="exists, and this command did not write it"):
+        mined(made, tmp_path / "out.jsonl", faiss="Flat")
+    assert mine_own.read_bytes() == b"mine"
 
 
 def test_without_faiss(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,14 @@ from click.testing import CliRunner
 
 from paddle_recompute.app import cli
 from paddle_recompute.app.data import normal_form, read_pairs
-from paddle_recompute.app.retrieval import MiningOptions, encode_batches, load_encoder, mine
+from paddle_recompute.app.retrieval import (
+    Index,
+    MiningOptions,
+    encode_batches,
+    encode_texts,
+    load_encoder,
+    mine,
+)
 from paddle_recompute.app.retrieval import mining as module
 from paddle_recompute.app.retrieval.index import top_of_tiles
 from paddle_recompute.errors import DataError
@@ -202,10 +209,14 @@ def test_other_inputs_are_refused(made: Path, tmp_path: Path) -> None:
         {"first_rank": 5, "last_rank": 4},
         {"margin": -0.1},
         {"relative_margin": 3.0},
+        {"margin": "0.1"},
+        {"num_negatives": 2.5},
     ],
 )
 def test_options_out_of_range_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"received MiningOptions\(.*; allowed are num_negatives"):
+    with pytest.raises(
+        DataError, match=r"received (MiningOptions\(.*; allowed are|\w+=\S+; allowed)"
+    ):
         MiningOptions(**values)
 
 
@@ -242,3 +253,12 @@ def test_command(made: Path, tmp_path: Path) -> None:
     again = CliRunner().invoke(cli.main, [*arguments, "--ranks", "30"])
     assert again.exit_code == 2
     assert "--ranks 30: expected FIRST:LAST, as in 1:100" in again.stderr
+
+
+def test_a_blank_text_of_the_pool_is_no_negative(made: Path, tmp_path: Path) -> None:
+    """`read_pairs` would refuse it."""
+    encoder = load_encoder(made / "run")
+    pool = [*(made / "pool.txt").read_text(encoding="utf-8").splitlines()[:5], "", "  "]
+    Index(encode_texts(encoder, pool), pool, encoder=encoder).save(tmp_path / "pool.npy")
+    mine(encoder, made / "pairs.tsv", tmp_path / "pool.npy", tmp_path / "mined.jsonl")
+    assert any(pair.negatives for pair in read_pairs(tmp_path / "mined.jsonl").pairs)

@@ -25,6 +25,7 @@ from paddle_recompute.app.retrieval import (
     encode_file,
     encode_texts,
     load_encoder,
+    mine,
 )
 from paddle_recompute.app.retrieval import encoding as encode_module
 from paddle_recompute.app.trainer import Trainer
@@ -256,6 +257,13 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
         assert scores == pytest.approx([hit.score for hit in hits], abs=1e-6)
     piped = run("-", "--json", input="\n".join(queries).encode(), check=True)
     assert piped.stdout == output.read_bytes()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(tmp_path / "behind.jsonl")
+    run("-", "--output", str(link), input=b"cat\n", check=True)
+    assert link.is_symlink() and (tmp_path / "behind.jsonl").stat().st_size > 0
+    os.mkfifo(tmp_path / "pipe")
+    pipe = run("-", "--output", str(tmp_path / "pipe"), input=b"cat\n")
+    assert pipe.returncode == 2 and b"is no plain file" in pipe.stderr
     both = run("-", "cat", input=b"")
     assert both.returncode == 2
     assert b"search needs either queries or --queries FILE" in both.stderr
@@ -291,6 +299,10 @@ def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:
             index.top(np.full((1, 3), wrong), 1)
         with pytest.raises(DataError, match="not finite"):
             Index(np.full((3, 3), wrong), some)
+    with pytest.raises(DataError, match="inner products of these queries are not finite"):
+        Index(vectors * 1e30, some).top(-vectors * 1e30, 3)
+    with pytest.raises(DataError, match="n and dim of at least 1"):
+        Index(vectors[:, :0], some)
     with pytest.raises(DataError, match="in place of a list"):
         Index(vectors, "abc")
     for no_text in (3, None, b"c", "\udcff"):
@@ -317,6 +329,10 @@ def test_arguments_of_other_types_are_refused(folder: Path) -> None:
         ("vectors of int64; allowed is", lambda: Index(ones.astype(int), some)),
         ("encoder 'run'; load_encoder", lambda: Index(ones, some, encoder="run")),
         ("encoder 'run'; load_encoder", lambda: encode_texts("run", some)),
+        ("encoder None; load_encoder", lambda: encode_texts(None, some)),
+        ("encoder 'run'; load_encoder", lambda: mine("run", "a.tsv", "b.txt", "c.jsonl")),
+        ("side='doc'; allowed are", lambda: encode_texts(encoder, some, side="doc")),
+        ("side='doc'; allowed are", lambda: encoder.longest("doc")),
         ("texts of generator; allowed is a list", lambda: Index(ones, (x for x in some))),
         ("texts of NoneType; allowed is a list", lambda: encode_texts(encoder, None)),
         ("queries of list; allowed is", lambda: index.top([[1.0] * 3], 1)),
