@@ -152,11 +152,11 @@ class Snapshot:
 
     def put_back(self, undo: Undo) -> None:
         """Restore the content of before; `undo` gets what undoes this, and what the second forward
-        then changes.
+        then changes, but what `Place.after_forward` accepts of that.
         """
         changed = {} if self._has_same_content() else dict(self._changed())
         for place in (*self.places, *changed.values()):
-            undo.append(place.put_back() or place.put_back)
+            undo.append(place.put_back() or functools.partial(_put_back_after, place))
         undo.append(functools.partial(self._put_back_content, changed))
         if self._has_same_members():
             undo.append(self._put_back_members)
@@ -170,10 +170,16 @@ class Snapshot:
         if not self._has_same_content():
             for i, place in self._changed():
                 if i not in but:
-                    place.put_back()
+                    _put_back_after(place)
 
     def _put_back_members(self) -> None:
         if not self._has_same_members():
             members = _flat(map(_members_of, self._layer_dicts))
             for entries, before in zip(members, [*self._members_before()], strict=True):
                 fill_dict(entries, before)
+
+
+def _put_back_after(place: Place) -> None:
+    """Put back what a forward has changed, as after the first one."""
+    place.after_forward()
+    place.put_back()
