@@ -26,7 +26,6 @@ from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import OFFLOADED, StepCosts
-from paddle_recompute.planner.in_program import MeasureCall
 from paddle_recompute.planner.measured_call import OPTIONS
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
@@ -128,7 +127,6 @@ class Job:
         *,
         options: tuple[str, ...] = OPTIONS,
         only_bytes: bool = False,
-        measure_call: MeasureCall | None = None,
         progress: Progress | None = None,
     ) -> StepCosts:
         """Measure the step; the model, its gradients and the random streams stay as they are.
@@ -136,7 +134,6 @@ class Job:
         Args:
             options: Those that are measured.
             only_bytes: Nothing is repeated for its time.
-            measure_call: Measures a call as a Program, if the step is one; None: it is in dygraph.
             progress: Is told (done, total) of the calls that are measured.
         """
         gc.collect()
@@ -157,7 +154,6 @@ class Job:
             keeps_gradients=self.keeps_gradients,
             offload=self._effective_offload() if OFFLOADED in options else None,
             only_bytes=only_bytes,
-            measure_call=measure_call,
             progress=progress,
         )
         state = {"replicated": sum(self._state(1)), "sharded": sum(self._state(self.ranks))}

@@ -15,7 +15,6 @@ from paddle_recompute._paddle.layers import is_initialized, non_trained_state
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
 from paddle_recompute.planner.costs import CallCost, Event, StepCosts
-from paddle_recompute.planner.in_program import MeasureCall
 from paddle_recompute.planner.measured_call import OPTIONS, MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import Offload, is_treated
@@ -46,7 +45,6 @@ def measure_step(
     keeps_gradients: bool = False,
     offload: Offload | None = None,
     only_bytes: bool = False,
-    measure_call: MeasureCall | None = None,
     progress: Progress | None = None,
 ) -> StepCosts:
     """Measure a step of `model`; parameters, buffers, gradients and random streams stay the same.
@@ -68,7 +66,6 @@ def measure_step(
         keeps_gradients: Whether gradients are there at the start of a step, which adds its own.
         offload: Where the inputs of calls may wait; None: nowhere.
         only_bytes: Nothing is repeated for its time.
-        measure_call: As in `Job.measure`.
         progress: Is told how far the measurement is.
 
     Raises:
@@ -118,11 +115,8 @@ def measure_step(
             },
             skeleton,
             progress,
-            for_times=not only_bytes and measure_call is None,
+            for_times=not only_bytes,
         )
-        if measure_call is not None:
-            for kind in kinds.values():
-                kind.measure_in_program(measure_call)
     finally:
         clear_gradients(parameters)
         streams.restore()
