@@ -174,9 +174,6 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
             yield Point(f"forward of {call.name}", level + peak, gradients, above, peak)
             above += kept.bytes(number)
             continue
-        if event.kind == "dropped":
-            above -= kept.bytes(number)
-            continue
         level -= call.output_bytes  # its gradient, which is part of the measured peak
         if choice.option != JOINED:
             change = -kept.bytes(number)

@@ -174,9 +174,7 @@ def _groups(costs: StepCosts) -> list[_Group]:
     levels = _levels(costs)
     by_calls: dict[tuple[tuple[str, int], ...], list[tuple[tuple[int, ...], bool]]] = {}
     for number, ahead in forwards.items():
-        back = backwards.get(number, [])
-        silent = [call for call in ahead if call not in back]  # nobody asks for their gradients
-        order = (*silent, *reversed(back))
+        order = tuple(reversed(backwards[number]))
         key = tuple((costs.calls[call].layer, costs.calls[call].number) for call in order)
         by_calls.setdefault(key, []).append((order, list(order) == ahead))
     groups = []
@@ -207,11 +205,7 @@ def _levels(costs: StepCosts) -> dict[int, tuple[int, int, int, int]]:
             level = event.enter - call.output_bytes + gradients
             back[event.call] = level, event.before + gradients
             present.add(event.call)
-    nothing = (0, 0)
-    return {
-        call: (*ahead.get(call, nothing), *back.get(call, nothing))
-        for call in range(len(costs.calls))
-    }
+    return {call: (*ahead[call], *back[call]) for call in range(len(costs.calls))}
 
 
 @dataclass(frozen=True)

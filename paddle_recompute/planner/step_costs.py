@@ -82,22 +82,9 @@ def measure_step(
         )
     try:
         skeleton = run_skeleton(blocks, step)
-        drops = not skeleton.has_dropped_too_much
-        if not drops:
-            clear_gradients(parameters)
-            skeleton = run_skeleton(blocks, step, drops=False)
         if keeps_gradients:  # the parameters outside of blocks have them now
-            skeleton = run_skeleton(blocks, step, drops=drops)
-        if skeleton.has_dropped_too_much:
-            raise PlanError(
-                "the step runs a backward a second time through operators beside its blocks "
-                "(retain_graph=True); such a step cannot be planned"
-            )
-        if not skeleton.calls:
-            raise PlanError(
-                "the step calls none of the blocks: " + ", ".join(list(blocks)[:3]) + "; name "
-                "Layers that loss_fn calls, with gradients enabled"
-            )
+            skeleton = run_skeleton(blocks, step)
+        _check_recorded(skeleton, blocks)
         gradients = {id(p): _bytes_of_gradient(p) for p in parameters if p.grad is not None}
         clear_gradients(parameters)
         kinds = _measured_kinds(
@@ -157,6 +144,26 @@ def check_measurable(model: paddle.nn.Layer) -> None:
         raise PlanError(
             f"'{wrapped}' is recomputed already; plan a model that is not, or call "
             "RecomputePlan.remove or unwrap() first"
+        )
+
+
+def _check_recorded(skeleton: Skeleton, blocks: Mapping[str, paddle.nn.Layer]) -> None:
+    if skeleton.took_twice:
+        raise PlanError(
+            "the step runs a backward a second time through operators beside its blocks "
+            "(retain_graph=True); such a step cannot be planned"
+        )
+    if not skeleton.calls:
+        raise PlanError(
+            "the step calls none of the blocks: " + ", ".join(list(blocks)[:3]) + "; name "
+            "Layers that loss_fn calls, with gradients enabled"
+        )
+    left = skeleton.call_without_backward()
+    if left is not None:
+        raise PlanError(
+            f"the step calls '{left.layer}' with gradients enabled, and its backward does not go "
+            "through that call; such a step cannot be planned. Call it under paddle.no_grad(), or "
+            "leave it out of checkpoints"
         )
 
 

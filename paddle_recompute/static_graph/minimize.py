@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -119,8 +118,13 @@ def cast_forward(program: paddle.static.Program, strategy: fleet.DistributedStra
 
 def _of_representation() -> ModuleType:
     """The module with the five functions that differ between the representations."""
-    name = "_fleet_training" if native().HAS_FLEET else "_pir_training"
-    return importlib.import_module(f"paddle_recompute.static_graph.{name}")
+    if native().HAS_FLEET:
+        from paddle_recompute.static_graph import _fleet_training
+
+        return _fleet_training
+    from paddle_recompute.static_graph import _pir_training
+
+    return _pir_training
 
 
 class RecomputeOptimizer:

@@ -28,7 +28,7 @@ import paddle
 from paddle.base import core
 from paddle.base.libpaddle import pir as libpir
 
-from paddle_recompute._paddle.static.marks import (
+from paddle_recompute._paddle.static.attributes import (
     CLAIMED,
     OWN_ATTRIBUTES,
     SCOPE,
@@ -431,15 +431,6 @@ def in_float32() -> contextlib.AbstractContextManager[None]:
 def updating(program: paddle.static.Program) -> contextlib.AbstractContextManager[None]:
     """Operators have no roles in PIR."""
     return contextlib.nullcontext()
-
-
-def sum_over_ranks(value: Value) -> Value:
-    """The sum of `value` over all ranks."""
-    from paddle_recompute._paddle.static import pir_exchange
-
-    pir_exchange.join_ranks()
-    ring, a_sum = 0, 0
-    return paddle._C_ops.all_reduce(value, ring, a_sum)
 
 
 # ------------------------------------------------------------------------------- training
