@@ -16,7 +16,7 @@ CLOSE = 1e-5
 """Largest difference of two gradients that counts as rounding, relative to the largest entry."""
 
 
-def check_plain(report: DoctorReport, plain: Observation, again: Observation) -> bool:
+def check_plain(report: DoctorReport, plain: Observation, repeated: Observation) -> bool:
     """Whether the plain step is finite and repeatable. Otherwise it cannot be compared."""
     fault = _not_finite(plain)
     if fault is not None:
@@ -29,7 +29,7 @@ def check_plain(report: DoctorReport, plain: Observation, again: Observation) ->
             "the forward appends to this list or dict, and a second forward would append again. "
             "Turn the cache off in training (use_cache=False), or do not recompute this layer",
         )
-    where = first_difference(plain.outputs, again.outputs)
+    where = first_difference(plain.outputs, repeated.outputs)
     if where is not None and not plain.grown:
         report.add(
             "not_repeatable",

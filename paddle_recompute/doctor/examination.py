@@ -75,13 +75,13 @@ def doctor(
             apply_recompute(model, recompute)
         examined = _Examined(report, model, state, batch, loss_fn)
         with called_plainly():
-            plain, again = examined.step(), examined.step()
+            plain, repeated = examined.step(), examined.step()
         if _fails_somewhere(report, plain):
             return report
         optimized = parameters_of_optimizer(optimizer) if optimizer is not None else None
         checks.check_parameters(report, model, plain, optimized)
         # If one rank cannot compare, none does: the loss may contain a collective of all ranks.
-        if all(values_of_ranks(checks.check_plain(report, plain, again), "the plain steps")):
+        if all(values_of_ranks(checks.check_plain(report, plain, repeated), "the plain steps")):
             examined.compare_recompute(plain)
             if grad_cache is not None:
                 examined.compare_cache(plain, grad_cache)

@@ -58,17 +58,17 @@ def self_test() -> dict[str, Any]:
     began = time.perf_counter()
     cases = [_judged(title, fault) for title, fault in _FAULTS.items()]
     device = paddle.get_device()
-    about = {
+    environment = {
         "paddle": ".".join(map(str, paddle_version())),
         "python": platform.python_version(),
         "device": device,
     }
     if device.startswith("gpu"):
         properties = paddle.device.cuda.get_device_properties()
-        about["gpu"] = str(properties)
+        environment["gpu"] = str(properties)
     return {
         "ok": all(case["ok"] for case in cases),
-        **about,
+        **environment,
         "machine": platform.platform(),
         "seconds": round(time.perf_counter() - began, 1),
         "cases": cases,

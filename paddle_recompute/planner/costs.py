@@ -90,8 +90,8 @@ class Event:
     """Something that happens in a step.
 
     Attributes:
-        kind: ``forward`` or ``backward`` of a call, or that its backward is ``done``; ``update`` of
-            the optimizer, or ``end``.
+        kind: ``forward`` or ``backward`` of a call, that its backward is ``done`` or the graph over
+            it was ``dropped``; ``update`` of the optimizer, or ``end``.
         call: Number of the call; -1 for ``update`` and ``end``.
         before: The peak since the event before.
         enter: The level at its begin.
@@ -99,7 +99,7 @@ class Event:
         seconds: Time since the event before.
     """
 
-    kind: Literal["forward", "backward", "done", "update", "end"]
+    kind: Literal["forward", "backward", "done", "dropped", "update", "end"]
     call: int
     before: int
     enter: int

@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def peak(self) -> Point:
-        """The point that binds."""
+        """The highest point."""
         return max(self.points, key=lambda point: point.bytes)
 
 
@@ -173,6 +173,9 @@ def _points(costs: StepCosts, choices: Sequence[Choice]) -> Iterator[Point]:
             peak = cost.forward_peak
             yield Point(f"forward of {call.name}", level + peak, gradients, above, peak)
             above += kept.bytes(number)
+            continue
+        if event.kind == "dropped":
+            above -= kept.bytes(number)
             continue
         level -= call.output_bytes  # its gradient, which is part of the measured peak
         if choice.option != JOINED:

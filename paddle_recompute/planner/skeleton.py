@@ -79,30 +79,30 @@ class Skeleton:
         events: What happened.
         saved_outside: Addresses of tensors that operators outside of blocks saved, with the pass in
             which they did: an address is used again in the next one.
-        took_twice: Whether a backward asked for a saved tensor a second time.
+        has_dropped_too_much: Whether a backward asked for a tensor that was dropped with the graph
+            of blocks, or a second time.
     """
 
     start: int = 0
     calls: list[RecordedCall] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     saved_outside: set[tuple[int, int]] = field(default_factory=set)
-    took_twice: bool = False
-
-    def call_without_backward(self) -> RecordedCall | None:
-        """The first call that no backward of the step went through."""
-        ended = {event.call for event in self.events if event.kind == "backward"}
-        return next((one for place, one in enumerate(self.calls) if place not in ended), None)
+    has_dropped_too_much: bool = False
 
 
-def run_skeleton(blocks: Mapping[str, paddle.nn.Layer], step: Callable[[], object]) -> Skeleton:
+def run_skeleton(
+    blocks: Mapping[str, paddle.nn.Layer], step: Callable[[], object], *, drops: bool = True
+) -> Skeleton:
     """Run `step`, a forward and a backward, without the insides of `blocks`.
 
     Args:
         blocks: By name.
         step: Its numbers are no gradients.
+        drops: Whether what operators beside the blocks saved goes with a graph of blocks that is
+            dropped without a backward. Paddle would forget it; but another graph may need it.
     """
     structures = {name: structure_of(block) for name, block in blocks.items()}
-    recorder = _Recorder(structures)
+    recorder = _Recorder(structures, drops)
     with contextlib.ExitStack() as stack:
         for name, block in blocks.items():
             stack.enter_context(_replaced_forward(block, name, recorder))
@@ -132,7 +132,7 @@ def _replaced_forward(block: paddle.nn.Layer, name: str, recorder: _Recorder) ->
 
 
 class _Recorder:
-    def __init__(self, structures: Mapping[str, tuple[Any, ...]]) -> None:
+    def __init__(self, structures: Mapping[str, tuple[Any, ...]], drops: bool) -> None:
         self.skeleton = Skeleton()
         self.inside = False
         self._structures = structures
@@ -141,6 +141,9 @@ class _Recorder:
         self._waiting = 0
         """Calls whose backward is still to come."""
         self._seen: set[tuple[Any, ...]] = set()
+        self._drops = drops
+        self._saved: list[_Saved] = []
+        """Of operators outside of blocks, in this pass."""
         self._outputs: dict[int, int] = {}
         """The call that made the tensor at an address, as long as that tensor is there."""
 
@@ -148,11 +151,18 @@ class _Recorder:
         self.skeleton.start = memory.current_bytes()
         self._restart()
 
-    def event(self, kind: Any, call: int) -> None:
-        start = self.skeleton.start
-        level = memory.current_bytes() - start
-        before = max(self._highest, memory.peak_bytes() - start)
-        self.skeleton.events.append(Event(kind, call, before, level, level, now() - self._since))
+    def event(self, kind: Any, call: int, leave: int | None = None) -> None:
+        level, start = memory.current_bytes(), self.skeleton.start
+        self.skeleton.events.append(
+            Event(
+                kind,
+                call,
+                memory.peak_bytes() - start,
+                level - start,
+                level - start,
+                now() - self._since,
+            )
+        )
         self._restart()
 
     def leave(self) -> None:
@@ -167,12 +177,7 @@ class _Recorder:
 
     def _restart(self) -> None:
         memory.reset_peak()
-        self._highest, self._since = 0, now()
-
-    def _forget_event(self) -> None:
-        """The call of the last event is none: the block handed its input on, as LayerDrop does."""
-        last = self.skeleton.events.pop()
-        self._highest, self._since = last.before, now() - last.seconds
+        self._since = now()
 
     def call(self, name: str, forward: Callable[..., Any], inputs: Any) -> Any:
         place = len(self.skeleton.calls)
@@ -187,6 +192,13 @@ class _Recorder:
         anchor = paddle.zeros([1])
         anchor.stop_gradient = False
         given = {tensor.data_ptr() for tensor in _nested.tensors_in(inputs)}
+        if self._waiting == 0:
+            self._numbers.clear()
+            self._saved = [saved for saved in self._saved if saved.is_waiting]
+            self._pass += 1
+        self._waiting += 1
+        number = self._numbers.get(name, 0)
+        self._numbers[name] = number + 1
         is_opaque = not all(map(_is_plain, (leaf for _, leaf in _nested.named_leaves(inputs))))
         reach = Reach(forward, inputs) if is_opaque else None
         self.inside = True
@@ -200,15 +212,6 @@ class _Recorder:
             self.inside = False
         if reach is not None:
             reach.after_forward()
-        if not holder.has_outputs:
-            self._forget_event()
-            return holder.outputs
-        if self._waiting == 0:
-            self._numbers.clear()
-            self._pass += 1
-        self._waiting += 1
-        number = self._numbers.get(name, 0)
-        self._numbers[name] = number + 1
         # What its structure does not tell (a branch by the number of the block) the peak does.
         peak = memory.peak_bytes() - level
         likenesses = _likenesses(inputs)
@@ -220,6 +223,7 @@ class _Recorder:
                 lambda one: one if is_parameter(one) else HostTensor(one), inputs
             )
         holder.forward = None
+        weakref.finalize(holder, self._dropped, place)
         passed = passed if isinstance(passed, (tuple, list)) else (passed,)
         outputs = _nested.map_leaves(
             lambda leaf: passed[leaf.position] if isinstance(leaf, _OutputPosition) else leaf,
@@ -268,12 +272,23 @@ class _Recorder:
         if self._outputs.get(pointer) == place:
             del self._outputs[pointer]
 
+    def _dropped(self, place: int) -> None:
+        """The graph over a call is gone; it may have been dropped without a backward."""
+        done = {one.call for one in self.skeleton.events if one.kind in ("backward", "end")}
+        if place not in done and -1 not in done:
+            self.event("dropped", place)
+            self._waiting -= 1
+            if self._waiting == 0 and self._drops:
+                for saved in self._saved:
+                    saved.drop()
+
     def pack(self, tensor: paddle.Tensor) -> _Saved:
         if not self.inside and is_initialized(tensor):
             self._is_kept(tensor.data_ptr())
             is_before_the_next = self._waiting == 0
             self.skeleton.saved_outside.add((self._pass + is_before_the_next, tensor.data_ptr()))
-        return _Saved(tensor, self.skeleton)
+        self._saved.append(_Saved(tensor, self.skeleton))
+        return self._saved[-1]
 
 
 class _Saved:
@@ -287,12 +302,19 @@ class _Saved:
         self._likeness = tensor.shape, tensor.dtype
         self._skeleton = skeleton
 
+    @property
+    def is_waiting(self) -> bool:
+        return self._tensor is not None
+
     def take(self) -> paddle.Tensor:
         tensor, self._tensor = self._tensor, None
         if tensor is None:  # an error would leave the engine as another one
-            self._skeleton.took_twice = True
+            self._skeleton.has_dropped_too_much = True
             return paddle.zeros(*self._likeness)
         return tensor
+
+    def drop(self) -> None:
+        self._tensor = None
 
 
 class _GateHolder:
@@ -333,8 +355,6 @@ class _Holder:
     likenesses: list[tuple[Any, Any]]
     """Shape and dtype of the inputs that get gradients."""
     outputs: Any = None
-    has_outputs: bool = False
-    """Whether it returned a floating-point tensor that is not one of its inputs."""
 
 
 class _OutputPosition:
@@ -364,8 +384,8 @@ class _Pass(paddle.autograd.PyLayer):
             return _OutputPosition(len(passed) - 1)
 
         holder.outputs = _nested.map_leaves(replaced, result)
-        holder.has_outputs = bool(passed)
-        return tuple(passed) or paddle.zeros([1])  # Paddle wants an output
+        # A block that hands its input on (LayerDrop) has no backward; Paddle wants an output.
+        return tuple(passed) or paddle.zeros([1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -6,7 +6,7 @@ one number of bytes. A label is such a number with the seconds it costs. Labels 
 beats in both are dropped, and nothing is rounded: the best of all choices is found, where a budget
 of bytes is given as it is (no slots).
 
-The units are: one call with one of its measured options, and a segment that is recomputed together
+The spans are: one call with one of its measured options, and a segment that is recomputed together
 (`JOINED`).
 
 Where the backward is not the reverse of the forward (two towers that take turns), what is there
@@ -22,8 +22,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,37 +98,17 @@ def solve(costs: StepCosts, budget: int) -> Solution | None:
     best = within(budget)
     if best is None or best.peak <= budget:
         return best
-    low, high = budget - 2 * (best.peak - budget) - 1, budget
-    found = within(low)
-    while found is not None and found.peak > budget:
-        low -= 2 * (high - low)
-        found = within(low)
-    if found is None:
-        low, found = _first_feasible(within, low, high, budget)
-        if found is None:
-            return None
-    for _ in range(24):
+    low, high, found = costs.base, budget, None
+    for _ in range(32):
         if high - low <= 1024:
             break
         middle = (low + high) // 2
         tried = within(middle)
-        if tried is not None and tried.peak <= budget:
-            low, found = middle, tried
-        else:
+        if tried is not None and tried.peak > budget:
             high = middle
-    return Solution(found.choices, found.timeline, exact=False)
-
-
-def _first_feasible(
-    within: Callable[[int], Solution | None], low: int, high: int, budget: int
-) -> tuple[int, Solution | None]:
-    """The largest of some limits at which the simulated peak is inside."""
-    for part in range(1, 16):
-        limit = high - (high - low) * part // 16
-        found = within(limit)
-        if found is not None and found.peak <= budget:
-            return limit, found
-    return low, None
+        else:  # None: not even the labels stay within so little
+            low, found = middle, tried or found
+    return None if found is None else replace(found, exact=False)
 
 
 # ------------------------------------------------------------------------------------ a chain
@@ -174,7 +153,9 @@ def _groups(costs: StepCosts) -> list[_Group]:
     levels = _levels(costs)
     by_calls: dict[tuple[tuple[str, int], ...], list[tuple[tuple[int, ...], bool]]] = {}
     for number, ahead in forwards.items():
-        order = tuple(reversed(backwards[number]))
+        back = backwards.get(number, [])
+        silent = [call for call in ahead if call not in back]  # nobody asks for their gradients
+        order = (*silent, *reversed(back))
         key = tuple((costs.calls[call].layer, costs.calls[call].number) for call in order)
         by_calls.setdefault(key, []).append((order, list(order) == ahead))
     groups = []
@@ -205,15 +186,19 @@ def _levels(costs: StepCosts) -> dict[int, tuple[int, int, int, int]]:
             level = event.enter - call.output_bytes + gradients
             back[event.call] = level, event.before + gradients
             present.add(event.call)
-    return {call: (*ahead[call], *back[call]) for call in range(len(costs.calls))}
+    nothing = (0, 0)
+    return {
+        call: (*ahead.get(call, nothing), *back.get(call, nothing))
+        for call in range(len(costs.calls))
+    }
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _Span:
     """Calls from `first` to `last` (places in the order) under one option.
 
     Attributes:
-        reach: Highest level that the unit leads to, above what earlier calls keep.
+        reach: Highest level that the span leads to, above what earlier calls keep.
         kept: What it adds to that until its backward.
         seconds: Its seconds.
     """
@@ -228,9 +213,9 @@ class _Unit:
 
 def _solve_group(group: _Group, room: int) -> dict[int, Choice] | None:
     """The choices by the number of their first call; None if the budget is too small."""
-    ending: list[list[_Unit]] = [_single_units(group, place) for place in range(len(group.order))]
-    for unit in _segment_units(group, room):
-        ending[unit.last].append(unit)
+    ending: list[list[_Span]] = [_single_spans(group, place) for place in range(len(group.order))]
+    for span in _segment_spans(group, room):
+        ending[span.last].append(span)
     # A few labels give a bound, which then leaves few of all.
     fast = _best(group, room, ending, FEW_LABELS, np.inf)
     bound = np.inf if fast is None else fast[1] * (1 + 1e-9)
@@ -239,22 +224,22 @@ def _solve_group(group: _Group, room: int) -> dict[int, Choice] | None:
 
 
 def _best(
-    group: _Group, room: int, ending: list[list[_Unit]], most: int, most_seconds: float
+    group: _Group, room: int, ending: list[list[_Span]], most: int, most_seconds: float
 ) -> tuple[dict[int, Choice], float] | None:
     """The choices and seconds of the best label at the end."""
     size = len(group.order)
-    least = [min(u.seconds for u in units if u.first == u.last) for units in ending]
+    least = [min(u.seconds for u in spans if u.first == u.last) for spans in ending]
     left = [*np.cumsum(least[::-1])[::-1], 0.0]
     frontier = [_Labels.start()]
     for place in range(size):
         candidates = []
-        for unit in ending[place]:
-            earlier = frontier[unit.first]
+        for span in ending[place]:
+            earlier = frontier[span.first]
             first, last = earlier.within(
-                room - unit.reach, most_seconds - unit.seconds - left[place + 1]
+                room - span.reach, most_seconds - span.seconds - left[place + 1]
             )
             if first < last:
-                candidates.append(_Extended(unit, earlier, first, last))
+                candidates.append(_Extended(span, earlier, first, last))
         frontier.append(_Labels.joined(candidates, most))
     end = frontier[size]
     if not len(end.kept):
@@ -264,12 +249,12 @@ def _best(
     place = size
     while place:
         labels_here = frontier[place]
-        unit = labels_here.units[labels_here.by[index]]
+        span = labels_here.spans[labels_here.by[index]]
         for calls in group.passes:
-            numbers = calls[unit.first : unit.last + 1]
-            chosen[numbers[0]] = Choice(numbers[0], numbers[-1], unit.option)
+            numbers = calls[span.first : span.last + 1]
+            chosen[numbers[0]] = Choice(numbers[0], numbers[-1], span.option)
         index = int(labels_here.index[index])
-        place = unit.first
+        place = span.first
     return chosen, float(end.seconds.min())
 
 
@@ -280,16 +265,16 @@ class _Labels:
     Attributes:
         kept: Bytes that the calls before the boundary keep; they rise from label to label.
         seconds: Seconds of these calls; they fall.
-        by: For each label, the place in `units` of the unit that ends at the boundary.
-        index: For each label, the label at the boundary before that unit.
-        units: The units that end at the boundary.
+        by: For each label, the place in `spans` of the span that ends at the boundary.
+        index: For each label, the label at the boundary before that span.
+        spans: The spans that end at the boundary.
     """
 
     kept: NDArray[np.int64]
     seconds: NDArray[np.float64]
     by: NDArray[np.int64]
     index: NDArray[np.int64]
-    units: list[_Unit]
+    spans: list[_Span]
 
     @classmethod
     def start(cls) -> _Labels:
@@ -306,9 +291,9 @@ class _Labels:
         if not candidates:
             none = np.zeros(0, np.int64)
             return cls(none, np.zeros(0), none, none, [])
-        kept = np.concatenate([c.earlier.kept[c.first : c.last] + c.unit.kept for c in candidates])
+        kept = np.concatenate([c.earlier.kept[c.first : c.last] + c.span.kept for c in candidates])
         seconds = np.concatenate(
-            [c.earlier.seconds[c.first : c.last] + c.unit.seconds for c in candidates]
+            [c.earlier.seconds[c.first : c.last] + c.span.seconds for c in candidates]
         )
         order = np.argsort(kept, kind="stable")  # merges runs, which the candidates are
         best = np.minimum.accumulate(seconds[order])
@@ -328,21 +313,21 @@ class _Labels:
             seconds[left],
             by,
             left - starts[by] + np.array([c.first for c in candidates])[by],
-            [c.unit for c in candidates],
+            [c.span for c in candidates],
         )
 
 
 @dataclass(frozen=True)
 class _Extended:
-    """Labels `first` to `last` of an earlier boundary, with `unit` after them."""
+    """Labels `first` to `last` of an earlier boundary, with `span` after them."""
 
-    unit: _Unit
+    span: _Span
     earlier: _Labels
     first: int
     last: int
 
 
-def _single_units(group: _Group, place: int) -> list[_Unit]:
+def _single_spans(group: _Group, place: int) -> list[_Span]:
     number, calls = group.order[place], group.costs.calls
     found = []
     for option, cost in calls[number].options.items():
@@ -354,27 +339,27 @@ def _single_units(group: _Group, place: int) -> list[_Unit]:
             group.backward[place] + cost.backward_peak - freed,
             group.before_backward[place] + kept,
         )
-        found.append(_Unit(place, place, option, int(reach), kept, cost.seconds))
+        found.append(_Span(place, place, option, int(reach), kept, cost.seconds))
     return _undominated(found)
 
 
-def _undominated(units: list[_Unit]) -> list[_Unit]:
+def _undominated(spans: list[_Span]) -> list[_Span]:
     """Without options that another one beats in everything."""
     return [
-        unit
-        for unit in units
+        span
+        for span in spans
         if not any(
-            other is not unit
-            and other.reach <= unit.reach
-            and other.kept <= unit.kept
-            and other.seconds <= unit.seconds
-            and (other.option == PLAIN or other.seconds < unit.seconds)
-            for other in units
+            other is not span
+            and other.reach <= span.reach
+            and other.kept <= span.kept
+            and other.seconds <= span.seconds
+            and (other.option == PLAIN or other.seconds < span.seconds)
+            for other in spans
         )
     ]
 
 
-def _segment_units(group: _Group, room: int) -> list[_Unit]:
+def _segment_spans(group: _Group, room: int) -> list[_Span]:
     """Segments of at least two calls, each of which continues the one before it."""
     every, order = group.costs.calls, group.order
     calls = [every[number] for number in order]
@@ -429,5 +414,5 @@ def _segment_units(group: _Group, room: int) -> list[_Unit]:
                 group.before_backward[place] + kept,
             )
             if reach <= room:
-                found.append(_Unit(first, place, JOINED, int(reach), kept, seconds))
+                found.append(_Span(first, place, JOINED, int(reach), kept, seconds))
     return found

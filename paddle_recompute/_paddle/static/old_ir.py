@@ -359,11 +359,6 @@ def updating(program: paddle.static.Program) -> contextlib.AbstractContextManage
     return program._optimized_guard([])  # type: ignore[no-any-return]
 
 
-def persistable_scalar(name: str, like: Variable, startup: paddle.static.Program) -> Variable:
-    """A float32 scalar that lives from run to run, in the Programs being built."""
-    return paddle.static.create_global_var([], 0.0, "float32", True, name=name)
-
-
 def persistable(
     name: str, like: Variable, startup: paddle.static.Program, program: paddle.static.Program
 ) -> Variable:

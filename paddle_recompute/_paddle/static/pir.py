@@ -484,14 +484,6 @@ def persistable(
     return value
 
 
-def persistable_scalar(name: str, like: Value, startup: paddle.static.Program) -> Value:
-    """A float32 scalar, as `like`, that lives from run to run.
-
-    ``paddle.static.create_global_var`` fails in PIR (3.3.1) with a TypeError.
-    """
-    return persistable(name, like, startup, program_of(like))
-
-
 def variables_after(startup: paddle.static.Program, scope: Any) -> list[str]:
     """The names of what `startup`, which has just run, has left in `scope`.
 
