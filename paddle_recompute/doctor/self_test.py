@@ -134,62 +134,16 @@ def _x(grad: bool = True) -> paddle.Tensor:
     return x
 
 
-@_case("a Linear")
-def _linear(run: Run) -> dict[str, Any]:
-    layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
-    return _step(run(layer, x).sum(), layer) | {"x": x.grad}
-
-
-@_case("an input that needs no gradient")
-def _no_gradient(run: Run) -> dict[str, Any]:
-    layer = nn.Linear(_WIDTH, _WIDTH)
-    return _step(run(layer, _x(False)).square().sum(), layer)
-
-
-@_case("an embedding")
-def _embedding(run: Run) -> dict[str, Any]:
-    layer = nn.Embedding(10, _WIDTH)
-    return _step(run(layer, paddle.to_tensor([[1, 2, 2]])).square().sum(), layer)
-
-
-@_case("dropout")
-def _dropout(run: Run) -> dict[str, Any]:
-    layer = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Dropout(0.5), nn.Linear(_WIDTH, 2))
-    return _step(run(layer, _x()).square().sum(), layer)
-
-
-@_case("BatchNorm")
-def _batch_norm(run: Run) -> dict[str, Any]:
-    layer = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.BatchNorm1D(_WIDTH))
-    return _step(run(layer, _x()).square().sum(), layer)
-
-
-@_case("keyword arguments")
-def _keywords(run: Run) -> dict[str, Any]:
-    layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
-
-    def call(*, given: paddle.Tensor, factor: float) -> paddle.Tensor:
-        return layer(given) * factor
-
-    return _step(run(call, given=x, factor=2.0).sum(), layer) | {"x": x.grad}
-
-
-@_case("lists, dicts and None as arguments and results")
+@_case("keywords, lists, dicts and None as arguments and results")
 def _containers(run: Run) -> dict[str, Any]:
     layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
 
-    def call(values: Any, mask: Any) -> Any:
-        return {"out": layer(values["a"][0]), "mask": mask, "none": None}
+    def call(values: Any, mask: Any, *, factor: float) -> Any:
+        return {"out": layer(values["a"][0]) * factor, "mask": mask, "none": None}
 
-    found = run(call, {"a": [x, None]}, None)
-    return _step(found["out"].sum(), layer, none=found["none"] is None) | {"x": x.grad}
-
-
-@_case("an argument that is returned")
-def _passed_on(run: Run) -> dict[str, Any]:
-    layer, mask = nn.Linear(_WIDTH, _WIDTH), paddle.ones([4, 1])
-    out, same = run(lambda x, m: (layer(x) * m, m), _x(), mask)
-    return _step((out * same).sum(), layer)
+    found = run(call, {"a": [x, None]}, paddle.ones([4, 1]), factor=2.0)
+    loss = (found["out"] * found["mask"]).sum()
+    return _step(loss, layer, none=found["none"] is None) | {"x": x.grad}
 
 
 @_case("a tensor of the closure")
@@ -205,19 +159,6 @@ def _nested(run: Run) -> dict[str, Any]:
     return _step(run(lambda x: outer(run(inner, x).tanh()), _x()).sum(), inner, outer)
 
 
-@_case("one layer twice")
-def _twice(run: Run) -> dict[str, Any]:
-    layer = nn.Linear(_WIDTH, _WIDTH)
-    return _step(run(layer, run(layer, _x()).tanh()).sum(), layer)
-
-
-@_case("an output that the loss does not use")
-def _unused_output(run: Run) -> dict[str, Any]:
-    one, other = nn.Linear(_WIDTH, 2), nn.Linear(_WIDTH, 2)
-    out, _ = run(lambda x: (one(x), other(x)), _x())
-    return _step(out.sum(), one, other)
-
-
 @_case("backward twice with retain_graph")
 def _retained(run: Run) -> dict[str, Any]:
     layer = nn.Linear(_WIDTH, _WIDTH)
@@ -231,22 +172,6 @@ def _grad(run: Run) -> dict[str, Any]:
     layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
     (found,) = paddle.grad(run(layer, x).square().sum(), [x])
     return {"x": found, "weight": layer.weight.grad is None}
-
-
-@_case("no_grad")
-def _no_grad(run: Run) -> dict[str, Any]:
-    layer = nn.Linear(_WIDTH, _WIDTH)
-    with paddle.no_grad():
-        out = run(layer, _x())
-    return {"out": out, "stop_gradient": out.stop_gradient}
-
-
-@_case("attention with a mask")
-def _attention(run: Run) -> dict[str, Any]:
-    layer = nn.TransformerEncoderLayer(_WIDTH, 2, 32, dropout=0.1)
-    x = _x().reshape([2, 2, _WIDTH])
-    mask = paddle.to_tensor([[[[0.0, -1e9]]], [[[0.0, 0.0]]]])
-    return _step(run(layer, x, mask).square().sum(), layer)
 
 
 @_case("bfloat16 under auto_cast")
@@ -284,6 +209,24 @@ def _encoder() -> dict[str, Any]:
         "batch": paddle.randn([2, 4, _WIDTH]),
         "loss_fn": _square,
         "recompute": RecomputeConfig(checkpoints=["1", "2", "3"]),
+    }
+
+
+@_model("an embedding and an LSTM, whose first inputs need no gradient")
+def _recurrent() -> dict[str, Any]:
+    class Recurrent(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.lstm = nn.Embedding(10, _WIDTH), nn.LSTM(_WIDTH, _WIDTH)
+
+        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+            return self.lstm(self.words(ids))[0]
+
+    return {
+        "model": Recurrent(),
+        "batch": paddle.randint(0, 10, [2, 5]),
+        "loss_fn": _square,
+        "recompute": RecomputeConfig(checkpoints=["*"]),
     }
 
 

@@ -18,7 +18,7 @@ from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.offloaded import offloaded
-from paddle_recompute.planner.pareto_front import smallest
+from paddle_recompute.planner.pareto_front import next_faster, smallest
 from paddle_recompute.planner.simulate import (
     JOINED,
     Choice,
@@ -254,19 +254,13 @@ class RecomputePlan:
             f"  smallest feasible budget {format_bytes(least.peak)}, with "
             f"{(least.seconds - self.costs.seconds) * 1e3:+.1f} ms"
         )
-        step_up = self._next()
+        step_up = next_faster(self.costs, self.seconds, self.memory_budget)
         if step_up is not None:
             lines.append(
                 f"  next faster: {format_bytes(step_up.peak)} for "
                 f"{(step_up.seconds - self.seconds) * 1e3:+.1f} ms"
             )
         return "\n".join(lines)
-
-    def _next(self) -> Solution | None:
-        """The fastest solution of a budget that is larger by a tenth."""
-        room = self.memory_budget - self.costs.base
-        found = solve(self.costs, self.memory_budget + max(1, room // 10))
-        return found if found is not None and found.seconds < self.seconds else None
 
     def _runs(self) -> Iterator[str]:
         """Runs of neighbours with the same option: "layers.0 to layers.5: whole, -38 MiB ..."."""
