@@ -17,7 +17,9 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle.static import ranks, training
 from paddle_recompute.distributed import (
     Limits,
+    are_equal,
     ends_all_ranks,
+    fingerprint,
     is_distributed,
     mean_over_ranks,
     peers,
@@ -429,12 +431,9 @@ def _mean_count(counts: list[float], rows: list[int], is_due: bool) -> tuple[flo
     if not is_distributed():
         return math.fsum(counts), is_due
     num_ranks = paddle.distributed.get_world_size()
-    # Sums of n ranks: all are equal if, and only if, n * sum of squares = square of the sum.
-    squares_of_rows = [float(one) ** 2 for one in rows]
-    sent = [math.fsum(counts), float(is_due), *map(float, rows), *squares_of_rows]
-    total, due, *others = sum_over_ranks(sent, "the number of examples")
-    sums, squares = others[: len(rows)], others[len(rows) :]
-    if any(num_ranks * square != one**2 for one, square in zip(sums, squares, strict=True)):
+    sent = [math.fsum(counts), float(is_due), *fingerprint(str(rows))]
+    total, due, *fingerprints = sum_over_ranks(sent, "the number of examples")
+    if not are_equal(fingerprints, num_ranks):
         raise DataError(
             f"this rank has micro-batches of {rows} rows, and another rank has other numbers; in a "
             "Program the loss over the rows of all ranks needs equal numbers: drop an uneven last "
