@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from paddle_recompute.errors import OutputError
 
 LARGEST = 64 << 20
-"""Bytes of a file that is read, unless the caller says otherwise."""
+"""Bytes of a file that is read."""
 
 
 @contextmanager
@@ -96,17 +96,17 @@ def writing(
         ) from error
 
 
-def read_json(path: Path, *, largest: int = LARGEST) -> Any:
-    """What a JSON file of at most `largest` bytes holds; numbers are finite.
+def read_json(path: Path) -> Any:
+    """What a JSON file of at most `LARGEST` bytes holds; numbers are finite.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: It is no such file; the message says why, in a few words.
     """
     with path.open("rb") as file:
-        content = file.read(largest + 1)
-    if len(content) > largest:
-        raise ValueError(f"larger than {largest} bytes")
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise ValueError(f"larger than {LARGEST} bytes")
     return parse_json(content)
 
 

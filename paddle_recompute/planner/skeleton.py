@@ -151,7 +151,7 @@ class _Recorder:
         self.skeleton.start = memory.current_bytes()
         self._restart()
 
-    def event(self, kind: Any, call: int, leave: int | None = None) -> None:
+    def event(self, kind: Any, call: int) -> None:
         level, start = memory.current_bytes(), self.skeleton.start
         self.skeleton.events.append(
             Event(
