@@ -253,7 +253,7 @@ class RecomputePlan:
             measured = f" (measured {format_bytes(self.measured_bytes)})"
         lines = [
             f"plan for {format_bytes(self.memory_budget)}: peak {format_bytes(peak.bytes)}"
-            f"{measured}, {self.extra_seconds * 1e3:+.1f} ms per step ({share:+.1%}); binds at the "
+            f"{measured}, {self.extra_seconds * 1e3:+.1f} ms per step ({share:+.1%}); peak at the "
             f"{peak.where}",
             *(f"  {line}" for line in self._runs()),
         ]

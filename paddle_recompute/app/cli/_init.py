@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import tempfile
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,6 @@ _MOST_NEGATIVES = 4
 """Of each pair in a batch; a batch encodes all of them."""
 _FEWEST_WITH_NEGATIVES = 0.1
 """Share of the pairs. Fewer are likely tabs by mistake, and all pairs pay for negatives."""
-_NOT_IN_A_LINE = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode categories of line breaks, control characters and bytes that are not UTF-8."""
 # A Chinese, Japanese or Korean character is about a token; of other writing, four letters are.
 _TOKENS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]{1,4}|[^\w\s]")
 
@@ -118,11 +115,11 @@ def _fitted(path: Path, file: Path) -> str:
     """
     from paddle_recompute.app.data import HardNegatives, read_pairs, split_pairs
 
-    for text in (str(path.absolute()), str(file)):
-        if any(unicodedata.category(letter) in _NOT_IN_A_LINE for letter in text):
+    for name in (str(path.absolute()), str(file)):
+        if not name.isprintable():
             raise ConfigError(
-                f"{text!r}: has a line break or another control character, which a configuration "
-                "cannot hold; rename the file"
+                f"{name!r}: has a character that is not printable, such as a line break, which a "
+                "configuration cannot hold; rename the file"
             )
     found = read_pairs(path, on_bad_line="skip")
     if found.skipped:
