@@ -80,7 +80,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         lines = [
             f"a step takes {format_bytes(self.peak_bytes)} and {self.seconds * 1e3:.1f} ms; the "
-            f"{self.peak_at} binds"
+            f"peak is in the {self.peak_at}"
         ]
         lines += [f"  {name}: {format_bytes(size)}" for name, size in self.parts.items() if size]
         return "\n".join(lines)

@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def peak(self) -> Point:
-        """The point that binds."""
+        """The point with the most bytes."""
         return max(self.points, key=lambda point: point.bytes)
 
 

@@ -159,7 +159,7 @@ def _fitted(path: Path, file: Path) -> str:
         count=count,
         file=shlex.quote(str(file)),
         model=_GPU_MODEL if machine.card_bytes else _CPU_MODEL.format(max(queries, positives)),
-        batch=f"{per_rank * machine.ranks:<16}# {machine.ranks} x {per_rank} pairs; each query is",
+        batch=f"{per_rank * machine.ranks:<16}# {machine.ranks} x {per_rank} pairs",
         negatives=_NEGATIVES.format(f"{hard_negatives:<14}", least, most) if most else "",
         fill=_FILL.format(negatives.count(0)) if most and not least else "",
         memory=_GPU_MEMORY.format(budget) if budget else "",
@@ -182,11 +182,11 @@ _CPU_MODEL = """\
   num_heads: 4
   intermediate_size: 256
   max_position_embeddings: {}
-  pooling: mean                 # from random weights, cls gives all texts one vector for long
+  pooling: mean                 # with random weights, cls starts with one vector for all texts
 """
 _GPU_MODEL = """\
   preset: base                  # ERNIE 3.0 Base, random weights
-  pooling: mean                 # from random weights, cls gives all texts one vector for long
+  pooling: mean                 # with random weights, cls starts with one vector for all texts
   # init_from: model_state.pdparams   # pretrained weights
 """
 _GPU_MEMORY = """\
@@ -215,7 +215,7 @@ recompute:
 
 contrastive:
   global_batch: $batch
-  temperature: 0.05             # told from the positives of all the others
+  temperature: 0.05             # the cosine similarities are divided by it
   mask_false_negatives: true    # pairs with the same positive are no negatives of each other
 $negatives$fill$memory
 data:
