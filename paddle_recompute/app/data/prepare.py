@@ -152,8 +152,8 @@ def prepare_data(
     )
     account.note(queries.num_cut, "held-out queries are cut at data.max_query_tokens")
     account.note(candidates.num_cut, "candidates are cut at data.max_positive_tokens")
-    account.note(queries.num_unknown, "held-out queries hold words beyond data.vocab_size")
-    account.note(candidates.num_unknown, "candidates hold words beyond data.vocab_size")
+    account.note(queries.num_unknown, "held-out queries hold words outside the vocabulary")
+    account.note(candidates.num_unknown, "candidates hold words outside the vocabulary")
     place = {text: index for index, text in enumerate(pool)}
     target = [place[pair.positive] for pair in split.valid]
     best = ceiling(queries, candidates, target, unknown=tokenizer.unknown)
