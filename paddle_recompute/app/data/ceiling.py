@@ -35,7 +35,8 @@ class Ceiling:
     def to_dict(self) -> dict[str, float]:
         """The values for the final record, where ``best_recall`` is ``recall@1_ceiling``."""
         values = asdict(self)
-        return {**values, "recall@1_ceiling": values.pop("best_recall")}
+        values["recall@1_ceiling"] = values.pop("best_recall")
+        return values
 
     def notes(self) -> list[str]:
         """Sentences for the user; none if recall@1 of 1 is possible."""

@@ -16,7 +16,7 @@ from paddle_recompute.app.data.split import (
     Split,
     digest_of,
     num_pairs_sharing_a_text,
-    rank_of,
+    shuffling_key,
     split_pairs,
     without_duplicates,
 )
@@ -191,7 +191,7 @@ def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
             f"data.pool_size is {pool_size}, and the pairs have {len(held_out) + len(others)} "
             "different positives; lower it or give more pairs"
         )
-    return [*held_out, *sorted(others, key=lambda text: rank_of(text, seed))[:missing]]
+    return [*held_out, *sorted(others, key=lambda text: shuffling_key(text, seed))[:missing]]
 
 
 @dataclass

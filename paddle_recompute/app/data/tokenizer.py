@@ -1,8 +1,8 @@
 """Turn texts into token ids: byte-level BPE, trained once and shared through a file.
 
 The text is normalised as in BERT's uncased models: lower case, no accents, every Chinese character
-is a word. Pieces consist of bytes (UTF-8), as in GPT-2's vocabulary: a frequent word or character is
-one piece, and a rare or new character is a few shared pieces, never ``[UNK]``. The file is the
+is a word. Pieces consist of bytes (UTF-8), as in GPT-2's vocabulary: a frequent word or character
+is one piece, and a rare or new character is a few shared pieces, never ``[UNK]``. The file is the
 ``tokenizer.json`` of Hugging Face's `tokenizers`, which does the work, so other programs can read
 it.
 """

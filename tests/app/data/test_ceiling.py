@@ -35,6 +35,8 @@ def test_what_is_counted() -> None:
         equal_answers=1,  # of the query of token 10
         best_recall=7 / 9,
     )
+    counted = {"unknown_queries", "equal_queries", "equal_answers"}
+    assert found.to_dict().keys() == {*counted, "recall@1_ceiling"}
     assert found.to_dict()["recall@1_ceiling"] == 7 / 9
     assert found.notes() == [
         "2 held-out queries are [UNK] alone",
