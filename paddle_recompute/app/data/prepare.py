@@ -71,11 +71,14 @@ class PreparedData:
 
 
 def check_files(config: Config) -> None:
-    """Read the files of pairs of a configuration, without Paddle, and keep nothing.
+    """Read the pairs and the tokenizer of a configuration, without Paddle, and keep nothing.
 
     Raises:
         DataError: A file or a line in it cannot be used.
     """
+    file = config.tokenizer_file
+    if file is not None and file.exists():  # a resumed run needs none
+        load_tokenizer(file)
     for name in ("train_file", "valid_file"):
         if (path := getattr(config.data, name)) is not None:
             _read(config.data, name, path, _Account(), config.contrastive.negatives_of_a_line)

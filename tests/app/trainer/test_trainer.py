@@ -483,7 +483,7 @@ def test_mixed_precision_from_the_configuration(
 
 FLOAT16 = {
     "strategy__amp": True,
-    "strategy__amp_configs__init_loss_scaling": 2.0**18,
+    "strategy__amp_configs__init_loss_scaling": 2.0**19,
     "strategy__amp_configs__decr_every_n_nan_or_inf": 1,
     "strategy__amp_configs__decr_ratio": 0.5,
     "strategy__amp_configs__incr_every_n_steps": 1,
@@ -524,7 +524,7 @@ def test_skipped_steps_are_told_and_resumed(
     # The step whose memory is measured must not be skipped, or AdamW would make no moments.
     *measured, trained = probed
     assert {(a.init_loss_scaling, a.use_dynamic_loss_scaling) for a in measured} == {(1, False)}
-    assert trained.init_loss_scaling == 2.0**18
+    assert trained.init_loss_scaling == 2.0**19
     shown = capsys.readouterr()
     records = read_metrics(folder / "whole" / "metrics.jsonl")
     skipped = [record["step"] for record in records if record["grad_norm"] is None]
@@ -533,7 +533,7 @@ def test_skipped_steps_are_told_and_resumed(
     assert [r["skipped_steps"] for r in records] == [
         sum(number <= step for number in skipped) for step in range(1, 11)
     ]
-    assert records[0]["loss_scale"] == 2.0**18 and records[1]["loss_scale"] == 2.0**17
+    assert records[0]["loss_scale"] == 2.0**19 and records[1]["loss_scale"] == 2.0**18
     assert whole["skipped_steps"] == len(skipped)
     assert shown.out.count(" is skipped: not finite in float16 with a loss scale of") == len(
         skipped
