@@ -253,6 +253,11 @@ def _split(
     held_out = {pair.positive for pair in split.valid}
     shared = sum(not held_out.isdisjoint(pair.negatives) for pair in split.train)
     account.note(shared, "training pairs have a held-out positive among their negatives")
+    answers: dict[str, set[str]] = {}
+    for pair in split.train:
+        answers.setdefault(pair.query, set()).add(pair.positive)
+    wrong = sum(not answers[pair.query].isdisjoint(pair.negatives) for pair in split.train)
+    account.note(wrong, "training pairs have an answer to their own query among their negatives")
     return split
 
 

@@ -138,6 +138,24 @@ def test_what_is_left_out_is_told(folder: Path) -> None:
     assert data.ceiling.equal_answers > 0  # one token is left of each
 
 
+def test_negatives_that_are_answers_are_told(folder: Path) -> None:
+    write(
+        folder / "train.tsv", ["one\tright\twrong", "one\tright too\tRight\tright", "two\ta\tright"]
+    )
+    write(folder / "valid.tsv", ["three\twrong"])
+    data = prepare_data(
+        config_of(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=None, pool_size=1),
+        seed=0,
+        is_main_rank=True,
+        barrier=no_barrier,
+        negatives=(0, 9),
+    )
+    assert data.notes == [
+        "1 training pairs have a held-out positive among their negatives",
+        "1 training pairs have an answer to their own query among their negatives",
+    ]
+
+
 def test_fewer_held_out_than_asked_for_is_told(folder: Path) -> None:
     write(folder / "train.tsv", [f"q{number}\tsame {number % 5}" for number in range(50)])
     data = prepared(folder, valid_pairs=25, pool_size=5)
