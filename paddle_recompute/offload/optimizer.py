@@ -92,7 +92,7 @@ class OffloadOptimizer:
             chain.gradients.on_complete = on_complete
 
     def squares(self) -> dict[int, paddle.Tensor]:
-        """The sum of squares of each offloaded gradient by the id of its parameter; scalars."""
+        """The sum of squares of each offloaded gradient, ``[1]``, by the id of its parameter."""
         return {
             id(shard.gradients.parameters[index]): square
             for chain in self._chains

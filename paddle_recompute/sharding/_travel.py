@@ -1,8 +1,9 @@
 """Updated parameters travel from their owners to the other ranks, segment by segment.
 
-With gloo they can travel while the next forward runs, in its order (`_settling`). What
-the ranks of even and of odd place own travels at a time, so that a link between two ranks is used
-in both directions; and each in two lanes: one sends while the other waits for its receivers.
+They can travel while the next forward runs, in its order (`_settling`). With gloo, what the ranks
+of even and of odd place own travels at a time, so that a link between two ranks is used in both
+directions; and each in two lanes: one sends while the other waits for its receivers. A device has a
+stream for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import paddle
 import paddle.distributed as dist
@@ -19,7 +20,14 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle.flat import joined
 from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute._paddle.travelling import over_same_memory
-from paddle_recompute.distributed import Scope, lane_of, run_collective, scope_of
+from paddle_recompute.distributed import (
+    Scope,
+    device_group,
+    lane_of,
+    run_collective,
+    scope_of,
+    watched_on_device,
+)
 from paddle_recompute.sharding._settling import expect
 
 SEGMENT_BYTES = 4 * 2**20
@@ -64,15 +72,18 @@ class Travel:
     def begin(self, number: int, overlap: bool) -> None:
         """Give every rank what the owners have after update `number`.
 
-        With `overlap`, and gloo, it returns at once: see `_settling`.
+        With `overlap` it returns at once: see `_settling`.
         """
         label = f"the parameters of update {number} from their owners"
         if not self._is_gloo:
             all_pieces = [*itertools.chain(*self._pieces)]
-            run_collective(lambda: _carry_all(all_pieces, self._group), label, self._group)
+            if overlap:
+                self._begin_on_device(all_pieces, label)
+            else:
+                run_collective(lambda: _carry_all(all_pieces, self._group), label, self._group)
             return
         if overlap:
-            self._begin_overlapped(label)
+            self._begin_in_lanes(label)
             return
         for job in [
             lane_of(self._scope, name).begin(functools.partial(_carry_all, pieces), label)
@@ -80,7 +91,7 @@ class Travel:
         ]:
             job.wait()
 
-    def _begin_overlapped(self, label: str) -> None:
+    def _begin_in_lanes(self, label: str) -> None:
         jobs = []
         for name, pieces in zip(LANES, self._pieces, strict=True):
             arrived = [threading.Event() for _ in pieces]
@@ -90,7 +101,14 @@ class Travel:
             job = lane_of(self._scope, name).begin(carry, label)
             jobs += [(tensors, job, e) for (_, tensors), e in zip(pieces, arrived, strict=True)]
         for tensors, job, event in jobs:
-            expect(tensors, job, event)
+            expect(tensors, functools.partial(job.wait_for, event))
+
+    def _begin_on_device(self, pieces: Sequence[Piece], label: str) -> None:
+        group = device_group(self._scope.ranks, "sharded parameters")
+        with watched_on_device(label, self._scope):
+            arrivals = [_begin(owner, tensors, group) for owner, tensors in pieces]
+        for (_, tensors), arrive in zip(pieces, arrivals, strict=True):
+            expect(tensors, arrive)
 
 
 def _segments(parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
@@ -127,22 +145,51 @@ def _carry_all(
 
 
 def _carry(owner: int, tensors: Sequence[paddle.Tensor], group: Group | None) -> None:
-    """Into the memory that `tensors` have: what has noted their addresses stays right."""
+    buffer = _buffer_of(owner, tensors)
+    dist.broadcast(buffer, src=owner, group=group)
+    _deal(buffer, owner, tensors)
+
+
+@paddle.no_grad()
+def _begin(owner: int, tensors: Sequence[paddle.Tensor], group: Group) -> Callable[[], None]:
+    """`_carry` on a stream of the device; returns what lets the current stream wait for it."""
+    shared = [*map(over_same_memory, tensors)]  # `tensors` themselves are waited for
+    buffer = _buffer_of(owner, shared)
+    tasks = [dist.broadcast(buffer, src=owner, group=group, sync_op=False)]
+    lock = threading.RLock()  # two threads may use a parameter
+
+    @paddle.no_grad()
+    def arrive() -> None:
+        with lock:
+            if tasks:
+                tasks.pop().wait()
+                _deal(buffer, owner, shared)
+
+    return arrive
+
+
+def _buffer_of(owner: int, tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
+    """What is broadcast for `tensors`: the only one of them, or all of them joined."""
     if len(tensors) == 1:
-        dist.broadcast(tensors[0], src=owner, group=group)
+        return tensors[0]
+    if dist.get_rank() == owner:
+        return joined(tensors)
+    return paddle.empty([sum(int(one.size) for one in tensors)], tensors[0].dtype)
+
+
+def _deal(buffer: paddle.Tensor, owner: int, tensors: Sequence[paddle.Tensor]) -> None:
+    """Into the memory that `tensors` have: what has noted their addresses stays right."""
+    if len(tensors) == 1 or dist.get_rank() == owner:
         return
-    is_own = dist.get_rank() == owner
-    sizes = [int(one.size) for one in tensors]
-    flat = joined(tensors) if is_own else paddle.empty([sum(sizes)], tensors[0].dtype)
-    dist.broadcast(flat, src=owner, group=group)
     begin = 0
-    for one, size in zip(tensors, sizes, strict=True) if not is_own else ():
-        piece = flat[begin : begin + size].reshape(one.shape)
+    for one in tensors:
+        end = begin + int(one.size)
+        piece = buffer[begin:end].reshape(one.shape)
+        begin = end
         if is_parameter(one):  # not assign(), which raises inplace_version, as no optimizer does
             one.copy_(piece, False)
         else:  # not copy_(), which counts another write than that of the update (`note_write`)
             paddle.assign(piece, one)
-        begin += size
 
 
 def _bytes(tensor: paddle.Tensor) -> int:

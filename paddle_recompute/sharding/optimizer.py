@@ -71,12 +71,12 @@ class ShardedOptimizer:
             model: Its trained parameters are updated; the same Layer on every rank. Where a loss
                 has parameters too: ``paddle.nn.LayerDict({"model": model, "loss": loss})``.
             group: The data-parallel ranks; None is all of them.
-            overlap: With gloo on Paddle 3: `step` returns before the new values are here. They
-                travel during the next forward, and operators, methods and collectives of Paddle
-                wait for each parameter. What reads its memory otherwise gets the old value, without
-                an error: an alias made before (``detach``, ``reshape``), a method called by its
-                class (``paddle.Tensor.numpy(parameter)``), a subclass of ``list`` or ``tuple`` as
-                an argument of an operator, C++.
+            overlap: On Paddle 3: `step` returns before the new values are here. They travel during
+                the next forward, and operators, methods and collectives of Paddle wait for each
+                parameter. What reads its memory otherwise gets the old value, without an error: an
+                alias made before (``detach``, ``reshape``), a method called by its class
+                (``paddle.Tensor.numpy(parameter)``), a subclass of ``list`` or ``tuple`` as an
+                argument of an operator, C++.
             debug: Compare the parameters of all ranks after each update, bit by bit; takes about
                 1 s per GB. Not with `overlap`.
 
