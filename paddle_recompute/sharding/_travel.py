@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import paddle
 import paddle.distributed as dist
@@ -104,11 +104,13 @@ class Travel:
             expect(tensors, functools.partial(job.wait_for, event))
 
     def _begin_on_device(self, pieces: Sequence[Piece], label: str) -> None:
+        """On a stream of the device; who uses a parameter lets its stream wait for that one."""
         group = device_group(self._scope.ranks, "sharded parameters")
         with watched_on_device(label, self._scope):
-            arrivals = [_begin(owner, tensors, group) for owner, tensors in pieces]
-        for (_, tensors), arrive in zip(pieces, arrivals, strict=True):
-            expect(tensors, arrive)
+            for owner, tensors in pieces:
+                for one in tensors:
+                    task = dist.broadcast(one, src=owner, group=group, sync_op=False)
+                    expect([one], task.wait)
 
 
 def _segments(parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
@@ -145,51 +147,22 @@ def _carry_all(
 
 
 def _carry(owner: int, tensors: Sequence[paddle.Tensor], group: Group | None) -> None:
-    buffer = _buffer_of(owner, tensors)
-    dist.broadcast(buffer, src=owner, group=group)
-    _deal(buffer, owner, tensors)
-
-
-@paddle.no_grad()
-def _begin(owner: int, tensors: Sequence[paddle.Tensor], group: Group) -> Callable[[], None]:
-    """`_carry` on a stream of the device; returns what lets the current stream wait for it."""
-    shared = [*map(over_same_memory, tensors)]  # `tensors` themselves are waited for
-    buffer = _buffer_of(owner, shared)
-    tasks = [dist.broadcast(buffer, src=owner, group=group, sync_op=False)]
-    lock = threading.RLock()  # two threads may use a parameter
-
-    @paddle.no_grad()
-    def arrive() -> None:
-        with lock:
-            if tasks:
-                tasks.pop().wait()
-                _deal(buffer, owner, shared)
-
-    return arrive
-
-
-def _buffer_of(owner: int, tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """What is broadcast for `tensors`: the only one of them, or all of them joined."""
-    if len(tensors) == 1:
-        return tensors[0]
-    if dist.get_rank() == owner:
-        return joined(tensors)
-    return paddle.empty([sum(int(one.size) for one in tensors)], tensors[0].dtype)
-
-
-def _deal(buffer: paddle.Tensor, owner: int, tensors: Sequence[paddle.Tensor]) -> None:
     """Into the memory that `tensors` have: what has noted their addresses stays right."""
-    if len(tensors) == 1 or dist.get_rank() == owner:
+    if len(tensors) == 1:
+        dist.broadcast(tensors[0], src=owner, group=group)
         return
+    is_own = dist.get_rank() == owner
+    sizes = [int(one.size) for one in tensors]
+    flat = joined(tensors) if is_own else paddle.empty([sum(sizes)], tensors[0].dtype)
+    dist.broadcast(flat, src=owner, group=group)
     begin = 0
-    for one in tensors:
-        end = begin + int(one.size)
-        piece = buffer[begin:end].reshape(one.shape)
-        begin = end
+    for one, size in zip(tensors, sizes, strict=True) if not is_own else ():
+        piece = flat[begin : begin + size].reshape(one.shape)
         if is_parameter(one):  # not assign(), which raises inplace_version, as no optimizer does
             one.copy_(piece, False)
         else:  # not copy_(), which counts another write than that of the update (`note_write`)
             paddle.assign(piece, one)
+        begin += size
 
 
 def _bytes(tensor: paddle.Tensor) -> int:
