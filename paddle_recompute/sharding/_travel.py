@@ -58,12 +58,12 @@ class Travel:
         owner = {
             id(p): rank for rank, part in zip(self._scope.ranks, parts, strict=True) for p in part
         }
-        pieces = [piece for one in _segments(parameters) for piece in _pieces(one, owner)]
-        self._pieces: list[list[Piece]] = [[] for _ in LANES]
+        self._pieces = [piece for one in _segments(parameters) for piece in _pieces(one, owner)]
+        self._of_lanes: list[list[Piece]] = [[] for _ in LANES]
         num_before = [0, 0]
-        for piece in pieces:
+        for piece in self._pieces:
             parity = self._scope.ranks.index(piece[0]) % 2
-            self._pieces[parity + 2 * (num_before[parity] % 2)].append(piece)
+            self._of_lanes[parity + 2 * (num_before[parity] % 2)].append(piece)
             num_before[parity] += 1
         self._is_gloo = dist.get_backend(group).lower() == "gloo"
         for name in LANES if self._is_gloo else ():
@@ -75,25 +75,20 @@ class Travel:
         With `overlap` it returns at once: see `_settling`.
         """
         label = f"the parameters of update {number} from their owners"
-        if not self._is_gloo:
-            all_pieces = [*itertools.chain(*self._pieces)]
-            if overlap:
-                self._begin_on_device(all_pieces, label)
-            else:
-                run_collective(lambda: _carry_all(all_pieces, self._group), label, self._group)
-            return
         if overlap:
-            self._begin_in_lanes(label)
-            return
-        for job in [
-            lane_of(self._scope, name).begin(functools.partial(_carry_all, pieces), label)
-            for name, pieces in zip(LANES, self._pieces, strict=True)
-        ]:
-            job.wait()
+            (self._begin_in_lanes if self._is_gloo else self._begin_on_device)(label)
+        elif not self._is_gloo:
+            run_collective(lambda: _carry_all(self._pieces, self._group), label, self._group)
+        else:
+            for job in [
+                lane_of(self._scope, name).begin(functools.partial(_carry_all, pieces), label)
+                for name, pieces in zip(LANES, self._of_lanes, strict=True)
+            ]:
+                job.wait()
 
     def _begin_in_lanes(self, label: str) -> None:
         jobs = []
-        for name, pieces in zip(LANES, self._pieces, strict=True):
+        for name, pieces in zip(LANES, self._of_lanes, strict=True):
             arrived = [threading.Event() for _ in pieces]
             # Not the parameters themselves, for which a lane would wait, as everybody does.
             shared = [(owner, [*map(over_same_memory, tensors)]) for owner, tensors in pieces]
@@ -103,11 +98,11 @@ class Travel:
         for tensors, job, event in jobs:
             expect(tensors, functools.partial(job.wait_for, event))
 
-    def _begin_on_device(self, pieces: Sequence[Piece], label: str) -> None:
+    def _begin_on_device(self, label: str) -> None:
         """On a stream of the device; who uses a parameter lets its stream wait for that one."""
         group = device_group(self._scope.ranks, "sharded parameters")
         with watched_on_device(label, self._scope):
-            for owner, tensors in pieces:
+            for owner, tensors in self._pieces:
                 for one in tensors:
                     task = dist.broadcast(one, src=owner, group=group, sync_op=False)
                     expect([one], task.wait)
