@@ -46,6 +46,9 @@ class ParameterList:
         """Indices of those that took part in the last step, in the order of the source."""
         self.digest = 0
         """The same number on all ranks where the same parameters take part."""
+        self.is_new = True
+        """Whether other gradients are there, or other parameters are frozen, than one `read` ago.
+        """
         self._listed: Sequence[paddle.Tensor] = ()
         self._own: list[int] = []  # indices of those listed that no one else owns, each once
         self._known: tuple[Any, ...] | None = None  # what `trained` follows from
@@ -73,7 +76,8 @@ class ParameterList:
         self.gradients = [None] * len(self.parameters)
         deque(map(self.gradients.__setitem__, self._own, gradients), 0)
         known = num_kept(), self._own, absent, [*map(is_frozen, own)]
-        if known == self._known:
+        self.is_new = known != self._known
+        if not self.is_new:
             return False
         self._known = known
         before = self.trained

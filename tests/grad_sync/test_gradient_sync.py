@@ -19,7 +19,7 @@ from paddle_recompute.recompute import recompute
 from tests.distributed.mortal_ranks import results_of
 from tests.ranks import run_ranks
 
-STEPS, WIDTH, SMALL = 4, 8, {"bucket_bytes": 600, "first_bucket_bytes": 200}
+STEPS, WIDTH, SMALL = 4, 8, {"bucket_bytes": 200, "first_bucket_bytes": 200}
 
 
 class Towers(paddle.nn.Layer):
