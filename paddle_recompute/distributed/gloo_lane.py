@@ -81,8 +81,8 @@ class Job(Generic[Result]):
         label: str,
         scope: Scope,
         code: str,
-        numbers: Sequence[float] = (),
-        has_met: bool = False,
+        numbers: Sequence[float],
+        has_met: bool,
     ) -> None:
         self.started: float | None = None
         self.ended: float | None = None
@@ -168,35 +168,25 @@ class GlooLane:
 
     def begin(
         self,
-        function: Callable[[Group], Result],
+        function: Callable[[Group], Result] | None,
         label: str,
         *,
         code: str = "",
+        numbers: Sequence[float] = (),
         has_met: bool = False,
     ) -> Job[Result]:
         """Call ``function(group)`` in the lane's thread, when all ranks are there.
 
         Args:
             function: The collectives. They may be in another group that nobody uses meanwhile.
+                None: the result is the sums over the ranks of each of `numbers`.
             label: What it is, as in `ControlClient.wait_until`; the same on every rank.
             code: What else must be the same on every rank, such as sizes.
-            has_met: Whether the ranks have agreed a moment ago that this comes next: by what
-                `sum_of` has returned in this lane, with nothing in between. Then they do not
-                compare it again.
+            numbers: At most `MOST_SUMMED`, as many on every rank.
+            has_met: Whether the ranks have agreed a moment ago, in this lane, that this comes next.
+                Then they do not compare it again.
         """
-        job = Job(function, label, self.scope, code, has_met=has_met)
-        self._jobs.put(job)  # type: ignore[arg-type]
-        return job
-
-    def sum_of(self, numbers: Sequence[float], label: str) -> Job[list[float]]:
-        """The sums over the ranks of at most `MOST_SUMMED` numbers, in one collective.
-
-        Args:
-            numbers: As many on every rank.
-            label: As of `begin`.
-        """
-        code = f"the sums of {len(numbers)} numbers"
-        job: Job[list[float]] = Job(None, label, self.scope, code, numbers)
+        job = Job(function, label, self.scope, code, numbers, has_met)
         self._jobs.put(job)  # type: ignore[arg-type]
         return job
 

@@ -17,7 +17,7 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle.device import HostNumbers
 from paddle_recompute._paddle.distributed import all_reduce_numbers
 from paddle_recompute.distributed.control_client import peers, scope_of
-from paddle_recompute.distributed.gloo_lane import MAIN_LANE, MOST_SUMMED, lane_of
+from paddle_recompute.distributed.gloo_lane import MAIN_LANE, MOST_SUMMED, Job, lane_of
 from paddle_recompute.distributed.groups import device_group
 from paddle_recompute.distributed.waiting_collectives import watched_on_device
 
@@ -50,13 +50,14 @@ def reduce_numbers(
         return []
     scope = scope_of(group)
     if dist.get_backend(group).lower() == "gloo":
-        own_lane = lane_of(scope, lane)
+        code = f"{len(values)} numbers"
         if operation == "sum" and len(values) <= MOST_SUMMED:
-            return own_lane.sum_of(values, what).wait()
-        job = own_lane.begin(
-            lambda own: all_reduce_numbers(own, list(values), operation),
-            what,
-            code=f"{len(values)} numbers",
+            summed: Job[list[float]] = lane_of(scope, lane).begin(
+                None, what, code=code, numbers=values
+            )
+            return summed.wait()
+        job = lane_of(scope, lane).begin(
+            lambda own: all_reduce_numbers(own, list(values), operation), what, code=code
         )
         return job.wait()
     if not paddle.in_dynamic_mode():

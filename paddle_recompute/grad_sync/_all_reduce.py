@@ -61,7 +61,7 @@ class AllReducer:
             return lane_of(self._scope, self._lane).begin(
                 lambda group: dist.all_reduce(tensor, group=group),
                 label,
-                code=f"{tensor.size} x {tensor.dtype}",
+                code=f"{tensor.shape} x {tensor.dtype}",
                 has_met=has_met,
             )
         with watched_on_device(label, self._scope):

@@ -30,12 +30,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import compress, repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 import paddle
 from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.backward import after_each_backward, watch_backward
+from paddle_recompute._paddle.flat import gradient_of
 from paddle_recompute._paddle.gradients import make_unscaling_visible, on_gradient_added
 from paddle_recompute.distributed import peers, scope_of
 from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepFlags, StepReport
@@ -46,7 +49,6 @@ from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_gr
 from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
-_PRESENCE = "which gradients there are"
 _logger = logging.getLogger("paddle_recompute")
 
 
@@ -60,7 +62,7 @@ class _Sending(NamedTuple):
 
     def times(self, number: int) -> BucketTimes:
         """When it was sent, as the one with this `number`."""
-        num_bytes = int(self.flat.size) * self.flat.element_size()
+        num_bytes = self.flat.shape[0] * self.flat.element_size()
         return BucketTimes(number, num_bytes, self.queued, self.task.started, self.task.ended)
 
 
@@ -110,10 +112,6 @@ class BucketedReduction:
         self._call_on_additions()
         self._under_way: list[_Sending] = []
         self._steps_unchanged = 0
-        self._flagged: dict[int, int] | None = None
-        self._is_unplanned = False
-        self._missing: list[int] = []
-        """What `_flags` found for the plan `_flagged`, while the same gradients are there."""
         self._end_reading: Callable[[], None] = lambda: None
         self._counts_differ = False
         """Whether the ranks had different numbers of examples in the last step. Then they tell each
@@ -138,11 +136,10 @@ class BucketedReduction:
         self._end_clearing()
         self._order.clear()
         if self._early and not self._buckets:
-            self._end_reading = after_each_backward(self._read_extremes)
+            self._end_reading = after_each_backward(
+                lambda: self._sent.read({*self._order}, self._parameters)
+            )
         self._armed = True
-
-    def _read_extremes(self) -> None:
-        self._sent.read({*self._order}, self._parameters)
 
     @staticmethod
     def _look(reduction: weakref.ref[BucketedReduction]) -> None:
@@ -189,10 +186,13 @@ class BucketedReduction:
             self._wait()
             self._begin_sending()
         elif flags.missing:
-            without_gradient = self._agreement.without_gradient(self._label(_PRESENCE))
+            without_gradient = self._agreement.without_gradient(
+                self._label("which gradients there are")
+            )
         if self._order != self._usual:
             self._expect_order()
-        self._send_rest()
+        while len(self._under_way) < len(self._buckets):
+            self._send_next()
         self._wait()
         times = tuple(one.times(number) for number, one in enumerate(self._under_way))
         self._sent = SentGradients()
@@ -250,7 +250,8 @@ class BucketedReduction:
         place = len(self._under_way)
         bucket = self._buckets[place]
         if self._armed:  # from here on, they are not to change
-            gradients = [self._parameters[index].grad for index in bucket.members]
+            members = map(self._parameters.__getitem__, bucket.members)
+            gradients = [*map(gradient_of, members)]
             self._sent.add(bucket.members, gradients, len(self._order))
         else:
             gradients = [*map(self._listed.gradients.__getitem__, bucket.members)]
@@ -261,10 +262,6 @@ class BucketedReduction:
         label = self._label(f"bucket {place} of {len(self._buckets)}")
         task = self._all_reducer.send(flat, label, has_met=not self._armed)
         self._under_way.append(_Sending(bucket, flat, queued, task))
-
-    def _send_rest(self) -> None:
-        while len(self._under_way) < len(self._buckets):
-            self._send_next()
 
     def _wait(self) -> None:
         for sending in self._under_way:
@@ -283,12 +280,11 @@ class BucketedReduction:
     def _flags(self) -> StepFlags:
         """What has happened on this rank; says what the user should know of it."""
         names, gradients = self._listed.names, self._listed.gradients
-        if self._listed.is_new or self._bucket_of is not self._flagged:
-            self._flagged = self._bucket_of
-            unplanned = [g for i, g in enumerate(gradients) if i not in self._bucket_of]
-            self._is_unplanned = any(one is not None and one.size for one in unplanned)
-            self._missing = [index for index in self._bucket_of if gradients[index] is None]
-        missing = self._missing
+        planned = self._bucket_of
+        missing = [*compress(planned, map(is_, map(gradients.__getitem__, planned), repeat(None)))]
+        is_unplanned = len(planned) < len(gradients) and any(
+            one is not None and one.size for i, one in enumerate(gradients) if i not in planned
+        )
         late = self._sent.late(self._order) if self._order != self._usual else None
         if late is not None:
             _logger.warning(
@@ -308,27 +304,26 @@ class BucketedReduction:
                 names[unused[0]],
             )
         return StepFlags(
-            misfit=late is not None or self._is_unplanned,
+            misfit=late is not None or is_unplanned,
             changed_by_hand=self._early and self._sent.is_changed(gradients),
             missing=bool(missing),
         )
 
     def _learn(self) -> frozenset[int]:
-        """Agree on the buckets, from how often and in which order gradients were added to in this
-        step; returns which parameters have a gradient on no rank.
+        """Agree on the buckets, from the order in which gradients became complete in this step;
+        returns which parameters have a gradient on no rank.
         """
-        without_gradient = self._agreement.without_gradient(self._label(_PRESENCE))
-        size = len(self._parameters)
-        arrived = self._order
+        size, arrived = len(self._parameters), self._order
+        self._expected.update(Counter(arrived))
         last = {index: position for position, index in enumerate(arrived)}
         # A gradient that did not come goes to the end, later parameters first.
         order = sorted(range(size), key=lambda i: (last.get(i, len(arrived)), -i))
         is_first = peers().rank == self._ranks[0]  # whose order all take over
+        present = [gradient is not None for gradient in self._listed.gradients]
         learnt = self._agreement.largest(
-            [*self._counts(), *(i * is_first for i in order)],
-            self._label("order of gradients"),
+            [*present, *(i * is_first for i in order)], self._label("order of gradients")
         )
-        self._expected.update((i, count) for i, count in enumerate(learnt[:size]) if count)
+        without_gradient = frozenset(i for i in range(size) if not learnt[i])
         # A parameter that has a place and is not used in this step may be in the next.
         known = self._bucket_of.keys() & {*self._listed.trained}
         planned = [i for i in learnt[size:] if i in known or i not in without_gradient]
@@ -336,11 +331,6 @@ class BucketedReduction:
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.members}
         self._expect_order()
         return without_gradient
-
-    def _counts(self) -> list[int]:
-        """How often each parameter was added to in this step."""
-        counted = Counter(self._order)
-        return [counted[index] for index in range(len(self._parameters))]
 
     def _has_long_frozen(self, changed: bool) -> bool:
         """Whether buckets have parameters that are not trained any more, not only in turn."""

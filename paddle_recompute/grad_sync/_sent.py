@@ -31,7 +31,8 @@ class SentGradients:
         # Indices and gradients; while these live, no other tensor can have their address.
         self._members: list[int] = []
         self._gradients: list[paddle.Tensor] = []
-        self._versions: list[tuple[int, int]] = []
+        self._addresses: list[int] = []
+        self._versions: list[int] = []
         self._absent: set[int] = set()
         self._extremes: dict[int, paddle.Tensor | None] = {}
         self._sent: list[tuple[Sequence[int], int]] = []
@@ -51,7 +52,9 @@ class SentGradients:
             gradients = [*compress(gradients, present)]
         self._members += members
         self._gradients += gradients
-        self._versions += versions_of(gradients)
+        addresses, versions = versions_of(gradients)
+        self._addresses += addresses
+        self._versions += versions
 
     def late(self, order: Sequence[int]) -> int | None:
         """A parameter that was added to after its gradient was sent, where there is one.
@@ -67,7 +70,8 @@ class SentGradients:
         self._absent -= late
         for index in late.intersection(self._members):
             at = self._members.index(index)
-            del self._members[at], self._gradients[at], self._versions[at]
+            for values in (self._members, self._gradients, self._addresses, self._versions):
+                del values[at]
         return next((index for index in reversed(order) if index in late), None)
 
     def is_changed(self, gradients: Sequence[paddle.Tensor | None]) -> bool:
@@ -77,7 +81,7 @@ class SentGradients:
         present = [*map(gradients.__getitem__, self._members)]
         if any(map(is_, present, repeat(None))):
             return True
-        if versions_of(present) != self._versions:
+        if versions_of(present) != (self._addresses, self._versions):
             return True
         before, now = [], []
         for index, extremes in self._extremes.items():
