@@ -231,7 +231,8 @@ class GradientSync:
             for owner in owners:
                 sender = None
                 if self._reduction is not None:
-                    sender = self._sender_of(owner)
+                    sender = self._sender_of(owner)  # refuses a FleetReduction
+                    assert isinstance(self._reduction, BucketedReduction)
                     sender.scale = self._reduction.scale
                 owner.begin(sender)
             yield
