@@ -6,6 +6,7 @@ Each says what the name is relied on for, not only that it is there.
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import inspect
 import math
@@ -26,7 +27,7 @@ from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 from paddle_recompute._paddle import gradients, guarded, memory, travelling
 from paddle_recompute._paddle.amp import operator_names
 from paddle_recompute._paddle.backward import (
-    at_end_of_backward,
+    after_each_backward,
     current_backward,
     is_raised_by_an_operator,
     watch_backward,
@@ -564,20 +565,19 @@ def test_unscaling_raises_the_version_when_it_is_made_visible() -> None:
     assert (gradient.data_ptr(), gradient.sum().item()) == (address, 2.0)
 
 
-def test_what_is_to_come_at_the_end_of_a_backward_comes_when_the_outermost_has_ended() -> None:
+def test_additions_are_told_in_the_order_of_registration_and_the_end_once_per_backward() -> None:
     watch_backward()
     layer, seen = paddle.nn.Linear(2, 2), []
-
-    def told() -> None:
-        seen.append(layer.weight.grad.sum().item())
-
-    on_gradient_added(layer.weight, lambda: at_end_of_backward(layer, told))
+    for told in ("first", "second"):
+        on_gradient_added(layer.weight, functools.partial(seen.append, told))
+    stop = after_each_backward(lambda: seen.append(layer.weight.grad.sum().item()))
     recompute = paddle.distributed.fleet.utils.recompute
     x = needs_grad(1, 2)
     (recompute(layer, x, use_reentrant=True) + recompute(layer, x, use_reentrant=True)).backward(
         paddle.ones([1, 2])
     )
-    assert seen == [8.0]
+    stop()
+    assert seen == ["first", "second"] * 2 + [8.0]
 
 
 def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:

@@ -79,7 +79,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         lines = [
             f"a step takes {format_bytes(self.peak_bytes)} and {self.seconds * 1e3:.1f} ms; the "
-            f"peak is at the {self.peak_at}"
+            f"peak is in the {self.peak_at}"
         ]
         lines += [f"  {name}: {format_bytes(size)}" for name, size in self.parts.items() if size]
         return "\n".join(lines)

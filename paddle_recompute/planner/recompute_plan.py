@@ -240,8 +240,8 @@ class RecomputePlan:
             measured = f" (measured {format_bytes(self.measured_bytes)})"
         lines = [
             f"plan for {format_bytes(self.memory_budget)}: peak {format_bytes(peak.bytes)}"
-            f"{measured}, {self.extra_seconds * 1e3:+.1f} ms per step ({share:+.1%}); the "
-            f"peak is at the {peak.where}",
+            f"{measured}, {self.extra_seconds * 1e3:+.1f} ms per step ({share:+.1%}); the peak "
+            f"is in the {peak.where}",
             *(f"  {line}" for line in self._runs()),
         ]
         if not self.exact:
@@ -379,6 +379,6 @@ def infeasible(
         found = f"the smallest feasible budget is {format_bytes(least.peak)} ({least.peak} bytes)"
     return (
         f"no plan stays within {format_bytes(memory_budget)}: {found}, of which "
-        f"{format_bytes(held)} are held all the time. Its peak is at the {peak.where}. Raise "
+        f"{format_bytes(held)} are held all the time. Its peak is in the {peak.where}. Raise "
         f"the budget, or {'; or '.join(lower)}"
     )

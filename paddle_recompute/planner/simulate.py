@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def peak(self) -> Point:
-        """The highest point."""
+        """The point with the most bytes."""
         return max(self.points, key=lambda point: point.bytes)
 
 

@@ -12,13 +12,7 @@ from paddle_recompute.recompute.program import SegmentInfo, SegmentReport, expla
 from paddle_recompute.static_graph._cached_program import ProgramCache
 from paddle_recompute.static_graph.minimize import RecomputeOptimizer, minimize
 from paddle_recompute.static_graph.options import StaticConfig
-from paddle_recompute.static_graph.strategy import (
-    check_static,
-    distributed_strategy,
-)
-from paddle_recompute.static_graph.strategy import (
-    faults_in_static as faults_in_static,
-)
+from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
 from paddle_recompute.static_graph.train_step import StaticTrainStep
 
 __all__ = [

@@ -527,7 +527,7 @@ def test_the_largest_micro_batch_is_found_and_verified() -> None:
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
     job = job_of("encoder")
-    with pytest.raises(PlanError, match=r"the smallest feasible budget is .*peak is at") as error:
+    with pytest.raises(PlanError, match=r"the smallest feasible budget is .*Its peak is") as error:
         planned(job, 1000)
     number = int(str(error.value).partition("(")[2].partition(" bytes")[0])
     found = planned(job, number + 4096)
