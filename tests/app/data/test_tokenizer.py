@@ -157,13 +157,13 @@ def test_vocabulary_is_not_larger_than_asked_for(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
     file = tmp_path_factory.mktemp("large") / "tokenizer.json"
-    train_tokenizer(TEXTS, file, 900)
+    train_tokenizer(TEXTS, file, 500)
     return load_tokenizer(file)
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_no_character_is_unknown_where_all_bytes_have_room(large: PairTokenizer, text: str) -> None:
-    assert large.vocab_size <= 900
+def test_no_character_is_unknown(large: PairTokenizer, text: str) -> None:
+    assert large.vocab_size <= 500
     assert large.tokenize([text], 10_000).num_unknown == 0
 
 
