@@ -130,7 +130,7 @@ class PairTokenizer:
         num_cut, num_unknown, lengths, parts = 0, 0, [0], []
         for some in _in_lots(texts):
             ids: list[int] = []
-            with _in_words("the tokenizer cannot read a text"):
+            with _as_data_error("the tokenizer cannot read a text"):
                 encodings = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
             for encoding in encodings:
                 found = encoding.ids
@@ -177,25 +177,24 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
         DependencyError: The package `tokenizers` is not installed.
     """
     tokenizers, path = _tokenizers(), Path(path)
+    is_list = path.suffix == ".txt"
     try:
-        text = (
-            path.read_text(encoding="utf-8")
-            if path.suffix != ".txt"
-            else (_from_entries(tokenizers, path))
-        )
+        text = _from_entries(tokenizers, path) if is_list else path.read_text(encoding="utf-8")
         tree = parse_json(text)
     except OSError as error:
         raise DataError(f"{path}: the tokenizer cannot be read ({error.strerror})") from error
     except DataError:
         raise
     except ValueError as error:
-        kind = "vocab.txt" if path.suffix == ".txt" else "tokenizer.json"
-        raise DataError(f"{path}: not a {kind} ({error})") from error
+        raise DataError(
+            f"{path}: not a {'vocab.txt' if is_list else 'tokenizer.json'} ({error})"
+        ) from error
     # The library reports every fault of a file as a bare Exception: check first.
     model = tree.get("model") if isinstance(tree, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise DataError(f"{path}: not a tokenizer.json (no model.vocab in it)")
-    tokenizer = _from_text(tokenizers, path, text)
+    with _as_data_error(f"{path}: not a tokenizer.json"):
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     found = {name: tokenizer.token_to_id(name) for name in ("[PAD]", "[CLS]", "[SEP]")}
@@ -260,13 +259,8 @@ def _settings(path: Path, entries: Sequence[str]) -> dict[str, bool]:
     return settings
 
 
-def _from_text(tokenizers: types.ModuleType, path: str | Path, text: str) -> Any:
-    with _in_words(f"{path}: not a tokenizer.json"):
-        return tokenizers.Tokenizer.from_str(text)
-
-
 @contextmanager
-def _in_words(fault: str) -> Iterator[None]:
+def _as_data_error(fault: str) -> Iterator[None]:
     """Inside, what the library finds wrong with a file is a `DataError`."""
     try:
         yield
