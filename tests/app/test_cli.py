@@ -112,7 +112,9 @@ def test_a_missing_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_installed, "_installed_version", lambda: None)
     for ranks in (1, 2):
         result = run("--config", TINY, f"launch.num_ranks={ranks}")
-        assert_one_paragraph(result, "PaddlePaddle is not installed; install 'paddlepaddle>=2.6.2")
+        assert_one_paragraph(
+            result, "PaddlePaddle is not installed; for a CPU: pip install 'paddlepaddle>=2.6.2"
+        )
 
 
 @pytest.mark.usefixtures("fake_trainer")

@@ -190,7 +190,7 @@ def test_what_is_left_out_is_told(tokenizer: PairTokenizer) -> None:
     assert loader.notes() == [
         f"{queries} of 50 training queries are cut at data.max_query_tokens",
         f"{positives} of 50 training positives are cut at data.max_positive_tokens",
-        "2 of 50 training pairs, others in each epoch, are left out: they fill no global batch",
+        "2 of 50 training pairs are left out, other ones in each epoch: they fill no global batch",
     ]
 
 
