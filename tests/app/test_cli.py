@@ -224,7 +224,7 @@ def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
         f"data.cache_dir={tmp_path / 'cache'}",
         "data.valid_pairs=20",
         "data.pool_size=100",
-        "data.vocab_size=300",
+        "data.vocab_size=500",
         "model.num_layers=1",
         "model.hidden_size=16",
         "model.intermediate_size=16",
@@ -251,7 +251,7 @@ def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``run``, as training leaves it, and ``texts.txt``."""
     folder = tmp_path_factory.mktemp("trained")
-    make_run(folder)
+    make_run(folder, of_words=True)
     (folder / "texts.txt").write_text("\n".join([*texts(30), "cat zebra"]))
     return folder
 

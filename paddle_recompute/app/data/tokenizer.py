@@ -1,8 +1,9 @@
-"""Turn texts into token ids: byte-level BPE, trained once and shared through a file.
+"""Turn texts into token ids: a WordPiece vocabulary, trained once and shared through a file.
 
 The text is normalised as in BERT's uncased models: lower case, no accents, every Chinese character
-is a word. Pieces consist of bytes (UTF-8), as in GPT-2's vocabulary: a frequent word or character
-is one piece, and a rare or new character is a few shared pieces, never ``[UNK]``. The file is the
+is a word. Pieces consist of bytes (UTF-8), not of characters: a frequent word or character is one
+piece, and a rare or new character is a few shared pieces. A vocabulary of characters would make it
+``[UNK]``. Each byte is written as one visible letter, as in GPT-2's vocabulary. The file is the
 ``tokenizer.json`` of Hugging Face's `tokenizers`, which does the work, so other programs can read
 it.
 """
@@ -31,9 +32,11 @@ PAD_ID = 0
 
 # Part of a vocabulary's key; raise it when training makes another vocabulary.
 _VERSION = 3
+_INNER = "##"  # prefix of a piece that does not begin its word
 _TEXTS_AT_ONCE = 10_000
 _LONGEST_WORD = 100
-"""Characters; longer words are divided, so that training takes time linear in their length."""
+"""Characters; longer words are divided. WordPiece takes time that grows with the square."""
+_BYTES_OF_A_CHARACTER = 4  # at most
 _MOST_ENTRIES = 1 << 24
 _PROBE = "\ua66e \U00013000 " + "x" * 1000
 """Rare letters and a long word: most vocabularies replace them by ``[UNK]``."""
@@ -127,7 +130,7 @@ class PairTokenizer:
         num_cut, num_unknown, lengths, parts = 0, 0, [0], []
         for some in _in_lots(texts):
             ids: list[int] = []
-            with _in_words("the tokenizer cannot read a text"):
+            with _as_data_error("the tokenizer cannot read a text"):
                 encodings = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
             for encoding in encodings:
                 found = encoding.ids
@@ -155,7 +158,7 @@ class PairTokenizer:
         """
         tokenizers = _tokenizers()
         copy = tokenizers.Tokenizer.from_str(self._text)
-        copy.post_processor = _around(tokenizers, copy)
+        copy.post_processor = _around(tokenizers, copy.get_vocab())
         copy.enable_truncation(max_tokens)
         copy.enable_padding(pad_id=PAD_ID, pad_token="[PAD]")
         write_whole(Path(path), copy.to_str(pretty=True))
@@ -174,25 +177,24 @@ def load_tokenizer(path: str | Path) -> PairTokenizer:
         DependencyError: The package `tokenizers` is not installed.
     """
     tokenizers, path = _tokenizers(), Path(path)
+    is_list = path.suffix == ".txt"
     try:
-        text = (
-            path.read_text(encoding="utf-8")
-            if path.suffix != ".txt"
-            else (_from_entries(tokenizers, path))
-        )
+        text = _from_entries(tokenizers, path) if is_list else path.read_text(encoding="utf-8")
         tree = parse_json(text)
     except OSError as error:
         raise DataError(f"{path}: the tokenizer cannot be read ({error.strerror})") from error
     except DataError:
         raise
     except ValueError as error:
-        kind = "vocab.txt" if path.suffix == ".txt" else "tokenizer.json"
-        raise DataError(f"{path}: not a {kind} ({error})") from error
+        raise DataError(
+            f"{path}: not a {'vocab.txt' if is_list else 'tokenizer.json'} ({error})"
+        ) from error
     # The library reports every fault of a file as a bare Exception: check first.
     model = tree.get("model") if isinstance(tree, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise DataError(f"{path}: not a tokenizer.json (no model.vocab in it)")
-    tokenizer = _from_text(tokenizers, path, text)
+    with _as_data_error(f"{path}: not a tokenizer.json"):
+        tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     found = {name: tokenizer.token_to_id(name) for name in ("[PAD]", "[CLS]", "[SEP]")}
@@ -227,7 +229,7 @@ def _from_entries(tokenizers: types.ModuleType, path: Path) -> str:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(**_settings(path, entries))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = _around(tokenizers, tokenizer)
+    tokenizer.post_processor = _around(tokenizers, vocab)
     tokenizer.decoder = tokenizers.decoders.WordPiece()
     tokenizer.add_special_tokens([one for one in SPECIAL_TOKENS if one in vocab])
     return str(tokenizer.to_str(pretty=True))
@@ -257,13 +259,8 @@ def _settings(path: Path, entries: Sequence[str]) -> dict[str, bool]:
     return settings
 
 
-def _from_text(tokenizers: types.ModuleType, path: str | Path, text: str) -> Any:
-    with _in_words(f"{path}: not a tokenizer.json"):
-        return tokenizers.Tokenizer.from_str(text)
-
-
 @contextmanager
-def _in_words(fault: str) -> Iterator[None]:
+def _as_data_error(fault: str) -> Iterator[None]:
     """Inside, what the library finds wrong with a file is a `DataError`."""
     try:
         yield
@@ -280,12 +277,15 @@ def _in_words(fault: str) -> Iterator[None]:
 def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> None:
     """Learn a vocabulary from `texts` and write it to `path`, atomically.
 
-    The same texts give the same file. No text has ``[UNK]``.
+    The same texts give the same file. (By default the library numbers the pieces inside words in
+    the order of a hash table and breaks ties by number, so two trainings differ.) No text has
+    ``[UNK]``.
 
     Args:
         texts: The training texts, without the held-out texts.
         path: The ``tokenizer.json`` to write.
-        vocab_size: The most entries. The special tokens and the 256 bytes are always among them.
+        vocab_size: The most entries, at least 453: the special tokens and the bytes, at the
+            beginning of words and inside them.
 
     Raises:
         DataError: The texts contain nothing to learn from, or the file cannot be written.
@@ -294,31 +294,27 @@ def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> 
     if not any(text.strip() for text in texts):
         raise DataError("the training texts contain no word, so there is no vocabulary to learn")
     tokenizers = _tokenizers()
-    pre_tokenizers = tokenizers.pre_tokenizers
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
-        clean_text=True, handle_chinese_chars=True, strip_accents=True, lowercase=True
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.BertPreTokenizer(),
-            pre_tokenizers.Split(tokenizers.Regex(rf"[\s\S]{{1,{_LONGEST_WORD}}}"), "isolated"),
-            # A word begins with the letter of the space byte, so "a b" and "ab" differ.
-            pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
+    tokenizer = _untrained(tokenizers, {token: i for i, token in enumerate(SPECIAL_TOKENS)})
+    every = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    # No word begins with a byte that continues a character, 0x80 to 0xBF. The trainer needs them.
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    continuing = {byte_level.pre_tokenize_str(chr(code))[0][0][1] for code in range(0x80, 0xC0)}
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=vocab_size + len(continuing),
         min_frequency=2,
         show_progress=False,
-        special_tokens=list(SPECIAL_TOKENS),
-        # All bytes. Found in the texts, they would be numbered in the order of a hash table.
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        # Numbered here, in this order, instead of by the hash table.
+        special_tokens=[*SPECIAL_TOKENS, *(_INNER + byte for byte in every)],
+        initial_alphabet=every,
+        limit_alphabet=len(every),
+        continuing_subword_prefix=_INNER,
     )
     tokenizer.train_from_iterator(texts, trainer, length=len(texts))
-    tokenizer.post_processor = _around(tokenizers, tokenizer)
-    write_whole(Path(path), tokenizer.to_str(pretty=True))
+    # Built anew: in the trained tokenizer the pieces "##x" are special tokens.
+    pieces = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    kept = [piece for piece, _ in pieces if piece not in continuing]
+    vocab = {piece: number for number, piece in enumerate(kept[:vocab_size])}
+    write_whole(Path(path), _untrained(tokenizers, vocab).to_str(pretty=True))
 
 
 def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
@@ -333,10 +329,43 @@ def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
     return digest.hexdigest()[:16]
 
 
-def _around(tokenizers: types.ModuleType, tokenizer: Any) -> Any:
+def _untrained(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
+    model = tokenizers.models.WordPiece(
+        vocab,
+        unk_token="[UNK]",
+        continuing_subword_prefix=_INNER,
+        max_input_chars_per_word=_LONGEST_WORD * _BYTES_OF_A_CHARACTER,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=True, lowercase=True
+    )
+    pre_tokenizers, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
+    some_characters = tokenizers.Regex(rf"[\s\S]{{1,{_LONGEST_WORD}}}")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.BertPreTokenizer(),
+            pre_tokenizers.Split(some_characters, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.WordPiece(prefix=_INNER, cleanup=False),
+            decoders.Replace(" ", "Ġ"),  # the letter of the space byte
+            decoders.ByteLevel(),
+        ]
+    )
+    tokenizer.post_processor = _around(tokenizers, vocab)
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def _around(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
     """What puts ``[CLS]`` before a text and ``[SEP]`` behind it."""
-    ends = [(name, tokenizer.token_to_id(name)) for name in ("[SEP]", "[CLS]")]
-    return tokenizers.processors.BertProcessing(*ends)
+    return tokenizers.processors.BertProcessing(
+        ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])
+    )
 
 
 def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -75,7 +75,7 @@ class Approximate:
             "fingerprint": index.fingerprint,
         }
         self._choice = choice
-        with _in_words(choice):
+        with _as_data_error(choice):
             self.sha256 = _made_from(file, inputs)
             if self.sha256:
                 self._found = self._ready(faiss.read_index(str(file)), parameters)
@@ -105,7 +105,7 @@ class Approximate:
         self, query: NDArray[np.floating[Any]], top_k: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """As `Index.top`, of the rows that faiss finds; row -1, score -inf: it finds fewer."""
-        with _in_words(self._choice):
+        with _as_data_error(self._choice):
             _, rows = self._found.search(query.astype(np.float32), min(top_k, len(self._index)))
         scores = np.full(rows.shape, -np.inf, np.float32)
         for number, row in enumerate(rows):
@@ -144,7 +144,7 @@ def _sha256(file: Path) -> str:
 
 
 @contextmanager
-def _in_words(choice: str) -> Iterator[None]:
+def _as_data_error(choice: str) -> Iterator[None]:
     """Inside, an error of faiss, a bare RuntimeError with a place in its code, is a `DataError`."""
     try:
         yield

@@ -38,7 +38,6 @@ from paddle_recompute.app.retrieval.trained import (
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.errors import DataError
 
-_FORMER = {"prompt": ""}  # of records that an earlier version wrote
 _NUMBERS = {"dim": 0, "done": 0, "cut": 0, "unknown": 0}
 _BATCHES_PER_BLOCK = 16  # a block is sorted by length and written at once
 
@@ -260,7 +259,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     changed = [
         names.get(key, f"{key}={{}}").format(before.get(key))
         for key in now
-        if before.get(key, _FORMER.get(key)) != now[key]
+        if before.get(key) != now[key]
     ]
     return " and ".join(dict.fromkeys(changed))
 

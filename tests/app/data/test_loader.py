@@ -32,7 +32,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    train_tokenizer([text for pair in PAIRS for text in (pair.query, pair.positive)], path, 300)
+    train_tokenizer([text for pair in PAIRS for text in (pair.query, pair.positive)], path, 500)
     return load_tokenizer(path)
 
 

@@ -28,7 +28,7 @@ COUNT, BATCH, LOT = 23, 2, 6
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    make_run(folder)
+    make_run(folder, of_words=True)
     return folder / "run"
 
 

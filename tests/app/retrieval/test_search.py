@@ -27,7 +27,7 @@ COUNT = 40
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``run`` and, in a folder of its own, ``npy/pool.npy``."""
     folder = tmp_path_factory.mktemp("pools")
-    make_run(folder)
+    make_run(folder, of_words=True)
     (folder / "texts.txt").write_text("\n".join(texts(COUNT)))
     encoder = load_encoder(folder / "run")
     encode_file(encoder, folder / "texts.txt", folder / "npy" / "pool.npy")

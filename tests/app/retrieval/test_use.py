@@ -42,7 +42,7 @@ PROMPTS = {"model__query_prompt": "big query ", "model__document_prompt": "stone
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With ``run``, ``prompted/run`` and ``texts.txt``."""
     folder = tmp_path_factory.mktemp("use")
-    make_run(folder)
+    make_run(folder, of_words=True)
     make_run(folder / "prompted", **PROMPTS)
     (folder / "texts.txt").write_text("\n".join(texts(40)), encoding="utf-8")
     return folder
@@ -131,7 +131,7 @@ def test_prompts_are_put_before_texts_of_their_side(folder: Path, tmp_path: Path
 
 
 def test_negatives_have_the_prompt_of_documents(tmp_path: Path) -> None:
-    train_tokenizer(texts(50), tmp_path / "tokenizer.json", 300)
+    train_tokenizer(texts(50), tmp_path / "tokenizer.json", 500)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     arguments: dict[str, Any] = {"local_batch": 4, "rank": 0, "num_ranks": 1, "seed": 0}
     arguments |= {"max_query_tokens": 9, "max_positive_tokens": 9, "hard_negatives": 1}

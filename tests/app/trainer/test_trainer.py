@@ -86,7 +86,7 @@ def tiny(folder: Path, **changes: Any) -> Config:
             "max_positive_tokens": 12,
             "valid_pairs": 20,
             "pool_size": 50,
-            "vocab_size": 300,
+            "vocab_size": 500,
         },
         "train": {
             "max_steps": 10,
@@ -325,9 +325,9 @@ def test_settings_without_effect_are_said_once(
     for path in ("recompute.policy: segments", "sync.mode: fused"):
         assert shown.count(f"{path} has no effect here: ") == 1
     assert "train.warmup_steps: 5 is longer than the run of 2 steps" in shown
-    later = {"data__vocab_size": 320, "train__max_steps": 3, "train__resume": True}
+    later = {"data__vocab_size": 520, "train__max_steps": 3, "train__resume": True}
     Trainer(tiny(folder, **{**settings, **later})).run()
-    assert "was 300, is 320, which has no effect here: the voc" in capsys.readouterr().out
+    assert "was 500, is 520, which has no effect here: the voc" in capsys.readouterr().out
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_without_recompute_too(folder: Path) -> None:

@@ -9,7 +9,7 @@ import paddle
 
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.data import load_tokenizer
-from paddle_recompute.app.data.tokenizer import train_tokenizer
+from paddle_recompute.app.data.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.checkpoint import save_checkpoint
 from tests.app.trainer.test_trainer import tiny
@@ -28,15 +28,25 @@ def texts(count: int) -> list[str]:
 
 
 def make_run(
-    folder: Path, *, seed: int = 0, step: int = 3, biased: bool = False, **changes: Any
+    folder: Path,
+    *,
+    seed: int = 0,
+    step: int = 3,
+    biased: bool = False,
+    of_words: bool = False,
+    **changes: Any,
 ) -> Config:
     """Write ``folder/run/checkpoint/step-3``; another seed is another model.
 
-    `biased`: no bias is 0 and no LayerNorm the identity, as after training. `changes`: as `tiny`.
+    `biased`: no bias is 0 and no LayerNorm the identity, as after training. `of_words`: the
+    vocabulary is `WORDS`, and all else is ``[UNK]``. `changes`: as `tiny`.
     """
     config = tiny(folder, **changes)
-    vocabulary = folder / f"tokenizer-{seed}.json"
-    train_tokenizer(texts(50), vocabulary, 300)
+    vocabulary = folder / ("vocab.txt" if of_words else f"tokenizer-{seed}.json")
+    if of_words:
+        vocabulary.write_text("\n".join([*SPECIAL_TOKENS, *WORDS]))
+    else:
+        train_tokenizer(texts(50), vocabulary, 500)
     tokenizer = load_tokenizer(vocabulary)
     paddle.seed(seed)
     model = build_model(config.model, tokenizer.vocab_size)
