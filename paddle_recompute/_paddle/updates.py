@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import paddle
+
+from paddle_recompute._paddle.flat import by_dtype
+from paddle_recompute._paddle.layers import parameters_of_optimizer
 
 _HALF = frozenset((paddle.float16, paddle.bfloat16))
 _KEEPS_AT_RATE_0 = (
@@ -76,6 +80,7 @@ def learning_rate_times(optimizer: Any, factor: paddle.Tensor) -> Iterator[None]
     """
     rate_of = optimizer._create_param_lr
     known: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
+    common: list[paddle.Tensor] = []
 
     def scaled(param_and_grad: Any) -> paddle.Tensor:
         rate = rate_of(param_and_grad)
@@ -83,11 +88,28 @@ def learning_rate_times(optimizer: Any, factor: paddle.Tensor) -> Iterator[None]
             known[id(rate)] = rate, rate * factor.astype(rate.dtype)
         return known[id(rate)][1]
 
-    optimizer._create_param_lr = scaled
+    def scaled_alike(param_and_grad: Any) -> paddle.Tensor:
+        if not common:  # not before Paddle has set the rate of this step
+            common.append(scaled(param_and_grad))
+        return common[0]
+
+    optimizer._create_param_lr = scaled_alike if _has_one_rate(optimizer) else scaled
     try:
         yield
     finally:
         del optimizer._create_param_lr
+
+
+def _has_one_rate(optimizer: Any) -> bool:
+    """Whether no parameter of `optimizer` has a factor of its learning rate (``optimize_attr``)."""
+    parameters = parameters_of_optimizer(optimizer)
+    try:
+        return {*map(_FACTOR, map(_ATTRIBUTES, parameters))} == {1.0}
+    except (AttributeError, KeyError, TypeError):  # a tensor that has none
+        return False
+
+
+_ATTRIBUTES, _FACTOR = attrgetter("optimize_attr"), itemgetter("learning_rate")
 
 
 @paddle.no_grad()
@@ -103,24 +125,24 @@ def zero_if(condition: paddle.Tensor, tensors: Sequence[paddle.Tensor]) -> None:
 
     Args:
         condition: Bool, one element.
-        tensors: Of floating dtypes.
+        tensors: Of floating dtypes, in one place.
     """
-    by_dtype: dict[Any, list[paddle.Tensor]] = {}
-    for tensor in tensors:
-        place, dtype = tensor.place, tensor.dtype
+    if not tensors:
+        return
+    place = tensors[0].place
+    for dtype, alike in by_dtype(tensors).items():
         is_half = dtype in _HALF
         if place.is_gpu_place() or (place.is_cpu_place() and not is_half):
-            by_dtype.setdefault(dtype, []).append(tensor)
+            scale = paddle.ones([1], dtype)
+            good, bad = paddle.zeros([1], "int32"), paddle.zeros([1], "int32")
+            paddle._C_ops.update_loss_scaling_(
+                alike, condition.reshape([1]), scale, good, bad, 1, 1, 1.0, 1.0, True
+            )
             continue
-        wide = tensor.astype("float32") if is_half else tensor
-        wide = paddle.where(condition, paddle.zeros_like(wide), wide)
-        paddle.assign(wide.astype(dtype) if is_half else wide, tensor)
-    for dtype, alike in by_dtype.items():
-        scale = paddle.ones([1], dtype)
-        good, bad = paddle.zeros([1], "int32"), paddle.zeros([1], "int32")
-        paddle._C_ops.update_loss_scaling_(
-            alike, condition.reshape([1]), scale, good, bad, 1, 1, 1.0, 1.0, True
-        )
+        for tensor in alike:
+            wide = tensor.astype("float32") if is_half else tensor
+            wide = paddle.where(condition, paddle.zeros_like(wide), wide)
+            paddle.assign(wide.astype(dtype) if is_half else wide, tensor)
 
 
 def keeps_master_weights(optimizer: Any) -> bool:
