@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def bytes_of(variant: str) -> dict[str, int]:
     """Peak bytes of the third update, of the parameters, of the largest of them, and of those whose
     moments this rank has.
     """
+    gc.collect()  # what the variant before has left
     before = _memory.current_bytes()
     model, optimizer = model_and_optimizer(variant)
     sync = GradientSync(model, mode="fused")

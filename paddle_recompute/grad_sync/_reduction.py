@@ -127,17 +127,12 @@ class BucketedReduction:
         """What the gradients of this rank are multiplied by before they are summed up."""
         return (self._weight or 1.0) / len(self._ranks)
 
-    def arm(self, step: int, report: StepReport, *, weigh: bool) -> None:
-        """The backward that follows is the last one before the optimizer's step number `step`.
-
-        Args:
-            step: Its number.
-            report: Of this rank.
-            weigh: Whether something is sent before `finish` that cannot be sent again.
-        """
+    def arm(self, step: int, report: StepReport) -> None:
+        """The backward that follows is the last one before the optimizer's step number `step`."""
         self._step = step
         self._weight: float | None = None
-        if (self._counts_differ or weigh) and report.count is not None:
+        # What is offloaded is gone before `finish`, and cannot be sent again.
+        if (self._counts_differ or self._listed.offloaded) and report.count is not None:
             label = self._label("number of examples")
             self._weight = self._agreement.weight_of(report.count, label)
         self._began = time.perf_counter()

@@ -200,7 +200,7 @@ class GradientSync:
         peers().place = f"in step {step}"
         try:
             peers().check(self._scope, "the gradients")
-            self._reduction.arm(step, self.report, weigh=bool(self._listed.offloaded))
+            self._reduction.arm(step, self.report)
             with self._offloaded_gradients():
                 with self.no_sync():
                     yield
@@ -229,12 +229,7 @@ class GradientSync:
         owners = list(self._listed.offloaded.values())
         try:
             for owner in owners:
-                sender = None
-                if self._reduction is not None:
-                    sender = self._sender_of(owner)  # refuses a FleetReduction
-                    assert isinstance(self._reduction, BucketedReduction)
-                    sender.scale = self._reduction.scale
-                owner.begin(sender)
+                owner.begin(self._sender_of(owner) if self._reduction is not None else None)
             yield
             for owner in owners:
                 owner.finish()
@@ -244,9 +239,9 @@ class GradientSync:
             raise
 
     def _sender_of(self, owner: OffloadedGradients) -> PieceSender:
-        if id(owner) in self._senders:
-            return self._senders[id(owner)]
-        if isinstance(self._model, paddle.DataParallel) or self.mode == "fleet":
+        reduction = self._reduction
+        is_wrapped = isinstance(self._model, paddle.DataParallel)
+        if is_wrapped or not isinstance(reduction, BucketedReduction):
             raise ConfigError(
                 "parameters that are offloaded are synchronized by GradientSync itself, a shard at "
                 "a time: give it the bare Layer instead of paddle.DataParallel, and another mode "
@@ -257,8 +252,11 @@ class GradientSync:
                 f"compression {self.compression!r} is not supported for the gradients of "
                 "offloaded parameters; use 'none'"
             )
-        sender = PieceSender(owner.parameters, self.group)
-        return self._senders.setdefault(id(owner), sender)
+        if id(owner) not in self._senders:
+            self._senders[id(owner)] = PieceSender(owner.parameters, self.group)
+        sender = self._senders[id(owner)]
+        sender.scale = reduction.scale
+        return sender
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """For the earlier backwards of a step; a ``paddle.DataParallel`` does not synchronize

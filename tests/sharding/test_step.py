@@ -42,7 +42,7 @@ def test_an_update_reads_nothing_on_the_host() -> None:
         assert len(sharded) <= len(plain), sharded
 
 
-OF_SENDS = {"reshape", "concat", "slice", "empty", "assign", "full", "share_data"}
+OF_SENDS = {"reshape", "reshape2", "concat", "slice", "empty", "assign", "full", "share_data"}
 """What joins parameters before they are sent and parts them behind it."""
 
 
