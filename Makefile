@@ -246,8 +246,7 @@ build/.wheel-tested: .venv/.installed .venv-release/.installed README.md setup.p
 	cd / && PYTHONPATH=$(CURDIR)/build/site $(CURDIR)/.venv/bin/python $(CURDIR)/tests/wheel_check.py $(CURDIR)
 	@touch $@
 
-# The wheel in an environment of its own: with Paddle alone, then with the extra `train`. Takes some
-# minutes, so .ci/run leaves it out.
+# The wheel in an environment of its own: with Paddle alone, then with the extra `train`.
 wheel-install-test: wheel-test
 	@$(FIND_PYTHON); rm -rf build/empty; "$$found" -m venv build/empty
 	build/empty/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl paddlepaddle==3.3.1

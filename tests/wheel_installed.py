@@ -30,16 +30,19 @@ def alone() -> None:
 def train() -> None:
     """With the extra: from a file of pairs to a report and an answer."""
     with tempfile.TemporaryDirectory() as folder:
-        pairs, config, run_folder = (Path(folder) / name for name in ("p.tsv", "r.yaml", "run"))
+        pairs, words, config, run_folder = (
+            Path(folder) / name for name in ("p.tsv", "words.txt", "r.yaml", "run")
+        )
         texts = [f"{a} {b} {c}" for a in WORDS for b in WORDS for c in WORDS[:4]]
         pairs.write_text("".join(f"{text}\tthe {text}\n" for text in texts))
+        words.write_text("".join(f"the {text}\n" for text in texts))
         sizes = ("launch.num_ranks=2", "model.hidden_size=32", "model.intermediate_size=64")
         more = (*sizes, f"data.cache_dir={folder}/cache", f"train.output_dir={run_folder}")
         for arguments in (
             ("init", pairs, "--output", config),
             ("config", "validate", "--config", config),
             ("train", "--config", config, "train.max_steps=4", *more),
-            ("encode", "--model", run_folder, "--output", f"{folder}/pool.npy", pairs),
+            ("encode", "--model", run_folder, "--output", f"{folder}/pool.npy", words),
             ("search", "--index", f"{folder}/pool.npy", "cat dog", "--json"),
         ):
             done = run(*arguments)

@@ -184,7 +184,7 @@ def write(
     shown = {row.policy: row.timeline for row in rows if row.policy in ("plain", "all", planned)}
     head, *lines = cells(rows, budget)
     parts = [
-        Part("Policies", head=head, rows=lines, numbers=(1, 2), is_wide=True),
+        Part("Policies", head=head, rows=lines, numbers=(1, 2, 4), is_wide=True),
         Part("Memory over one step", chart=timeline_chart(shown, {"budget": budget})),
         Part("Peak against time", chart=_against_time(costs, rows, budget)),
         *([Part("In words", text=words, is_wide=True)] if words else []),

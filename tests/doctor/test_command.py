@@ -130,21 +130,25 @@ def test_the_two_modes_are_compared_on_request(
     write_pairs(tmp_path / "pairs.tsv")
     file, output = tmp_path / "run.yaml", tmp_path / "report.json"
     file.write_text(yaml.safe_dump(tiny(tmp_path).to_dict()))
-    arguments = ["doctor", "--config", str(file), "--output", str(output), "--parity"]
+    arguments = ["doctor", "--config", str(file), "--output", str(output), "--parity", "--json"]
     result = CliRunner().invoke(cli.main, arguments)
     assert result.exit_code == (0 if spoiled is None else 1), result.output
     assert "ok: no fault found" in result.output
     assert ("gradient of pooler.weight" in result.output) == (spoiled is not None)
     report = json.loads(output.read_text())
+    assert json.loads(result.output.splitlines()[-1]) == report
     assert report["findings"] == []
     assert report["ok"] == report["parity"]["parity"] == (spoiled is None)
 
 
 def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
     file = tmp_path / "self_test.json"
-    result = CliRunner().invoke(cli.main, ["doctor", "--self-test", "--output", str(file)])
+    result = CliRunner().invoke(
+        cli.main, ["doctor", "--self-test", "--output", str(file), "--json"]
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())
+    assert json.loads(result.output.splitlines()[-1]) == report
     assert report["ok"]
     assert {"paddle", "python", "device", "machine", "seconds", "cases"} <= report.keys()
     assert len(report["cases"]) > 10

@@ -10,11 +10,11 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import RecomputeConfig, apply_recompute
+from paddle_recompute import AmpConfigs, RecomputeConfig, apply_recompute
 from paddle_recompute.app.config import StrategyConfig, SyncConfig
 from paddle_recompute.app.config._section import Section, subsection
 from paddle_recompute.errors import ConfigError, StaticGraphError
-from paddle_recompute.static_graph import distributed_strategy
+from paddle_recompute.static_graph import StaticConfig, distributed_strategy
 from paddle_recompute.static_graph._request import amp_dtype
 from tests.static_graph.models import IS_26
 from tests.static_graph.test_train_step import Encoder, config_of
@@ -47,7 +47,7 @@ STATIC_ONLY = {
     "amp_configs.use_optimizer_fp16": True,
 }
 """A configuration in mode dygraph, which the others are here, refuses them itself."""
-O2 = "at level O1, with parameters in float32; set level: O1"
+O2 = "whose parameters are in float32; use level O1"
 REFUSED = {
     "amp_configs.level": ([*BFLOAT16, "amp_configs.level=O2"], O2),
     "amp_configs.use_pure_fp16": ([*AMP, "amp_configs.use_pure_fp16=true"], O2),
@@ -139,8 +139,20 @@ def test_field_is_refused(path: str) -> None:
 )
 def test_settings_of_another_synchronization_are_refused(name: str, value: Any) -> None:
     assert name in SyncConfig.model_fields
-    with pytest.raises(ConfigError, match=rf"sync\.{name}: .*without this setting"):
+    with pytest.raises(ConfigError, match=rf"sync\.{name}: {value}: .*exchange the gradients"):
         strategy_of([], f"sync.{name}={value}")
+
+
+def test_without_a_configuration_of_the_application_the_same_is_refused() -> None:
+    recompute = RecomputeConfig(engine="fleet", preserve_rng_state=False)
+    with pytest.raises(ConfigError) as caught:
+        distributed_strategy(StaticConfig(recompute=recompute, amp=AmpConfigs(level="O2")))
+    for words in ("recompute.engine: fleet", "recompute.preserve_rng_state: False", "level: O1"):
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match=r"recompute\.offload: host: a Program keeps"):
+        distributed_strategy(StaticConfig(recompute=RecomputeConfig(offload="host")))
+    plain = StaticConfig(recompute=RecomputeConfig(enable=False, offload="host"))
+    assert not distributed_strategy(plain).recompute
 
 
 def test_how_long_to_wait_for_other_ranks_is_honoured() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from paddle_recompute._files import read_json
 from paddle_recompute._run_folder import hold
 from paddle_recompute.app.cli._process import configured, prepare_one_process, run_on_ranks
 from paddle_recompute.app.config import Config, load_config
@@ -70,6 +71,7 @@ def parity(
     click.option(
         "--parity", "compares_modes", is_flag=True, help="Also as the command parity does."
     ),
+    click.option("--json", "as_json", is_flag=True, help="The report too, as the last line."),
     required=False,
 )
 def doctor(
@@ -78,6 +80,7 @@ def doctor(
     output: str | None,
     device: str | None,
     compares_modes: bool,
+    as_json: bool,
     debug: bool,
     overrides: tuple[str, ...],
 ) -> None:
@@ -103,7 +106,10 @@ def doctor(
             from paddle_recompute.app.doctor_runs import write_self_test
 
             file = Path(output or "paddle_recompute_self_test.json")
-            if not write_self_test(file, device=device, say=click.echo):
+            is_right = write_self_test(file, device=device, say=click.echo)
+            if as_json:
+                click.echo(json.dumps(read_json(file)))
+            if not is_right:
                 sys.exit(1)
             return
         if config_file is None:
@@ -127,10 +133,13 @@ def doctor(
             click.echo(str(compared))
             report["parity"] = compared.to_dict()
             report["ok"] &= not compared.faults
-        if output and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
-            from paddle_recompute.app.doctor_runs import write_report
+        if os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
+            if output:
+                from paddle_recompute.app.doctor_runs import write_report
 
-            write_report(Path(output), report)
+                write_report(Path(output), report)
+            if as_json:
+                click.echo(json.dumps(report))
         if not report["ok"]:
             sys.exit(1)
 

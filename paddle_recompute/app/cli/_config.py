@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -64,8 +63,8 @@ def validate(config_file: str, as_json: bool, debug: bool, overrides: tuple[str,
             config = load_config(config_file, overrides)
         except ConfigError as error:
             if as_json:
-                faults = re.split(r"\n  (?:- )?", str(error))
-                click.echo(json.dumps({"valid": False, "faults": faults[1:] or faults}))
+                head, *faults = str(error).split("\n  - ")
+                click.echo(json.dumps({"valid": False, "faults": faults or [head]}))
             raise
         notes = [*config.without_effect(), *_missing_files(config)]
         if as_json:
