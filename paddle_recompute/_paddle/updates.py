@@ -1,4 +1,4 @@
-"""An optimizer's step that a tensor on the device can turn into none.
+"""An optimizer's state, and its step that a tensor on the device can turn into none.
 
 Paddle's own way, ``optimizer._set_auxiliary_var("found_inf", tensor)``, reads the tensor on the
 host in dygraph (2.6, 3.x): ``Optimizer`` asks ``if found_inf``, Adam and AdamW hand it to their
@@ -9,7 +9,7 @@ parameter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -25,6 +25,38 @@ _KEEPS_AT_RATE_0 = (
     paddle.optimizer.Adam,
     paddle.optimizer.AdamW,
 )
+
+
+MASTERS, SCHEDULE = "master_weights", "LR_Scheduler"
+"""What ``Optimizer.state_dict`` (2.6, 3.x) has besides the tensors of a parameter."""
+
+
+def owner_of_state(key: str, names: Iterable[str]) -> str:
+    """Which of `names` is the parameter's that the entry `key` of a state belongs to; "": none.
+
+    ``Optimizer.state_dict`` (2.6, 3.x) names it ``linear_0.w_0_moment1_0``. Can go when it says the
+    parameter by itself.
+    """
+    return max((name for name in names if key.startswith(f"{name}_")), key=len, default="")
+
+
+def part_of_state(
+    state: Mapping[str, Any], owners: Mapping[str, str], own: Collection[str]
+) -> dict[str, Any]:
+    """What of `state` is of the parameters `own`, and the schedule.
+
+    Args:
+        state: Of an optimizer.
+        owners: `owner_of_state` of each key, but of `MASTERS` and `SCHEDULE`.
+        own: Names of parameters.
+    """
+    part = {key: state[key] for key, owner in owners.items() if owner in own}
+    masters = {name: one for name, one in state.get(MASTERS, {}).items() if name in own}
+    if masters:
+        part[MASTERS] = masters
+    if SCHEDULE in state:
+        part[SCHEDULE] = state[SCHEDULE]
+    return part
 
 
 def keeps_parameters_at_rate_0(optimizer: Any) -> bool:

@@ -30,6 +30,7 @@ from paddle_recompute.distributed.ranks import (
     sum_over_ranks,
     values_of_ranks,
 )
+from paddle_recompute.distributed.sharing import shared_out
 from paddle_recompute.distributed.stop_request import StopRequest
 from paddle_recompute.distributed.waiting_collectives import watched_on_device
 
@@ -57,6 +58,7 @@ __all__ = [
     "reduce_numbers",
     "run_collective",
     "scope_of",
+    "shared_out",
     "stop_request",
     "sum_over_ranks",
     "values_of_ranks",

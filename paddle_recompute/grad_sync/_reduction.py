@@ -122,11 +122,22 @@ class BucketedReduction:
         self.timeline: Timeline | None = None
         """The last step's times."""
 
-    def arm(self, step: int, report: StepReport) -> None:
-        """The backward that follows is the last one before the optimizer's step number `step`."""
+    @property
+    def scale(self) -> float:
+        """What the gradients of this rank are multiplied by before they are summed up."""
+        return (self._weight or 1.0) / len(self._ranks)
+
+    def arm(self, step: int, report: StepReport, *, weigh: bool) -> None:
+        """The backward that follows is the last one before the optimizer's step number `step`.
+
+        Args:
+            step: Its number.
+            report: Of this rank.
+            weigh: Whether something is sent before `finish` that cannot be sent again.
+        """
         self._step = step
         self._weight: float | None = None
-        if self._counts_differ and report.count is not None:
+        if (self._counts_differ or weigh) and report.count is not None:
             label = self._label("number of examples")
             self._weight = self._agreement.weight_of(report.count, label)
         self._began = time.perf_counter()
@@ -255,8 +266,7 @@ class BucketedReduction:
             self._sent.add(bucket.members, gradients, len(self._order))
         else:
             gradients = [*map(self._listed.gradients.__getitem__, bucket.members)]
-        scale = (self._weight or 1.0) / len(self._ranks)
-        flat = bucket.join(gradients, self._dtype(bucket), scale)
+        flat = bucket.join(gradients, self._dtype(bucket), self.scale)
         flat = self._codec.encode(flat, bucket)
         queued = time.perf_counter()
         label = self._label(f"bucket {place} of {len(self._buckets)}")

@@ -243,20 +243,18 @@ class TrainStep:
         began = time.perf_counter()
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
         total = math.fsum(counts)
-        if self._offloaded is not None:  # shards are sent and gone before the backward ends
-            total = mean_over_ranks(total, self._sync.group)
         # Exactly accumulate_steps where all counts are equal: then it is the plain mean, to the
         # bit. The synchronization weighs the ranks, where theirs differ.
         divisors = [total / count for count in counts]
         loss_scale = self._scaler.scale if self._scaler is not None else None
-        self._sync.report = StepReport(total if self._offloaded is None else None, self._terms())
+        self._sync.report = StepReport(total, self._terms())
         if self._offloaded is not None:
             is_double = any(p.dtype == paddle.float64 for p in self._trained)
             self._offloaded.finish_with(
                 OnComplete(
                     loss_scale,
                     widen=self._amp is not None,
-                    norm_dtype="float64" if is_double else "float32",
+                    norm_dtype=paddle.float64 if is_double else paddle.float32,
                 )
             )
         last = self._accumulate_steps - 1
@@ -428,7 +426,7 @@ class TrainStep:
             # In the order of the parameters, offloaded or not: so that the sum has the same bits.
             own, others = iter(squares), self._offloaded.squares()
             squares = [
-                next(own) if gradient_of(p) is not None else others[id(p)].reshape([1])
+                next(own) if gradient_of(p) is not None else others[id(p)]
                 for p in self._updated
                 if gradient_of(p) is not None or id(p) in others
             ]
