@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 
 from paddle_recompute._paddle.flat import empty, joined, parted, replace_memory
+from paddle_recompute.errors import SyncError
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,22 @@ class Bucket:
             gradients: One for each member.
             dtype: That of the members.
             scale: A factor.
+
+        Raises:
+            SyncError: The gradients have another dtype.
         """
         if any(map(is_, gradients, repeat(None))):
             gradients = [
                 paddle.zeros([size], dtype) if gradient is None else gradient
                 for gradient, size in zip(gradients, self.sizes, strict=True)
             ]
-        return joined(gradients, self._shells).scale_(scale)
+        flat = joined(gradients, self._shells)
+        if flat.dtype != dtype:
+            raise SyncError(
+                f"a gradient is {flat.dtype}, and its parameter {dtype}; the ranks sum gradients "
+                "of one dtype. Change the dtype of gradients after last_backward()"
+            )
+        return flat.scale_(scale)
 
     def split(self, flat: paddle.Tensor) -> list[paddle.Tensor]:
         """The members' pieces of `flat`."""

@@ -9,6 +9,7 @@ from paddle import nn
 
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.walk import ParameterWalk
+from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._buckets import Bucket
 from paddle_recompute.grad_sync._offloaded import keep_elsewhere
 from paddle_recompute.grad_sync._parameters import ParameterList
@@ -58,6 +59,11 @@ def test_a_write_raises_the_version_of_a_gradient() -> None:
     bucket.split_into(own, gradients, bucket.join(gradients[::2], paddle.float32, 1.0), frozenset())
     now = [one.inplace_version for one in gradients]
     assert now[0] > before[0] and now[1] == before[1] and now[2] > before[2]
+
+
+def test_gradients_of_another_dtype_are_refused() -> None:
+    with pytest.raises(SyncError, match=r"a gradient is .*float32, and its parameter .*float16"):
+        Bucket((0, 1), (2, 2)).join([paddle.ones([2])] * 2, paddle.float16, 0.5)
 
 
 def test_a_bucket_keeps_no_memory_of_gradients() -> None:

@@ -113,7 +113,8 @@ def train_in_another_order(mode: str) -> tuple[list[np.ndarray], list[int]]:
             x.sum().backward()
         gradients += [p.grad.numpy() for p in layers.parameters()]
         early.append(sync.num_early_buckets)
-        layers.clear_gradients(False)
+        for parameter in layers.parameters():
+            parameter.clear_gradient(False)
     return gradients, early
 
 
