@@ -224,7 +224,7 @@ def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
         f"data.cache_dir={tmp_path / 'cache'}",
         "data.valid_pairs=20",
         "data.pool_size=100",
-        "data.vocab_size=200",
+        "data.vocab_size=300",
         "model.num_layers=1",
         "model.hidden_size=16",
         "model.intermediate_size=16",

@@ -67,7 +67,7 @@ class PairLoader:
             for side, texts in self._texts.items()
         ]
         counts += [
-            (texts.num_unknown, side, "hold words beyond data.vocab_size")
+            (texts.num_unknown, side, "hold words outside the vocabulary")
             for side, texts in self._texts.items()
         ]
         notes = [

@@ -44,7 +44,6 @@ from paddle_recompute.planner import (
     uniform,
     within_budget,
 )
-from paddle_recompute.static_graph import ProgramCalls
 from paddle_recompute.train_step import build_optimizer
 
 
@@ -113,12 +112,8 @@ class BudgetPlanner:
         return plan, _plain_peak(plan.costs), plan.measured_bytes
 
     def _costs(self, chunks: Chunks) -> tuple[StepCosts, str]:
-        config, vocab_size = self._config, self._vocab_size
-        job = job_of(config, vocab_size, chunks)
-        measure_call = None
-        if config.mode == "static":
-            measure_call = ProgramCalls(config, lambda: bare_model(config, vocab_size)).measure
-        return job.measure(measure_call=measure_call), job.signature()
+        job = job_of(self._config, self._vocab_size, chunks)
+        return job.measure(), job.signature()
 
     def _largest_costs(self, own: StepCosts) -> StepCosts:
         """The largest bytes of all ranks, call by call; the same on every rank."""

@@ -239,7 +239,7 @@ def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_pa
     )
     Trainer(config).run()
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    _, measured = MemoryProbe(config, vocab_size=25, say=print).measure(
+    _, measured = MemoryProbe(config, vocab_size=281, say=print).measure(
         Chunks(tokens=chunks.get("contrastive__chunk_tokens"))
     )
     largest = max(step["peak_bytes"] for step in steps)

@@ -240,7 +240,7 @@ def train_large_batch(folder: str) -> None:
             "data.cache_dir": f"{folder}/cache",
             "data.valid_pairs": 20,
             "data.pool_size": 50,
-            "data.vocab_size": 100,
+            "data.vocab_size": 300,
             "train.max_steps": 3,
             "train.warmup_steps": 1,
             "train.eval_before": "false",
