@@ -122,7 +122,14 @@ BAD_TEXTS = {
         SMALLEST + "launch:\n  num_ranks: 1\n  num_ranks: 2\n",
         "line 6: the key launch.num_ranks is given twice (first in line 5)",
     ),
-    "contains itself": (SMALLEST + "launch: &a {num_ranks: 1, again: *a}\n", "launch"),
+    "contains itself": (
+        SMALLEST + "launch: &a {num_ranks: 1, again: *a}\n",
+        "line 4: the alias *a stands for more than one value",
+    ),
+    "an alias of a mapping": (
+        SMALLEST + "launch: &a {num_ranks: 1}\ndata: *a\n",
+        "line 5: the alias *a stands for more than one value",
+    ),
     "empty": ("", "must hold a YAML mapping (key: value lines), it holds nothing"),
     "a list": ("- a\n", "must hold a YAML mapping (key: value lines), it holds only a list"),
     "a number": ("3", "must hold a YAML mapping (key: value lines), it holds only a int"),
