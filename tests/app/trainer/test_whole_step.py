@@ -34,7 +34,7 @@ PLAIN: dict[str, Any] = {
     "launch__num_ranks": 2,
     "strategy__amp": True,
     "strategy__amp_configs": {
-        "init_loss_scaling": 2.0**18,
+        "init_loss_scaling": 2.0**19,
         "incr_every_n_steps": 2,
         "decr_every_n_nan_or_inf": 1,
         "decr_ratio": 0.5,
@@ -71,9 +71,11 @@ def train(folder: str) -> dict[str, dict[str, Any]]:
     for name, changes in {"plain": {}, **COMBINED}.items():
         sent, shown = [], io.StringIO()
 
-        def send(self: Any, tensor: paddle.Tensor, *rest: Any, sent: list[int] = sent) -> Any:
+        def send(
+            self: Any, tensor: paddle.Tensor, *rest: Any, sent: list[int] = sent, **named: Any
+        ) -> Any:
             sent.append(tensor.size)
-            return sound_send(self, tensor, *rest)
+            return sound_send(self, tensor, *rest, **named)
 
         config = tiny(Path(folder), train__output_dir=f"{folder}/{name}", **{**PLAIN, **changes})
         with (
