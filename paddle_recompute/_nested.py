@@ -61,7 +61,9 @@ def tensors_in(value: Any) -> Iterator[paddle.Tensor]:
 
 def leaves_of(value: Any) -> Iterator[Any]:
     """Everything in `value` that is not a container, depth first."""
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, paddle.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
         for item in value:
             yield from leaves_of(item)
     elif isinstance(value, DICTS):
@@ -76,7 +78,9 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Pairs of a readable path (``[0]['mask'].scale``) and what stands there."""
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, paddle.Tensor):
+        yield name, value
+    elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from named_leaves(item, f"{name}[{index}]")
     elif isinstance(value, DICTS):

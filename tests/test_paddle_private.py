@@ -63,6 +63,7 @@ from paddle_recompute._paddle.layers import (
     clip_of_optimizer,
     forward_post_hooks,
     forward_pre_hooks,
+    layers_below,
     non_trained_state,
     own_parameters,
     own_sublayers,
@@ -367,6 +368,13 @@ def test_batch_norms_keep_their_statistics_there(norm: Any) -> None:
     for name in ("_mean", "_variance"):
         assert layer._parameters.get(name) is not None or layer._buffers.get(name) is not None
         assert getattr(layer, name).stop_gradient
+
+
+def test_layers_below_are_those_of_sublayers() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Sequential(*map(paddle.nn.Linear, [2, 2], [2, 2])))
+    model.add_sublayer("again", model[0][1])
+    model.add_sublayer("none", None)
+    assert [*map(id, layers_below(model))] == [*map(id, model.sublayers(include_self=True))]
 
 
 def test_layer_sub_layers() -> None:

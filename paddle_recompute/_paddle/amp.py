@@ -12,11 +12,14 @@ from paddle.base import core, framework
 
 
 class AmpState(NamedTuple):
-    """What ``paddle.amp.auto_cast`` leaves on the tracer; ops read it as they are recorded."""
+    """What ``paddle.amp.auto_cast`` leaves on the tracer; ops read it as they are recorded.
+
+    The lists of operators, which take time to read, are None if they are not in force.
+    """
 
     level: Any
     dtype: str
-    lists: tuple[Any, Any]
+    lists: tuple[Any, Any] | None
     use_promote: bool
 
 
@@ -28,8 +31,9 @@ def amp_state() -> AmpState:
     give back lists that were changed after the first one was entered.
     """
     tracer = framework._dygraph_tracer()
-    lists = tracer._get_amp_op_list()
-    return AmpState(tracer._amp_level, tracer._amp_dtype, lists, tracer._use_promote)
+    level = tracer._amp_level
+    lists = None if level == core.AmpLevel.O0 else tracer._get_amp_op_list()
+    return AmpState(level, tracer._amp_dtype, lists, tracer._use_promote)
 
 
 @contextlib.contextmanager
@@ -48,7 +52,10 @@ def set_amp_state(state: AmpState) -> AmpState:
     if before != state:
         tracer = framework._dygraph_tracer()
         tracer._amp_level = state.level
-        tracer._set_amp_op_list(*state.lists)
+        if state.lists is not None:
+            level, dtype, _, promote = before
+            before = AmpState(level, dtype, tracer._get_amp_op_list(), promote)
+            tracer._set_amp_op_list(*state.lists)
         tracer._amp_dtype = state.dtype
         tracer._use_promote = state.use_promote
     return before

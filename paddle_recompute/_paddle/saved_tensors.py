@@ -51,24 +51,22 @@ C++ tensor; 3.x leaves it there. Can go with 2.6."""
 version_of: Callable[[paddle.Tensor], int] = core.eager.Tensor._inplace_version
 """What ``Tensor.inplace_version`` calls (2.6, 3.x), without its Python frame."""
 
-Look = tuple[Any, list[int], list[int] | None, int]
-"""Dtype, shape, strides (in elements; None: contiguous) and offset in its memory (in bytes; -1: it
-has none) of a tensor."""
+Look = tuple[Any, ...]
+"""Dtype, strides (in elements; None: contiguous) and offset in its memory (in bytes) of a tensor,
+and its shape, number by number: one object for the garbage collector, not two."""
 
 
 def look_of(tensor: paddle.Tensor) -> Look:
     """What a tensor looks like, and how it lies in its memory (``strides``, ``offset``; 2.6, 3.x).
 
     ``nn.LSTM`` in eval mode saves a tensor without memory, ``paddle.einsum`` an empty one: 3.3 and
-    2.6 end the process where the strides of such a tensor are asked.
+    2.6 end the process where the strides of such a tensor are asked. Both are contiguous.
     """
-    shape, dtype = tensor.shape, tensor.dtype
+    dtype = tensor.dtype
     if not _DTYPES_ARE_SINGLE:
         dtype = _dtypes.setdefault(dtype.value, dtype)
-    if tensor._is_initialized() and 0 not in shape:
-        strides = None if tensor.is_contiguous() else tensor.strides
-        return dtype, shape, strides, tensor.offset
-    return dtype, shape, None, -1
+    strides = None if tensor.is_contiguous() else tensor.strides
+    return dtype, strides, tensor.offset, *tensor.shape
 
 
 _dtypes: dict[int, Any] = {}
@@ -83,8 +81,8 @@ def with_layout(tensor: paddle.Tensor, look: Look) -> paddle.Tensor:
     the strides and the offset of the tensor that the operator had saved. Can go when the engine
     takes the tensor itself.
     """
-    _, shape, strides, offset = look
-    if offset < 0 or look_of(tensor)[2:] in ((None, -1), (strides, offset)):
+    _, strides, offset, *shape = look
+    if look_of(tensor)[1:3] == (strides, offset) or 0 in shape or not tensor._is_initialized():
         return tensor
     if strides is None:
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

@@ -413,7 +413,7 @@ def _pointers(value: Any) -> dict[int, int]:
 
 def _owns_its_memory(tensor: paddle.Tensor) -> bool:
     """Whether nothing says that `tensor` is a part of another one."""
-    return look_of(tensor)[2:] == (None, 0)
+    return look_of(tensor)[1:3] == (None, 0)
 
 
 def _likenesses(inputs: Any) -> tuple[Any, ...]:

@@ -13,19 +13,24 @@ CPU in 2.6.
 **Nesting.** The outer frame saves the inputs of an inner frame. So an inner frame keeps nothing
 unless its outer frame is being recomputed.
 
-**Ownership.** ticket -> frame -> inputs, and the C++ graph -> ticket. A frame refers to its tickets
-weakly, so graph, activations and Layer are freed without the garbage collector. A Layer may hold a
-tensor of its own forward, such as an auxiliary loss: Layer -> tensor -> graph -> ticket -> frame ->
-Layer is a cycle that Python cannot see. So the first backward that asks a frame ends it: a ticket
-whose operator has not run then holds the tensor of the second run itself, as Paddle would.
+**Ownership.** C++ graph -> ticket -> frame -> inputs, and, after the second run, frame -> values. A
+frame does not refer to its tickets, so graph, activations and Layer are freed without the garbage
+collector. Frame and ticket refer to the `Look` of the saved tensor, and nothing else does: its
+number of references tells whether the ticket is still in the graph. (Weak references would tell it,
+too. But each is one more object for the garbage collector, which then runs more often.)
+
+A Layer may hold a tensor of its own forward, such as an auxiliary loss: Layer -> tensor -> graph ->
+ticket -> frame -> Layer is a cycle that Python cannot see. So the first backward that asks a frame
+ends it: for a ticket whose operator has not run then, the frame keeps the tensor of the second run
+itself, as Paddle would.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from sys import getrefcount
 from typing import Any
 
 import paddle
@@ -34,7 +39,7 @@ from paddle_recompute import _nested
 from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute._paddle.backward import current_backward, is_last_backward, set_gradients
 from paddle_recompute._paddle.layers import is_parameter
-from paddle_recompute._paddle.saved_tensors import Look, look_of
+from paddle_recompute._paddle.saved_tensors import Look, look_of, version_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import (
@@ -48,42 +53,34 @@ from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import REPETITION_ADVICE, Call, Stamp, is_written_since
 from paddle_recompute.replay import stamp as stamp_of
 
-_RELEASED = (
-    "The inputs of a recomputed function were released: its backward ran, or failed, without "
-    "retain_graph=True."
-)
 
+class FrameTicket:
+    """A placeholder in the graph for tensor `number` of a frame; `look` is the frame's own."""
 
-class FrameTicket(Kept):
-    """A placeholder in the graph for a tensor that a frame can recompute.
+    __slots__ = ("frame", "look", "number")
 
-    It holds the tensor from the second run until the operator's backward asks.
-    """
-
-    __slots__ = ("__weakref__", "frame", "is_spent", "why_gone")
-
-    def __init__(self, frame: Frame) -> None:
-        self.frame: Frame | None = frame
-        self.tensor = None
-        self.why_gone = _RELEASED
-        self.is_spent = False
-        """Whether the operator's backward is over and cannot run again."""
+    def __init__(self, frame: Frame, number: int, look: Look) -> None:
+        self.frame, self.number, self.look = frame, number, look
 
     def value(self) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
-        frame, is_last = self.frame, is_last_backward()
-        if frame is None:
-            if self.tensor is None:
-                raise RecomputeError(self.why_gone)
-            return self.take(is_last)
-        if self.tensor is None:
-            frame.recompute(is_last)
-        value = self.take(True)
-        if is_last and not self.is_spent:
-            self.is_spent = True
-            frame.num_unspent -= 1
-            if frame.num_unspent <= 0:
-                frame.end_if_spent()
+        frame, number, is_last = self.frame, self.number, is_last_backward()
+        values = frame.values
+        if values[number] is None:
+            frame.recompute(number, is_last)
+        kept = values[number]
+        assert kept is not None
+        if not frame.parts:
+            if is_last:
+                values[number] = None
+            return kept.take(is_last)
+        values[number] = None
+        value = kept.take(True)
+        if is_last:
+            frame.spent.add(number)
+            frame.awaited.discard(number)
+            if not (frame.awaited and frame.is_ending):
+                frame.end()
         return value
 
 
@@ -93,16 +90,6 @@ class _Part:
 
     call: Call
     inputs: Any
-
-
-@dataclass
-class _OutputTicket:
-    """A ticket for an output of a part."""
-
-    ticket: weakref.ref[FrameTicket]
-    part: int
-    leaf: int
-    look: Look
 
 
 class Frame:
@@ -115,16 +102,21 @@ class Frame:
     def __init__(self, storage: InputStorage) -> None:
         self.parts: list[_Part] = []
         self._storage = storage
-        # Of each tensor that the first run saved: its ticket, what it looked like, its checksum.
-        self.tickets: list[weakref.ref[FrameTicket]] = []
-        self.looks: list[Look] = []
+        # Of each tensor with a ticket: what it looked like (None: its part failed), its checksum,
+        # and, after a second run, the tensor.
+        self.looks: list[Look | None] = []
         self.checksums: dict[int, int] = {}
-        self._output_tickets: list[_OutputTicket] = []
+        self.values: list[Kept | None] = []
+        self._failed = ""
+        self._links: dict[int, _Link] = {}
+        """Of the tickets for outputs."""
         self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, _Link]] = {}
         self._recording: Call | None = None
-        self._is_ending = False
-        self.num_unspent = 0
-        """Tickets that operators still need, at most, once the last backward has asked."""
+        self.is_ending = False
+        self.spent: set[int] = set()
+        """The tickets whose operator's backward is over and cannot run again."""
+        self.awaited: set[int] = set()
+        """The other tickets that were in the graph at the last second run."""
 
     def record(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, linked: bool = False
@@ -143,13 +135,14 @@ class Frame:
         outer = innermost()
         if not begin_recording(self):
             raise HooksAreTaken
-        num_saved = len(self.tickets)
+        num_saved = len(self.looks)
         try:
             inputs = _keep(self, self._storage, outer, (args, kwargs))
             self._recording = call
             outputs = call.first(args, kwargs)
-        except BaseException:
-            self._forget(num_saved, call.name)
+        except BaseException:  # the caller may catch the error and continue
+            self.looks[num_saved:] = [None] * (len(self.looks) - num_saved)
+            self._failed = call.name
             raise
         finally:
             self._recording = None
@@ -160,19 +153,6 @@ class Frame:
                 link = _Link(len(self.parts) - 1, leaf)
                 self._outputs[id(tensor)] = (weakref.ref(tensor), stamp_of(tensor), link)
         return outputs
-
-    def _forget(self, num_saved: int, name: str) -> None:
-        """Undo a part that raised, so that the caller may catch the error and continue."""
-        failed = self.tickets[num_saved:]
-        del self.tickets[num_saved:], self.looks[num_saved:]
-        for reference in failed:
-            ticket = reference()
-            if ticket is not None:  # a tensor of the failed part is still referenced
-                ticket.frame = None
-                ticket.why_gone = (
-                    f"{name} raised in its first forward, so the tensors that it computed before "
-                    "cannot be differentiated. Compute them outside of the recomputed function."
-                )
 
     def link_to(self, tensor: paddle.Tensor) -> _Link | None:
         """The output of an earlier part that `tensor` is; None if it is none or was changed."""
@@ -189,66 +169,67 @@ class Frame:
         link = self.link_to(tensor)
         if link is None:
             return None
-        ticket = FrameTicket(self)
-        self._output_tickets.append(
-            _OutputTicket(weakref.ref(ticket), link.part, link.leaf, look_of(tensor))
-        )
-        return ticket
+        self._links[len(self.looks)] = link
+        self.awaited.add(len(self.looks))
+        return self.pack(tensor)
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
-        ticket = FrameTicket(self)
-        self.tickets.append(weakref.ref(ticket))
-        self.looks.append(look_of(tensor))
+        number, look = len(self.looks), look_of(tensor)
+        self.looks.append(look)
+        self.values.append(None)
         if self._recording is not None and self._recording.compare_values:
-            self.checksums[len(self.tickets) - 1] = _checksum(tensor)
-        return ticket
+            self.checksums[number] = _checksum(tensor)
+        return FrameTicket(self, number, look)
 
-    def recompute(self, is_last: bool) -> None:
-        """Run the function again, which gives their tensors to the tickets."""
+    def recompute(self, number: int, is_last: bool) -> None:
+        """Run the function again, for ticket `number` and all others that are in the graph."""
+        if self._recording is not None:
+            raise RecomputeError(
+                "A recomputed function asks for gradients of its own intermediate results while "
+                "it is still running (paddle.grad or backward inside it). Move that part out of "
+                "the recomputed function."
+            )
+        if self.looks[number] is None:
+            raise RecomputeError(
+                f"{self._failed} raised in its first forward, so the tensors that it computed "
+                "before cannot be differentiated. Compute them outside of the recomputed function."
+            )
+        if not self.parts:
+            raise RecomputeError(
+                "The inputs of a recomputed function were released: its backward ran, or failed, "
+                "without retain_graph=True."
+            )
         try:
             self._recompute()
         except BaseException:
-            tickets = self._live_tickets()
-            for ticket in tickets:
-                ticket.tensor = None  # of a second forward that raised before its checks
+            self.values[:] = [None] * len(self.looks)  # the forward raised before its checks
             if is_last:  # Paddle keeps what it held when a hook raises
-                self._release(tickets)
+                self.parts.clear()
             raise
 
-    def end_if_spent(self) -> None:
+    def end(self) -> None:
         """Release the inputs once all tickets have been asked for the last time, even if an output
         is still referenced: they need not wait for the blocks before this one.
         """
-        if not self._is_ending:
-            self._is_ending = True
+        if not self.is_ending:
+            self.is_ending = True
             backward = current_backward()
             assert backward is not None
             backward.at_end[id(self)] = self._end
-            self.num_unspent += len(self._live_tickets())
-        if self.num_unspent <= 0:
-            self._release_if(lambda ticket: ticket.is_spent)
+        if not self.awaited:
+            self.parts.clear()
 
     def _end(self) -> None:
         """Release the inputs at the end of a backward, unless a ticket needs another second run."""
-        self._release_if(lambda ticket: ticket.is_spent or ticket.tensor is not None)
-
-    def _release_if(self, is_over: Callable[[FrameTicket], bool]) -> None:
-        tickets = self._live_tickets() if self.parts else []
-        if all(map(is_over, tickets)):
-            self._release(tickets)
-
-    def _release(self, tickets: list[FrameTicket]) -> None:
-        self.parts.clear()
-        # The graph keeps its tickets as long as an output is referenced.
-        for ticket in tickets:
-            ticket.frame = None
-
-    def _live_tickets(self) -> list[FrameTicket]:
-        """The tickets that are still referenced."""
-        tickets = [ticket for reference in self.tickets if (ticket := reference()) is not None]
-        promised = [promise.ticket() for promise in self._output_tickets]
-        return tickets + [ticket for ticket in promised if ticket is not None]
+        is_over = True
+        for number in (*self.saved(), *self._links) if self.parts else ():
+            if getrefcount(self.looks[number]) <= _REFERENCES_WITHOUT_TICKET:
+                self.values[number] = None
+            elif self.values[number] is None and number not in self.spent:
+                is_over = False
+        if is_over:
+            self.parts.clear()
 
     @property
     def name(self) -> str:
@@ -257,12 +238,6 @@ class Frame:
         return first if len(self.parts) == 1 else f"{first} to {last}"
 
     def _recompute(self) -> None:
-        if self._recording is not None:
-            raise RecomputeError(
-                "A recomputed function asks for gradients of its own intermediate results while "
-                "it is still running (paddle.grad or backward inside it). Move that part out of "
-                "the recomputed function."
-            )
         again = _Repetition(self)
         outputs: list[list[paddle.Tensor]] = []
         is_linked = bool(self._outputs)
@@ -280,10 +255,23 @@ class Frame:
             if is_linked:
                 outputs.append(list(_nested.tensors_in(result)))
         again.finish()
-        for promise in self._output_tickets:
-            ticket = promise.ticket()
-            if ticket is not None:
-                ticket.keep(outputs[promise.part][promise.leaf], promise.look)
+        for number, link in self._links.items():
+            if getrefcount(self.looks[number]) > _REFERENCES_WITHOUT_TICKET:
+                self.values[number] = Kept(outputs[link.part][link.leaf], self.looks[number])
+        self.awaited = {n for n, kept in enumerate(self.values) if kept is not None} - self.spent
+
+    def saved(self) -> list[int]:
+        """The numbers of the tensors that the first run saved."""
+        return [
+            number
+            for number, look in enumerate(self.looks)
+            if look is not None and number not in self._links
+        ]
+
+
+_one_item = [object()]
+_REFERENCES_WITHOUT_TICKET = getrefcount(_one_item[0])
+"""What Python counts during that call for an object that a list alone refers to."""
 
 
 class HooksAreTaken(Exception):
@@ -293,37 +281,47 @@ class HooksAreTaken(Exception):
 class _Repetition:
     """The second run of a frame: passes its saved tensors to the frame's tickets."""
 
-    __slots__ = ("_can_go_on", "_count", "_difference", "_frame")
+    __slots__ = ("_count", "_difference", "_frame", "_is_matched", "_numbers")
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
+        self._numbers = frame.saved()
         self._count = 0
         self._difference: str | None = None
-        self._can_go_on = True
+        self._is_matched = True
 
     def pack(self, tensor: paddle.Tensor) -> None:
-        """Pass the tensor to the ticket of the same number, if that ticket is still referenced."""
-        frame, number = self._frame, self._count
-        self._count = number + 1
-        if number >= len(frame.tickets):
+        """Pass the tensor to the ticket of the same number, if that ticket is in the graph."""
+        frame, count = self._frame, self._count
+        self._count = count + 1
+        if count >= len(self._numbers):
             return
-        was, look = frame.looks[number], look_of(tensor)
-        if was != look and was[:2] != look[:2]:
-            # Then it is not known which tensor is which, though others may be alike by chance.
-            self._can_go_on = False
-            self._note(number, f"was {dtype_name(was[0])}{[*was[1]]}, now it is {describe(tensor)}")
-            return
-        if frame.checksums and frame.checksums.get(number) not in (None, _checksum(tensor)):
-            self._note(number, f"({describe(tensor)}) has other values than in the first forward")
-        ticket = frame.tickets[number]()
-        if ticket is not None:
-            # A reloaded input or a copied buffer may have another layout than the original.
-            ticket.keep(tensor, None if was == look else was)
+        number = self._numbers[count]
+        if frame.checksums:
+            self._compare(count, tensor)
+            if frame.checksums.get(number) not in (None, _checksum(tensor)):
+                self._note(count, f"({describe(tensor)}) has other values than in the first one")
+        if getrefcount(frame.looks[number]) > _REFERENCES_WITHOUT_TICKET:
+            frame.values[number] = Kept(tensor)
+        else:
+            self._compare(count, tensor)
 
-    def _note(self, number: int, difference: str) -> None:
+    def _compare(self, count: int, tensor: paddle.Tensor) -> Look | None:
+        """Returns the look of the first run's tensor, if it lay in its memory in another way."""
+        was, look = self._frame.looks[self._numbers[count]], look_of(tensor)
+        if was == look:
+            return None
+        assert was is not None
+        if was[0] != look[0] or was[3:] != look[3:]:
+            # Then it is not known which tensor is which, though others may be alike by chance.
+            self._is_matched = False
+            self._note(count, f"was {dtype_name(was[0])}{[*was[3:]]}, now it is {describe(tensor)}")
+        return was
+
+    def _note(self, count: int, difference: str) -> None:
         """Note the first difference."""
         if self._difference is None:
-            place = f"saved tensor {number} of {len(self._frame.tickets)}"
+            place = f"saved tensor {count} of {len(self._numbers)}"
             self._difference = f"{place} {difference}"
 
     def finish(self) -> None:
@@ -334,22 +332,29 @@ class _Repetition:
                 tensor.
         """
         frame = self._frame
-        if self._count != len(frame.tickets):
+        # All at once, which is faster. What was changed in place since raises when it is asked for.
+        given = [
+            (count, kept)
+            for count, number in enumerate(self._numbers[: self._count])
+            if (kept := frame.values[number]) is not None
+            and version_of(kept.tensor) == kept.version
+        ]
+        looks = [look_of(kept.tensor) for _, kept in given]
+        if looks != [frame.looks[self._numbers[count]] for count, _ in given]:
+            for count, kept in given:
+                # A reloaded input or a copied buffer may have another layout than the original.
+                kept.look = self._compare(count, kept.tensor)
+        if self._count != len(self._numbers):
             self._difference = self._difference or (
-                f"{len(frame.tickets)} tensors were saved for the backward, now {self._count}"
+                f"{len(self._numbers)} tensors were saved for the backward, now {self._count}"
             )
-        can_go_on = self._can_go_on and self._count >= len(frame.tickets)
-        must_fail = frame.parts[0].call.check or not can_go_on
+        is_matched = self._is_matched and self._count >= len(self._numbers)
+        must_fail = frame.parts[0].call.check or not is_matched
         if self._difference is not None and must_fail:
             raise RecomputeError(
                 f"The second forward of {frame.name} is not a repetition of the first: "
-                f"{self._difference}. {self._advice()}"
+                f"{self._difference}. {REPETITION_ADVICE}"
             )
-
-    def _advice(self) -> str:
-        """What to do: of the part that names a changed argument, if one does."""
-        advices = [part.call.advice for part in self._frame.parts]
-        return next((one for one in advices if one != REPETITION_ADVICE), REPETITION_ADVICE)
 
 
 class _DiscardAll:
@@ -415,14 +420,14 @@ class _Input:
                 "between its forward and its backward, so the forward cannot be repeated. Run the "
                 "backward before the change, or change a copy."
             )
-        if is_parameter(source):
-            return source
-        if isinstance(source, _Link):
+        if _nested.is_tensor(source):
+            if is_parameter(source):
+                return source
+            tensor = source
+        elif isinstance(source, _Link):
             tensor = outputs[source.part][source.leaf]
         elif isinstance(source, FrameTicket):
             tensor = source.value()
-        elif _nested.is_tensor(source):
-            tensor = source
         else:
             tensor = source.load()
         # A new tensor object: hooks that the function registers on its argument must not be added
@@ -449,14 +454,16 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
 
     kept: dict[int, _Input] = {}
 
-    def keep(tensor: paddle.Tensor) -> _Input:
-        if id(tensor) not in kept:
-            source = source_of(tensor)
-            stamp = stamp_of(tensor) if _nested.is_tensor(source) else None
-            kept[id(tensor)] = _Input(source, tensor.stop_gradient, stamp)
-        return kept[id(tensor)]
+    def keep(leaf: Any) -> Any:
+        if not _nested.is_tensor(leaf):
+            return leaf
+        if id(leaf) not in kept:
+            source = source_of(leaf)
+            stamp = stamp_of(leaf) if _nested.is_tensor(source) else None
+            kept[id(leaf)] = _Input(source, leaf.stop_gradient, stamp)
+        return kept[id(leaf)]
 
-    return _nested.map_tensors(keep, inputs)
+    return _nested.map_leaves(keep, inputs)
 
 
 def _fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:

@@ -59,10 +59,7 @@ class Kept:
 
     __slots__ = ("look", "tensor", "version")
 
-    def __init__(self, tensor: paddle.Tensor) -> None:
-        self.keep(tensor, None)
-
-    def keep(self, tensor: paddle.Tensor, look: Look | None) -> None:
+    def __init__(self, tensor: paddle.Tensor, look: Look | None = None) -> None:
         """Keep `tensor`; `look` is that of the tensor in whose place it is kept, if another."""
         # The same C++ tensor, hence the same version counter.
         kept = self.tensor = tensor.detach()
@@ -76,7 +73,7 @@ class Kept:
         kept = self.tensor
         if kept is None:
             raise RecomputeError(
-                "A saved tensor was freed: its backward ran without retain_graph=True."
+                "A saved tensor was freed: its backward ran, or failed, without retain_graph=True."
             )
         if version_of(kept) != self.version:
             raise RecomputeError(

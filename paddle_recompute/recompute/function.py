@@ -55,6 +55,9 @@ class RecomputeOptions:
             )
 
 
+_DEFAULT = RecomputeOptions()
+
+
 @paddle.jit.not_to_static
 def recompute(
     function: Callable[..., Any],
@@ -142,7 +145,9 @@ def recompute(
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
     """
     log_reentrant(use_reentrant)
-    options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
+    options = _DEFAULT
+    if not (preserve_rng_state is True and determinism_check == "default" and offload is None):
+        options = RecomputeOptions(preserve_rng_state, determinism_check, offload)
     storage = None
     if offload_indices:
         storage = SomeOnHost(t for index in offload_indices for t in tensors_in(args[index]))

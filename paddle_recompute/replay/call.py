@@ -18,7 +18,6 @@ from paddle_recompute._paddle.amp import amp_state, set_amp_state
 from paddle_recompute._paddle.backward import is_raised_by_an_operator, set_gradients
 from paddle_recompute.errors import PaddleRecomputeError, RecomputeError
 from paddle_recompute.replay import writes as _writes
-from paddle_recompute.replay.arguments import Opaque
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.layer_state import LayerState
 from paddle_recompute.replay.random_streams import Draws
@@ -26,8 +25,9 @@ from paddle_recompute.replay.reach import Reach
 from paddle_recompute.replay.snapshot import Undo
 
 REPETITION_ADVICE = (
-    "A recomputed function must do the same thing twice: look for state that it changes, a global "
-    "that it reads, or randomness outside Paddle, NumPy and Python's random."
+    "A recomputed function must do the same thing twice: look for state that it changes, such as a "
+    "cache of keys and values among its arguments (use_cache=False avoids it), a global that it "
+    "reads, or randomness outside Paddle, NumPy and Python's random."
 )
 
 
@@ -57,13 +57,11 @@ class Call:
         preserve_rng_state: Whether `repeat` draws the random numbers that `first` drew.
         check: Whether `repeat` must return what `first` returned (count, shape, dtype).
         compare_values: Whether the saved values of both runs will be compared.
-        advice: What to do if the second forward differs; names an argument that the first one
-            changed.
     """
 
     __slots__ = (
-        "_amp", "_draws", "_layers", "_name", "_opaque", "_reach", "_returned", "advice", "check",
-        "compare_values", "function", "preserve_rng_state",
+        "_amp", "_draws", "_layers", "_name", "_reach", "_returned", "check", "compare_values",
+        "function", "preserve_rng_state",
     )  # fmt: skip
 
     _draws: Draws | None
@@ -84,7 +82,6 @@ class Call:
         self.preserve_rng_state = preserve_rng_state
         self.check = check
         self.compare_values = compare_values
-        self.advice = REPETITION_ADVICE
 
     @property
     def name(self) -> str:
@@ -109,7 +106,6 @@ class Call:
             else:
                 opaque |= type(leaf) not in _PLAIN
         self._amp = amp_state()
-        self._opaque = Opaque(args, kwargs) if opaque else None
         if like is None or opaque or not like._reach.is_settled:
             self._reach = Reach(self.function, (args, kwargs) if opaque else ())
         else:
@@ -158,8 +154,7 @@ class Call:
 
         Raises:
             RecomputeError: The second result has another structure, shape or dtype; or the function
-                raises because of an argument that its first forward changed, or in an operator of
-                Paddle.
+                raises in an operator of Paddle.
             BaseException: Whatever else the function itself raises, with a note that names it.
         """
         draws = self._draws
@@ -190,16 +185,14 @@ class Call:
         return outputs
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = self._opaque.changed() if self._opaque is not None else ""
-        self.advice = changed or REPETITION_ADVICE
         _depth.now += 1
         try:
             return self.function(*args, **kwargs)
         except BaseException as error:
-            if _is_of_the_repetition(error, bool(changed)):
+            if _is_of_the_repetition(error):
                 raise RecomputeError(
                     f"The second forward of {self.name} raised {type(error).__name__}, its "
-                    f"first forward did not: {_first_line(error)}. {self.advice}"
+                    f"first forward did not: {_first_line(error)}. {REPETITION_ADVICE}"
                 ) from error
             _add_note(error, f"This happened in the second forward of {self.name}.")
             raise
@@ -213,18 +206,18 @@ class Call:
         )
         raise RecomputeError(
             f"{self.name} returned something else in its second forward: {was} became {now}. "
-            f"{self.advice}"
+            f"{REPETITION_ADVICE}"
         )
 
 
 _PLAIN = frozenset({int, float, str, bytes, complex, bool, type(None)})
 
 
-def _is_of_the_repetition(error: BaseException, argument_changed: bool) -> bool:
+def _is_of_the_repetition(error: BaseException) -> bool:
     """Whether `error` comes of the difference between the forwards, and not from the user."""
     if not isinstance(error, Exception) or isinstance(error, (PaddleRecomputeError, MemoryError)):
         return False
-    return argument_changed or is_raised_by_an_operator(error)
+    return is_raised_by_an_operator(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -118,7 +118,7 @@ def isolated(
 
 def draws_elsewhere(start: RngState) -> str:
     """What is wrong with a forward that began at `start`, if it draws where no Program does."""
-    moved = start.where_moved()
+    moved = start.only_moved()
     if moved.numpy is None and moved.python is None:
         return ""
     return (
@@ -147,7 +147,7 @@ def compare(
     own = in_dygraph(False)
     agree(own.fault, False)
     found = in_program(own.seen)
-    moved = own.end.where_moved()
+    moved = own.end.only_moved()
     has_drawn = moved.generators is not None or moved.tracker is not None
     differ = own.seen.keys() != found.keys() or any(
         difference(own.seen[name], found[name]) for name in found

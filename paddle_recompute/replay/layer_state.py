@@ -22,6 +22,7 @@ from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
     STATISTICS,
     is_initialized,
+    layers_below,
     non_trained_state,
     own_parameters,
     set_own_parameters,
@@ -32,7 +33,6 @@ from paddle_recompute.replay import writes as _writes
 from paddle_recompute.replay.called_layers import begin_reporting, end_reporting
 from paddle_recompute.replay.contents import content_of, hold, is_same
 from paddle_recompute.replay.places import fill_dict
-from paddle_recompute.replay.plan import layers_below
 from paddle_recompute.replay.snapshot import Undo
 
 SMALL_BYTES = 64 * 1024
@@ -66,15 +66,13 @@ class _Buffer:
         """Whether the Layer still has the tensor (`now`), with the value of before."""
         if now is None or not is_same(self._held, now):
             return False
-        return is_left_alone(
-            now, self._mode, self._stamp, now if self._copy is None else self._copy
-        )
+        return is_unwritten(now, self._mode, self._stamp, now if self._copy is None else self._copy)
 
     def as_it_was(self, name: str) -> paddle.Tensor:
         """A copy of the value before the forward; the caller may write to it."""
         copy = _copy(self._unwritten(name))
         # What a function that is recomputed inside asks about the copy is known of the tensor.
-        known = _is_left_alone.get((id(content_of(self._held)), self._mode))
+        known = _is_unwritten.get((id(content_of(self._held)), self._mode))
         if known is not None:
             _remember(copy, self._mode, known[1])
         return copy
@@ -92,11 +90,11 @@ class _Buffer:
         return tensor
 
 
-_is_left_alone: dict[tuple[int, bool], tuple[weakref.ref[paddle.Tensor], bool]] = {}
+_is_unwritten: dict[tuple[int, bool], tuple[weakref.ref[paddle.Tensor], bool]] = {}
 """Whether the first forward that was looked at left a buffer alone, by the mode of its Layer."""
 
 
-def is_left_alone(
+def is_unwritten(
     tensor: paddle.Tensor, mode: bool, before: _writes.Stamp, copy: paddle.Tensor
 ) -> bool:
     """Whether a forward has not changed a buffer since it had the stamp `before`; False if unknown.
@@ -115,18 +113,18 @@ def is_left_alone(
     if _writes.is_written_since(tensor, before):
         return False
     key = (id(tensor), mode)
-    if key not in _is_left_alone:
+    if key not in _is_unwritten:
         _remember(tensor, mode, same_values(tensor, copy))
-    return _is_left_alone[key][1]
+    return _is_unwritten[key][1]
 
 
 def _remember(tensor: paddle.Tensor, mode: bool, left_alone: bool) -> None:
     key = (id(tensor), mode)
 
     def forget(_: object) -> None:
-        _is_left_alone.pop(key, None)
+        _is_unwritten.pop(key, None)
 
-    _is_left_alone[key] = weakref.ref(tensor, forget), left_alone
+    _is_unwritten[key] = weakref.ref(tensor, forget), left_alone
 
 
 @paddle.no_grad()
@@ -210,17 +208,17 @@ class LayerState:
         self.known.update(zip(map(id, layers), layers, strict=True))
         self._flags += map(_training, layers)
         trained: list[paddle.Tensor] = []
-        for layer, (parameters, buffers) in zip(
-            layers, map(_tensors_of, map(vars, layers)), strict=True
-        ):
-            is_norm = isinstance(layer, BATCH_NORMS)
-            if is_norm:
+        for layer in layers:
+            parameters, buffers = _tensors_of(layer.__dict__)
+            if STATISTICS[0] in parameters and isinstance(layer, BATCH_NORMS):
                 names = statistics_among_parameters(layer)
                 trained += [one for name, one in dict.items(parameters) if name not in names]
-            elif parameters:
+                self._add_buffers(layer, is_norm=True)
+                continue
+            if parameters:
                 trained += dict.values(parameters)
-            if buffers or is_norm:
-                self._add_buffers(layer, is_norm=is_norm)
+            if buffers:
+                self._add_buffers(layer, is_norm=False)
             else:
                 self._bare.append(buffers)
         self._stamps.append(_writes.Stamps([one for one in trained if one is not None]))

@@ -137,8 +137,7 @@ class Kind:
     """What the code of a class of Layers tells; no reference to the class is kept.
 
     Attributes:
-        named: What its code names.
-        codes: Of the functions of that name, in the class and in Paddle.
+        codes: Of the functions that its code names, in the class.
         methods: The methods of the class that its forward uses, Paddle's own excepted.
         attributes: The attributes of the Layer that they may look up; None: any.
         others: The names of its other functions, Paddle's own excepted: others may call them.
@@ -146,8 +145,7 @@ class Kind:
     """
 
     __slots__ = (
-        "_class", "attributes", "codes", "may_draw", "methods", "named",
-        "others",
+        "_class", "_readers", "attributes", "codes", "may_draw", "methods", "others",
     )  # fmt: skip
 
     def __init__(self, kind: type, forget: Callable[[object], object]) -> None:
@@ -175,21 +173,53 @@ class Kind:
         )
         self.attributes = None if is_dynamic else frozenset(done - attributes_of_every_layer())
         self.may_draw |= is_dynamic and bool(of_the_user)
-        self.may_draw |= any(_hides_code(owner, done) for owner in owners_of(kind))
-        self.named, self.codes = done, Codes(dict.fromkeys(owners_of(kind), done))
+        self.may_draw |= any(_hides_code(one, done) for one in (*_bases(kind), *_OWNERS_IN_PADDLE))
+        self.codes = Codes(dict.fromkeys(_bases(kind), done))
+        _in_paddle.watch(done)
+        self._readers: dict[tuple[str, ...], Reader] = {}
         self._class = weakref.ref(kind, forget)
 
     def reader(self, entries: dict[str, Any]) -> Reader:
         """For the ``__dict__`` of a Layer: what is looked at."""
-        names = self.attributes
-        return reader_of(
-            entries, entries.keys() - attributes_of_every_layer() if names is None else names
-        )
+        keys = (*entries,)
+        known = self._readers.get(keys)
+        if known is None:
+            if len(self._readers) >= _MOST_READERS:
+                self._readers.clear()
+            names = self.attributes
+            known = self._readers[keys] = reader_of(
+                entries, entries.keys() - attributes_of_every_layer() if names is None else names
+            )
+        return known
 
 
-Reader = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], AbstractSet[str]]
+_MOST_READERS = 64
+"""For Layers of one class with other attributes."""
+
+
+class _InPaddle:
+    """The code of the functions of Paddle that the known classes name."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._codes = Codes({})
+
+    def watch(self, names: set[str]) -> None:
+        """From now on, `names` too."""
+        if not names <= self._names:
+            self._names |= names
+            self._codes = Codes(dict.fromkeys(_OWNERS_IN_PADDLE, self._names))
+
+    def check(self) -> None:
+        """Forget what is known of classes if somebody has replaced a function of Paddle."""
+        if not self._codes.are_current():
+            _kinds.clear()
+            self._names, self._codes = set(), Codes({})
+
+
+Reader = tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]], AbstractSet[str] | None]
 """Of a dict: the names that it has of those that are looked at (one alone twice), what reads their
-values, and all names that are looked at."""
+values, and all names that are looked at. Of a container whose items are looked at, None."""
 
 
 def reader_of(entries: dict[str, Any], names: AbstractSet[str]) -> Reader:
@@ -207,6 +237,12 @@ def nothing(_: object) -> tuple[()]:
 
 
 _kinds: dict[int, Kind] = {}
+_in_paddle = _InPaddle()
+
+
+def check_paddle() -> None:
+    """To be called before `kind_of` is."""
+    _in_paddle.check()
 
 
 def kind_of(layer_class: type) -> Kind:
@@ -220,11 +256,6 @@ def kind_of(layer_class: type) -> Kind:
 
 def _bases(kind: type) -> list[type]:
     return [base for base in kind.__mro__ if base is not paddle.nn.Layer and base is not object]
-
-
-def owners_of(kind: type) -> list[Any]:
-    """Where the functions are that the code of a class names."""
-    return [*_bases(kind), *_OWNERS_IN_PADDLE]
 
 
 _OWNERS_IN_PADDLE = (paddle, paddle.nn.functional, paddle.Tensor)

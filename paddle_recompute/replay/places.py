@@ -32,12 +32,16 @@ class Place(Protocol):
 
 
 class Entries:
-    """Entries of a dict that code looks up by name (attributes or globals); `names` lists them."""
+    """What code looks up by name: attributes, globals, a variable of a closure, defaults."""
 
     __slots__ = ("_before", "_entries", "_left", "_names", "_size")
 
     def __init__(
-        self, entries: dict[str, Any], names: AbstractSet[str], before: dict[str, Any], size: int
+        self,
+        entries: dict[str, Any] | Attributes,
+        names: AbstractSet[str],
+        before: dict[str, Any],
+        size: int,
     ) -> None:
         """Of the `names`, `before` were there and held (`contents.hold`) so, among `size`."""
         self._entries = entries
@@ -90,7 +94,7 @@ def _are(some: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def _put_back(
-    entries: dict[str, Any], before: dict[str, Any], changed: list[str]
+    entries: dict[str, Any] | Attributes, before: dict[str, Any], changed: list[str]
 ) -> Callable[[], None] | None:
     """`Place.put_back` of the entries named `changed`."""
     if not changed:
@@ -100,7 +104,7 @@ def _put_back(
     return lambda: _assign(entries, now)
 
 
-def _assign(entries: dict[str, Any], values: dict[str, Any]) -> None:
+def _assign(entries: dict[str, Any] | Attributes, values: dict[str, Any]) -> None:
     for name, value in values.items():
         if value is not _ABSENT:
             entries[name] = value
@@ -141,9 +145,7 @@ class Items:
 
     __slots__ = ("_before", "_container", "_is_own")
 
-    def __init__(
-        self, container: list[Any] | dict[Any, Any], names: object, before: list[Any], size: int
-    ) -> None:
+    def __init__(self, container: list[Any] | dict[Any, Any], before: list[Any]) -> None:
         """`container` held (`contents.hold`) `before`, in the order of `items_of`."""
         self._container = container
         self._before = before
@@ -194,76 +196,36 @@ def _fill(container: list[Any] | dict[Any, Any], items: list[Any]) -> None:
         container[:] = items
 
 
-class Cell:
-    """A variable of a closure."""
+class Attributes:
+    """Attributes of a cell or of a function, as `Entries` reads and writes a dict."""
 
-    __slots__ = ("_before", "_cell")
+    __slots__ = ("_owner",)
 
-    def __init__(self, cell: types.CellType, content: Any) -> None:
-        self._cell: types.CellType | None = cell
-        self._before = hold(content)
+    def __init__(self, owner: types.CellType | types.FunctionType) -> None:
+        self._owner = owner
 
-    def after_forward(self) -> None:
-        """See `Entries`."""
-        if not self.is_unchanged() and _is_own_state(self._before, _in_cell(self._cell)):
-            self._cell = None
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except ValueError:  # an empty cell
+            return default
 
-    def put_back(self) -> Callable[[], None] | None:
-        """See `Place`."""
-        cell = self._cell
-        if cell is None or self.is_unchanged():
-            return None
-        now = _in_cell(cell)
-        _fill_cell(cell, content_of(self._before))
-        return lambda: _fill_cell(cell, now)
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
 
-    def is_unchanged(self) -> bool:
-        """See `Place`."""
-        return self._cell is None or is_same(self._before, _in_cell(self._cell))
+    def pop(self, name: str, default: Any = None) -> None:
+        delattr(self._owner, name)
 
+    def keys(self) -> AbstractSet[str]:
+        return frozenset()  # none is looked for that was not there
 
-def _in_cell(cell: types.CellType | None) -> Any:
-    try:
-        return None if cell is None else cell.cell_contents
-    except ValueError:
-        return _ABSENT
+    def __len__(self) -> int:
+        return 0
 
 
-def _fill_cell(cell: types.CellType, value: Any) -> None:
-    if value is _ABSENT:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = value
-
-
-class Defaults:
-    """The default arguments of a function."""
-
-    __slots__ = ("_before", "_function")
-
-    def __init__(self, function: types.FunctionType) -> None:
-        self._function = function
-        self._before = _defaults(function)
-
-    def after_forward(self) -> None:
-        """Do nothing: a forward does not change its defaults."""
-
-    def is_unchanged(self) -> bool:
-        """See `Place`."""
-        return _are(_defaults(self._function), self._before)
-
-    def put_back(self) -> Callable[[], None] | None:
-        """See `Place`."""
-        function, now = self._function, _defaults(self._function)
-        if self.is_unchanged():
-            return None
-        _set_defaults(function, self._before)
-        return lambda: _set_defaults(function, now)
-
-
-def _defaults(function: types.FunctionType) -> tuple[Any, Any]:
-    return function.__defaults__, function.__kwdefaults__
-
-
-def _set_defaults(function: types.FunctionType, defaults: tuple[Any, Any]) -> None:
-    function.__defaults__, function.__kwdefaults__ = defaults
+def of_attributes(
+    owner: types.CellType | types.FunctionType, names: tuple[str, ...], values: tuple[Any, ...]
+) -> Entries:
+    """The attributes `names`, which have `values`."""
+    before = {name: hold(value) for name, value in zip(names, values, strict=True)}
+    return Entries(Attributes(owner), frozenset(), before, 0)

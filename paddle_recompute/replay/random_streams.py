@@ -57,7 +57,7 @@ class RngState(NamedTuple):
             python=None if self.python is None else random.getstate(),
         )
 
-    def where_moved(self, moved: tuple[Any, Any] | None = None) -> RngState:
+    def only_moved(self, moved: tuple[Any, Any] | None = None) -> RngState:
         """This state without the streams that are still at it; `moved`: the marks of the
         generators in this state and now, if they are known.
         """
@@ -131,7 +131,7 @@ class Draws:
         # Of Paddle's streams, before the call and after it.
         self._marks = _marks(self._start.generators), _marks(generator_states())
         if not self._may_seed:
-            self._start = self._start.where_moved(self._marks)
+            self._start = self._start.only_moved(self._marks)
 
     def begin_again(self) -> RngState:
         """Before the repetition; `end_again` must follow, with the result."""

@@ -37,6 +37,7 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import (
     attributes_of_every_layer,
     is_parameter,
+    layers_below,
 )
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.replay import writes as _writes
@@ -46,15 +47,16 @@ from paddle_recompute.replay.names import (
     UNNAMED,
     Kind,
     Reader,
+    check_paddle,
     is_deterministic,
     is_library,
     is_of_python,
+    kind_of,
     methods,
     names_in,
     reader_of,
 )
-from paddle_recompute.replay.places import Cell, Defaults, Entries, Items, items_of
-from paddle_recompute.replay.plan import DICT_OF, LEAVES, plan_of
+from paddle_recompute.replay.places import Entries, Items, items_of, of_attributes
 from paddle_recompute.replay.snapshot import Snapshot, Undo
 
 LONGEST_SEARCHED = 1000
@@ -63,12 +65,14 @@ LONGEST_SEARCHED = 1000
 MOST_SEARCHED = 2_000
 """The most objects that one search visits."""
 
+_LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None)})
+"""The types of what holds nothing else."""
 _WITHOUT_STREAMS = {"builtins", "math", "operator", "_operator", "functools"}
 _PADDLE = (paddle, paddle.nn, paddle.nn.functional, paddle.Tensor)
 _hook_dicts = operator.itemgetter("_forward_pre_hooks", "_forward_post_hooks")
 _ITEMS: tuple[Reader, Reader] = (
-    ((), lambda value: (*items_of(value),), frozenset()),
-    ((), tuple, frozenset()),
+    ((), lambda value: (*items_of(value),), None),
+    ((), tuple, None),
 )
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 """The objects of Python's library that hold a user's objects."""
@@ -200,6 +204,7 @@ class _Search:
     @classmethod
     def of(cls, function: Any, arguments: Any) -> _Search:
         """Search all that a call reaches."""
+        check_paddle()
         search = cls()
         search._visit(function, "")
         if arguments:
@@ -212,7 +217,7 @@ class _Search:
 
     def _visit(self, value: Any, name: str) -> None:
         """Visit `value`, which `name` holds, and its content."""
-        if type(value) in LEAVES or id(value) in self._seen:
+        if type(value) in _LEAVES or id(value) in self._seen:
             return
         if type(value) in weakref.ProxyTypes:
             value = value.__repr__.__self__  # what it stands for
@@ -254,26 +259,36 @@ class _Search:
             items = items_of(value)
             held = [hold(item) for item in items]
             if all(map(operator.is_, held, items)):
-                reader = _ITEMS[isinstance(value, list)]
-                self.snapshot.add(Items, [value], [reader], [(*items,)])
+                self.snapshot.add(value, _ITEMS[isinstance(value, list)], (*items,))
             else:
-                self.snapshot.places.append(Items(value, (), held, len(value)))
+                self.snapshot.places.append(Items(value, held))
+            if _LEAVES.issuperset(map(type, items)):
+                return
         for item in value.values() if isinstance(value, dict) else value:
             self._visit(item, name)
 
     def _watch(self, entries: Any, reader: Reader) -> None:
         """Watch entries of a dict, and visit what they hold."""
-        found, read, names = reader
-        values, has_graph = read(entries), False
-        for name, value in zip(found, values, strict=True):
-            if type(value) not in LEAVES:
+        values = reader[1](entries)
+        if self._visit_values(reader, values):
+            self._watch_graphs(entries, reader, values)
+        elif reader[2]:
+            self.snapshot.add(entries, reader, values)
+
+    def _visit_values(self, reader: Reader, values: tuple[Any, ...]) -> bool:
+        """Returns whether there is a tensor with a graph among them."""
+        has_graph = False
+        for name, value in zip(reader[0], values, strict=True):
+            if type(value) not in _LEAVES:
                 has_graph |= hold(value) is not value
                 self._visit(value, name)
-        if has_graph:
-            held = {name: hold(value) for name, value in zip(found, values, strict=True)}
-            self.snapshot.places.append(Entries(entries, names, held, len(entries)))
-        elif names:
-            self.snapshot.add(Entries, [entries], [reader], [values])
+        return has_graph
+
+    def _watch_graphs(self, entries: Any, reader: Reader, values: tuple[Any, ...]) -> None:
+        found, _, names = reader
+        assert names is not None
+        held = {name: hold(value) for name, value in zip(found, values, strict=True)}
+        self.snapshot.places.append(Entries(entries, names, held, len(entries)))
 
     def _visit_function(self, function: types.FunctionType) -> None:
         module = function.__globals__.get("__name__")
@@ -285,14 +300,16 @@ class _Search:
         self._names |= names.attributes
         self._any_name |= names.is_dynamic and self._owner is None
         self.may_seed |= names.may_seed
-        if function.__defaults__ or function.__kwdefaults__:
-            self.snapshot.places.append(Defaults(function))
-            self._visit(function.__defaults__, code.co_name)
-            self._visit(function.__kwdefaults__, code.co_name)
+        defaults = function.__defaults__, function.__kwdefaults__
+        if any(defaults):
+            names_of_defaults = ("__defaults__", "__kwdefaults__")
+            self.snapshot.places.append(of_attributes(function, names_of_defaults, defaults))
+            for values in defaults:
+                self._visit(values, code.co_name)
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a cell that is still empty
                 content = cell.cell_contents
-                self.snapshot.places.append(Cell(cell, content))
+                self.snapshot.places.append(of_attributes(cell, ("cell_contents",), (content,)))
                 self._visit(content, variable)
         if str(module).partition(".")[0] != OURS:
             self.may_draw |= names.may_draw or names.is_dynamic
@@ -303,41 +320,37 @@ class _Search:
                         self._visit(value, name)
 
     def _visit_layer(self, root: paddle.nn.Layer) -> None:
-        outer, snapshot = self._owner, self.snapshot
-        layers, plan, before = plan_of(root)
-        is_first = not snapshot.layers
+        outer, layers = self._owner, layers_below(root)
+        if self.snapshot.layers:  # some may have been there
+            layers = [one for one in layers if one is root or id(one) not in self._seen]
+        self.snapshot.layers += layers
         self._seen.update(zip(map(id, layers), layers, strict=True))
-        snapshot.layers += layers
-        if not is_first:  # some may have been there
-            snapshot.layers = [*{id(layer): layer for layer in snapshot.layers}.values()]
-        graphs = set()
-        for at, name, place in plan.visited:
-            value, self._owner = before[at][place], layers[at]
-            if hold(value) is not value:
-                graphs.add(at)
-            self._visit(value, name)
-        watched = [at for at in plan.watched if at not in graphs] if graphs else plan.watched
-        readers, entries = plan.readers, [*map(DICT_OF, layers)]
-        for at in graphs:
-            self._watch(entries[at], readers[at])
-        snapshot.add(
-            Entries,
-            [entries[at] for at in watched],
-            [readers[at] for at in watched],
-            [before[at] for at in watched],
-        )
-        for at, kind in plan.kinds:
-            layer = self._owner = layers[at]
-            if self._kinds.setdefault(type(layer), kind) is kind:
-                self.may_draw |= kind.may_draw
-                for method in kind.methods:
-                    for function in methods(type(layer), method):
-                        self._visit(function, method)
-        if any(map(any, map(_hook_dicts, entries))):
+        first = {type(one): one for one in reversed(layers) if type(one) not in self._kinds}
+        for layer_class in first:
+            self._kinds[layer_class] = kind_of(layer_class)
+        dicts = [one.__dict__ for one in layers]
+        readers = [
+            self._kinds[type(one)].reader(entries)
+            for one, entries in zip(layers, dicts, strict=True)
+        ]
+        before = [reader[1](entries) for reader, entries in zip(readers, dicts, strict=True)]
+        for place, (reader, values) in enumerate(zip(readers, before, strict=True)):
+            self._owner = layers[place]
+            if not _LEAVES.issuperset(map(type, values)) and self._visit_values(reader, values):
+                self._watch_graphs(dicts[place], reader, values)
+            elif reader[2]:
+                self.snapshot.add(dicts[place], reader, values)
+        if any(map(any, map(_hook_dicts, dicts))):
             for self._owner in layers:
-                for hooks in _hook_dicts(vars(self._owner)):
+                for hooks in _hook_dicts(self._owner.__dict__):
                     for hook in hooks.values():
                         self._visit(hook, "a hook")
+        for layer_class, self._owner in first.items():
+            kind = self._kinds[layer_class]
+            self.may_draw |= kind.may_draw
+            for method in kind.methods:
+                for function in methods(layer_class, method):
+                    self._visit(function, method)
         self._owner = outer
 
     def _look_up_names(self) -> None:
@@ -364,7 +377,7 @@ class _Search:
         unread: dict[type, AbstractSet[str]] = {}
         is_new = False
         for layer in list(self.snapshot.layers):
-            layer_class, entries = type(layer), vars(layer)
+            layer_class, entries = type(layer), layer.__dict__
             kind = self._kinds[layer_class]
             if layer_class not in unread:
                 own = kind.attributes

@@ -7,9 +7,9 @@ its `Place` (`places`), which is made only then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from itertools import chain, islice
-from operator import is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import paddle
@@ -19,9 +19,9 @@ from paddle_recompute.replay.names import Reader
 from paddle_recompute.replay.places import Entries, Items, Place, fill_dict
 
 _flat = chain.from_iterable
+_dict_of: Callable[[object], dict[str, Any]] = attrgetter("__dict__")
 _members_of = itemgetter(*MEMBER_DICTS)
 _values_of = methodcaller("values")  # not dict.values, which ignores move_to_end
-_READ: Callable[[Reader], Callable[[Any], Any]] = itemgetter(1)
 Undo = list[Callable[[], object]]
 """To be called from the last to the first."""
 
@@ -35,48 +35,40 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_before", "_containers", "_keys", "_kinds", "_layer_dicts", "_members", "_names",
-        "_readers", "_sizes", "_values", "layers", "places",
+        "_before", "_containers", "_keys", "_layer_dicts", "_members", "_readers", "_sizes",
+        "_values", "layers", "places",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.layers: list[paddle.nn.Layer] = []
         self.places: list[Place] = []
-        # Of each dict or list: its kind of place, what reads it, the names that are read and looked
-        # for, and what was read.
+        # Of each dict or list: what is read of it, and what it held.
         self._containers: list[Any] = []
-        self._kinds: list[type[Entries | Items]] = []
-        self._readers: list[Callable[[Any], Any]] = []
-        self._names: list[Reader] = []
+        self._readers: list[Reader] = []
         self._before: list[tuple[Any, ...]] = []
 
-    def add(
-        self,
-        kind: type[Entries | Items],
-        containers: Sequence[Any],
-        readers: Sequence[Reader],
-        before: Sequence[tuple[Any, ...]],
-    ) -> None:
-        """Watch `containers`, of which `readers` have read `before`: no tensor with a graph."""
-        self._containers += containers
-        self._kinds += [kind] * len(containers)
-        self._readers += map(_READ, readers)
-        self._names += readers
-        self._before += before
+    def add(self, container: Any, reader: Reader, before: tuple[Any, ...]) -> None:
+        """Watch `container`, of which `reader` has read `before`: no tensor with a graph."""
+        self._containers.append(container)
+        self._readers.append(reader)
+        self._before.append(before)
 
     def capture(self) -> None:
         """Note the lengths, and the members of the Layers."""
         self._sizes = [*map(len, self._containers)]
-        self._layer_dicts = [*map(vars, self.layers)]
+        self._layer_dicts = [*map(_dict_of, self.layers)]
         self._capture_members()
 
+    def _member_dicts(self) -> list[dict[Any, Any]]:
+        return [*_flat(map(_members_of, self._layer_dicts))]
+
     def _capture_members(self) -> None:
-        members = [*_flat(map(_members_of, self._layer_dicts))]
+        members = self._member_dicts()
         self._members, full = [*map(len, members)], [*filter(None, members)]
         self._keys, self._values = [*_flat(full)], [*_flat(map(_values_of, full))]
 
     def _has_same_members(self) -> bool:
-        members = [*_flat(map(_members_of, self._layer_dicts))]
+        members = self._member_dicts()
         full = [*filter(None, members)]
         return (
             [*map(len, members)] == self._members
@@ -84,13 +76,15 @@ class Snapshot:
             and all(map(is_, _flat(map(_values_of, full)), self._values))
         )
 
-    def _members_before(self) -> Iterator[dict[Any, Any]]:
+    def _members_before(self) -> list[dict[Any, Any]]:
         entries = zip(self._keys, self._values, strict=True)
-        return (dict(islice(entries, size)) for size in self._members)
+        return [dict(islice(entries, size)) for size in self._members]
 
     def _has_same_content(self) -> bool:
         try:
-            now = [read(c) for read, c in zip(self._readers, self._containers, strict=True)]
+            now = [
+                read(one) for (_, read, _), one in zip(self._readers, self._containers, strict=True)
+            ]
         except KeyError:
             return False
         return [*map(len, self._containers)] == self._sizes and all(
@@ -107,14 +101,15 @@ class Snapshot:
 
     def _changed(self) -> Iterator[tuple[int, Place]]:
         """The places that differ, made as they were."""
-        for i, (container, kind, before) in enumerate(
-            zip(self._containers, self._kinds, self._before, strict=True)
-        ):
-            found, _, names = self._names[i]
-            held: Any = [*before] if kind is Items else dict(zip(found, before, strict=True))
-            place = kind(container, names, held, self._sizes[i])
+        rows = zip(self._containers, self._readers, self._before, self._sizes, strict=True)
+        for number, (container, (found, _, names), before, size) in enumerate(rows):
+            place: Place
+            if names is None:
+                place = Items(container, [*before])
+            else:
+                place = Entries(container, names, dict(zip(found, before, strict=True)), size)
             if not place.is_unchanged():
-                yield i, place
+                yield number, place
 
     def after_forward(self) -> bool:
         """Accept what the first forward changed, and what it built in a Layer.
@@ -125,11 +120,10 @@ class Snapshot:
         for place in self.places:
             place.after_forward()
         if not self._has_same_content():
-            for i, place in reversed([*self._changed()]):
+            for number, place in reversed([*self._changed()]):
                 place.after_forward()
                 self.places.append(place)
-                del self._containers[i], self._kinds[i], self._readers[i], self._names[i]
-                del self._before[i]
+                del self._containers[number], self._readers[number], self._before[number]
             self._sizes = [*map(len, self._containers)]
         if not self._has_same_members():
             self._accept_built_members()
@@ -140,11 +134,11 @@ class Snapshot:
         """Those that the forward has added, or set in place of None; one that it has exchanged for
         another is put back.
         """
-        before = [*self._members_before()]
+        before = self._members_before()
         self._capture_members()
         accepted = [
             {**old, **now, **{name: value for name, value in old.items() if value is not None}}
-            for old, now in zip(before, [*self._members_before()], strict=True)
+            for old, now in zip(before, self._members_before(), strict=True)
         ]
         self._members = [*map(len, accepted)]
         self._keys = [*_flat(accepted)]
@@ -161,21 +155,19 @@ class Snapshot:
         if self._has_same_members():
             undo.append(self._put_back_members)
             return
-        members = _flat(map(_members_of, self._layer_dicts))
-        for entries, before in zip(members, [*self._members_before()], strict=True):
+        for entries in self._member_dicts():
             undo.append(functools.partial(fill_dict, entries, dict(entries)))
-            fill_dict(entries, before)
+        self._put_back_members()
 
     def _put_back_content(self, but: Container[int]) -> None:
         if not self._has_same_content():
-            for i, place in self._changed():
-                if i not in but:
+            for number, place in self._changed():
+                if number not in but:
                     _put_back_after(place)
 
     def _put_back_members(self) -> None:
         if not self._has_same_members():
-            members = _flat(map(_members_of, self._layer_dicts))
-            for entries, before in zip(members, [*self._members_before()], strict=True):
+            for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
                 fill_dict(entries, before)
 
 

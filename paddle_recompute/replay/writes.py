@@ -95,16 +95,16 @@ class Stamps:
 
 def stamp(tensor: paddle.Tensor) -> Stamp:
     """The stamp of `tensor` now, for `is_written_since`."""
-    content = _content_of(tensor)
+    content = _content_of(tensor) if _any_travels else None
     if content is not None:
-        return Stamp(tensor.inplace_version, _tick, None, content)
+        return Stamp(version_of(tensor), _tick, None, content)
     return stamp_in_place(tensor)
 
 
 def stamp_in_place(tensor: paddle.Tensor) -> Stamp:
     """`stamp` of a tensor that will not travel before it is asked for."""
     is_parameter = layers.is_parameter(tensor)
-    return Stamp(tensor.inplace_version, _tick, address_of(tensor) if is_parameter else None)
+    return Stamp(version_of(tensor), _tick, address_of(tensor) if is_parameter else None)
 
 
 def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
@@ -115,7 +115,7 @@ def is_written_since(tensor: paddle.Tensor, then: Stamp) -> bool:
     """
     if then.content is not None:
         return _content_of(tensor) != then.content
-    if tensor.inplace_version != then.version:
+    if version_of(tensor) != then.version:
         return True
     if then.address is not None and address_of(tensor) != then.address:
         return True

@@ -259,7 +259,7 @@ def _precision() -> tuple[Any, ...]:
     level = str(state.level)
     if level.endswith("O0"):
         return (level,)
-    return (level, state.dtype, *map(frozenset, state.lists), state.use_promote)
+    return (level, state.dtype, *map(frozenset, state.lists or ()), state.use_promote)
 
 
 class _Comparison:

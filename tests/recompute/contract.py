@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from paddle.base import framework
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.amp import amp_state
@@ -174,13 +175,13 @@ def array(tensor: paddle.Tensor) -> np.ndarray:
 
 def state_of_the_process() -> Seen:
     """Where the random streams stand, and modes that recompute must put back."""
-    amp = amp_state()
+    amp, lists = amp_state(), framework._dygraph_tracer()._get_amp_op_list()
     return {
         "Paddle's stream afterwards": paddle.rand([4]).numpy(),
         "NumPy's stream afterwards": np.random.rand(),
         "Python's stream afterwards": random.random(),
         "grad mode afterwards": paddle.is_grad_enabled(),
-        "AMP level afterwards": (str(amp.level), amp.dtype, sorted(map(str, amp.lists[0]))),
+        "AMP level afterwards": (str(amp.level), amp.dtype, sorted(map(str, lists[0]))),
     }
 
 

@@ -27,7 +27,7 @@ def amp(level: Any, dtype: str = "bfloat16", white: tuple[str, ...] = ("matmul",
 
 def state() -> tuple[Any, ...]:
     now = amp_state()
-    white, black = now.lists
+    white, black = now.lists or ((), ())
     return str(now.level), now.dtype, sorted(white), sorted(black), now.use_promote
 
 

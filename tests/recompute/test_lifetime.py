@@ -12,7 +12,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import RecomputeConfig, apply_recompute, recompute
+from paddle_recompute import RecomputeConfig, apply_recompute, is_recomputing, recompute
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.recompute import recompute_wrapper
 from tests.recompute.contract import Run, Seen, case, leaf, plain
@@ -331,3 +331,21 @@ def test_the_input_of_a_block_goes_when_its_backward_is_over() -> None:
     boundary = 512 * width * 4
     gradients = (width * width + width) * 4
     assert [a - b for a, b in itertools.pairwise(levels[1:])] == [boundary - gradients] * 4
+
+
+def test_what_only_a_freed_output_needs_is_not_kept_in_the_backward() -> None:
+    levels: list[int] = []
+
+    def function(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        first, other = x * 1, x * 1
+        if not is_recomputing():
+            first.register_hook(lambda gradient: levels.append(_memory.current_bytes()))
+        for _ in range(20):
+            other = other.tanh()
+        return first.tanh(), other
+
+    used, freed = recompute(function, input_tensor() * 2)
+    del freed
+    before = _memory.current_bytes()
+    used.sum().backward()
+    assert len(levels) == 1 and levels[0] - before <= 8 * ACTIVATION

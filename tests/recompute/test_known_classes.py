@@ -1,8 +1,9 @@
-"""What is looked at of a Layer is found once: what has changed between two calls is found again."""
+"""What is known of a class is kept: what has changed between two calls is found again."""
 
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import paddle
 import pytest
 
 from paddle_recompute import recompute
+from paddle_recompute.replay.names import kind_of
 
 
 class Scaled(paddle.nn.Layer):
@@ -86,7 +88,36 @@ def test_what_changes_between_two_calls_is_found(
     assert x.grad.tolist() == (4 * block[0].weight).tolist()
 
 
-def test_a_plan_keeps_neither_layers_nor_classes_alive() -> None:
+def test_a_method_of_paddle_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, state = paddle.nn.Linear(3, 3), types.SimpleNamespace(scale=2.0)
+    recompute(block, paddle.ones([3])).sum().backward()
+    block.clear_gradients()
+
+    def forward(self: paddle.nn.Linear, x: paddle.Tensor) -> paddle.Tensor:
+        return x * state.scale * self.weight[0]
+
+    monkeypatch.setattr(paddle.nn.Linear, "forward", forward)
+    output = recompute(block, paddle.ones([3]))
+    state.scale = 9.0
+    output.sum().backward()
+    assert block.weight.grad[0].tolist() == [2.0] * 3
+
+
+def test_layers_of_one_class_with_other_attributes_each() -> None:
+    """Which of them are read is kept for each set of attributes, and for some sets only."""
+    for number in range(70):
+        block = Scaled()
+        setattr(block, f"own{number}", number)
+        x = paddle.ones([3])
+        x.stop_gradient = False
+        output = recompute(block, x * x)
+        block.scale = 9.0
+        output.sum().backward()
+        assert x.grad.tolist() == (4 * block.weight).tolist()
+    assert len(kind_of(Scaled)._readers) <= 64
+
+
+def test_what_is_known_keeps_neither_layers_nor_classes_alive() -> None:
     def make() -> list[Any]:
         kind = type("Own", (Scaled,), {"forward": Other.forward})
         block = paddle.nn.Sequential(kind(), Scaled())
