@@ -43,7 +43,6 @@ def write_config(folder: Path, name: str, **changes: Any) -> Path:
         "train__max_steps": STEPS,
         "train__save_every": 100,
         "train__eval_before": False,
-        "train__measure_plain": False,
         **changes,
     }
     tree = tiny(folder, train__output_dir=str(folder / name), **changes).to_dict()
