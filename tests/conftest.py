@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -72,10 +73,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Paddle has replaced the handlers of SIGSEGV and SIGABRT. Its own call malloc, so a process whose
     heap is damaged hangs in them for ever and says nothing. Python's write where each thread is.
     """
+    if "paddle" in sys.modules:
+        _multiply_once()
     gc.collect()
     gc.freeze()
     faulthandler.disable()
     faulthandler.enable(session.config.stash[fault_handler_stderr_fd_key])
+
+
+def _multiply_once() -> None:
+    """MKL and OpenMP read their variables at the first product, and never again.
+
+    A test that runs a command in this process sets ``OMP_NUM_THREADS`` for it. If that came before
+    the first product, later tests of the process would sum in another order than ranks do.
+    """
+    import paddle
+
+    matrix = paddle.to_tensor([[1.0] * 8] * 8, place=paddle.CPUPlace())
+    paddle.matmul(matrix, matrix)
 
 
 @pytest.hookimpl(trylast=True)
