@@ -154,7 +154,7 @@ DEVICE_TESTS := tests/fake_device \
     $(addprefix tests/contrastive/test_,grad_cache.py grad_cache_replay.py gather.py) \
     tests/contrastive/test_grad_cache_memory.py \
     tests/grad_sync/test_gradient_sync.py \
-    tests/offload \
+    tests/offload tests/sharding/test_same_bits.py \
     $(addprefix tests/train_step/test_,train_step.py mixed_precision.py host_reads.py operators.py) \
     tests/test_checkpoint.py
 ON_DEVICE := PADDLE_RECOMPUTE_TEST_DEVICE=fake_device FAKE_COLLECTIVE_US=2000 FAKE_COPY_US=200

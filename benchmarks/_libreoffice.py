@@ -22,7 +22,7 @@ from pathlib import Path
 
 from paddle_recompute.app.data._cache_folder import write_whole
 from paddle_recompute.app.data.pairs import Pair
-from paddle_recompute.app.data.split import normal_form, rank_of
+from paddle_recompute.app.data.split import normal_form, shuffling_key
 from paddle_recompute.errors import DataError
 
 PACKAGES = ("libreoffice-help-zh-cn", "libreoffice-help-en-us", "libreoffice-l10n-zh-cn")
@@ -114,7 +114,7 @@ def split_by_page(found: Iterable[PagePair], *, held_out: int, seed: int) -> Pag
     seen: tuple[set[str], set[str]] = set(), set()
     sides: tuple[list[Pair], list[Pair], list[Pair]] = [], [], []  # test, valid, train
     place, num_left_out = 0, 0
-    for page in sorted(pages, key=lambda name: rank_of(name, seed)):
+    for page in sorted(pages, key=lambda name: shuffling_key(name, seed)):
         if place < 2 and len(sides[place]) >= held_out:
             place += 1
         for pair in pages[page]:

@@ -33,7 +33,7 @@ from paddle_recompute.planner import (
     within_budget,
 )
 from paddle_recompute.planner.policies import every, segments
-from paddle_recompute.static_graph import ProgramCalls, StaticTrainStep
+from paddle_recompute.static_graph import StaticTrainStep
 from paddle_recompute.train_step import TrainStep
 
 CONFIG = "fleet_configs/contrastive_ernie-tiny_2cpu.yaml"
@@ -193,13 +193,6 @@ class Static:
         return 1 + extra / statistics.median(self._plain_times)
 
 
-class PromptCalls(ProgramCalls):
-    """Calls as Programs, whose bytes are exact too."""
-
-    def _peak(self, program: Any, ballast: int) -> int:
-        return peak_of(lambda: self._run(program, ballast))
-
-
 def program_config(accumulate_steps: int, recomputes: bool) -> Config:
     """The configuration of a Program."""
     policy = ["recompute.policy=budget", "recompute.memory_budget=1TiB"]
@@ -218,13 +211,12 @@ def program_config(accumulate_steps: int, recomputes: bool) -> Config:
 
 def hand_policies(costs: StepCosts) -> dict[str, tuple[Choice, ...]]:
     """What users write today."""
-    options = {name for call in costs.calls for name in call.options} - {PLAIN, "whole"}
     found = {"all": uniform(costs, "whole"), "every 2nd": every(costs, 2)}
     found |= {"every 3rd": every(costs, 3)}
     layers = len({call.layer for call in costs.calls})
     if all(call.follows is not None for call in costs.calls[1:layers]):
         found["segments"] = segments(costs, max(2, round(layers**0.5)))
-    return found | {name: uniform(costs, name) for name in sorted(options)}
+    return found
 
 
 def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
@@ -238,11 +230,8 @@ def measure(case: Case, mode: str, budgets: int, rounds: int) -> dict[str, Any]:
     plain_seconds = min(_seconds(warm.plain, time.process_time) for _ in range(3))
     gc.collect()
     collecting = _seconds(gc.collect, time.process_time)
-    measure_call = None
-    if mode == "static":
-        measure_call = PromptCalls(program_config(1, True), case.model).measure
     start = time.process_time()
-    costs = job.measure(measure_call=measure_call)
+    costs = job.measure()
     probing = time.process_time() - start
     signature = job.signature()
     if mode == "static":  # the model in dygraph is not needed any more

@@ -3,15 +3,14 @@
 Ten budgets are laid between the smallest feasible one and the plain peak. Each plan is made and
 verified (at most three corrections), and then the peak of a later optimizer step under it is
 measured once more. "Predicted" is what was expected of the plan before it was measured. The calls
-are measured in dygraph, and those of a Program as Programs too; what its plain step takes is known.
-Bytes are those of Paddle's allocator, and exact: the collector thread of a Program's
-executor comes before the thread that computes (`_prompt_frees`). "Next" is the peak of the next
+are measured in dygraph; what the plain step of a Program takes is known. Bytes are those of
+Paddle's allocator, and exact: the collector thread of a Program's executor comes before the thread
+that computes (`_prompt_frees`). "Next" is the peak of the next
 faster plan: where it is above the budget, no plan of the menu uses the bytes between. Time is that
 of forward and backward (of a whole step for a Program), the least of some rounds in turn, to the
 plain one's: CPU time in dygraph, wall time for a Program. Each case has one processor, and a
-Program runs in one thread. A hand policy is one of all, every_n (2, 3), segments, and the selective
-options for all blocks alike. The best hand policy of a budget is the fastest whose measured peak is
-not above that of the plan.
+Program runs in one thread. A hand policy is one of all, every_n (2, 3) and segments. The best hand
+policy of a budget is the fastest whose measured peak is not above that of the plan.
 
     python -m benchmarks.planner [--budgets N] [--cases encoder:dygraph,unet:static] [--rounds N]
         [--go-on] [--bytes-only]

@@ -1,10 +1,11 @@
 """Two ranks, 64 MiB of parameters, AdamW: the plain optimizer beside `ShardedOptimizer`.
 
-16 blocks of ``Linear(1024, 1024)``, each recomputed, batch 64 per rank, float32, clipping. Bytes
-are those of Paddle's allocator: the peak during the update of the third step, above what was there
-before the model. Time is the ratio within a round of one step of each variant, in one run; that of
-CPU time counts all threads of a rank. With ``--mbit``, the ranks are in two network namespaces with
-a link of that rate, and time by the clock is measured too; this needs root and iproute2.
+16 blocks of ``Linear(1024, 1024)``, each recomputed, batch 64 per rank, float32, clipping.
+``overlap`` is ``ShardedOptimizer(..., overlap=True)``. Bytes are those of Paddle's allocator: the
+peak during the update of the third step, above what was there before the model. Time is the ratio
+within a round of one step of each variant, in one run; that of CPU time counts all threads of a
+rank. With ``--mbit``, the ranks are in two network namespaces with a link of that rate, and time by
+the clock is measured too; this needs root and iproute2.
 
     python -m benchmarks.sharding [--rounds N] [--mbit RATE]
 """
@@ -33,8 +34,12 @@ from paddle_recompute import (
 from paddle_recompute._paddle import memory as _memory
 
 BLOCKS, WIDTH, ROWS, RANKS = 16, 1024, 64, 2
-VARIANTS = ("replicated", "sharded")
+VARIANTS = ("replicated", "sharded", "overlap")
 MIB = 2**20
+FORMULAS = (
+    "The formula is 8 P bytes for P parameters and gradients of float32, and 8 bytes for each "
+    "parameter that the rank owns. At most: 8 P + 8 P / n on n ranks, and the largest parameter."
+)
 
 
 def adamw(parameters: list[paddle.Tensor]) -> paddle.optimizer.Optimizer:
@@ -48,13 +53,15 @@ def model_and_optimizer(variant: str) -> tuple[paddle.nn.Layer, Any]:
     layers = [paddle.nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)]
     model = paddle.nn.Sequential(*layers)
     apply_recompute(model, RecomputeConfig(enable=True, checkpoints=["*"]))
-    if variant == "sharded":
-        return model, ShardedOptimizer(adamw, model, overlap=True)
-    return model, adamw(model.parameters())
+    if variant == "replicated":
+        return model, adamw(model.parameters())
+    return model, ShardedOptimizer(adamw, model, overlap=variant == "overlap")
 
 
 def bytes_of(variant: str) -> dict[str, int]:
-    """Peak bytes of the third update, of the parameters, and of the largest of them."""
+    """Peak bytes of the third update, of the parameters, of the largest of them, and of those whose
+    moments this rank has.
+    """
     before = _memory.current_bytes()
     model, optimizer = model_and_optimizer(variant)
     sync = GradientSync(model, mode="fused")
@@ -67,8 +74,14 @@ def bytes_of(variant: str) -> dict[str, int]:
         wait_for(model)
         peak = _memory.peak_bytes() - before
         optimizer.clear_grad(set_to_zero=False)
-    sizes = [int(one.size * one.element_size()) for one in model.parameters()]
-    return {"peak": peak, "parameters": sum(sizes), "largest": max(sizes)}
+    sizes = {one.name: int(one.size * one.element_size()) for one in model.parameters()}
+    owned = getattr(optimizer, "owned", sizes)
+    return {
+        "peak": peak,
+        "parameters": sum(sizes.values()),
+        "largest": max(sizes.values()),
+        "owned": sum(sizes[name] for name in owned),
+    }
 
 
 def wait_for(model: paddle.nn.Layer) -> None:
@@ -132,49 +145,46 @@ def main() -> None:
         rows = []
         for variant in VARIANTS:
             one = max((rank["bytes"][variant] for rank in found), key=lambda one: one["peak"])
-            formula = 4 * one["parameters"]
-            if variant == "sharded":
-                formula = 2 * one["parameters"] + 2 * one["parameters"] // RANKS + one["largest"]
-            share = one["peak"] / formula
-            rows.append(
-                [variant, f"{one['peak'] / MIB:.1f}", f"{formula / MIB:.1f}", f"{share:.3f}"]
-            )
-        header = ["optimizer", "peak MiB of an update, per rank", "formula MiB", "peak / formula"]
-        body += table(header, rows)
-        text = "The formula is 16 P bytes for P parameters of float32, and sharded over n ranks"
-        body += ["", f"{text} 8 P + 8 P / n and the largest parameter.", ""]
-    rows = []
-    kinds = ["CPU time of a rank", *(["time by the clock"] if arguments.mbit else [])]
+            has = 2 * one["parameters"] + 2 * one["owned"]
+            most = 4 * one["parameters"]
+            if variant != "replicated":
+                most = 2 * one["parameters"] + 2 * one["parameters"] // RANKS + one["largest"]
+            figures = [f"{n / MIB:.1f}" for n in (one["peak"], has, most)]
+            rows.append([variant, *figures, f"{one['peak'] / has:.3f}"])
+        peak, formula = "peak MiB of an update, per rank", "formula MiB"
+        body += table(["optimizer", peak, formula, "at most MiB", "peak / formula"], rows)
+        body += ["", FORMULAS, ""]
+    rows, medians = [], {}
+    kinds = ["CPU time of a rank", "time by the clock"][: 2 if arguments.mbit else 1]
     for place, kind in enumerate(kinds):
-        shares = sorted(
-            sharded[place] / plain[place]
-            for rank in found
-            for plain, sharded in zip(*(rank["seconds"][one] for one in VARIANTS), strict=True)
-        )
-        low, middle, high = statistics.quantiles(shares, n=4)
-        medians = [
-            statistics.median(one[place] for rank in found for one in rank["seconds"][variant])
-            for variant in VARIANTS
-        ]
-        rows.append(
-            [
-                kind,
-                f"{middle:.3f} ({low:.3f} to {high:.3f})",
-                *(f"{1000 * one:.0f}" for one in medians),
-            ]
-        )
-    body += table(
-        ["of a step", "sharded / replicated (quartiles)", "replicated ms", "sharded ms"], rows
-    )
+        for variant in VARIANTS:
+            medians[variant] = 1000 * statistics.median(
+                one[place] for rank in found for one in rank["seconds"][variant]
+            )
+        for variant in VARIANTS[1:]:
+            shares = sorted(
+                sharded[place] / plain[place]
+                for rank in found
+                for plain, sharded in zip(
+                    *(rank["seconds"][one] for one in ("replicated", variant)), strict=True
+                )
+            )
+            low, middle, high = statistics.quantiles(shares, n=4)
+            figures = [f"{medians[one]:.0f}" for one in ("replicated", variant)]
+            rows.append([kind, variant, f"{middle:.3f} ({low:.3f} to {high:.3f})", *figures])
+    header = ["of a step", "optimizer", "ratio to replicated (quartiles)", "replicated ms", "ms"]
+    body += table(header, rows)
     if arguments.mbit:
         travels = BLOCKS * (WIDTH + 1) * WIDTH * 4 * (RANKS - 1) / RANKS
-        seconds = travels * 8 / (arguments.mbit * 1e6)
+        link = 8000 * travels / (arguments.mbit * 1e6)
+        more = {one: medians[one] - medians["replicated"] for one in VARIANTS[1:]}
         body += [
             "",
-            f"Each rank receives {travels / MIB:.1f} MiB of parameters in an update, which",
+            f"Each rank receives {travels / MIB:.1f} MiB of parameters in an update, which takes "
+            f"the link {link:.0f} ms without headers. A step took {more['sharded']:.0f} ms more "
+            f"than replicated; with overlap {more['overlap']:.0f} ms, of which the forward hides "
+            f"{more['sharded'] - more['overlap']:.0f} ms.",
         ]
-        body[-1] += f" takes the link {1000 * seconds:.0f} ms without headers. Sharded took"
-        body[-1] += f" {1000 * (medians[1] - medians[0]):.0f} ms more."
     command, topic = "python -m benchmarks.sharding", "sharding"
     title = "Optimizer state spread over two ranks"
     if arguments.mbit:

@@ -91,7 +91,7 @@ def main() -> None:
     whole = 4 * BLOCKS * SHARD
     formulas = {
         "replicated": (3 * whole // 4, None),
-        "on ranks": (3 * whole // 4 // RANKS, whole // RANKS + 3 * SHARD),
+        "on ranks": (3 * whole // 4 // RANKS, whole // RANKS + 2 * SHARD),
     }
     rows = []
     for variant in VARIANTS:
@@ -110,7 +110,7 @@ def main() -> None:
         *table(["parameters", "bytes", "MiB per rank", "formula MiB", "measured / formula"], rows),
         "",
         "The formula on n ranks is 12 P / n bytes between steps, and 16 P / n and the parameters "
-        "of three shards at the peak. The replicated run has buffers of gradients at its peak.",
+        "of two shards at the peak. The replicated run has buffers of gradients at its peak.",
         "",
         f"CPU time of a step, on ranks / replicated: {middle:.3f} (quartiles {low:.3f} to "
         f"{high:.3f}).",

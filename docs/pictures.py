@@ -56,6 +56,19 @@ CHINESE = {
     "bucket": "桶",
     "all gradients": "全部梯度",
     "time saved": "省下的时间",
+    "parameters": "参数",
+    "gradients": "梯度",
+    "moments": "矩",
+    "bytes per rank": "每个 rank 的字节数",
+    "replicated": "不分片",
+    "ShardedOptimizer": "ShardedOptimizer",
+    'offload="ranks"': 'offload="ranks"',
+    "every rank updates all": "每个 rank 更新全部",
+    "owners send new values": "所有者发送更新后的值",
+    "owners send copies to compute": "所有者发送计算用的副本",
+    "16 P": "16 P",
+    "8 P + 8 P / n": "8 P + 8 P / n",
+    "16 P / n": "16 P / n",
 }
 
 
@@ -95,7 +108,7 @@ class Picture:
     def text(
         self, x: float, y: float, words: str, anchor: str = "start", bold: bool = False
     ) -> None:
-        words = CHINESE[words] if self._chinese and not words.isdigit() else words
+        words = CHINESE[words] if self._chinese and len(words) > 1 else words
         weight = ' font-weight="600"' if bold else ""
         self._elements.append(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
@@ -288,11 +301,56 @@ def overlapped_sends(language: str) -> Picture:
     return picture
 
 
+def who_holds_what(language: str) -> Picture:
+    """What each of two ranks has of four parts of a model with AdamW; a height is a size."""
+    picture = Picture(808, 276, language)
+    left, cell, top = 112, 23, 70
+    rows = (("parameters", 30, BLUE), ("gradients", 30, ORANGE), ("moments", 60, GREEN))
+    y = top
+    for name, height, _ in rows:
+        picture.text(left - 10, y + height / 2 + 4.5, name, "end")
+        y += height + 8
+    picture.text(left - 10, y + 46, "bytes per rank", "end")
+    ways = (  # which rows are spread
+        ("replicated", (), "every rank updates all", "16 P"),
+        ("ShardedOptimizer", ("moments",), "owners send new values", "8 P + 8 P / n"),
+        (
+            'offload="ranks"',
+            ("parameters", "gradients", "moments"),
+            "owners send copies to compute",
+            "16 P / n",
+        ),
+    )
+    for panel, (title, spread, travel, size) in enumerate(ways):
+        x = left + 230 * panel
+        picture.box(x, 10, 222, 256, GREY, FRAME, 6)
+        picture.text(x + 111, 32, title, "middle", bold=True)
+        for rank in range(2):
+            begin = x + 10 + 110 * rank
+            picture.text(begin + 2 * cell, 56, f"rank {rank}", "middle")
+            y = top
+            for name, height, colour in rows:
+                for place, part in enumerate("ABCD"):
+                    is_here = name not in spread or place % 2 == rank
+                    at = begin + place * cell
+                    picture.box(at, y, cell - 2, height, colour if is_here else "none", PALE)
+                    if is_here:
+                        picture.text(at + cell / 2 - 1, y + height / 2 + 4.5, part, "middle")
+                y += height + 8
+        if spread:
+            picture.line(x + 56, y + 6, x + 164, y + 6, arrow=True)
+            picture.line(x + 164, y + 6, x + 56, y + 6, arrow=True)
+        picture.text(x + 111, y + 24, travel, "middle")
+        picture.text(x + 111, y + 46, size, "middle", bold=True)
+    return picture
+
+
 PICTURES: tuple[Callable[[str], Picture], ...] = (
     recompute_memory,
     grad_cache_phases,
     global_batch,
     overlapped_sends,
+    who_holds_what,
 )
 
 

@@ -13,8 +13,8 @@ from paddle_recompute.errors import DependencyError
 OLDEST_PADDLE = (2, 6, 2)
 
 _REMEDY = (
-    "install 'paddlepaddle>=2.6.2,<4' for CPU (pip install 'paddle-recompute[cpu]') or "
-    "'paddlepaddle-gpu>=2.6.2,<4' for GPU (pip install 'paddle-recompute[gpu]')"
+    "for a CPU: pip install 'paddlepaddle>=2.6.2,<4'; for a GPU: pip install "
+    "'paddlepaddle-gpu>=2.6.2,<4'"
 )
 
 

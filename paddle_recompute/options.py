@@ -178,6 +178,14 @@ def _offloaded_layers_are_all_recomputed(v: Any) -> Iterator[Fault]:
             )
 
 
+NOT_IN_A_PROGRAM: Final = {
+    "engine": "Paddle's own recompute loses gradients in a Program",
+    "offload": "a Program keeps all its tensors on the device",
+    "preserve_rng_state": "a Program always reuses the dropout masks of the first forward",
+}
+"""Of `RecomputeConfig`: what a static graph can honour at its default only, and why."""
+
+
 @dataclass(frozen=True)
 class RecomputeConfig(Options):
     """Which sublayers drop their activations and compute them again in the backward.

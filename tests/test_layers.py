@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -48,9 +50,14 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
     """Line and dotted name of every module of ours that `path` imports, inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == PACKAGE:
@@ -66,7 +73,7 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
 
 def _binds(path: Path, name: str) -> bool:
     """Whether the module at `path` gives `name` a meaning of its own, besides a submodule."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
             return True
         if getattr(node, "name", None) == name:
@@ -110,7 +117,7 @@ def forbidden_imports(root: Path) -> list[str]:
     for module, path in modules(root).items():
         if f"{module}.".startswith(f"{PACKAGE}.{APPLICATION}."):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -129,7 +136,7 @@ def branches_on_representation(root: Path) -> list[str]:
     return sorted(
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree_of(path))
         if {getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", "")}
         & QUESTIONS
     )
@@ -156,6 +163,48 @@ def test_a_planted_branch_is_found(tmp_path: Path, planted: str) -> None:
 
 def test_every_import_points_down_and_through_the_door() -> None:
     assert not breaches(ROOT)
+
+
+def circle(root: Path) -> list[str]:
+    """Modules that import each other in a circle, inside functions too; empty: there is none.
+
+    Imports for a type checker are left out.
+    """
+    known = modules(root)
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        nodes = list(ast.walk(tree_of(path)))
+        blocks = [one for one in nodes if isinstance(one, ast.If)]
+        of_types = [one for one in blocks if ast.unparse(one.test) == "TYPE_CHECKING"]
+        left_out = {inner for block in of_types for inner in ast.walk(block)}
+        graph[module] = {
+            f"{node.module}.{alias.name}"
+            if f"{node.module}.{alias.name}" in known
+            else str(node.module)
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node not in left_out
+            for alias in node.names
+        }
+        graph[module] -= {module, PACKAGE}
+    graph.pop(PACKAGE, None)  # it hands out names of every room, when they are asked for
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert not circle(ROOT)
+
+
+def test_a_planted_circle_is_found(tmp_path: Path) -> None:
+    room = tmp_path / PACKAGE / "replay"
+    room.mkdir(parents=True)
+    for name, other in (("one", "two"), ("two", "one")):
+        code = f"def f():\n    from {PACKAGE}.replay import {other}\n"
+        (room / f"{name}.py").write_text(code, encoding="utf-8")
+    assert {f"{PACKAGE}.replay.one", f"{PACKAGE}.replay.two"} <= set(circle(tmp_path))
 
 
 def test_the_table_and_the_folders_name_the_same_rooms() -> None:
@@ -194,7 +243,7 @@ def test_a_planted_dependency_is_found(tmp_path: Path, planted: str) -> None:
 
 def test_every_room_says_its_idea() -> None:
     for module, path in modules(ROOT).items():
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), module
+        assert ast.get_docstring(tree_of(path)), module
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Each says what the name is relied on for, not only that it is there.
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import inspect
 import math
@@ -26,7 +27,7 @@ from paddle.jit.sot.opcode_translator.custom_code import CustomCode
 from paddle_recompute._paddle import gradients, guarded, memory, travelling
 from paddle_recompute._paddle.amp import operator_names
 from paddle_recompute._paddle.backward import (
-    at_end_of_backward,
+    after_each_backward,
     current_backward,
     is_raised_by_an_operator,
     watch_backward,
@@ -117,21 +118,16 @@ def test_supports_bfloat16_asks_the_cpu_for_avx_512() -> None:
     assert core.supports_bfloat16() == bool(re.search(r"\bavx512bw\b", flags))
 
 
-@pytest.mark.skipif(IS_26, reason="exists from Paddle 3.0 on")
-def test_tensor_new_shared_tensor() -> None:
+def test_tensors_that_share_memory() -> None:
+    """``_new_shared_tensor`` exists from 3.0 on; the constructor and ``_share_data_with``: 2.6."""
     x = paddle.ones([3])
-    shared = x._new_shared_tensor()
+    if IS_26:
+        shared = core.eager.Tensor(x.dtype, x.shape, "", core.VarDesc.VarType.LOD_TENSOR, False)
+        shared.get_tensor()._share_data_with(x.get_tensor())
+    else:
+        shared = x._new_shared_tensor()
     shared.add_(paddle.ones([3]))
     assert shared is not x and x.tolist() == [2, 2, 2]
-
-
-@pytest.mark.skipif(not IS_26, reason="only used on Paddle 2.6")
-def test_dense_tensor_share_data_with_and_the_tensor_constructor() -> None:
-    x = paddle.ones([3])
-    shared = core.eager.Tensor(x.dtype, x.shape, "", core.VarDesc.VarType.LOD_TENSOR, False)
-    shared.get_tensor()._share_data_with(x.get_tensor())
-    shared.add_(paddle.ones([3]))
-    assert x.tolist() == [2, 2, 2]
 
 
 def test_shares_memory_has_an_identity_of_its_own() -> None:
@@ -360,17 +356,9 @@ def test_layer_buffers_and_parameters() -> None:
     norm = paddle.nn.BatchNorm1D(3)
     norm.register_buffer("extra", paddle.zeros([1]))
     assert "extra" in norm._buffers
-    in_use = {*norm._buffers, *norm._parameters}
-    assert {"_mean", "_variance", "weight", "bias"} <= in_use
-    slots = {name for tensors, name in _slots(norm)}
+    assert {"_mean", "_variance", "weight", "bias"} <= {*norm._buffers, *norm._parameters}
+    slots = {name for _, names in non_trained_state(norm) for name in names}
     assert {"extra", "_mean", "_variance"} <= slots and "weight" not in slots
-
-
-def _slots(layer: paddle.nn.Layer) -> list[tuple[dict[str, Any], str]]:
-    found = []
-    for tensors, names in non_trained_state(layer):
-        found += [(tensors, name) for name in ([names] if isinstance(names, str) else names)]
-    return found
 
 
 @pytest.mark.parametrize("norm", BATCH_NORMS, ids=lambda norm: norm.__name__)
@@ -418,12 +406,13 @@ def test_fleet_get_rng_state_tracker() -> None:
 # ------------------------------------------------------------------------------------ AMP state
 
 
-@pytest.mark.parametrize("name", ["_amp_level", "_amp_dtype", "_use_promote", "_has_grad"])
-def test_tracer_attributes(name: str) -> None:
+def test_tracer_attributes() -> None:
+    assert core.AmpLevel.O0 != core.AmpLevel.O1
     tracer = framework._dygraph_tracer()
-    now = getattr(tracer, name)
-    setattr(tracer, name, now)
-    assert getattr(tracer, name) == now
+    for name in ("_amp_level", "_amp_dtype", "_use_promote", "_has_grad"):
+        now = getattr(tracer, name)
+        setattr(tracer, name, now)
+        assert getattr(tracer, name) == now
 
 
 def test_tracer_amp_op_lists() -> None:
@@ -576,59 +565,57 @@ def test_unscaling_raises_the_version_when_it_is_made_visible() -> None:
     assert (gradient.data_ptr(), gradient.sum().item()) == (address, 2.0)
 
 
-def test_what_is_to_come_at_the_end_of_a_backward_comes_when_the_outermost_has_ended() -> None:
+def test_additions_are_told_in_the_order_of_registration_and_the_end_once_per_backward() -> None:
     watch_backward()
     layer, seen = paddle.nn.Linear(2, 2), []
-
-    def told() -> None:
-        seen.append(layer.weight.grad.sum().item())
-
-    on_gradient_added(layer.weight, lambda: at_end_of_backward(layer, told))
+    for told in ("first", "second"):
+        on_gradient_added(layer.weight, functools.partial(seen.append, told))
+    stop = after_each_backward(lambda: seen.append(layer.weight.grad.sum().item()))
     recompute = paddle.distributed.fleet.utils.recompute
     x = needs_grad(1, 2)
     (recompute(layer, x, use_reentrant=True) + recompute(layer, x, use_reentrant=True)).backward(
         paddle.ones([1, 2])
     )
-    assert seen == [8.0]
+    stop()
+    assert seen == ["first", "second"] * 2 + [8.0]
 
 
-def main_grad_is_kept() -> bool:
+def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:
     from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
     layer = paddle.nn.Linear(2, 2)
     assert not keeps_main_grad(layer.weight)
     MixPrecisionLayer(layer, dtype="bfloat16")(paddle.ones([1, 2])).sum().backward()
-    return keeps_main_grad(layer.weight) and layer.weight.main_grad is not None
+    assert keeps_main_grad(layer.weight) and layer.weight.main_grad is not None
 
 
-def test_fleets_mixed_precision_layer_keeps_main_grad() -> None:
-    assert main_grad_is_kept()
-
-
-def group_of_our_own() -> list[float]:
+def on_two_ranks() -> dict[str, Any]:
     from paddle_recompute.distributed import scope_of
     from paddle_recompute.distributed.groups import make_gloo_group
 
-    number = paddle.ones([1]) * (paddle.distributed.get_rank() + 1)
+    rank = paddle.distributed.get_rank()
+    number = paddle.ones([1]) * (rank + 1)
     paddle.distributed.all_reduce(number, group=make_gloo_group(scope_of(None), "test"))
-    return number.tolist()
+    if rank == 0:
+        store_publish("tests/key", "17 é")
+    return {
+        "sum": number.tolist(),
+        "told": store_await("tests/key", 60.0),
+        "number": make_device_group((0, 1), 2**20 + 7).id,
+        "counted": paddle.distributed.new_group([0, 1]).id,
+    }
 
 
-def test_a_gloo_group_can_be_made_by_its_members() -> None:
-    """``core.ProcessGroupGloo.create`` over a ``core.TCPStore``, in `_paddle.make_gloo_group`."""
-    assert run_ranks(group_of_our_own, 2) == [[3.0]] * 2
-
-
-def group_with_a_number() -> tuple[int, int]:
-    made = make_device_group((0, 1), 2**20 + 7)
-    return made.id, paddle.distributed.new_group([0, 1]).id
-
-
-def test_a_group_of_the_backend_can_have_a_number_of_ours() -> None:
-    """``collective._set_custom_gid``, in `_paddle.make_device_group`; Paddle counts on."""
-    (number, counted), (same, counted_there) = run_ranks(group_with_a_number, 2)
-    assert number == same == 2**20 + 7
-    assert counted == counted_there < 2**20
+def test_groups_and_the_store_of_two_ranks() -> None:
+    """``core.ProcessGroupGloo.create`` over a ``core.TCPStore``, in `_paddle.make_gloo_group`;
+    ``core.create_or_get_global_tcp_store`` hands a value to the other ranks;
+    ``collective._set_custom_gid``, in `_paddle.make_device_group`, and Paddle counts on.
+    """
+    assert {"add", "get", "set", "wait"} <= set(dir(core.TCPStore))
+    one, other = run_ranks(on_two_ranks, 2)
+    assert one == other
+    assert (one["sum"], one["told"], one["number"]) == ([3.0], "17 é", 2**20 + 7)
+    assert one["counted"] < 2**20
 
 
 # ----------------------------------------------------------------------- fleet, store and memory
@@ -661,21 +648,6 @@ def test_init_parallel_env_lists_the_flags_that_paddle_sets_itself(
     assert shown.count("FLAGS(") == 1 and "FLAGS_mine" in shown and shown.count("===\n") == 2
 
 
-def test_core_create_or_get_global_tcp_store() -> None:
-    assert callable(core.create_or_get_global_tcp_store)
-    assert {"add", "get", "set", "wait"} <= set(dir(core.TCPStore))
-
-
-def test_core_global_tcp_store_hands_a_value_to_the_other_ranks() -> None:
-    assert run_ranks(hand_over, 2, value="17 é") == ["17 é", "17 é"]
-
-
-def hand_over(value: str) -> str:
-    if paddle.distributed.get_rank() == 0:
-        store_publish("tests/key", value)
-    return store_await("tests/key", 60.0)
-
-
 @pytest.mark.parametrize(
     ("variables", "host"),
     [
@@ -704,38 +676,34 @@ def test_is_from_gloo_knows_the_text_of_its_errors() -> None:
     assert not is_from_gloo(RuntimeError("out of memory"))
 
 
-def bytes_before_and_after(kind: str) -> tuple[int, int]:
-    read = getattr(core, f"host_memory_stat_{kind}_value")
-    before = read("Allocated", 0)
+def bytes_before_and_after() -> list[tuple[int, int]]:
+    reads = [core.host_memory_stat_current_value, core.host_memory_stat_peak_value]
+    before = [read("Allocated", 0) for read in reads]
     kept = paddle.ones([1 << 20])
-    after = read("Allocated", 0)
+    after = [read("Allocated", 0) for read in reads]
     assert kept.shape == [1 << 20]
-    return before, after
+    return list(zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["current", "peak"])
-def test_core_host_memory_stat(kind: str) -> None:
+def test_core_host_memory_stat() -> None:
     """In a process of its own: 2.6 counts by threads, and other tests have threads."""
-    ((before, after),) = run_ranks(bytes_before_and_after, 1, kind=kind)
-    assert after - before == 4 << 20 if kind == "current" else after >= 4 << 20
+    [[(before, after), (_, peak)]] = run_ranks(bytes_before_and_after, 1)
+    assert after - before == 4 << 20 <= peak
 
 
-@pytest.mark.skipif(IS_26, reason="exists from Paddle 3.0 on")
 def test_core_host_memory_stat_reset_peak_value() -> None:
-    paddle.ones([1 << 20])
-    core.host_memory_stat_reset_peak_value("Allocated", 0)
-    assert memory.peak_bytes() == memory.current_bytes()
-
-
-def test_the_peak_can_be_reset_where_it_is_said() -> None:
     assert memory.can_reset_peak() is not IS_26
+    if not IS_26:
+        paddle.ones([1 << 20])
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+        assert memory.peak_bytes() == memory.current_bytes()
 
 
-@pytest.mark.parametrize("kind", ["current_value", "peak_value", "reset_peak_value"])
-def test_core_device_memory_stat(kind: str) -> None:
+def test_core_device_memory_stat() -> None:
     """And 2.6 has no ``core.device_memory_stat_reset_peak_value``: it cannot reset a peak."""
-    is_there = hasattr(core, f"device_memory_stat_{kind}")
-    assert is_there is not (IS_26 and kind == "reset_peak_value")
+    assert hasattr(core, "device_memory_stat_current_value")
+    assert hasattr(core, "device_memory_stat_peak_value")
+    assert hasattr(core, "device_memory_stat_reset_peak_value") is not IS_26
 
 
 def test_memory_of_a_device_that_is_not_counted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -823,20 +791,8 @@ for operators in (paddle._C_ops, paddle._legacy_C_ops):
 guarded.unguard(weight)
 assert type(weight) is paddle.base.framework.EagerParamBase
 assert weight.sum().shape in ([], [1])
-"""
-    python("-c", code, timeout=300)
 
-
-def test_an_awaited_parameter_beside_a_guarded_one() -> None:
-    """To wait for the first does not get at the second, in operators and in methods."""
-    code = """
-import paddle
-from paddle_recompute._paddle import guarded
-
-def refuse(name, function, args, kwargs):
-    raise LookupError(name)
-
-guarded.guard_methods_and_operators(refuse, (property(lambda p: None), lambda p, zero=True: None))
+# To wait for a parameter does not get at a guarded one beside it.
 guarded.wait_before_use(guarded.unguard)
 away, coming = (paddle.nn.Linear(2, 2).weight for _ in range(2))
 guarded.guard(away)
@@ -1023,10 +979,6 @@ def test_core_generator_looks_into_the_state_of_another() -> None:
     assert generator.random() == other.random()
     assert mark_of_generator_state(state) != mark_of_generator_state(other.get_state())
     assert mark_of_generator_state(state) == mark_of_generator_state(state)
-
-
-def test_core_amp_level() -> None:
-    assert core.AmpLevel.O0 != core.AmpLevel.O1
 
 
 def test_core_eager_register_saved_tensors_hooks() -> None:

@@ -146,15 +146,6 @@ def after_each_backward(tell: Callable[[], None]) -> Callable[[], None]:
     return stop
 
 
-def at_end_of_backward(owner: object, call: Callable[[], None]) -> None:
-    """Have `call` called, once for each `owner`, when the outermost running backward has ended.
-
-    Does nothing outside of any. Needs `watch_backward`.
-    """
-    if _running.calls:
-        _running.calls[0].at_end.setdefault(id(owner), call)
-
-
 _OPERATOR_ERROR = re.compile(
     r"\((InvalidArgument|NotFound|OutOfRange|AlreadyExists|PreconditionNotMet|PermissionDenied|"
     r"Unimplemented|Unavailable|Fatal|External)\) "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Iterable, Sequence
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -46,13 +47,26 @@ def parted(flat: paddle.Tensor, sizes: Sequence[int]) -> list[paddle.Tensor]:
 def empty(shells: Sequence[paddle.Tensor]) -> None:
     """Let `shells` keep no memory; only `joined` may use them then."""
     if shells:
-        none = paddle.empty([1], shells[0].dtype)
-        _all_done(map(none._share_buffer_to, shells))
+        _all_done(map(_nothing(shells[0].dtype)._share_buffer_to, shells))
 
 
-def are_sparse(tensors: Sequence[paddle.Tensor]) -> bool:
+@functools.cache
+def _nothing(dtype: Any) -> paddle.Tensor:
+    return paddle.empty([1], dtype)
+
+
+def are_sparse(tensors: Iterable[paddle.Tensor]) -> bool:
     """Whether one of `tensors` is a SelectedRows."""
     return any(map(_Tensor.is_selected_rows, tensors))
+
+
+def by_dtype(tensors: Sequence[paddle.Tensor]) -> dict[Any, Sequence[paddle.Tensor]]:
+    """Those of `tensors` of each dtype."""
+    dtypes = [*map(attrgetter("dtype"), tensors)]
+    different = {*dtypes}
+    if len(different) == 1:
+        return {dtypes[0]: tensors}
+    return {one: [*compress(tensors, map(one.__eq__, dtypes))] for one in different}
 
 
 def squares_of(tensors: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
@@ -72,12 +86,14 @@ def multiply_all(tensors: Sequence[paddle.Tensor], factor: paddle.Tensor) -> Non
     _all_done(map(paddle._C_ops.multiply_, tensors, repeat(factor)))
 
 
-def versions_of(tensors: Sequence[paddle.Tensor]) -> list[tuple[int, int]]:
-    """Address and ``inplace_version`` of each of `tensors`."""
-    return [*zip(map(_Tensor.data_ptr, tensors), map(_version_of, tensors), strict=True)]
+def scale_all(tensors: Sequence[paddle.Tensor], factor: float) -> None:
+    """Multiply each of `tensors` in place by `factor`: what ``tensor.scale_(factor)`` calls."""
+    _all_done(map(paddle._C_ops.scale_, tensors, repeat(factor), repeat(0.0), repeat(True)))
 
 
-_version_of = attrgetter("inplace_version")
+def versions_of(tensors: Sequence[paddle.Tensor]) -> tuple[list[int], list[int]]:
+    """The addresses of `tensors`, and the ``inplace_version`` of each."""
+    return [*map(_Tensor.data_ptr, tensors)], [*map(_Tensor._inplace_version, tensors)]
 
 
 def replace_memory(tensors: Sequence[paddle.Tensor], pieces: Sequence[paddle.Tensor]) -> None:

@@ -30,6 +30,8 @@ def parameters_of_optimizer(optimizer: Any) -> list[paddle.Tensor]:
     when an optimizer says it publicly.
     """
     listed = getattr(optimizer, "_parameter_list", None) or []
+    if dict not in {*map(type, listed)}:
+        return [*listed]
     groups = [entry["params"] if isinstance(entry, dict) else [entry] for entry in listed]
     return [parameter for group in groups for parameter in group]
 

@@ -1,4 +1,4 @@
-"""An optimizer's step that a tensor on the device can turn into none.
+"""An optimizer's state, and its step that a tensor on the device can turn into none.
 
 Paddle's own way, ``optimizer._set_auxiliary_var("found_inf", tensor)``, reads the tensor on the
 host in dygraph (2.6, 3.x): ``Optimizer`` asks ``if found_inf``, Adam and AdamW hand it to their
@@ -9,10 +9,14 @@ parameter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import paddle
+
+from paddle_recompute._paddle.flat import by_dtype
+from paddle_recompute._paddle.layers import parameters_of_optimizer
 
 _HALF = frozenset((paddle.float16, paddle.bfloat16))
 _KEEPS_AT_RATE_0 = (
@@ -21,6 +25,38 @@ _KEEPS_AT_RATE_0 = (
     paddle.optimizer.Adam,
     paddle.optimizer.AdamW,
 )
+
+
+MASTERS, SCHEDULE = "master_weights", "LR_Scheduler"
+"""What ``Optimizer.state_dict`` (2.6, 3.x) has besides the tensors of a parameter."""
+
+
+def owner_of_state(key: str, names: Iterable[str]) -> str:
+    """Which of `names` is the parameter's that the entry `key` of a state belongs to; "": none.
+
+    ``Optimizer.state_dict`` (2.6, 3.x) names it ``linear_0.w_0_moment1_0``. Can go when it says the
+    parameter by itself.
+    """
+    return max((name for name in names if key.startswith(f"{name}_")), key=len, default="")
+
+
+def part_of_state(
+    state: Mapping[str, Any], owners: Mapping[str, str], own: Collection[str]
+) -> dict[str, Any]:
+    """What of `state` is of the parameters `own`, and the schedule.
+
+    Args:
+        state: Of an optimizer.
+        owners: `owner_of_state` of each key, but of `MASTERS` and `SCHEDULE`.
+        own: Names of parameters.
+    """
+    part = {key: state[key] for key, owner in owners.items() if owner in own}
+    masters = {name: one for name, one in state.get(MASTERS, {}).items() if name in own}
+    if masters:
+        part[MASTERS] = masters
+    if SCHEDULE in state:
+        part[SCHEDULE] = state[SCHEDULE]
+    return part
 
 
 def keeps_parameters_at_rate_0(optimizer: Any) -> bool:
@@ -44,6 +80,7 @@ def learning_rate_times(optimizer: Any, factor: paddle.Tensor) -> Iterator[None]
     """
     rate_of = optimizer._create_param_lr
     known: dict[int, tuple[paddle.Tensor, paddle.Tensor]] = {}
+    common: list[paddle.Tensor] = []
 
     def scaled(param_and_grad: Any) -> paddle.Tensor:
         rate = rate_of(param_and_grad)
@@ -51,11 +88,28 @@ def learning_rate_times(optimizer: Any, factor: paddle.Tensor) -> Iterator[None]
             known[id(rate)] = rate, rate * factor.astype(rate.dtype)
         return known[id(rate)][1]
 
-    optimizer._create_param_lr = scaled
+    def scaled_alike(param_and_grad: Any) -> paddle.Tensor:
+        if not common:  # not before Paddle has set the rate of this step
+            common.append(scaled(param_and_grad))
+        return common[0]
+
+    optimizer._create_param_lr = scaled_alike if _has_one_rate(optimizer) else scaled
     try:
         yield
     finally:
         del optimizer._create_param_lr
+
+
+def _has_one_rate(optimizer: Any) -> bool:
+    """Whether no parameter of `optimizer` has a factor of its learning rate (``optimize_attr``)."""
+    parameters = parameters_of_optimizer(optimizer)
+    try:
+        return {*map(_FACTOR, map(_ATTRIBUTES, parameters))} == {1.0}
+    except (AttributeError, KeyError, TypeError):  # a tensor that has none
+        return False
+
+
+_ATTRIBUTES, _FACTOR = attrgetter("optimize_attr"), itemgetter("learning_rate")
 
 
 @paddle.no_grad()
@@ -71,24 +125,24 @@ def zero_if(condition: paddle.Tensor, tensors: Sequence[paddle.Tensor]) -> None:
 
     Args:
         condition: Bool, one element.
-        tensors: Of floating dtypes.
+        tensors: Of floating dtypes, in one place.
     """
-    by_dtype: dict[Any, list[paddle.Tensor]] = {}
-    for tensor in tensors:
-        place, dtype = tensor.place, tensor.dtype
+    if not tensors:
+        return
+    place = tensors[0].place
+    for dtype, alike in by_dtype(tensors).items():
         is_half = dtype in _HALF
         if place.is_gpu_place() or (place.is_cpu_place() and not is_half):
-            by_dtype.setdefault(dtype, []).append(tensor)
+            scale = paddle.ones([1], dtype)
+            good, bad = paddle.zeros([1], "int32"), paddle.zeros([1], "int32")
+            paddle._C_ops.update_loss_scaling_(
+                alike, condition.reshape([1]), scale, good, bad, 1, 1, 1.0, 1.0, True
+            )
             continue
-        wide = tensor.astype("float32") if is_half else tensor
-        wide = paddle.where(condition, paddle.zeros_like(wide), wide)
-        paddle.assign(wide.astype(dtype) if is_half else wide, tensor)
-    for dtype, alike in by_dtype.items():
-        scale = paddle.ones([1], dtype)
-        good, bad = paddle.zeros([1], "int32"), paddle.zeros([1], "int32")
-        paddle._C_ops.update_loss_scaling_(
-            alike, condition.reshape([1]), scale, good, bad, 1, 1, 1.0, 1.0, True
-        )
+        for tensor in alike:
+            wide = tensor.astype("float32") if is_half else tensor
+            wide = paddle.where(condition, paddle.zeros_like(wide), wide)
+            paddle.assign(wide.astype(dtype) if is_half else wide, tensor)
 
 
 def keeps_master_weights(optimizer: Any) -> bool:

@@ -124,7 +124,7 @@ def rows_of(
 
 def cells(rows: Sequence[Row], budget: int | None) -> list[list[str]]:
     """The head of the table and its lines."""
-    head = ["policy", "peak", "extra time", "binds at", *(["largest batch"] if budget else [])]
+    head = ["policy", "peak", "extra time", "peak at", *(["largest batch"] if budget else [])]
     lines = [head]
     for row in rows:
         peak = row.timeline.peak

@@ -191,7 +191,7 @@ class ChunkedEncoder:
                 head = outputs[place]
                 if head.stop_gradient:
                     continue  # nothing on the path of this chunk is trained
-                part = cut_to(rows_of(gradient, chunk.rows), self._cut[place], head)
+                part = cut_to(rows_of(gradient, chunk.rows), self._cut[place], chunk.columns)
                 if deviation is not None:
                     part = _nan_if_deviating(part, deviation)
                 # The engine refuses a tensor that is given twice.
@@ -246,7 +246,8 @@ class ChunkedEncoder:
         """The tensors of an output, after checks, and what else is in it, by path."""
         tensors: dict[str, paddle.Tensor] = {}
         constants: dict[str, Any] = {}
-        for path, leaf in named_leaves(output, "output"):
+        leaves = [("output", output)] if is_tensor(output) else named_leaves(output, "output")
+        for path, leaf in leaves:
             (tensors if is_tensor(leaf) else constants)[path] = leaf
         expected = len(chunk.rows)
         for path, tensor in tensors.items():

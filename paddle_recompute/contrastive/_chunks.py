@@ -52,6 +52,8 @@ class Chunk:
             batch: A Tensor, an array or a structure of them.
             arrays: Whether arrays stay arrays.
         """
+        if not self.cut and is_tensor(batch):
+            return rows_of(batch, self.rows)
         paths = (path for path, _ in named_leaves(batch)) if self.cut else itertools.repeat("")
         order: Iterator[str] = iter(paths)
         return map_leaves(lambda leaf: self._of_leaf(next(order), leaf, arrays), batch)
@@ -66,10 +68,7 @@ class Chunk:
         return self._trimmed(path, rows_of(leaf, self.rows)) if is_tensor(leaf) else leaf
 
     def _trimmed(self, path: str, leaf: Any) -> Any:
-        for axis in self.cut.get(path, ()):
-            if leaf.shape[axis] != self.columns:
-                leaf = leaf[tuple([slice(None)] * axis + [slice(self.columns)])]
-        return leaf
+        return cut_to(leaf, self.cut.get(path, ()), self.columns)
 
 
 def by_rows(num_rows: int, chunk_size: int) -> list[Chunk]:
@@ -80,7 +79,9 @@ def by_rows(num_rows: int, chunk_size: int) -> list[Chunk]:
     ]
 
 
-def by_length(batch: Any, chunk_tokens: int, length_of: LengthOf | None, name: str) -> list[Chunk]:
+def by_length(
+    batch: Any, chunk_tokens: int, length_of: LengthOf | None, num_rows: int, name: str
+) -> list[Chunk]:
     """Rows of about the same length, with at most `chunk_tokens` tokens, padding included.
 
     The shortest come first and the longest last. A row that is longer than `chunk_tokens` is a
@@ -90,11 +91,13 @@ def by_length(batch: Any, chunk_tokens: int, length_of: LengthOf | None, name: s
     Args:
         batch: Tensors with the same number of rows.
         chunk_tokens: The most tokens of a chunk: rows times tokens of its longest row.
-        length_of: See `lengths_of`.
+        length_of: Returns the lengths; None: they are read from the tensors of `texts_of`.
+        num_rows: Rows of `batch`.
         name: The name of `batch` in errors.
     """
     texts = texts_of(batch, name)
-    lengths = lengths_of(batch, length_of, name, num_rows_of(batch, name)).clip(1, texts.width)
+    given = length_of(batch) if length_of is not None else None
+    lengths = lengths_of(texts, given, num_rows, name).clip(1, texts.width)
     order = np.argsort(-lengths, kind="stable")
     chunks = []
     first = 0
@@ -225,11 +228,11 @@ def padded(part: paddle.Tensor, axes: Sequence[int], length: int) -> paddle.Tens
     return part
 
 
-def cut_to(whole: paddle.Tensor, axes: Sequence[int], like: paddle.Tensor) -> paddle.Tensor:
-    """`whole` without what is behind the end of `like` along `axes`."""
+def cut_to(whole: Any, axes: Sequence[int], length: int | None) -> Any:
+    """`whole`, a tensor or an array, without what is behind `length` along `axes`."""
     for axis in axes:
-        if whole.shape[axis] != like.shape[axis]:
-            whole = whole[tuple([slice(None)] * axis + [slice(like.shape[axis])])]
+        if whole.shape[axis] != length:
+            whole = whole[tuple([slice(None)] * axis + [slice(length)])]
     return whole
 
 

@@ -9,7 +9,7 @@ import paddle
 
 from paddle_recompute._paddle.amp import AmpState, amp_off, amp_state, amp_state_of
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
-from paddle_recompute.contrastive._chunks import Chunk, rows_of
+from paddle_recompute.contrastive._chunks import Chunk, cut_to, rows_of
 from paddle_recompute.replay import Draws
 
 
@@ -62,7 +62,9 @@ class ChunksWithOwnBackward(ChunkedEncoder):
         chunk = self._chunks[number]
         self._compare_if_due(number)
         gradients = {
-            self._paths[place]: _cut(rows_of(gradient, chunk.rows), self._cut[place], chunk)
+            self._paths[place]: cut_to(
+                rows_of(gradient, chunk.rows), self._cut[place], chunk.columns
+            )
             for place, gradient in self._gradients.items()
         }
         batch = chunk.of(self._batch, arrays=True)
@@ -88,9 +90,3 @@ class ChunksWithOwnBackward(ChunkedEncoder):
             return self._call_once(chunk)
         finally:
             draws.end_first()
-
-
-def _cut(gradient: paddle.Tensor, axes: tuple[int, ...], chunk: Chunk) -> paddle.Tensor:
-    for axis in axes:
-        gradient = gradient[tuple([slice(None)] * axis + [slice(chunk.columns)])]
-    return gradient

@@ -168,18 +168,14 @@ def _axes_of_mask(leaf: _Leaf, width: int, name: str) -> tuple[int, ...]:
     return ()
 
 
-def lengths_of(
-    batch: Any, length_of: LengthOf | None, name: str, num_rows: int | None = None
-) -> NDArray[np.int64]:
+def lengths_of(texts: Texts, given: Any, num_rows: int, name: str) -> NDArray[np.int64]:
     """The number of columns that each row needs: up to its last token.
 
     Args:
-        batch: If `length_of` is None, lengths are read from the tensors of `texts_of`, in which 0
-            is padding.
-        length_of: ``length_of(batch)`` returns the lengths, whole numbers ``[batch]``; for
-            padding that is not 0.
-        name: The name of `batch` in errors.
-        num_rows: Rows of `batch`, to check the result of `length_of`.
+        texts: In which 0 is padding, if nothing is `given`.
+        given: What ``length_of(batch)`` has returned: whole numbers ``[batch]``.
+        num_rows: Rows of the batch.
+        name: The name of the batch in errors.
 
     Returns:
         ``[batch]``; 0 for a row of padding.
@@ -187,9 +183,9 @@ def lengths_of(
     Raises:
         DataError: A mask contains scores to add, or `length_of` returned something else.
     """
-    if length_of is not None:
-        return _checked_lengths(length_of(batch), num_rows, name)
-    read = texts_of(batch, name).read
+    if given is not None:
+        return _checked_lengths(given, num_rows, name)
+    read = texts.read
     found = [_of_array(leaf) for leaf in read if isinstance(leaf.values, np.ndarray)]
     if tensors := [leaf for leaf in read if is_tensor(leaf.values)]:
         with paddle.no_grad(), amp_off():
@@ -259,7 +255,7 @@ def _of_tensor(leaf: _Leaf) -> paddle.Tensor:
     return paddle.concat([lengths, added])
 
 
-def _checked_lengths(given: Any, num_rows: int | None, name: str) -> NDArray[np.int64]:
+def _checked_lengths(given: Any, num_rows: int, name: str) -> NDArray[np.int64]:
     lengths = given.numpy() if is_tensor(given) else np.asarray(given)
     if lengths.shape != (num_rows,) or lengths.dtype.kind not in "iu":
         raise DataError(

@@ -317,10 +317,10 @@ class GradCache:
                 "for inputs without tokens, such as images"
             )
         cut = [
-            by_length(batch, self._chunk_tokens, self._length_of, name)
+            by_length(batch, self._chunk_tokens, self._length_of, num_rows, name)
             if is_text or not any(are_texts)  # which says that there are no tokens
             else []
-            for batch, name, is_text in zip(inputs, names, are_texts, strict=True)
+            for batch, num_rows, name, is_text in zip(inputs, rows, names, are_texts, strict=True)
         ]
         most = max(map(len, cut))
         return [

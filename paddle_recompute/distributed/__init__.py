@@ -15,9 +15,9 @@ from paddle_recompute.distributed.agreement import (
 )
 from paddle_recompute.distributed.control_client import is_distributed, peers, scope_of
 from paddle_recompute.distributed.gathered import gathered
-from paddle_recompute.distributed.gloo_lane import Job, lane_of
+from paddle_recompute.distributed.gloo_lane import Job, are_equal, fingerprint, lane_of
 from paddle_recompute.distributed.groups import device_group
-from paddle_recompute.distributed.numbers import are_equal, fingerprint, reduce_numbers
+from paddle_recompute.distributed.numbers import reduce_numbers
 from paddle_recompute.distributed.peer_state import Limits, Scope
 from paddle_recompute.distributed.ranks import (
     barrier,
@@ -30,6 +30,7 @@ from paddle_recompute.distributed.ranks import (
     sum_over_ranks,
     values_of_ranks,
 )
+from paddle_recompute.distributed.sharing import shared_out
 from paddle_recompute.distributed.stop_request import StopRequest
 from paddle_recompute.distributed.waiting_collectives import watched_on_device
 
@@ -57,6 +58,7 @@ __all__ = [
     "reduce_numbers",
     "run_collective",
     "scope_of",
+    "shared_out",
     "stop_request",
     "sum_over_ranks",
     "values_of_ranks",

@@ -218,7 +218,7 @@ class ControlClient:
         announces &= threading.current_thread() is threading.main_thread()
         serial = 0
         try:
-            while not has_come(min(_POLL, max(waited, 0.002))):
+            while not has_come(_POLL):
                 waited = time.monotonic() - began
                 if announces and not serial and waited > TICK:
                     serial = next(self._waits)

@@ -9,21 +9,21 @@ gloo (Paddle 2.6, 3.3) has four faults that show as soon as ranks are not in ste
 - it cannot be interrupted while it waits for a process that is stopped.
 
 So a `GlooLane` has a thread and a group of its own. Before each collective the ranks compare, in a
-collective of two numbers, what comes next. If they are not at the same, the ranks say where they
-are, and all raise the same error. If that small collective fails because a rank comes late, the
-ranks wait for it at an exchange (`ControlClient`), which has no such limit, make a new group, and
-try again: nothing has been summed yet. So nothing goes through rank 0 unless a rank is late by more
-than 30 s.
+collective of `MEETING` numbers, what comes next; sums of a few numbers travel in it themselves. If
+the ranks are not at the same, they say where they are, and all raise the same error. If that small
+collective fails because a rank comes late, the ranks wait for it at an exchange (`ControlClient`),
+which has no such limit, make a new group, and try again: nothing has been summed yet. So nothing
+goes through rank 0 unless a rank is late by more than 30 s.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import queue
 import threading
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from paddle.distributed.communication.group import Group
@@ -40,9 +40,31 @@ Result = TypeVar("Result")
 
 MAIN_LANE = "main collectives"
 """Those that the main thread waits for; buckets of gradients have a lane of their own."""
+MEETING = 20
+"""Numbers of the collective in which ranks meet: a `fingerprint`, and what is summed."""
+MOST_SUMMED = MEETING - 4
+_HALF_OF_HASH = 20
+"""Bits; sums of squares of 8,192 ranks are exact in float64."""
 MOST_RENEWALS = 20
 """New groups for one collective: with rank after rank late by more than 30 s."""
 _logger = logging.getLogger("paddle_recompute")
+
+
+def fingerprint(text: str) -> list[float]:
+    """Four numbers from whose sums over the ranks `are_equal` sees whether all have this `text`."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    mask = (1 << _HALF_OF_HASH) - 1
+    low, high = number & mask, (number >> _HALF_OF_HASH) & mask
+    return [low, low * low, high, high * high]
+
+
+def are_equal(sums: Sequence[float], num_ranks: int) -> bool:
+    """Whether all ranks had the same text, from the sums over the ranks of its `fingerprint`.
+
+    n times the sum of squares is the square of the sum only where all n numbers are equal.
+    """
+    low, low_squares, high, high_squares = map(int, sums)
+    return low**2 == num_ranks * low_squares and high**2 == num_ranks * high_squares
 
 
 class Job(Generic[Result]):
@@ -54,14 +76,22 @@ class Job(Generic[Result]):
     """
 
     def __init__(
-        self, function: Callable[[Group], Result], label: str, scope: Scope, code: str
+        self,
+        function: Callable[[Group], Result] | None,
+        label: str,
+        scope: Scope,
+        code: str,
+        numbers: Sequence[float],
+        has_met: bool,
     ) -> None:
         self.started: float | None = None
         self.ended: float | None = None
         self.label = label
         self.scope = scope
         self.code = code
+        self.numbers = numbers
         self._function = function
+        self._has_met = has_met
         self._done = threading.Event()
         self._result: Result
         self.error: BaseException | None = None
@@ -70,10 +100,13 @@ class Job(Generic[Result]):
         """To be called by the lane's thread."""
         try:
             peers().check(self.scope, self.label)
-            lane.await_all(self)
+            sums = [] if self._has_met else lane.meet(self)
             self.started = time.perf_counter()
-            with native_call():
-                self._result = self._function(lane.group)
+            if self._function is None:
+                self._result = sums  # type: ignore[assignment]
+            else:
+                with native_call():
+                    self._result = self._function(lane.group)
             self.ended = time.perf_counter()
         except BaseException as error:
             self.error = error
@@ -103,7 +136,8 @@ class Job(Generic[Result]):
             PeerError: A rank will not come, or the collective failed.
             SyncError: The ranks are at different collectives.
         """
-        peers().wait_until(self._done.wait, self.label, self.scope)
+        if not self._done.is_set():
+            peers().wait_until(self._done.wait, self.label, self.scope)
         error = self.error
         if error is None:
             return self._result
@@ -133,30 +167,41 @@ class GlooLane:
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def begin(
-        self, function: Callable[[Group], Result], label: str, *, code: str = ""
+        self,
+        function: Callable[[Group], Result] | None,
+        label: str,
+        *,
+        code: str = "",
+        numbers: Sequence[float] = (),
+        has_met: bool = False,
     ) -> Job[Result]:
         """Call ``function(group)`` in the lane's thread, when all ranks are there.
 
         Args:
             function: The collectives. They may be in another group that nobody uses meanwhile.
+                None: the result is the sums over the ranks of each of `numbers`.
             label: What it is, as in `ControlClient.wait_until`; the same on every rank.
             code: What else must be the same on every rank, such as sizes.
+            numbers: At most `MOST_SUMMED`, as many on every rank.
+            has_met: Whether the ranks have agreed a moment ago, in this lane, that this comes next.
+                Then they do not compare it again.
         """
-        job = Job(function, label, self.scope, code)
+        job = Job(function, label, self.scope, code, numbers, has_met)
         self._jobs.put(job)  # type: ignore[arg-type]
         return job
 
-    def await_all(self, job: Job[Result]) -> None:
-        """Return when all ranks are at `job`; called in the lane's thread.
+    def meet(self, job: Job[Result]) -> list[float]:
+        """Wait for all ranks to be at `job`; the sums of its numbers. Called in the lane's thread.
 
         Raises:
             SyncError: They are at different ones.
         """
-        number = zlib.crc32(f"{job.label} {job.code}".encode())
+        own = [*fingerprint(f"{job.label} {job.code}"), *job.numbers]
+        own += [0.0] * (MEETING - len(own))
         for _ in range(MOST_RENEWALS):
             try:
                 with native_call():
-                    low, high = all_reduce_numbers(self.group, [number, -number], "min")
+                    sums = all_reduce_numbers(self.group, own, "sum")
                 break
             except (RuntimeError, ValueError) as error:
                 if not is_from_gloo(error):
@@ -164,11 +209,12 @@ class GlooLane:
                 self._renew(job, error)
         else:
             raise SyncError(f"{job.label}: gloo lost the connection {MOST_RENEWALS} times")
-        if low != -high:
+        if not are_equal(sums[:4], len(job.scope.ranks)):
             # The labels differ, or else the codes: one of the two raises.
             described = f"{job.label} ({job.code})" if job.code else job.label
             peers().exchange(described, job.scope, lane=self.name)
             raise SyncError(f"{job.label}: two descriptions have the same checksum by chance")
+        return sums[4 : 4 + len(job.numbers)]
 
     def _renew(self, job: Job[Result], error: BaseException) -> None:
         _logger.info(

@@ -1,7 +1,9 @@
 """Checks before training: does the wrapped model compute what the plain model computes?
 
-`doctor` examines a model on one batch, on all ranks.
-`self_test` tests the library itself on the user's device.
+`doctor` (`examination`) makes steps of a model on one batch, from the same state: `observation`
+notes what a step does, `checks` compares two of them, `across_ranks` the ranks. Each fault is a
+`Finding` of the `DoctorReport`, with the first sublayer that differs. `self_test` tests the library
+itself on the user's device: cases of its own, and models that `doctor` examines.
 """
 
 from paddle_recompute.doctor.examination import doctor

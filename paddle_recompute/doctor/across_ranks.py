@@ -95,13 +95,13 @@ def mean_of_ranks(gradients: dict[str, Array | None]) -> dict[str, Array | None]
     """The mean of each gradient over the ranks, by an explicit gather; None counts as zero."""
     means: dict[str, Array | None] = {}
     ranks = dist.get_world_size()
-    unused = gather([g is None for g in gradients.values()], "the unused parameters, again")
-    for place, (name, gradient) in enumerate(gradients.items()):
-        if all(theirs[place] for theirs in unused):
+    own_shapes = [None if g is None else list(g.shape) for g in gradients.values()]
+    shapes = zip(*gather(own_shapes, "the shapes of gradients"), strict=True)
+    for (name, gradient), of_ranks in zip(gradients.items(), shapes, strict=True):
+        known = next((one for one in of_ranks if one is not None), None)
+        if known is None:
             means[name] = None
             continue
-        shape = gather(None if gradient is None else list(gradient.shape), "a shape")
-        known = next(one for one in shape if one is not None)
         own = np.zeros(known, "float32") if gradient is None else gradient
         row = paddle.to_tensor(own.reshape([1, -1]))
         (rows,) = gather_rows([row], agree_on_rows([row], None), None)

@@ -9,7 +9,6 @@ import numpy as np
 import paddle
 
 from paddle_recompute._paddle.layers import BATCH_NORMS
-from paddle_recompute.doctor.idle_parts import Idle
 from paddle_recompute.doctor.observation import Array, Observation, Output
 from paddle_recompute.doctor.report import DoctorReport
 
@@ -17,32 +16,12 @@ CLOSE = 1e-5
 """Largest difference of two gradients that counts as rounding, relative to the largest entry."""
 
 
-def check_plain(report: DoctorReport, plain: Observation, again: Observation) -> bool:
+def check_plain(report: DoctorReport, plain: Observation, repeated: Observation) -> bool:
     """Whether the plain step is finite and repeatable. Otherwise it cannot be compared."""
-    for output in plain.outputs:
-        if not output.is_finite:
-            report.add(
-                "not_finite",
-                output.layer,
-                "its output is not finite in the first forward; check its weights "
-                "(model.init_from), its input and its divisors",
-            )
-            return False
-    if not np.isfinite(plain.loss):
-        report.add(
-            "not_finite",
-            "the loss",
-            f"it is {plain.loss}, but all layers are finite; check loss_fn",
-        )
+    fault = _not_finite(plain)
+    if fault is not None:
+        report.add("not_finite", *fault)
         return False
-    for name, gradient in plain.gradients.items():
-        if gradient is not None and not np.isfinite(gradient).all():
-            report.add(
-                "not_finite",
-                name,
-                "its gradient is not finite; check square roots and logs of 0",
-            )
-            return False
     for place in dict.fromkeys(plain.grown):
         report.add(
             "cache_grows",
@@ -50,7 +29,7 @@ def check_plain(report: DoctorReport, plain: Observation, again: Observation) ->
             "the forward appends to this list or dict, and a second forward would append again. "
             "Turn the cache off in training (use_cache=False), or do not recompute this layer",
         )
-    where = first_difference(plain.outputs, again.outputs)
+    where = first_difference(plain.outputs, repeated.outputs)
     if where is not None and not plain.grown:
         report.add(
             "not_repeatable",
@@ -60,6 +39,22 @@ def check_plain(report: DoctorReport, plain: Observation, again: Observation) ->
             "Python; remove the state, or draw from Paddle's generator",
         )
     return where is None
+
+
+def _not_finite(plain: Observation) -> tuple[str, str] | None:
+    """The first place that is not finite, and what to do."""
+    for output in plain.outputs:
+        if not output.is_finite:
+            return output.layer, (
+                "its output is not finite in the first forward; check its weights "
+                "(model.init_from), its input and its divisors"
+            )
+    if not np.isfinite(plain.loss):
+        return "the loss", f"it is {plain.loss}, but all layers are finite; check loss_fn"
+    for name, gradient in plain.gradients.items():
+        if gradient is not None and not np.isfinite(gradient).all():
+            return name, "its gradient is not finite; check square roots and logs of 0"
+    return None
 
 
 def check_second_forward(report: DoctorReport, seen: Observation) -> None:
@@ -82,7 +77,6 @@ def check_second_forward(report: DoctorReport, seen: Observation) -> None:
 
 def check_equal(
     report: DoctorReport,
-    model: paddle.nn.Layer,
     plain: Observation,
     seen: Observation,
     *,
@@ -94,7 +88,6 @@ def check_equal(
 
     Args:
         report: Takes the findings.
-        model: Of both steps.
         plain: The step without recompute.
         seen: The other one.
         what: The name of the other step in messages, such as "recompute".
@@ -108,26 +101,16 @@ def check_equal(
         report.add(
             "loss_differs", "", f"the loss is {seen.loss:.8g} with {what}, {plain.loss:.8g} without"
         )
-    order = _owners(plain.outputs)
-    differing: dict[str, str] = {}
-    for name, expected in plain.gradients.items():
-        found = seen.gradients.get(name)
-        fault = _difference(expected, found, tolerance)
-        if fault is not None:
-            differing[name] = fault
+    differing = {
+        name: fault
+        for name, expected in plain.gradients.items()
+        if (fault := _difference(expected, seen.gradients.get(name), tolerance)) is not None
+    }
     if differing:
         # The gradient flows from the last call to the first: the last one is the first to differ.
+        order = _owners(plain.outputs)
         name = max(differing, key=lambda one: order.get(one.rpartition(".")[0], -1))
-        fault = differing[name]
-        kind = {"missing": "gradient_missing", "extra": "gradient_extra"}.get(
-            fault, "gradient_differs"
-        )
-        advice = {
-            "missing": f"gets no gradient with {what}, but one without. Fleet's recompute loses "
-            "gradients if no input of a layer needs one, or if an input is in a list or dict; use "
-            "paddle_recompute.recompute",
-            "extra": f"gets a gradient with {what}, but none without",
-        }.get(fault, f"gets another gradient with {what}: off by {fault} of the largest entry")
+        kind, advice = _gradient_fault(differing[name], what)
         report.add(
             kind,
             name.rpartition(".")[0] or name,
@@ -150,6 +133,21 @@ def check_equal(
             f"a step with {what} draws more or fewer random numbers, so the next step differs; "
             "keep preserve_rng_state: true",
         )
+
+
+def _gradient_fault(fault: str, what: str) -> tuple[str, str]:
+    """Kind and message for what `_difference` says of a gradient."""
+    if fault == "missing":
+        return "gradient_missing", (
+            f"gets no gradient with {what}, but one without. Fleet's recompute loses gradients if "
+            "no input of a layer needs one, or if an input is in a list or dict; use "
+            "paddle_recompute.recompute"
+        )
+    if fault == "extra":
+        return "gradient_extra", f"gets a gradient with {what}, but none without"
+    return "gradient_differs", (
+        f"gets another gradient with {what}: off by {fault} of the largest entry"
+    )
 
 
 def check_backward(
@@ -175,20 +173,24 @@ def check_calls(
     One that is left out altogether, such as a dropped layer, is a warning.
     """
     before, now = plain.calls(), seen.calls()
-    for name in wrapped:
-        if not now.get(name):
-            is_used = any(
-                gradient is not None and parameter.startswith(f"{name}.")
-                for parameter, gradient in plain.gradients.items()
-            )
-            say = report.add if is_used else report.warn
-            say(
+    trained = [name for name, gradient in plain.gradients.items() if gradient is not None]
+    left_out = [name for name in wrapped if not now.get(name)]
+    for name in left_out:
+        if any(parameter.startswith(f"{name}.") for parameter in trained):
+            report.add(
                 "never_called",
                 name,
-                "it is selected for recompute, but is "
-                + ("called by layer.forward(...) only" if is_used else "not called in this step")
-                + ", so no memory is saved; call layer(...), or select another layer",
+                "it is selected for recompute, but is called by layer.forward(...) only, so no "
+                "memory is saved; call layer(...), or select another layer",
             )
+            return
+    if left_out:
+        report.warn(
+            "never_called",
+            left_out[0],
+            f"{len(left_out)} layers are selected for recompute, but not called in this step, as "
+            "experts without a token are not. If no batch reaches them, select other layers",
+        )
     for name in now:
         if before.get(name) and now[name] > 2 * before[name]:
             report.add(
@@ -206,22 +208,19 @@ def check_parameters(
     model: paddle.nn.Layer,
     plain: Observation,
     optimized: Iterable[paddle.Tensor] | None,
-    idle: Idle,
 ) -> None:
-    """Note shared, frozen and idle parameters; warn of unused ones; check the optimizer."""
+    """Note shared and frozen parameters; warn of unused ones; check the optimizer."""
     names: dict[int, list[str]] = {}
     for prefix, layer in model.named_sublayers(include_self=True):
         for name, parameter in layer.named_parameters(include_sublayers=False):
             names.setdefault(id(parameter), []).append(f"{prefix}.{name}".lstrip("."))
     shared = [" = ".join(one) for one in names.values() if len(set(one)) > 1]
     frozen = [name for name, parameter in model.named_parameters() if parameter.stop_gradient]
-    without = [name for name, gradient in plain.gradients.items() if gradient is None]
-    waiting = [name for name in without if idle.has(name)]
-    unused = [name for name in without if not idle.has(name)]
-    for what, found in (("shared", shared), ("frozen", frozen), ("idle", waiting)):
+    unused = [name for name, gradient in plain.gradients.items() if gradient is None]
+    for what, found in (("shared", shared), ("frozen", frozen)):
         if found:
             report.notes.append(f"{len(found)} {what} parameters: {', '.join(found[:3])}")
-    if len(without) == len(plain.gradients):
+    if len(unused) == len(plain.gradients):
         report.add(
             "nothing_trained",
             "",
@@ -232,9 +231,9 @@ def check_parameters(
         report.warn(
             "unused_parameter",
             unused[0],
-            f"{len(unused)} parameters get no gradient: the loss does not depend on them. If that "
-            "is meant, freeze them (stop_gradient = True); with several ranks, "
-            "find_unused_parameters says so too",
+            f"{len(unused)} parameters get no gradient: the loss of this batch does not depend on "
+            "them. Experts without a token are no fault. If no batch reaches them, freeze them "
+            "(stop_gradient = True); with several ranks, find_unused_parameters says so too",
         )
     if plain.sparse:
         report.add(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -12,7 +13,6 @@ from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute.contrastive import GradCache
 from paddle_recompute.distributed import is_distributed, values_of_ranks
 from paddle_recompute.doctor import across_ranks, checks
-from paddle_recompute.doctor.idle_parts import Idle, idle_parts
 from paddle_recompute.doctor.observation import LossError, Observation, State, observe
 from paddle_recompute.doctor.report import DoctorReport
 from paddle_recompute.errors import PaddleRecomputeError
@@ -73,22 +73,20 @@ def doctor(
         checks.check_mode(report, model)
         if recompute is not None:
             apply_recompute(model, recompute)
+        examined = _Examined(report, model, state, batch, loss_fn)
         with called_plainly():
-            plain = observe(model, state, lambda: loss_fn(model, batch), backward=True)
-            again = observe(model, state, lambda: loss_fn(model, batch), backward=True)
+            plain, repeated = examined.step(), examined.step()
         if _fails_somewhere(report, plain):
             return report
-        idle = Idle()
-        if any(values_of_ranks(_leaves_out(model, plain), "what is left out")):
-            with called_plainly():
-                idle = idle_parts(model, state, plain, lambda: loss_fn(model, batch))
         optimized = parameters_of_optimizer(optimizer) if optimizer is not None else None
-        checks.check_parameters(report, model, plain, optimized, idle)
+        checks.check_parameters(report, model, plain, optimized)
         # If one rank cannot compare, none does: the loss may contain a collective of all ranks.
-        if all(values_of_ranks(checks.check_plain(report, plain, again), "the plain steps")):
-            _compare(report, model, state, plain, batch, loss_fn, grad_cache, idle)
+        if all(values_of_ranks(checks.check_plain(report, plain, repeated), "the plain steps")):
+            examined.compare_recompute(plain)
+            if grad_cache is not None:
+                examined.compare_cache(plain, grad_cache)
             if distributed:
-                _compare_ranks(report, model, state, plain, batch, loss_fn, sync)
+                examined.compare_ranks(plain, sync)
         wrapped = wrapped_layers(model)
         report.notes.insert(
             0, f"{len(plain.outputs)} calls of sublayers, {len(wrapped)} recomputed"
@@ -111,93 +109,91 @@ def _fails_somewhere(report: DoctorReport, plain: Observation) -> bool:
     return any(faults)
 
 
-def _leaves_out(model: paddle.nn.Layer, plain: Observation) -> bool:
-    """Whether the plain step leaves out a parameter, or a part that is to be recomputed."""
-    calls = plain.calls()
-    return any(gradient is None for gradient in plain.gradients.values()) or any(
-        name not in calls for name in wrapped_layers(model)
-    )
+@dataclass(frozen=True)
+class _Examined:
+    """The model that is examined; each step starts from `state`."""
 
+    report: DoctorReport
+    model: paddle.nn.Layer
+    state: State
+    batch: Any
+    loss_fn: Callable[[paddle.nn.Layer, Any], paddle.Tensor]
 
-def _compare(
-    report: DoctorReport,
-    model: paddle.nn.Layer,
-    state: State,
-    plain: Observation,
-    batch: Any,
-    loss_fn: Callable[[paddle.nn.Layer, Any], paddle.Tensor],
-    grad_cache: GradCache | Callable[[Any], paddle.Tensor] | None,
-    idle: Idle,
-) -> None:
-    seen = observe(model, state, lambda: loss_fn(model, batch), backward=True)
-    # Recompute may repeat a layer before the backward, if its output is freed by then.
-    first = len(plain.outputs)
-    seen.repeated = seen.outputs[first:] + seen.repeated
-    seen.outputs = seen.outputs[:first]
-    checks.check_second_forward(report, seen)
-    if seen.error is not None:
-        _add_error(report, seen.error, "recompute")
-    else:
-        checks.check_equal(report, model, plain, seen, what="recompute")
-        called = [name for name in wrapped_layers(model) if not idle.has(name)]
-        checks.check_calls(report, plain, seen, called)
-    if grad_cache is None:
-        return
-    checks.check_chunks(report, model)
+    def step(self) -> Observation:
+        """Forward and backward."""
+        return observe(
+            self.model, self.state, lambda: self.loss_fn(self.model, self.batch), backward=True
+        )
 
-    def in_chunks() -> paddle.Tensor:
-        if isinstance(grad_cache, GradCache):
-            return grad_cache.backward(*batch)
-        return grad_cache(batch)
+    def compare_recompute(self, plain: Observation) -> None:
+        """Compare a step with recompute."""
+        report, seen = self.report, self.step()
+        # Recompute may repeat a layer before the backward, if its output is freed by then.
+        first = len(plain.outputs)
+        seen.repeated = seen.outputs[first:] + seen.repeated
+        seen.outputs = seen.outputs[:first]
+        checks.check_second_forward(report, seen)
+        if seen.error is not None:
+            _add_error(report, seen.error, "recompute")
+        else:
+            checks.check_equal(report, plain, seen, what="recompute")
+            checks.check_calls(report, plain, seen, wrapped_layers(self.model))
 
-    cached = observe(model, state, in_chunks, backward=False)
-    if cached.error is not None:
-        _add_error(report, cached.error, "the gradient cache")
-    else:
+    def compare_cache(
+        self, plain: Observation, grad_cache: GradCache | Callable[[Any], paddle.Tensor]
+    ) -> None:
+        """Compare a step in chunks."""
+        report, batch, what = self.report, self.batch, "the gradient cache"
+        checks.check_chunks(report, self.model)
+
+        def in_chunks() -> paddle.Tensor:
+            if isinstance(grad_cache, GradCache):
+                return grad_cache.backward(*batch)
+            return grad_cache(batch)
+
+        cached = observe(self.model, self.state, in_chunks, backward=False)
+        if cached.error is not None:
+            _add_error(report, cached.error, what)
         # Dropout draws other masks for chunks than for the whole batch; nothing can be compared.
-        if _draws(plain, state):
+        elif _draws(plain, self.state):
             report.notes.append("gradient cache: not compared, as the model draws random numbers")
-            checks.check_backward(report, plain, cached, what="the gradient cache")
+            checks.check_backward(report, plain, cached, what=what)
         else:
             checks.check_equal(
-                report, model, plain, cached, what="the gradient cache", tolerance=CHUNKED,
+                report, plain, cached, what=what, tolerance=CHUNKED, has_outputs=False
+            )
+
+    def compare_ranks(self, plain: Observation, sync: GradientSync | None) -> None:
+        """Compare the gradients that `sync` leaves with the mean over the ranks."""
+        report = self.report
+        finds = sync is None or sync.find_unused_parameters
+        across_ranks.check_unused(report, plain.gradients, finds_unused=finds)
+        faults = sum(values_of_ranks(len(report.findings), "the findings so far"))
+        if sync is None or faults:
+            return
+
+        def synchronized() -> paddle.Tensor:
+            with sync.last_backward():
+                loss = self.loss_fn(self.model, self.batch)
+                loss.backward()
+            return loss
+
+        means = across_ranks.mean_of_ranks(plain.gradients)
+        before = sync.state_dict()
+        seen = observe(self.model, self.state, synchronized, backward=False)
+        sync.set_state_dict(before)
+        what = "gradient synchronization"
+        if seen.error is not None:
+            _add_error(report, seen.error, what)
+        else:
+            checks.check_equal(
+                report,
+                dataclasses.replace(plain, gradients=means),
+                seen,
+                what=what,
+                tolerance=checks.CLOSE if sync.compression == "none" else SENT_IN_BFLOAT16,
                 has_outputs=False,
-            )  # fmt: skip
-
-
-def _compare_ranks(
-    report: DoctorReport,
-    model: paddle.nn.Layer,
-    state: State,
-    plain: Observation,
-    batch: Any,
-    loss_fn: Callable[[paddle.nn.Layer, Any], paddle.Tensor],
-    sync: GradientSync | None,
-) -> None:
-    finds = sync is None or sync.find_unused_parameters
-    across_ranks.check_unused(report, plain.gradients, finds_unused=finds)
-    faults = sum(values_of_ranks(len(report.findings), "the findings so far"))
-    if sync is None or faults:
-        return
-
-    def synchronized() -> paddle.Tensor:
-        with sync.last_backward():
-            loss = loss_fn(model, batch)
-            loss.backward()
-        return loss
-
-    expected = dataclasses.replace(plain, gradients=across_ranks.mean_of_ranks(plain.gradients))
-    before = sync.state_dict()
-    seen = observe(model, state, synchronized, backward=False)
-    sync.set_state_dict(before)
-    if seen.error is not None:
-        _add_error(report, seen.error, "gradient synchronization")
-    else:
-        sends_bfloat16 = sync.compression != "none"
-        checks.check_equal(
-            report, model, expected, seen, what="gradient synchronization",
-            tolerance=SENT_IN_BFLOAT16 if sends_bfloat16 else checks.CLOSE, has_outputs=False,
-        )  # fmt: skip
+            )
 
 
 def _add_error(report: DoctorReport, error: BaseException, what: str) -> None:

@@ -6,7 +6,6 @@ and Python are put back before it.
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import is_initialized, non_trained_state
 from paddle_recompute.errors import ConfigError, PaddleRecomputeError
+from paddle_recompute.replay import RngState
 
 Array = NDArray[Any]
 _ROUNDING = 1e-6
@@ -98,7 +98,7 @@ class State:
                 )
         self._tensors = [
             (tensor, tensor.numpy().copy())
-            for _, tensor in [*model.named_parameters(), *model.named_buffers()]
+            for tensor in [*model.parameters(), *model.buffers()]
             if is_initialized(tensor)
         ]
         self._slots = [
@@ -113,8 +113,7 @@ class State:
             if parameter.grad is not None
         ]
         self._model = model
-        self._paddle = paddle.get_rng_state()
-        self._numpy, self._python = np.random.get_state(), random.getstate()
+        self._streams = RngState.capture()
 
     def restore(self) -> None:
         """Put everything back; gradients are cleared."""
@@ -125,9 +124,7 @@ class State:
                 tensor.set_value(value)
         for parameter in self._model.parameters():
             parameter.clear_gradient(False)
-        paddle.set_rng_state(self._paddle)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+        self._streams.restore()
 
     def __enter__(self) -> State:
         return self
@@ -157,16 +154,13 @@ def observe(
     hooks = []
     state.restore()
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(_: Any, inputs: Any) -> None:
-            for value in inputs if isinstance(inputs, tuple | list) else ():
-                if isinstance(value, list | dict):
-                    lengths[id(value)] = len(value)
-
-        return hook
+    def before(_: Any, inputs: Any) -> None:
+        for value in inputs if isinstance(inputs, tuple | list) else ():
+            if isinstance(value, list | dict):
+                lengths[id(value)] = len(value)
 
     def after(name: str) -> Callable[..., None]:
-        def hook(layer: Any, inputs: Any, output: Any) -> None:
+        def hook(_: Any, inputs: Any, output: Any) -> None:
             calls.put(_summary(name, output))
             for value in inputs if isinstance(inputs, tuple | list) else ():
                 if isinstance(value, list | dict) and len(value) > lengths.get(id(value), 1 << 60):
@@ -175,7 +169,7 @@ def observe(
         return hook
 
     for name, layer in model.named_sublayers(include_self=True):
-        hooks.append(layer.register_forward_pre_hook(before(name)))
+        hooks.append(layer.register_forward_pre_hook(before))
         hooks.append(layer.register_forward_post_hook(after(name)))
     sizes = _sizes(model)
     try:

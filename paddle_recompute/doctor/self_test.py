@@ -6,6 +6,7 @@ and compares loss and gradients.
 
 from __future__ import annotations
 
+import functools
 import platform
 import time
 from collections.abc import Callable
@@ -25,12 +26,24 @@ from paddle_recompute.recompute import recompute
 Run = Callable[..., Any]
 _WIDTH = 16
 _GPU_ROUNDING = 1e-4
-_CASES: dict[str, Callable[[Run], dict[str, Any]]] = {}
+_FAULTS: dict[str, Callable[[], str]] = {}
+"""By the title of a case: returns its fault; empty if the case is right."""
 
 
 def _case(title: str) -> Callable[[Callable[[Run], dict[str, Any]]], None]:
+    """Compare what the step of a function returns with plain calls and with `recompute`."""
+
     def register(body: Callable[[Run], dict[str, Any]]) -> None:
-        _CASES[title] = body
+        _FAULTS[title] = functools.partial(_difference, body)
+
+    return register
+
+
+def _model(title: str) -> Callable[[Callable[[], dict[str, Any]]], None]:
+    """Let the doctor examine what a function returns: the arguments of `doctor`."""
+
+    def register(build: Callable[[], dict[str, Any]]) -> None:
+        _FAULTS[title] = lambda: "; ".join(map(str, doctor(**build()).findings))
 
     return register
 
@@ -43,21 +56,19 @@ def self_test() -> dict[str, Any]:
         ``seconds`` and ``fault``, which is empty if the case is right.
     """
     began = time.perf_counter()
-    cases = [_judge(title, body) for title, body in _CASES.items()]
-    cases += [_judge_model(title, build) for title, build in _MODELS.items()]
-    cases.append(_judge_grad_cache())
+    cases = [_judged(title, fault) for title, fault in _FAULTS.items()]
     device = paddle.get_device()
-    about = {
+    environment = {
         "paddle": ".".join(map(str, paddle_version())),
         "python": platform.python_version(),
         "device": device,
     }
     if device.startswith("gpu"):
         properties = paddle.device.cuda.get_device_properties()
-        about["gpu"] = str(properties)
+        environment["gpu"] = str(properties)
     return {
         "ok": all(case["ok"] for case in cases),
-        **about,
+        **environment,
         "machine": platform.platform(),
         "seconds": round(time.perf_counter() - began, 1),
         "cases": cases,
@@ -79,19 +90,23 @@ def _value(value: Any) -> Any:
     return value.astype("float32").numpy() if isinstance(value, paddle.Tensor) else value
 
 
-def _judge(title: str, body: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
+def _judged(title: str, fault_of: Callable[[], str]) -> dict[str, Any]:
     began = time.perf_counter()
-    fault = ""
+    paddle.seed(7)
     try:
-        wanted, found = _observe(body, _plain), _observe(body, recompute)
-        for name, expected in wanted.items():
-            if not _equal(expected, found.get(name)):
-                fault = f"{name} differs: {found.get(name)!r}, plain {expected!r}"[:300]
-                break
+        fault = fault_of()[:300]
     except Exception as error:  # whatever this device and Paddle raise is the case's verdict
         fault = f"{type(error).__name__}: {error}"[:300]
     seconds = round(time.perf_counter() - began, 3)
     return {"title": title, "ok": not fault, "seconds": seconds, "fault": fault}
+
+
+def _difference(body: Callable[[Run], dict[str, Any]]) -> str:
+    wanted, found = _observe(body, _plain), _observe(body, recompute)
+    for name, expected in wanted.items():
+        if not _equal(expected, found.get(name)):
+            return f"{name} differs: {found.get(name)!r}, plain {expected!r}"
+    return ""
 
 
 def _equal(expected: Any, found: Any) -> bool:
@@ -119,62 +134,16 @@ def _x(grad: bool = True) -> paddle.Tensor:
     return x
 
 
-@_case("a Linear")
-def _linear(run: Run) -> dict[str, Any]:
-    layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
-    return _step(run(layer, x).sum(), layer) | {"x": x.grad}
-
-
-@_case("an input that needs no gradient")
-def _no_gradient(run: Run) -> dict[str, Any]:
-    layer = nn.Linear(_WIDTH, _WIDTH)
-    return _step(run(layer, _x(False)).square().sum(), layer)
-
-
-@_case("an embedding")
-def _embedding(run: Run) -> dict[str, Any]:
-    layer = nn.Embedding(10, _WIDTH)
-    return _step(run(layer, paddle.to_tensor([[1, 2, 2]])).square().sum(), layer)
-
-
-@_case("dropout")
-def _dropout(run: Run) -> dict[str, Any]:
-    layer = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Dropout(0.5), nn.Linear(_WIDTH, 2))
-    return _step(run(layer, _x()).square().sum(), layer)
-
-
-@_case("BatchNorm")
-def _batch_norm(run: Run) -> dict[str, Any]:
-    layer = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.BatchNorm1D(_WIDTH))
-    return _step(run(layer, _x()).square().sum(), layer)
-
-
-@_case("keyword arguments")
-def _keywords(run: Run) -> dict[str, Any]:
-    layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
-
-    def call(*, given: paddle.Tensor, factor: float) -> paddle.Tensor:
-        return layer(given) * factor
-
-    return _step(run(call, given=x, factor=2.0).sum(), layer) | {"x": x.grad}
-
-
-@_case("lists, dicts and None as arguments and results")
+@_case("keywords, lists, dicts and None as arguments and results")
 def _containers(run: Run) -> dict[str, Any]:
     layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
 
-    def call(values: Any, mask: Any) -> Any:
-        return {"out": layer(values["a"][0]), "mask": mask, "none": None}
+    def call(values: Any, mask: Any, *, factor: float) -> Any:
+        return {"out": layer(values["a"][0]) * factor, "mask": mask, "none": None}
 
-    found = run(call, {"a": [x, None]}, None)
-    return _step(found["out"].sum(), layer, none=found["none"] is None) | {"x": x.grad}
-
-
-@_case("an argument that is returned")
-def _passed_on(run: Run) -> dict[str, Any]:
-    layer, mask = nn.Linear(_WIDTH, _WIDTH), paddle.ones([4, 1])
-    out, same = run(lambda x, m: (layer(x) * m, m), _x(), mask)
-    return _step((out * same).sum(), layer)
+    found = run(call, {"a": [x, None]}, paddle.ones([4, 1]), factor=2.0)
+    loss = (found["out"] * found["mask"]).sum()
+    return _step(loss, layer, none=found["none"] is None) | {"x": x.grad}
 
 
 @_case("a tensor of the closure")
@@ -190,19 +159,6 @@ def _nested(run: Run) -> dict[str, Any]:
     return _step(run(lambda x: outer(run(inner, x).tanh()), _x()).sum(), inner, outer)
 
 
-@_case("one layer twice")
-def _twice(run: Run) -> dict[str, Any]:
-    layer = nn.Linear(_WIDTH, _WIDTH)
-    return _step(run(layer, run(layer, _x()).tanh()).sum(), layer)
-
-
-@_case("an output that the loss does not use")
-def _unused_output(run: Run) -> dict[str, Any]:
-    one, other = nn.Linear(_WIDTH, 2), nn.Linear(_WIDTH, 2)
-    out, _ = run(lambda x: (one(x), other(x)), _x())
-    return _step(out.sum(), one, other)
-
-
 @_case("backward twice with retain_graph")
 def _retained(run: Run) -> dict[str, Any]:
     layer = nn.Linear(_WIDTH, _WIDTH)
@@ -216,22 +172,6 @@ def _grad(run: Run) -> dict[str, Any]:
     layer, x = nn.Linear(_WIDTH, _WIDTH), _x()
     (found,) = paddle.grad(run(layer, x).square().sum(), [x])
     return {"x": found, "weight": layer.weight.grad is None}
-
-
-@_case("no_grad")
-def _no_grad(run: Run) -> dict[str, Any]:
-    layer = nn.Linear(_WIDTH, _WIDTH)
-    with paddle.no_grad():
-        out = run(layer, _x())
-    return {"out": out, "stop_gradient": out.stop_gradient}
-
-
-@_case("attention with a mask")
-def _attention(run: Run) -> dict[str, Any]:
-    layer = nn.TransformerEncoderLayer(_WIDTH, 2, 32, dropout=0.1)
-    x = _x().reshape([2, 2, _WIDTH])
-    mask = paddle.to_tensor([[[[0.0, -1e9]]], [[[0.0, 0.0]]]])
-    return _step(run(layer, x, mask).square().sum(), layer)
 
 
 @_case("bfloat16 under auto_cast")
@@ -257,53 +197,58 @@ def _changes(run: Run) -> dict[str, Any]:
     return {"ok": run is _plain}
 
 
-def _encoder() -> nn.Layer:
+def _square(model: nn.Layer, batch: paddle.Tensor) -> paddle.Tensor:
+    return model(batch).square().mean()
+
+
+@_model("an encoder of three layers")
+def _encoder() -> dict[str, Any]:
     layers = [nn.TransformerEncoderLayer(_WIDTH, 2, 32, dropout=0.1) for _ in range(3)]
-    return nn.Sequential(nn.Linear(_WIDTH, _WIDTH), *layers)
+    return {
+        "model": nn.Sequential(nn.Linear(_WIDTH, _WIDTH), *layers),
+        "batch": paddle.randn([2, 4, _WIDTH]),
+        "loss_fn": _square,
+        "recompute": RecomputeConfig(checkpoints=["1", "2", "3"]),
+    }
 
 
-def _convolutions() -> nn.Layer:
-    return nn.Sequential(
+@_model("an embedding and an LSTM, whose first inputs need no gradient")
+def _recurrent() -> dict[str, Any]:
+    class Recurrent(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.lstm = nn.Embedding(10, _WIDTH), nn.LSTM(_WIDTH, _WIDTH)
+
+        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+            return self.lstm(self.words(ids))[0]
+
+    return {
+        "model": Recurrent(),
+        "batch": paddle.randint(0, 10, [2, 5]),
+        "loss_fn": _square,
+        "recompute": RecomputeConfig(checkpoints=["*"]),
+    }
+
+
+@_model("convolutions and BatchNorm")
+def _convolutions() -> dict[str, Any]:
+    model = nn.Sequential(
         nn.Conv2D(1, 4, 3, padding=1), nn.BatchNorm2D(4), nn.ReLU(), nn.Flatten(), nn.Linear(128, 2)
     )
+    return {
+        "model": model,
+        "batch": paddle.randn([2, 1, 4, 8]),
+        "loss_fn": _square,
+        "recompute": RecomputeConfig(checkpoints=["0", "1"]),
+    }
 
 
-_MODELS: dict[str, tuple[Callable[[], nn.Layer], list[int], list[str]]] = {
-    "an encoder of three layers": (_encoder, [2, 4, _WIDTH], ["1", "2", "3"]),
-    "convolutions and BatchNorm": (_convolutions, [2, 1, 4, 8], ["0", "1"]),
-}
-
-
-def _judge_model(
-    title: str, parts: tuple[Callable[[], nn.Layer], list[int], list[str]]
-) -> dict[str, Any]:
-    began = time.perf_counter()
-    build, shape, names = parts
-    paddle.seed(7)
-    model = build()
-    report = doctor(
-        model,
-        paddle.randn(shape),
-        lambda model, batch: model(batch).square().mean(),
-        recompute=RecomputeConfig(checkpoints=names),
-    )
-    seconds = round(time.perf_counter() - began, 3)
-    fault = "; ".join(map(str, report.findings))
-    return {"title": title, "ok": report.ok, "seconds": seconds, "fault": fault}
-
-
-def _judge_grad_cache() -> dict[str, Any]:
-    began = time.perf_counter()
-    paddle.seed(7)
-    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh())
-    loss = ContrastiveLoss(temperature=0.1)
-    batch = paddle.randn([8, _WIDTH]), paddle.randn([8, _WIDTH])
-    report = doctor(
-        model,
-        batch,
-        lambda model, pair: loss(model(pair[0]), model(pair[1])),
-        grad_cache=GradCache(model, loss, chunk_size=3),
-    )
-    seconds = round(time.perf_counter() - began, 3)
-    fault = "; ".join(map(str, report.findings))
-    return {"title": "a gradient cache", "ok": report.ok, "seconds": seconds, "fault": fault}
+@_model("a gradient cache")
+def _grad_cache() -> dict[str, Any]:
+    model, loss = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()), ContrastiveLoss(0.1)
+    return {
+        "model": model,
+        "batch": (paddle.randn([8, _WIDTH]), paddle.randn([8, _WIDTH])),
+        "loss_fn": lambda model, pair: loss(model(pair[0]), model(pair[1])),
+        "grad_cache": GradCache(model, loss, chunk_size=3),
+    }

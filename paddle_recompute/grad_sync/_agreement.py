@@ -9,8 +9,11 @@ where the fingerprint differs, the ranks meet there and compare what they have.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -66,9 +69,17 @@ class StepReport:
     divisor: float = 1.0
     losses: list[paddle.Tensor] = field(default_factory=list)
 
+    def loss_on_host(self) -> tuple[float, float]:
+        """The loss, added up in the order of `losses`, and `count` times that."""
+        losses = [loss.item() for loss in self.losses]
+        total = functools.reduce(operator.add, losses) if losses else 0.0  # sum() compensates
+        # Infinities of both signs on two ranks have no mean.
+        total = math.nan if total == -math.inf else total
+        return total, total * (self.count or 1.0)
+
     @paddle.no_grad()
     def loss(self) -> paddle.Tensor:
-        """Float64, ``[2]``: the loss, added up in the order of `losses`, and `count` times that."""
+        """The same on the device: float64, ``[2]``."""
         if not self.losses:
             return paddle.zeros([2], "float64")
         total = self.losses[0]
@@ -86,12 +97,12 @@ class Agreed:
     Attributes:
         count: Mean of the ranks' counts; 0 where there are none.
         counts_differ: Whether they are not all the same.
-        loss: Mean over all examples; float64, ``[1]``, on the device.
+        loss: Mean over all examples; float64, ``[1]``, on the device. None: none was reported here.
     """
 
     count: float
     counts_differ: bool
-    loss: paddle.Tensor
+    loss: paddle.Tensor | None
 
 
 class Agreement:
@@ -121,7 +132,7 @@ class Agreement:
             SyncError: The ranks do not train the same, or what `report` says must be the same is
                 not; the message names what differs.
         """
-        count, loss, size = report.count or 0.0, report.loss(), len(self._scope.ranks)
+        count, size = report.count or 0.0, len(self._scope.ranks)
         numbers = [
             *map(float, own),
             *fingerprint(self._terms(report)),
@@ -132,9 +143,10 @@ class Agreement:
         ]
         what = label("end of the backward")
         if self._all_reducer.is_gloo:
-            *sums, mean, weighted = self.sums([*numbers, *loss.tolist()], what)
-            loss = device.put([mean, weighted], "float64")
+            *sums, mean, weighted = self.sums([*numbers, *report.loss_on_host()], what)
+            loss = device.put([mean, weighted], "float64") if report.losses else None
         else:
+            loss = report.loss()
             self._all_reducer.send(loss, what).wait()
             sums = self.sums(numbers, what)
         flags, total = StepFlags(*(flag > 0 for flag in sums[:3])), sums[11]
@@ -144,8 +156,9 @@ class Agreement:
         if sums[12] > 0:
             withdrawals.follow()
         stop_request.hear_asked(sums[13])
-        with paddle.no_grad():
-            loss = loss[1:] / total if differ else loss[:1] / size
+        if loss is not None:
+            with paddle.no_grad():
+                loss = loss[1:] / total if differ else loss[:1] / size
         return flags, Agreed(total / size, differ, loss)
 
     def weight_of(self, count: float, label: str) -> float:

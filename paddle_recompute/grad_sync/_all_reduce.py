@@ -49,18 +49,20 @@ class AllReducer:
         if self.is_gloo:
             lane_of(self._scope, lane)  # made now, and not in the first step
 
-    def send(self, tensor: paddle.Tensor, label: str) -> AllReduceTask:
+    def send(self, tensor: paddle.Tensor, label: str, *, has_met: bool = False) -> AllReduceTask:
         """Begin to sum `tensor` in place over the ranks, and return at once.
 
         Args:
             tensor: The same shape and dtype on every rank.
             label: What it is, as in `ControlClient.wait_until`; the same on every rank.
+            has_met: Whether the ranks have just agreed that this comes next; see `GlooLane.begin`.
         """
         if self.is_gloo:
             return lane_of(self._scope, self._lane).begin(
                 lambda group: dist.all_reduce(tensor, group=group),
                 label,
-                code=f"{tensor.size} x {tensor.dtype}",
+                code=f"{tensor.shape} x {tensor.dtype}",
+                has_met=has_met,
             )
         with watched_on_device(label, self._scope):
             return _StreamTask(dist.all_reduce(tensor, group=self._group, sync_op=False))

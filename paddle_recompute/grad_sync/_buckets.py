@@ -34,11 +34,12 @@ class Bucket:
             dtype: That of the members.
             scale: A factor.
         """
-        there = [
-            paddle.zeros([size], dtype) if gradient is None else gradient
-            for gradient, size in zip(gradients, self.sizes, strict=True)
-        ]
-        return joined(there, self._shells).scale_(scale)
+        if any(map(is_, gradients, repeat(None))):
+            gradients = [
+                paddle.zeros([size], dtype) if gradient is None else gradient
+                for gradient, size in zip(gradients, self.sizes, strict=True)
+            ]
+        return joined(gradients, self._shells).scale_(scale)
 
     def split(self, flat: paddle.Tensor) -> list[paddle.Tensor]:
         """The members' pieces of `flat`."""
@@ -60,7 +61,7 @@ class Bucket:
             skip: Indices of parameters without a gradient.
         """
         pieces = self._shells[:] = self.split(flat)
-        taken = [gradients[index] for index in self.members]
+        taken = [*map(gradients.__getitem__, self.members)]
         absent = [*map(is_, taken, repeat(None))]
         if any(absent):
             for at, index in compress(enumerate(self.members), absent):

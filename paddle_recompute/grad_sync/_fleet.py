@@ -44,8 +44,11 @@ class FleetReduction:
         """The last step's times; without buckets, as Paddle does not tell about them."""
         self._refuse_unsupported()
 
-    def arm(self, step: int, report: StepReport) -> None:
-        """The backward that follows is the last one before the optimizer's step number `step`."""
+    def arm(self, step: int, report: StepReport, *, weigh: bool) -> None:
+        """The backward that follows is the last one before the optimizer's step number `step`.
+
+        Nothing is weighed here: the shards that would be, `GradientSync` refuses in this mode.
+        """
         self._step = step
         self._began = time.perf_counter()
 

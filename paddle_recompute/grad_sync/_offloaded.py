@@ -7,6 +7,7 @@ last one of a step, and leaves its parameters out of its own buckets.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -17,6 +18,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle.travelling import piece_of
 from paddle_recompute.distributed import agree_on_parameters, device_group, reduce_numbers, scope_of
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
 from paddle_recompute.grad_sync._buckets import Bucket, plan_buckets
@@ -78,7 +80,8 @@ class PieceSender:
         agree_on_parameters([p.name for p in parameters], parameters, structured=False, scope=scope)
         self._group = group
         self.ranks = scope.ranks
-        self._scale = 1.0 / len(scope.ranks)
+        self.scale = 1.0 / len(scope.ranks)
+        """What the gradients of this rank are multiplied by before they are summed up."""
         # No other sender has it, so that two chains need not send in the same order.
         _num_senders[scope.ranks] += 1
         self._name = f"offloaded parameters {_num_senders[scope.ranks]}"
@@ -107,7 +110,7 @@ class PieceSender:
             parameters, by_dtype, bucket_bytes=sys.maxsize, first_bucket_bytes=sys.maxsize
         ):
             dtype = parameters[bucket.members[0]].dtype
-            flat = bucket.join([gradients[i] for i in bucket.members], dtype, self._scale)
+            flat = bucket.join([gradients[i] for i in bucket.members], dtype, self.scale)
             flat = self._codec.encode(flat, bucket)
             label_of_dtype = f"gradient sync of offloaded parameters: {label} ({dtype})"
             task = self._reducer.send(flat, label_of_dtype)
@@ -130,12 +133,21 @@ class SentPiece:
         self.parts: list[tuple[Bucket, paddle.Tensor, AllReduceTask]] = []
 
     @paddle.no_grad()
-    def wait(self) -> list[paddle.Tensor | None]:
-        """The means, of the dtypes of the parameters; None for parameters without elements."""
+    def wait(self, *, keep: bool = True) -> list[paddle.Tensor | None]:
+        """The means, of the dtypes of the parameters; None for parameters without elements.
+
+        Args:
+            keep: Whether they stay; else they are pieces of the memory that has travelled.
+        """
         gradients: list[paddle.Tensor | None] = [None] * len(self._parameters)
         for bucket, flat, task in self.parts:
             task.wait()
             flat = Codec.decode(flat, self._parameters[bucket.members[0]].dtype)
+            if not keep:
+                begins = itertools.accumulate(bucket.sizes, initial=0)
+                for index, begin in zip(bucket.members, begins, strict=False):
+                    gradients[index] = piece_of(flat, begin, self._parameters[index].shape)
+                continue
             for index, piece in zip(bucket.members, bucket.split(flat), strict=True):
                 gradients[index] = piece.reshape(self._parameters[index].shape)
         self.parts = []

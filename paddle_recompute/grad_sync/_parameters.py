@@ -18,7 +18,7 @@ from paddle_recompute.errors import SyncError
 from paddle_recompute.grad_sync._offloaded import OffloadedGradients, num_kept, owner_of
 
 Source = Callable[[], tuple[Sequence[str], Sequence[paddle.Tensor]]]
-"""Lists names and parameters anew at each call."""
+"""Lists names and parameters at each call; the same lists, if nothing has changed."""
 
 
 class ParameterList:
@@ -46,8 +46,12 @@ class ParameterList:
         """Indices of those that took part in the last step, in the order of the source."""
         self.digest = 0
         """The same number on all ranks where the same parameters take part."""
+        self.is_new = True
+        """Whether other gradients are there, or other parameters are frozen, than one `read` ago.
+        """
         self._listed: Sequence[paddle.Tensor] = ()
         self._own: list[int] = []  # indices of those listed that no one else owns, each once
+        self._own_parameters: list[paddle.Tensor] = []
         self._known: tuple[Any, ...] | None = None  # what `trained` follows from
         self.read()
 
@@ -58,22 +62,26 @@ class ParameterList:
             SyncError: A gradient is sparse.
         """
         names, listed = self._source()
-        is_same = len(listed) == len(self._listed) and all(map(is_, listed, self._listed))
+        is_same = listed is self._listed or (  # the same list, if nothing has changed
+            len(listed) == len(self._listed) and all(map(is_, listed, self._listed))
+        )
         if not is_same or self._known is None or self.offloaded or self._known[0] != num_kept():
             self._take(names, listed)
-        own = [*map(self.parameters.__getitem__, self._own)]
-        gradients = [*map(gradient_of, own)]
+        gradients = [*map(gradient_of, self._own_parameters)]
         absent = [*map(is_, gradients, repeat(None))]
-        if are_sparse([*compress(gradients, map(not_, absent))]):
+        if are_sparse(compress(gradients, map(not_, absent))):
             sparse = (g is not None and g.is_selected_rows() for g in gradients)
             raise SyncError(
                 f"the gradient of '{self.names[next(compress(self._own, sparse))]}' is sparse "
                 "(SelectedRows), which cannot be synchronized; make its Embedding with sparse=False"
             )
-        self.gradients = [None] * len(self.parameters)
-        deque(map(self.gradients.__setitem__, self._own, gradients), 0)
-        known = num_kept(), self._own, absent, [*map(is_frozen, own)]
-        if known == self._known:
+        self.gradients = gradients
+        if not self._is_all:
+            self.gradients = [None] * len(self.parameters)
+            deque(map(self.gradients.__setitem__, self._own, gradients), 0)
+        known = num_kept(), self._own, absent, [*map(is_frozen, self._own_parameters)]
+        self.is_new = known != self._known
+        if not self.is_new:
             return False
         self._known = known
         before = self.trained
@@ -105,7 +113,9 @@ class ParameterList:
                 self.parameters.append(parameter)
                 self.names.append(name)
             own[index] = None
-        self._listed, self._own = [*listed], [*own]
+        self._listed, self._own = listed, [*own]
+        self._own_parameters = [*map(self.parameters.__getitem__, self._own)]
+        self._is_all = self._own == [*range(len(self.parameters))]
 
 
 def agree_on_trained(parameters: ParameterList, scope: Scope) -> None:

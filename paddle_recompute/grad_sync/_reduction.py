@@ -1,10 +1,11 @@
 """Bucketed all-reduce of gradients, while the backward is still running or after it.
 
-A hook on each parameter counts how often its gradient was added to. In the first step nothing is
-sent early: its counts, and the order in which gradients became ready, are what all ranks agree on
-("order prediction", Li et al. 2020, arXiv:2006.15704, section 6). From then on a bucket is sent as
-soon as every member was added to as often as expected; always in the agreed order, so the ranks
-cannot meet in different buckets. What was not sent when the backward ends is sent then.
+A hook on each parameter appends its index to a list, in C. In the first step nothing is sent early:
+how often each gradient was added to, and the order in which they became ready, are what all ranks
+agree on ("order prediction", Li et al. 2020, arXiv:2006.15704, section 6). From then on a second
+hook, on the parameter that comes last of a bucket, looks whether every member was added to as often
+as expected, and sends the bucket; always in the agreed order, so the ranks cannot meet in different
+buckets. What was not sent when the backward ends is sent then, when the ranks have agreed.
 
 Recompute needs no special case: with saved-tensor hooks a parameter's hook fires once per backward,
 in the PyLayer form once per recomputed call, and the count that was learnt says which.
@@ -23,16 +24,21 @@ numbers differ between the ranks. The ranks learn the order anew and send everyt
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from itertools import compress, repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 import paddle
 from paddle.distributed.communication.group import Group
 
-from paddle_recompute._paddle.backward import watch_backward
+from paddle_recompute._paddle.backward import after_each_backward, watch_backward
+from paddle_recompute._paddle.flat import gradient_of
 from paddle_recompute._paddle.gradients import make_unscaling_visible, on_gradient_added
 from paddle_recompute.distributed import peers, scope_of
 from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepFlags, StepReport
@@ -43,7 +49,6 @@ from paddle_recompute.grad_sync._parameters import ParameterList, refuse_main_gr
 from paddle_recompute.grad_sync._sent import SentGradients
 from paddle_recompute.grad_sync._timeline import BucketTimes, Timeline
 
-_PRESENCE = "which gradients there are"
 _logger = logging.getLogger("paddle_recompute")
 
 
@@ -57,55 +62,8 @@ class _Sending(NamedTuple):
 
     def times(self, number: int) -> BucketTimes:
         """When it was sent, as the one with this `number`."""
-        num_bytes = int(self.flat.size) * self.flat.element_size()
+        num_bytes = self.flat.shape[0] * self.flat.element_size()
         return BucketTimes(number, num_bytes, self.queued, self.task.started, self.task.ended)
-
-
-class _Arrivals:
-    """Which gradients of a step are still to come: all that the hooks of parameters know.
-
-    Of each addition to a gradient it takes one call; the `reduction` is told when a bucket is
-    complete, and of an addition too many. The hooks may outlive the reduction.
-
-    Attributes:
-        armed: Whether the backward that runs is the last one of its step.
-        order: The parameters, as they were added to.
-        left: How often each parameter is still to be added to.
-        unseen: Of each bucket, how many gradients are not complete yet.
-        first: When the first addition came (``time.perf_counter``).
-    """
-
-    def __init__(self, reduction: BucketedReduction) -> None:
-        self._reduction = weakref.ref(reduction)
-        self.armed = False
-        self.begin([], {}, [])
-
-    def begin(self, left: list[int], bucket_of: dict[int, int], unseen: list[int]) -> None:
-        """A step begins."""
-        self.order: list[int] = []
-        self.first: float | None = None
-        self.left, self.unseen, self._bucket_of = left, unseen, bucket_of
-
-    def added(self, index: int) -> None:
-        """A backward has added to the gradient of parameter `index`."""
-        if not self.armed:
-            return
-        if not self.order:
-            self.first = time.perf_counter()
-        self.order.append(index)
-        left = self.left[index] = self.left[index] - 1
-        if not left:
-            bucket = self._bucket_of[index]
-            self.unseen[bucket] -= 1
-            if not self.unseen[bucket]:
-                self._tell(None)
-        elif left < 0:
-            self._tell(index)
-
-    def _tell(self, index: int | None) -> None:
-        alive = self._reduction()
-        if alive is not None:
-            alive.arrived(index)
 
 
 class BucketedReduction:
@@ -136,17 +94,25 @@ class BucketedReduction:
         self._buckets: list[Bucket] = []
         """In the order in which they are sent; none before the first step has ended."""
         self._bucket_of: dict[int, int] = {}
-        self._left: list[int] = []
-        self._unseen: list[int] = []
-        """What `_Arrivals` begins a step with."""
-        self._arrivals = _Arrivals(self)
+        self._order: list[int] = []
+        """The parameters, as this step's last backward has added to their gradients."""
+        self._usual: list[int] = []
+        """The same of the step before."""
+        self._ready: list[float] = []
+        """By bucket: after how many additions of `_usual` it is complete."""
+        self._armed = False
+        watch_backward()
+        # Outside of a step nobody reads the order; the hooks may outlive this object.
+        self._end_clearing = after_each_backward(self._order.clear)
         if early:
-            watch_backward()
             make_unscaling_visible()
         self._hooked: set[int] = set()
+        self._asking: set[int] = set()
+        """The parameters whose hooks look for complete buckets."""
         self._call_on_additions()
         self._under_way: list[_Sending] = []
         self._steps_unchanged = 0
+        self._end_reading: Callable[[], None] = lambda: None
         self._counts_differ = False
         """Whether the ranks had different numbers of examples in the last step. Then they tell each
         other before the next backward, as otherwise everything would have to be sent twice.
@@ -156,52 +122,69 @@ class BucketedReduction:
         self.timeline: Timeline | None = None
         """The last step's times."""
 
-    def arm(self, step: int, report: StepReport) -> None:
-        """The backward that follows is the last one before the optimizer's step number `step`."""
+    @property
+    def scale(self) -> float:
+        """What the gradients of this rank are multiplied by before they are summed up."""
+        return (self._weight or 1.0) / len(self._ranks)
+
+    def arm(self, step: int, report: StepReport, *, weigh: bool) -> None:
+        """The backward that follows is the last one before the optimizer's step number `step`.
+
+        Args:
+            step: Its number.
+            report: Of this rank.
+            weigh: Whether something is sent before `finish` that cannot be sent again.
+        """
         self._step = step
         self._weight: float | None = None
-        if self._counts_differ and report.count is not None:
+        if (self._counts_differ or weigh) and report.count is not None:
             label = self._label("number of examples")
             self._weight = self._agreement.weight_of(report.count, label)
         self._began = time.perf_counter()
-        self._late: int | None = None
-        unknown = [0] * (len(self._parameters) - len(self._left))
-        self._arrivals.begin([*self._left, *unknown], self._bucket_of, [*self._unseen])
+        self._first: float | None = None
         self._sent = SentGradients()
         self._begin_sending()
-        self._arrivals.armed = True
+        self._end_clearing()
+        self._order.clear()
+        if self._early and not self._buckets:
+            self._end_reading = after_each_backward(
+                lambda: self._sent.read({*self._order}, self._parameters)
+            )
+        self._armed = True
 
-    def arrived(self, index: int | None) -> None:
-        """A bucket is complete; or parameter `index` was added to more often than expected."""
-        if index is None:
-            while self._early and self._is_next_complete():
-                self._send_next()
-        elif not self._buckets:
-            if self._early:
-                self._sent.expect_end(index, self._parameters)
-        elif self._bucket_of.get(index, len(self._under_way)) < len(self._under_way):
-            self._late = index
-            self._sent.forget(index)
+    @staticmethod
+    def _look(reduction: weakref.ref[BucketedReduction]) -> None:
+        """A gradient is complete that is the last of a bucket, or the first of all."""
+        alive = reduction()
+        if alive is not None and alive._armed:
+            alive._first = alive._first or time.perf_counter()
+            while alive._early and alive._is_next_complete():
+                alive._send_next()
 
     def _is_next_complete(self) -> bool:
-        place = len(self._under_way)
-        return place < len(self._buckets) and not self._arrivals.unseen[place]
+        place, arrived = len(self._under_way), len(self._order)
+        if place >= len(self._buckets) - self._all_reducer.is_gloo:
+            return False  # with gloo, the last one travels at the end without a meeting of its own
+        if self._order == self._usual[:arrived]:
+            return arrived >= self._ready[place]
+        counted = Counter(self._order)
+        members = self._buckets[place].members
+        return all(counted[i] >= self._expected.get(i, math.inf) for i in members)
 
     @paddle.no_grad()
     def finish(self, report: StepReport) -> Agreed:
-        """Send what is left, wait for everything, and write the means into ``.grad``.
+        """Agree, send what is left, wait for everything, and write the means into ``.grad``.
 
-        In a step that goes well the ranks agree in one small collective, behind the buckets.
+        In a step that goes well the ranks agree in one small collective.
         """
-        self._arrivals.armed = False
+        self.disarm()
         backward_ended = time.perf_counter()
         self.num_early = len(self._under_way)
         changed = self._listed.read()
-        self._call_on_additions()
-        self._send_rest()
+        if self._listed.is_new:
+            self._call_on_additions()
         own = self._flags()
         flags, agreed = self._agreement.reach(own, report, self._label)
-        self._wait()
         if flags.changed_by_hand:
             self._stop_sending_early()
         self._counts_differ = agreed.counts_differ
@@ -211,23 +194,32 @@ class BucketedReduction:
         without_gradient: frozenset[int] = frozenset()
         if flags.misfit or flags.changed_by_hand or is_unweighted or self._has_long_frozen(changed):
             without_gradient = self._learn()
-            self._begin_sending()
-            self._send_rest()
             self._wait()
+            self._begin_sending()
         elif flags.missing:
-            without_gradient = self._agreement.without_gradient(self._label(_PRESENCE))
+            without_gradient = self._agreement.without_gradient(
+                self._label("which gradients there are")
+            )
+        if self._order != self._usual:
+            self._expect_order()
+        while len(self._under_way) < len(self._buckets):
+            self._send_next()
+        self._wait()
         times = tuple(one.times(number) for number, one in enumerate(self._under_way))
         self._sent = SentGradients()
         for _ in times:  # a bucket is free when the next one is written
             self._write(self._under_way.pop(0), without_gradient)
         self._codec.commit(without_gradient)
-        first, ended = self._arrivals.first, time.perf_counter()
-        self.timeline = Timeline(self._began, first, backward_ended, ended, times)
+        ended = time.perf_counter()
+        self.timeline = Timeline(self._began, self._first, backward_ended, ended, times)
         return agreed
 
     def disarm(self) -> None:
-        """The backward failed."""
-        self._arrivals.armed = False
+        """The backward has ended, or failed."""
+        if self._armed:
+            self._armed = False
+            self._end_reading()
+            self._end_clearing = after_each_backward(self._order.clear)
 
     # ------------------------------------------------------------------------------ sending
 
@@ -238,8 +230,27 @@ class BucketedReduction:
             if index in self._hooked or parameter.stop_gradient:
                 continue
             refuse_main_grad(parameter, self._listed.names[index])
-            on_gradient_added(parameter, partial(self._arrivals.added, index))
+            on_gradient_added(parameter, partial(self._order.append, index))
             self._hooked.add(index)
+
+    def _expect_order(self) -> None:
+        """Take the order of this step for that of the next: let the last gradient of each bucket
+        look whether the bucket is complete.
+        """
+        self._usual = [*self._order]
+        last = {index: place for place, index in enumerate(self._usual)}
+        counted = Counter(self._usual)
+        self._ready = []
+        for bucket in self._buckets:
+            # It waits for the end where a gradient came less often than expected, or by hand.
+            is_whole = all(0 < self._expected.get(i, 0) <= counted[i] for i in bucket.members)
+            ready = 1 + max(last[i] for i in bucket.members) if is_whole else math.inf
+            self._ready.append(max([ready, *self._ready[-1:]]))
+        asking = {self._usual[int(ready) - 1] for ready in self._ready if ready < math.inf}
+        for index in asking.union(self._usual[:1]) - self._asking:
+            self._asking.add(index)
+            look = partial(self._look, weakref.ref(self))
+            on_gradient_added(self._parameters[index], look)
 
     def _begin_sending(self) -> None:
         self._codec.begin()
@@ -249,22 +260,18 @@ class BucketedReduction:
     def _send_next(self) -> None:
         place = len(self._under_way)
         bucket = self._buckets[place]
-        if self._arrivals.armed:  # from here on, they are not to change
-            gradients = [self._parameters[index].grad for index in bucket.members]
-            self._sent.add(bucket.members, gradients)
+        if self._armed:  # from here on, they are not to change
+            members = map(self._parameters.__getitem__, bucket.members)
+            gradients = [*map(gradient_of, members)]
+            self._sent.add(bucket.members, gradients, len(self._order))
         else:
-            gradients = [self._listed.gradients[index] for index in bucket.members]
-        scale = (self._weight or 1.0) / len(self._ranks)
-        flat = bucket.join(gradients, self._dtype(bucket), scale)
+            gradients = [*map(self._listed.gradients.__getitem__, bucket.members)]
+        flat = bucket.join(gradients, self._dtype(bucket), self.scale)
         flat = self._codec.encode(flat, bucket)
         queued = time.perf_counter()
         label = self._label(f"bucket {place} of {len(self._buckets)}")
-        task = self._all_reducer.send(flat, label)
+        task = self._all_reducer.send(flat, label, has_met=not self._armed)
         self._under_way.append(_Sending(bucket, flat, queued, task))
-
-    def _send_rest(self) -> None:
-        while len(self._under_way) < len(self._buckets):
-            self._send_next()
 
     def _wait(self) -> None:
         for sending in self._under_way:
@@ -283,17 +290,20 @@ class BucketedReduction:
     def _flags(self) -> StepFlags:
         """What has happened on this rank; says what the user should know of it."""
         names, gradients = self._listed.names, self._listed.gradients
-        unplanned = [g for i, g in enumerate(gradients) if i not in self._bucket_of]
-        is_unplanned = any(gradient is not None and gradient.size for gradient in unplanned)
-        missing = [index for index in self._bucket_of if gradients[index] is None]
-        if self._late is not None:
+        planned = self._bucket_of
+        missing = [*compress(planned, map(is_, map(gradients.__getitem__, planned), repeat(None)))]
+        is_unplanned = len(planned) < len(gradients) and any(
+            one is not None and one.size for i, one in enumerate(gradients) if i not in planned
+        )
+        late = self._sent.late(self._order) if self._order != self._usual else None
+        if late is not None:
             _logger.warning(
                 "gradient sync: '%s' got a gradient after its bucket was sent: the graph is not "
                 "that of the step before. All gradients are sent again in this step (exact, but "
                 "serial), and the order is learnt anew.",
-                names[self._late],
+                names[late],
             )
-        trained = {*self._listed.trained}
+        trained = {*self._listed.trained} if missing else ()
         unused = [index for index in missing if index in trained]  # what is frozen has none
         if unused and self._warns_of_unused:
             self._warns_of_unused = False
@@ -304,41 +314,33 @@ class BucketedReduction:
                 names[unused[0]],
             )
         return StepFlags(
-            misfit=self._late is not None or is_unplanned,
+            misfit=late is not None or is_unplanned,
             changed_by_hand=self._early and self._sent.is_changed(gradients),
             missing=bool(missing),
         )
 
     def _learn(self) -> frozenset[int]:
-        """Agree on the buckets, from how often and in which order gradients were added to in this
-        step; returns which parameters have a gradient on no rank.
+        """Agree on the buckets, from the order in which gradients became complete in this step;
+        returns which parameters have a gradient on no rank.
         """
-        without_gradient = self._agreement.without_gradient(self._label(_PRESENCE))
-        size = len(self._parameters)
-        arrived = self._arrivals.order
+        size, arrived = len(self._parameters), self._order
+        self._expected.update(Counter(arrived))
         last = {index: position for position, index in enumerate(arrived)}
         # A gradient that did not come goes to the end, later parameters first.
         order = sorted(range(size), key=lambda i: (last.get(i, len(arrived)), -i))
         is_first = peers().rank == self._ranks[0]  # whose order all take over
+        present = [gradient is not None for gradient in self._listed.gradients]
         learnt = self._agreement.largest(
-            [*self._counts(), *(i * is_first for i in order)],
-            self._label("order of gradients"),
+            [*present, *(i * is_first for i in order)], self._label("order of gradients")
         )
-        self._expected.update((i, count) for i, count in enumerate(learnt[:size]) if count)
+        without_gradient = frozenset(i for i in range(size) if not learnt[i])
         # A parameter that has a place and is not used in this step may be in the next.
         known = self._bucket_of.keys() & {*self._listed.trained}
         planned = [i for i in learnt[size:] if i in known or i not in without_gradient]
         self._buckets = plan_buckets(self._parameters, planned, **self._sizes)
         self._bucket_of = {i: b for b, bucket in enumerate(self._buckets) for i in bucket.members}
-        self._left = [self._expected.get(i, 0) * (i in self._bucket_of) for i in range(size)]
-        # A bucket waits for the end where no backward adds to a gradient, as if given by hand.
-        self._unseen = [len(bucket.members) for bucket in self._buckets]
+        self._expect_order()
         return without_gradient
-
-    def _counts(self) -> list[int]:
-        """How often each parameter was added to in this step."""
-        counted = Counter(self._arrivals.order)
-        return [counted[index] for index in range(len(self._parameters))]
 
     def _has_long_frozen(self, changed: bool) -> bool:
         """Whether buckets have parameters that are not trained any more, not only in turn."""

@@ -14,12 +14,13 @@ lost. It is noticed in two ways, neither of which reads a tensor in a usual step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import compress, repeat
+from operator import is_, not_
 
 import numpy as np
 import paddle
 
-from paddle_recompute._paddle.backward import at_end_of_backward
 from paddle_recompute._paddle.flat import versions_of
 
 
@@ -30,38 +31,57 @@ class SentGradients:
         # Indices and gradients; while these live, no other tensor can have their address.
         self._members: list[int] = []
         self._gradients: list[paddle.Tensor] = []
-        self._versions: list[tuple[int, int]] = []
+        self._addresses: list[int] = []
+        self._versions: list[int] = []
         self._absent: set[int] = set()
         self._extremes: dict[int, paddle.Tensor | None] = {}
-        self._unread: set[int] = set()
+        self._sent: list[tuple[Sequence[int], int]] = []
 
-    def add(self, members: Sequence[int], gradients: Sequence[paddle.Tensor | None]) -> None:
-        """`gradients` of the parameters `members` were sent as they are now."""
-        absent = {i for i, one in zip(members, gradients, strict=True) if one is None}
-        present = [one for one in gradients if one is not None]
-        self._absent |= absent
-        self._members += [index for index in members if index not in absent]
-        self._gradients += present
-        self._versions += versions_of(present)
+    def add(
+        self, members: Sequence[int], gradients: Sequence[paddle.Tensor | None], arrived: int
+    ) -> None:
+        """`gradients` of the parameters `members` were sent as they are now, after `arrived`
+        additions to gradients.
+        """
+        self._sent.append((members, arrived))
+        absent = [*map(is_, gradients, repeat(None))]
+        if any(absent):
+            self._absent.update(compress(members, absent))
+            present = [*map(not_, absent)]
+            members = [*compress(members, present)]
+            gradients = [*compress(gradients, present)]
+        self._members += members
+        self._gradients += gradients
+        addresses, versions = versions_of(gradients)
+        self._addresses += addresses
+        self._versions += versions
 
-    def forget(self, index: int) -> None:
-        """A backward has added to the gradient of parameter `index` since."""
-        self._absent.discard(index)
-        if index in self._members:
+    def late(self, order: Sequence[int]) -> int | None:
+        """A parameter that was added to after its gradient was sent, where there is one.
+
+        `is_changed` looks at none of these.
+
+        Args:
+            order: The parameters, as a backward has added to their gradients.
+        """
+        late: set[int] = set()
+        for members, arrived in self._sent:
+            late.update({*members}.intersection(order[arrived:]))
+        self._absent -= late
+        for index in late.intersection(self._members):
             at = self._members.index(index)
-            del self._members[at], self._gradients[at], self._versions[at]
-
-    def expect_end(self, index: int, parameters: Sequence[paddle.Tensor]) -> None:
-        """A backward that runs has added to `index`: read its gradient when the backward ends."""
-        self._unread.add(index)
-        at_end_of_backward(self, lambda: self._read(parameters))
+            for values in (self._members, self._gradients, self._addresses, self._versions):
+                del values[at]
+        return next((index for index in reversed(order) if index in late), None)
 
     def is_changed(self, gradients: Sequence[paddle.Tensor | None]) -> bool:
         """Whether one of `gradients`, those of all parameters, is not what it was."""
         if any(gradients[index] is not None for index in self._absent):
             return True
-        present = [one for i in self._members if (one := gradients[i]) is not None]
-        if len(present) != len(self._members) or versions_of(present) != self._versions:
+        present = [*map(gradients.__getitem__, self._members)]
+        if any(map(is_, present, repeat(None))):
+            return True
+        if versions_of(present) != (self._addresses, self._versions):
             return True
         before, now = [], []
         for index, extremes in self._extremes.items():
@@ -78,14 +98,14 @@ class SentGradients:
         )
 
     @paddle.no_grad()
-    def _read(self, parameters: Sequence[paddle.Tensor]) -> None:
-        for index in self._unread:
+    def read(self, indices: Collection[int], parameters: Sequence[paddle.Tensor]) -> None:
+        """A backward that has added to the gradients of `indices` has ended: read them."""
+        for index in indices:
             gradient = parameters[index].grad
             if gradient is None:
                 self._extremes[index] = None
             elif gradient.is_dense() and gradient.size:  # a sparse one is refused later
                 self._extremes[index] = _extremes(gradient)
-        self._unread.clear()
 
 
 @paddle.no_grad()

@@ -200,7 +200,7 @@ class GradientSync:
         peers().place = f"in step {step}"
         try:
             peers().check(self._scope, "the gradients")
-            self._reduction.arm(step, self.report)
+            self._reduction.arm(step, self.report, weigh=bool(self._listed.offloaded))
             with self._offloaded_gradients():
                 with self.no_sync():
                     yield
@@ -229,7 +229,12 @@ class GradientSync:
         owners = list(self._listed.offloaded.values())
         try:
             for owner in owners:
-                owner.begin(self._sender_of(owner) if self._reduction is not None else None)
+                sender = None
+                if self._reduction is not None:
+                    sender = self._sender_of(owner)  # refuses a FleetReduction
+                    assert isinstance(self._reduction, BucketedReduction)
+                    sender.scale = self._reduction.scale
+                owner.begin(sender)
             yield
             for owner in owners:
                 owner.finish()

@@ -10,7 +10,6 @@ with a parameter that is away.
 
 from paddle_recompute.offload._cut import cut
 from paddle_recompute.offload._gradients import OnComplete
-from paddle_recompute.offload._ranks import shared_out
 from paddle_recompute.offload._resident import resident
 from paddle_recompute.offload._state import take_part_in_state_dict
 from paddle_recompute.offload.named import OffloadReport, offload_layers, offloaded_optimizer
@@ -26,6 +25,5 @@ __all__ = [
     "offload_layers",
     "offloaded_optimizer",
     "resident",
-    "shared_out",
     "take_part_in_state_dict",
 ]

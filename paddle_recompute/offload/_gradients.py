@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import paddle
 
 from paddle_recompute._paddle import travelling
+from paddle_recompute._paddle.flat import squares_of
 from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute.errors import OffloadError
 from paddle_recompute.grad_sync import PieceSender, SentPiece
@@ -30,7 +32,7 @@ class OnComplete:
 
     loss_scale: float | None = None
     widen: bool = False
-    norm_dtype: str | None = None
+    norm_dtype: Any = None
 
 
 class _StoredGradients:
@@ -115,8 +117,8 @@ class ShardGradients:
 
     Attributes:
         parameters: Of the shard.
-        squares: Sum of the squares of each complete gradient, by the index of its parameter; a
-            scalar on the device.
+        squares: Sum of the squares of each complete gradient, by the index of its parameter; one
+            number on the device.
         is_lent: Whether the gradients are in ``.grad``, where the user has them for a while.
         is_own: Whether this rank keeps them when they are the means over the ranks.
         are_spread: Whether they are those of one rank then; nobody can read or set them.
@@ -212,7 +214,9 @@ class ShardGradients:
                 gradient = self._kept.with_added(index, gradient)
                 assert gradient is not None
             if how.norm_dtype is not None:
-                self.squares[index] = gradient.astype(how.norm_dtype).square().sum()
+                same = gradient.dtype == how.norm_dtype
+                wide = gradient if same else gradient.astype(how.norm_dtype)
+                (self.squares[index],) = squares_of([wide])
             self._means.add(index)
             if self.is_own:
                 self._kept.put(index, gradient)
@@ -285,9 +289,14 @@ class ShardGradients:
                 self._kept.put_zero(index)
 
     def clear_all(self, *, set_to_zero: bool) -> None:
-        """`clear` for every parameter that is trained, as in Paddle; the next step begins."""
-        trained = (i for i, p in enumerate(self.parameters) if not p.stop_gradient)
-        self.clear(trained, set_to_zero=set_to_zero)
+        """`clear` for every parameter that is trained, as in Paddle; the next step begins.
+
+        Where nobody can read the gradients of the others, they go too.
+        """
+        all_or_trained = (
+            i for i, p in enumerate(self.parameters) if self.are_spread or not p.stop_gradient
+        )
+        self.clear(all_or_trained, set_to_zero=set_to_zero)
         self._begin_anew()
 
     @paddle.no_grad()
@@ -435,7 +444,7 @@ class ChainGradients:
         """What came late was added by the owner alone, which knows the squares of the sums."""
         assert self._sender is not None
         indices = sorted(shard.squares)
-        own = [float(shard.squares[i]) if shard.is_own else -math.inf for i in indices]
+        own = [shard.squares[i].item() if shard.is_own else -math.inf for i in indices]
         own = [math.inf if math.isnan(one) else one for one in own]  # no maximum has a NaN
         told = self._sender.largest(own, f"the norms of {shard.name}")
         for index, value in zip(indices, told, strict=True):
@@ -458,4 +467,4 @@ class ChainGradients:
     def _take_sent(self) -> None:
         if self._under_way is not None:
             (shard, sent), self._under_way = self._under_way, None
-            shard.complete(sent.wait(), self.on_complete)
+            shard.complete(sent.wait(keep=shard.is_own), self.on_complete)

@@ -16,6 +16,7 @@ from paddle_recompute.distributed import (
     is_distributed,
     lane_of,
     scope_of,
+    shared_out,
     watched_on_device,
 )
 from paddle_recompute.errors import ConfigError, OffloadError
@@ -143,17 +144,6 @@ class Carrier:
                 "must own a shard with offload='ranks'; best is a multiple of that number"
             )
         return [self.ranks[place] for place in shared_out(sizes, len(self.ranks))]
-
-
-def shared_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The place of the rank that owns each shard of `sizes`."""
-    load = [(0, 0)] * num_ranks  # bytes and shards of each
-    found = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        place = load.index(min(load))
-        load[place] = load[place][0] + sizes[index], load[place][1] + 1
-        found[index] = place
-    return found
 
 
 class OwnedShard:

@@ -10,6 +10,7 @@ import paddle
 from paddle_recompute._paddle import device
 from paddle_recompute._paddle.layers import clip_of_optimizer, parameters_of_optimizer
 from paddle_recompute._paddle.travelling import has_memory
+from paddle_recompute._paddle.updates import MASTERS, SCHEDULE, owner_of_state, part_of_state
 from paddle_recompute.errors import ConfigError, OffloadError
 from paddle_recompute.grad_sync import owner_of
 from paddle_recompute.offload._away import Away
@@ -18,8 +19,6 @@ from paddle_recompute.offload._gradients import OnComplete
 from paddle_recompute.offload._state import on_host
 
 MakeOptimizer = Callable[[list[paddle.Tensor]], paddle.optimizer.Optimizer]
-_MASTERS = "master_weights"
-_SCHEDULE = "LR_Scheduler"
 
 
 class OffloadOptimizer:
@@ -93,7 +92,7 @@ class OffloadOptimizer:
             chain.gradients.on_complete = on_complete
 
     def squares(self) -> dict[int, paddle.Tensor]:
-        """The sum of squares of each offloaded gradient by the id of its parameter; scalars."""
+        """The sum of squares of each offloaded gradient, ``[1]``, by the id of its parameter."""
         return {
             id(shard.gradients.parameters[index]): square
             for chain in self._chains
@@ -164,36 +163,32 @@ class OffloadOptimizer:
     def own_state_dict(self) -> dict[str, Any]:
         """`state_dict` of what this rank updates."""
         state: dict[str, Any] = dict(self._rest.state_dict()) if self._rest is not None else {}
-        masters = dict(state.pop(_MASTERS, {}))
+        masters = dict(state.pop(MASTERS, {}))
         for shard, optimizer in self._shards():
             of_shard = optimizer.state_dict()
             masters.update(
-                {name: _value(shard, m) for name, m in of_shard.pop(_MASTERS, {}).items()}
+                {name: _value(shard, m) for name, m in of_shard.pop(MASTERS, {}).items()}
             )
-            schedule = of_shard.pop(_SCHEDULE, None)
+            schedule = of_shard.pop(SCHEDULE, None)
             if schedule is not None:
-                state[_SCHEDULE] = schedule
+                state[SCHEDULE] = schedule
             state.update({key: _value(shard, tensor) for key, tensor in of_shard.items()})
         if masters:
-            state[_MASTERS] = masters
+            state[MASTERS] = masters
         return state
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state_dict` of this or of the plain optimizer."""
         names = [parameter.name for parameter in self._parameter_list]
-        owners = {
-            key: max((n for n in names if key.startswith(f"{n}_")), key=len, default=None)
-            for key in state
-            if key not in (_MASTERS, _SCHEDULE)
-        }
+        owners = {k: owner_of_state(k, names) for k in state if k not in (MASTERS, SCHEDULE)}
         if self._rest is not None:
             rest = {p.name for p in parameters_of_optimizer(self._rest)}
-            self._rest.set_state_dict(_of(state, owners, rest))
+            self._rest.set_state_dict(part_of_state(state, owners, rest))
         for shard, optimizer in self._shards():
             own = {parameter.name for parameter in shard.gradients.parameters}
             for away in shard.state:
                 away.bring()
-            optimizer.set_state_dict(_of(state, owners, own))
+            optimizer.set_state_dict(part_of_state(state, owners, own))
             # Before its first step an optimizer has master weights alone; the rest of the given
             # state waits, where it is, until the accumulators are made.
             self._let_state_leave(shard, optimizer, only_masters=not shard.has_stepped)
@@ -274,8 +269,8 @@ def _checked(optimizer: paddle.optimizer.Optimizer) -> paddle.optimizer.Optimize
 def _tensors_of(optimizer: paddle.optimizer.Optimizer, only_masters: bool) -> list[paddle.Tensor]:
     """The state of the size of parameters, which is where the parameters are."""
     state = optimizer.state_dict()
-    state.pop(_SCHEDULE, None)
-    found = list(state.pop(_MASTERS, {}).values())
+    state.pop(SCHEDULE, None)
+    found = list(state.pop(MASTERS, {}).values())
     if not only_masters:
         found += state.values()
     on_cpu = str(paddle.get_device()) == "cpu"
@@ -293,14 +288,3 @@ def _value(shard: Shard, tensor: Any) -> Any:
     if away is None or away.is_here:
         return tensor
     return on_host(away.numpy(), tensor.name, tensor.dtype)
-
-
-def _of(state: Mapping[str, Any], owners: Mapping[str, str | None], own: set[str]) -> Any:
-    """The part of `state` that belongs to the parameters `own`."""
-    part = {key: state[key] for key, owner in owners.items() if owner in own}
-    masters = {name: m for name, m in state.get(_MASTERS, {}).items() if name in own}
-    if masters:
-        part[_MASTERS] = masters
-    if _SCHEDULE in state:
-        part[_SCHEDULE] = state[_SCHEDULE]
-    return part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from paddle_recompute._paddle.fleet_recompute import (
@@ -13,7 +12,7 @@ from paddle_recompute._paddle.fleet_recompute import (
     fleet_recompute_hybrid,
     holders_of,
 )
-from paddle_recompute.patch import served
+from paddle_recompute.patch import replacements
 
 _logger = logging.getLogger("paddle_recompute")
 
@@ -38,12 +37,7 @@ class FleetPatch:
     def __enter__(self) -> FleetPatch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.unpatch()
 
     def __str__(self) -> str:
@@ -63,8 +57,8 @@ def patch_fleet() -> FleetPatch:
 
     ``paddle.distributed.fleet.recompute.recompute`` and ``fleet.utils.recompute`` become ours, as
     does every global of a loaded module that is fleet's function: code that has imported it before
-    is served, too, and code that imports it later. ``recompute_sequential`` uses it.
-    ``recompute_hybrid`` (pipelines) is served, but for ``partition=True``, which is refused.
+    uses ours, too, as does code that imports it later. ``recompute_sequential`` uses it.
+    ``recompute_hybrid`` (pipelines) becomes ours, but for ``partition=True``, which is refused.
     A function that was stored elsewhere (a closure, a ``functools.partial``, a class attribute)
     stays fleet's.
 
@@ -80,7 +74,7 @@ def patch_fleet() -> FleetPatch:
         >>> with patch_fleet() as patch:
         ...     name = paddle.distributed.fleet.utils.recompute.__module__
         >>> name
-        'paddle_recompute.patch.served'
+        'paddle_recompute.patch.replacements'
         >>> "paddle.distributed.fleet.utils.recompute" in patch.rebound
         True
     """
@@ -115,7 +109,7 @@ def _leave() -> None:
 def _pairs() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
     """Fleet's functions, and ours for each."""
     return [
-        (FORWARDS_TO_FLEET, served.recompute),
-        (fleet_recompute, served.recompute),
-        (fleet_recompute_hybrid, served.recompute_hybrid),
+        (FORWARDS_TO_FLEET, replacements.recompute),
+        (fleet_recompute, replacements.recompute),
+        (fleet_recompute_hybrid, replacements.recompute_hybrid),
     ]

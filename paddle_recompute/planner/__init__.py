@@ -1,10 +1,11 @@
 """What to recompute so that a step stays within a budget of bytes, and costs the least time.
 
-A `Job` (model, batch, loss) is measured: `skeleton` runs its step without the insides of its
-blocks, `measure` each kind of call alone, under each option. Together they are `StepCosts`, plain
-data. `simulate` tells from them the bytes and seconds of a step under choices, event by event;
-`solve` finds the fastest choices within a budget. They make a `RecomputePlan`, which treats the
-calls of a model; `planning` measures a step under it, and plans anew for what was too much.
+A `Job` (model, batch, loss) is measured (`step_costs`): `skeleton` runs its step without the
+insides of its blocks, `measured_call` each kind of call alone, under each option. Together they are
+`StepCosts`, plain data. `simulate` tells from them the bytes and seconds of a step under choices,
+event by event; `solve` finds the fastest choices within a budget. They make a `RecomputePlan`,
+which treats the calls of a model; `planning` measures a step under it, and plans anew for what was
+too much.
 """
 
 from paddle_recompute.planner.batch_size import costs_of_batch, extrapolated, probe

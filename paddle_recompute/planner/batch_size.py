@@ -87,7 +87,7 @@ def extrapolated(probes: dict[int, StepCosts], rows: int) -> StepCosts:
 
     def scaled(bytes_at: AtRows) -> Merge:
         def merge(name: str, values: Sequence[Any]) -> Any:
-            if name in ("seconds", "forward_seconds"):
+            if name == "seconds":
                 # In proportion: a line through two short times would be all noise.
                 return values[-1] * rows / sizes[-1]
             return round(bytes_at(sizes, values, rows)) if name in _SCALED else values[0]

@@ -35,31 +35,18 @@ class OptionCost:
         backward_peak: Most bytes during the backward, with the gradients of output, input and
             parameters and, if it is recomputed, with all that is computed again.
         seconds: Of forward and backward.
-        forward_seconds: Of the forward.
         keeps_output: Whether the call itself keeps its output until its backward.
-        offers_output: Whether later calls need not keep the output: it is computed again for them.
-        takes_offers: Whether the call asks for such outputs instead of keeping its input.
         frees_input: Bytes of its inputs that it does not keep, because it keeps a copy of them.
         repeated: Bytes that are computed again and held in its backward, between its operators.
-        kept_by_plain: Whether the plain call keeps the same bytes, and more: masks, in a Program.
     """
 
     kept: int
     forward_peak: int
     backward_peak: int
     seconds: float
-    forward_seconds: float = 0.0
     keeps_output: bool = False
-    offers_output: bool = False
-    takes_offers: bool = False
-    kept_by_plain: bool = False
     frees_input: int = 0
     repeated: int = 0
-
-
-def held_for_repetition(cost: OptionCost, plain: OptionCost) -> int:
-    """What the backward holds beyond what the call has kept and what the plain one takes there."""
-    return max(0, cost.backward_peak - cost.kept - (plain.backward_peak - plain.kept))
 
 
 @dataclass(frozen=True)
@@ -257,7 +244,7 @@ def maximum(everywhere: Sequence[StepCosts]) -> StepCosts:
     def largest(name: str, values: Sequence[Any]) -> Any:
         if name == "frees_input":
             return min(values)
-        has_largest = name in ("base", "seconds", "forward_seconds", *BYTES)
+        has_largest = name in ("base", "seconds", *BYTES)
         return max(values) if has_largest else values[0]
 
     return combined(everywhere, largest)  # type: ignore[no-any-return]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import paddle
 
 from paddle_recompute import _nested
-from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.layers import (
     clip_of_optimizer,
     is_initialized,
@@ -25,8 +23,7 @@ from paddle_recompute.contrastive import GradCache
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.blocks import planned_blocks
-from paddle_recompute.planner.costs import OFFLOADED, StepCosts
-from paddle_recompute.planner.in_program import MeasureCall
+from paddle_recompute.planner.costs import StepCosts
 from paddle_recompute.planner.measured_call import OPTIONS
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
@@ -128,7 +125,6 @@ class Job:
         *,
         options: tuple[str, ...] = OPTIONS,
         only_bytes: bool = False,
-        measure_call: MeasureCall | None = None,
         progress: Progress | None = None,
     ) -> StepCosts:
         """Measure the step; the model, its gradients and the random streams stay as they are.
@@ -136,32 +132,18 @@ class Job:
         Args:
             options: Those that are measured.
             only_bytes: Nothing is repeated for its time.
-            measure_call: Measures a call as a Program, if the step is one; None: it is in dygraph.
             progress: Is told (done, total) of the calls that are measured.
         """
-        gc.collect()
-        held = self.held()
-        now = memory.current_bytes()
-        missing = sum(held.values()) - self._present(held)
-        costs = measure_step(
-            self.model,
-            self.blocks,
-            self.step,
-            parameters=self.parameters(),
-            held=held,
-            base=now + missing,
-            batch=self.batch,
-            clips=self.optimizer is not None and clip_of_optimizer(self.optimizer) is not None,
-            options=options,
-            preserve_rng_state=self.preserve_rng_state,
-            keeps_gradients=self.keeps_gradients,
-            offload=self._effective_offload() if OFFLOADED in options else None,
-            only_bytes=only_bytes,
-            measure_call=measure_call,
-            progress=progress,
-        )
-        state = {"replicated": sum(self._state(1)), "sharded": sum(self._state(self.ranks))}
-        return replace(costs, ranks=self.ranks, state=state)
+        return measure_step(self, options=options, only_bytes=only_bytes, progress=progress)
+
+    @property
+    def clips(self) -> bool:
+        """Whether the update makes a copy of the gradients."""
+        return self.optimizer is not None and clip_of_optimizer(self.optimizer) is not None
+
+    def state_bytes(self) -> dict[str, int]:
+        """Optimizer state on a rank: on each as much, and spread over `ranks`."""
+        return {"replicated": sum(self._state(1)), "sharded": sum(self._state(self.ranks))}
 
     def clear_gradients(self) -> None:
         """Drop the gradients of `parameters`."""
@@ -211,7 +193,8 @@ class Job:
         masters = 4 * sum(int(p.size) for p in half) if keeps_master_weights(optimizer) else 0
         return moments, masters
 
-    def _effective_offload(self) -> Offload | None:
+    def effective_offload(self) -> Offload | None:
+        """`offload`, if it frees memory on this device."""
         if self.offload == "host" and str(paddle.get_device()) == "cpu":
             _logger.warning(
                 "offload='host' has no effect on a CPU, where tensors are in host memory already; "
@@ -220,7 +203,7 @@ class Job:
             return None
         return self.offload
 
-    def _present(self, held: Mapping[str, int]) -> int:
+    def present(self, held: Mapping[str, int]) -> int:
         """Those of the held bytes that are allocated now."""
         moments = 0
         if self.optimizer is not None:

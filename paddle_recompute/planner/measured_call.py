@@ -7,9 +7,8 @@ the gradients as it does there, and every byte is where it would be.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import paddle
@@ -20,39 +19,16 @@ from paddle_recompute._paddle.amp import amp_state_of
 from paddle_recompute._paddle.layers import is_initialized
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, OptionCost, held_for_repetition
-from paddle_recompute.planner.in_program import MeasureCall, costs_in_program
+from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, OptionCost
 from paddle_recompute.planner.skeleton import HostTensor, RecordedCall
 from paddle_recompute.recompute import (
     Offload,
-    PartOption,
     Unit,
-    offers_its_output,
-    parts_of_block,
     treat_calls,
-    treat_parts,
     undo_recompute,
 )
 
-PART_OPTIONS: tuple[PartOption, ...] = (
-    "activation",
-    "selective",
-    "attention",
-    "selective+attention",
-)
-OPTIONS = (PLAIN, *PART_OPTIONS, WHOLE, OFFLOADED)
-MORE_BALLAST = 2**20
-"""Bytes: scalars and views, of which a Program may have more than dygraph."""
-
-
-def parts_of_options(block: paddle.nn.Layer) -> dict[PartOption, tuple[str, ...]]:
-    """The parts that each partial option of `block` recomputes; options that differ, no others."""
-    found: dict[PartOption, tuple[str, ...]] = {}
-    for option in PART_OPTIONS:
-        names = parts_of_block(block, option)
-        if names and names not in found.values():
-            found[option] = names
-    return found
+OPTIONS = (PLAIN, WHOLE, OFFLOADED)
 
 
 class MeasuredCall:
@@ -61,7 +37,7 @@ class MeasuredCall:
     Args:
         model: The model of the call.
         call: As the skeleton has recorded it.
-        options: Those that are measured, without those that the block does not have.
+        options: Those that are measured.
         preserve_rng_state: As in `recompute`.
         keeps_gradients: Whether the gradients of parameters are there before the backward.
         offload: Where the inputs of the option `OFFLOADED` wait; None: there is no such option.
@@ -92,18 +68,13 @@ class MeasuredCall:
         self._block = dict(model.named_sublayers(include_self=True))[call.layer]
         self._call = call
         self._preserve_rng_state = preserve_rng_state
-        self._parts: dict[str, tuple[str, ...]] = {PLAIN: (), WHOLE: ()}
-        self._parts |= {str(name): parts for name, parts in parts_of_options(self._block).items()}
-        if offload is not None:
-            self._parts[OFFLOADED] = ()
         if any(p.grad is not None for p in self._block.parameters()):
             raise PlanError(
                 f"'{call.layer}' has gradients; measure between two steps, after clear_gradient"
             )
         self._runs: dict[str, list[OptionCost]] = {
-            option: [] for option in options if option in self._parts
+            option: [] for option in options if option != OFFLOADED or offload is not None
         }
-        self._in_program: Mapping[str, tuple[float, int, int]] = {}
         self.gradients: dict[str, int] = {}
         self.frees_inputs: dict[str, dict[str, int]] = {}
         self.rounds, self.spent = 0, 0.0
@@ -121,74 +92,35 @@ class MeasuredCall:
         if not self.rounds:
             # The first forward of a block is slower than the next ones: this one is not timed.
             self.frees_inputs = {PLAIN: _freed_inputs(self._block, self._call)}
-        for option in list(self._runs):
-            plain = self._runs[PLAIN][0] if self._parts[option] else None
+        for option, runs in self._runs.items():
             with self._under(option):
-                found = _run(self._block, self._call, useless_beside=plain)
+                runs.append(_run(self._block, self._call))
             self._note_gradients()
-            if found is None:
-                del self._runs[option]
-                continue
-            self._runs[option].append(found)
-            # A part keeps no less of the input than its operators do; the whole keeps all of it.
-            frees = any(self.frees_inputs[PLAIN].values()) or option == OFFLOADED
-            if frees and not self.rounds and option not in (PLAIN, WHOLE):
+            if option == OFFLOADED and not self.rounds:
                 with self._under(option):
                     self.frees_inputs[option] = _freed_inputs(self._block, self._call)
         self.rounds += 1
         self.spent = now() - began
 
-    def measure_in_program(self, measure_call: MeasureCall) -> None:
-        """From now on the costs are those in a Program."""
-
-        def load(leaf: Any) -> Any:
-            if not isinstance(leaf, HostTensor):
-                return leaf
-            tensor = leaf.load()
-            tensor.stop_gradient = leaf.stop_gradient
-            return tensor
-
-        args_and_kwargs = _nested.map_leaves(load, self._call.inputs)
-        treatments = {option: partial(self._treat, option=option) for option in self._runs}
-        highest = max(
-            max(run.forward_peak, run.backward_peak) for runs in self._runs.values() for run in runs
-        )
-        self._in_program = measure_call(
-            self._call.layer, args_and_kwargs, treatments, 2 * highest + MORE_BALLAST
-        )
-
     def costs(self) -> dict[str, OptionCost]:
         """By option: the bytes of the last round, the least time of all."""
         seconds = self._seconds()
         costs = {
-            option: replace(
-                runs[-1],
-                seconds=seconds[option],
-                forward_seconds=min(run.forward_seconds for run in runs),
-                takes_offers=option != PLAIN,
-            )
+            option: replace(runs[-1], seconds=seconds[option])
             for option, runs in self._runs.items()
         }
-        # What a part computes again goes as soon as the operator has it.
-        for option in {WHOLE, OFFLOADED} & costs.keys():
-            again = held_for_repetition(costs[option], costs[PLAIN])
-            costs[option] = replace(costs[option], repeated=again)
-        if self._in_program:
-            return costs_in_program(costs, self._in_program, self._freed_in_program())
+        plain = costs[PLAIN]
+        for option in costs.keys() - {PLAIN}:
+            cost = costs[option]
+            # Beyond what the call has kept, and what the plain one takes in its backward.
+            again = cost.backward_peak - cost.kept - (plain.backward_peak - plain.kept)
+            costs[option] = replace(cost, repeated=max(0, again))
         if self._offload == "host" and OFFLOADED in costs:
             # While a block is recomputed, the input of the one before it comes back to the device.
             coming = sum(self.frees_inputs[OFFLOADED].values())
             peak = costs[OFFLOADED].backward_peak + coming
             costs[OFFLOADED] = replace(costs[OFFLOADED], backward_peak=peak)
         return costs
-
-    def _freed_in_program(self) -> dict[str, int]:
-        """By option, bytes of inputs that go; a `MeasureCall` holds those that need no gradient."""
-        leaves = dict(_nested.named_leaves(self._call.inputs))
-        return {
-            option: sum(size for path, size in sizes.items() if not leaves[path].stop_gradient)
-            for option, sizes in self.frees_inputs.items()
-        }
 
     def _seconds(self) -> dict[str, float]:
         found = {option: min(run.seconds for run in runs) for option, runs in self._runs.items()}
@@ -208,19 +140,14 @@ class MeasuredCall:
     @contextlib.contextmanager
     def _under(self, option: str) -> Iterator[None]:
         """Inside, the block is treated as `option` says."""
+        # The name of a model within itself is "".
+        unit = Unit(("",), (0,), offload=self._offload if option == OFFLOADED else None)
+        units = [] if option == PLAIN else [unit]
         try:
-            self._treat(self._block, option)
+            treat_calls(self._block, units, {"": 1}, preserve_rng_state=self._preserve_rng_state)
             yield
         finally:
             undo_recompute(self._block)
-
-    def _treat(self, block: paddle.nn.Layer, option: str) -> None:
-        if option in (WHOLE, OFFLOADED):
-            # The name of a model within itself is "".
-            unit = Unit(("",), (0,), offload=self._offload if option == OFFLOADED else None)
-            treat_calls(block, [unit], {"": 1}, preserve_rng_state=self._preserve_rng_state)
-        elif option != PLAIN:
-            treat_parts(block, self._parts[option], preserve_rng_state=self._preserve_rng_state)
 
 
 def _freed_inputs(block: paddle.nn.Layer, call: RecordedCall) -> dict[str, int]:
@@ -261,16 +188,8 @@ def _inputs(call: RecordedCall) -> Any:
     return _nested.map_leaves(give, call.inputs)
 
 
-def _run(
-    block: paddle.nn.Layer,
-    call: RecordedCall,
-    *,
-    useless_beside: OptionCost | None = None,
-) -> OptionCost | None:
-    """One forward and backward; None if it keeps no less than the plain call, and offers nothing.
-
-    Then it has no backward: some activations are kept by others anyway.
-    """
+def _run(block: paddle.nn.Layer, call: RecordedCall) -> OptionCost:
+    """One forward and backward."""
     with paddle.set_grad_enabled(True):
         args, kwargs = _inputs(call)
         given = {one.data_ptr() for one in _nested.tensors_in((args, kwargs))}
@@ -288,10 +207,6 @@ def _run(
             if is_initialized(one) and one.data_ptr() not in given
         }
         output_bytes = sum(fresh.values())
-        offers = any(offers_its_output(one) for one in _nested.tensors_in(outputs))
-        kept = after - output_bytes
-        if useless_beside is not None and kept >= useless_beside.kept and not offers:
-            return None
         ends = [
             one.sum()
             for one in _nested.tensors_in(outputs)
@@ -307,11 +222,9 @@ def _run(
         ended = now()
         backward_peak = memory.peak_bytes() - before - small
     return OptionCost(
-        kept=kept,
+        kept=after - output_bytes,
         forward_peak=forward_peak,
         backward_peak=backward_peak,
         seconds=forwarded - began + ended - continued,
-        forward_seconds=forwarded - began,
         keeps_output=bool(output_bytes) and held - small >= after,
-        offers_output=offers,
     )

@@ -27,8 +27,7 @@ from paddle_recompute.planner.recompute_plan import (
     make_plan,
 )
 from paddle_recompute.planner.simulate import Choice, Timeline, simulate
-from paddle_recompute.planner.step_costs import Progress, State
-from paddle_recompute.replay import RngState
+from paddle_recompute.planner.step_costs import Progress, StepState
 
 DOUBT = 1.15
 """A budget is measured before it is refused if the smallest predicted peak is up to this above."""
@@ -80,7 +79,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         lines = [
             f"a step takes {format_bytes(self.peak_bytes)} and {self.seconds * 1e3:.1f} ms; the "
-            f"{self.peak_at} binds"
+            f"peak is in the {self.peak_at}"
         ]
         lines += [f"  {name}: {format_bytes(size)}" for name, size in self.parts.items() if size]
         return "\n".join(lines)
@@ -316,8 +315,7 @@ def within_budget(
 
 def measured_peak(job: Job, found: RecomputePlan) -> int:
     """The peak of a second forward and backward under the plan, with what is held in training."""
-    streams = RngState.capture()
-    state = State(job.model)
+    state = StepState(job.model)
     found.apply(job.model)
     try:
         for _ in range(2):
@@ -331,7 +329,6 @@ def measured_peak(job: Job, found: RecomputePlan) -> int:
     finally:
         job.clear_gradients()
         found.remove(job.model)
-        streams.restore()
         state.put_back()
     update = found.timeline.points[-1].bytes
     return max(found.costs.base + peak, update)

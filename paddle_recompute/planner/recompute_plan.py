@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import paddle
 
@@ -17,10 +17,8 @@ from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
-from paddle_recompute.planner.measured_call import parts_of_options
 from paddle_recompute.planner.offloaded import offloaded
-from paddle_recompute.planner.pareto_front import smallest
-from paddle_recompute.planner.partial_options import is_partial
+from paddle_recompute.planner.pareto_front import next_faster, smallest
 from paddle_recompute.planner.simulate import (
     JOINED,
     Choice,
@@ -32,15 +30,13 @@ from paddle_recompute.planner.simulate import (
 from paddle_recompute.planner.solve import Solution, solve
 from paddle_recompute.planner.stages import stages
 from paddle_recompute.recompute import (
-    PartOption,
     Unit,
     is_treated,
     treat_calls,
-    treat_parts,
     undo_recompute,
 )
 
-FORMAT = 2
+FORMAT = 3
 MOST_CORRECTIONS = 3
 """How often a plan whose measured step was above the budget is made anew."""
 
@@ -115,9 +111,9 @@ class RecomputePlan:
             raise PlanError(
                 f"the plan is of another model: it has no block '{min(unknown)}'. Make a new plan"
             )
-        units, parts = self._units(), self._parts(blocks)
-        treat_parts(model, parts, preserve_rng_state=self.preserve_rng_state)
-        treat_calls(model, units, self._num_calls(), preserve_rng_state=self.preserve_rng_state)
+        treat_calls(
+            model, self._units(), self._num_calls(), preserve_rng_state=self.preserve_rng_state
+        )
 
     @staticmethod
     def remove(model: paddle.nn.Layer) -> None:
@@ -142,15 +138,6 @@ class RecomputePlan:
                 )
                 units[unit] = None
         return list(units)
-
-    def _parts(self, blocks: dict[str, paddle.nn.Layer]) -> list[str]:
-        names: dict[str, None] = {}
-        for choice in self.choices:
-            if is_partial(choice.option):
-                layer = self.costs.calls[choice.first].layer
-                parts = parts_of_options(blocks[layer])[cast(PartOption, choice.option)]
-                names.update({f"{layer}.{part}": None for part in parts})
-        return list(names)
 
     # ----------------------------------------------------------------------------- correct
 
@@ -253,8 +240,8 @@ class RecomputePlan:
             measured = f" (measured {format_bytes(self.measured_bytes)})"
         lines = [
             f"plan for {format_bytes(self.memory_budget)}: peak {format_bytes(peak.bytes)}"
-            f"{measured}, {self.extra_seconds * 1e3:+.1f} ms per step ({share:+.1%}); binds at the "
-            f"{peak.where}",
+            f"{measured}, {self.extra_seconds * 1e3:+.1f} ms per step ({share:+.1%}); the peak "
+            f"is in the {peak.where}",
             *(f"  {line}" for line in self._runs()),
         ]
         if not self.exact:
@@ -267,19 +254,13 @@ class RecomputePlan:
             f"  smallest feasible budget {format_bytes(least.peak)}, with "
             f"{(least.seconds - self.costs.seconds) * 1e3:+.1f} ms"
         )
-        step_up = self._next()
+        step_up = next_faster(self.costs, self.seconds, self.memory_budget)
         if step_up is not None:
             lines.append(
                 f"  next faster: {format_bytes(step_up.peak)} for "
                 f"{(step_up.seconds - self.seconds) * 1e3:+.1f} ms"
             )
         return "\n".join(lines)
-
-    def _next(self) -> Solution | None:
-        """The fastest solution of a budget that is larger by a tenth."""
-        room = self.memory_budget - self.costs.base
-        found = solve(self.costs, self.memory_budget + max(1, room // 10))
-        return found if found is not None and found.seconds < self.seconds else None
 
     def _runs(self) -> Iterator[str]:
         """Runs of neighbours with the same option: "layers.0 to layers.5: whole, -38 MiB ..."."""
@@ -398,6 +379,6 @@ def infeasible(
         found = f"the smallest feasible budget is {format_bytes(least.peak)} ({least.peak} bytes)"
     return (
         f"no plan stays within {format_bytes(memory_budget)}: {found}, of which "
-        f"{format_bytes(held)} are held all the time. The {peak.where} binds. Raise the budget, "
-        f"or {'; or '.join(lower)}"
+        f"{format_bytes(held)} are held all the time. Its peak is in the {peak.where}. Raise "
+        f"the budget, or {'; or '.join(lower)}"
     )

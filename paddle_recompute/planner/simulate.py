@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def peak(self) -> Point:
-        """The point that binds."""
+        """The point with the most bytes."""
         return max(self.points, key=lambda point: point.bytes)
 
 
@@ -109,22 +109,13 @@ class KeptBytes:
         """The cost of one call under its option."""
         return self.calls[call].options[own_option(self.choice[call])]
 
-    def gives_up_input(self, call: int) -> bool:
-        """Whether the input of `call` does not stay, and is computed again in the backward."""
-        choice, before = self.choice[call], self.calls[call].follows
-        if choice.option == JOINED and call > choice.first:
-            return True
-        if before is None or not self.cost(call).takes_offers:
-            return False
-        # A segment computes its outputs again for nobody.
-        return self.choice[before].option != JOINED and self.cost(before).offers_output
-
     def bytes(self, call: int) -> int:
         """From the end of its forward on, above the skeleton."""
         kept = kept_bytes(self.calls, call, self.cost(call))
-        if not self.gives_up_input(call):
-            return kept
-        return kept - given_up_bytes(self.calls, call, self.cost(call))
+        choice = self.choice[call]
+        if choice.option == JOINED and call > choice.first:  # the segment computes its input again
+            kept -= given_up_bytes(self.calls, call, self.cost(call))
+        return kept
 
 
 def kept_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:
@@ -141,9 +132,8 @@ def given_up_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> 
 
 def repeated_bytes(calls: Sequence[CallCost], number: int, first: int) -> int:
     """What a call of a segment from `first` on keeps when the segment has run again."""
-    whole = calls[number].options[WHOLE]
-    kept = calls[number].options[PLAIN].kept + (0 if whole.kept_by_plain else whole.kept)
-    return kept - freed_again(calls, number, JOINED, first)
+    options = calls[number].options
+    return options[PLAIN].kept + options[WHOLE].kept - freed_again(calls, number, JOINED, first)
 
 
 def freed_again(calls: Sequence[CallCost], number: int, option: str, first: int) -> int:

@@ -6,7 +6,7 @@ one number of bytes. A label is such a number with the seconds it costs. Labels 
 beats in both are dropped, and nothing is rounded: the best of all choices is found, where a budget
 of bytes is given as it is (no slots).
 
-The units are: one call with one of its measured options, and a segment that is recomputed together
+The spans are: one call with one of its measured options, and a segment that is recomputed together
 (`JOINED`).
 
 Where the backward is not the reverse of the forward (two towers that take turns), what is there
@@ -22,14 +22,12 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paddle_recompute.planner.costs import PLAIN, WHOLE, Gradients, StepCosts
-from paddle_recompute.planner.partial_options import alike, layers_called_again, without_parts
 from paddle_recompute.planner.simulate import (
     JOINED,
     Choice,
@@ -80,15 +78,6 @@ def solve(costs: StepCosts, budget: int) -> Solution | None:
         costs: Of the step.
         budget: In bytes, parameters and moments included.
     """
-    found = _solved(costs, budget)
-    repeated = layers_called_again(costs)
-    if found is None or not repeated:
-        return found
-    without = _solved(without_parts(costs, repeated), budget)
-    return found if without is None or found.seconds <= without.seconds else without
-
-
-def _solved(costs: StepCosts, budget: int) -> Solution | None:
     plain = tuple(Choice(number, number, PLAIN) for number in range(len(costs.calls)))
     timeline = simulate(costs, plain)
     if timeline.peak.bytes <= budget:  # nothing is faster, and something may seem to be as fast
@@ -103,44 +92,23 @@ def _solved(costs: StepCosts, budget: int) -> Solution | None:
             if of_group is None:
                 return None
             found.update(of_group)
-        chosen = tuple(found[first] for first in sorted(found))
-        choices = alike(costs, chosen)
-        return Solution(choices, simulate(costs, choices), exact and choices == chosen)
+        choices = tuple(found[first] for first in sorted(found))
+        return Solution(choices, simulate(costs, choices), exact)
 
     best = within(budget)
     if best is None or best.peak <= budget:
         return best
-    low, high = budget - 2 * (best.peak - budget) - 1, budget
-    found = within(low)
-    while found is not None and found.peak > budget:
-        low -= 2 * (high - low)
-        found = within(low)
-    if found is None:
-        low, found = _first_feasible(within, low, high, budget)
-        if found is None:
-            return None
-    for _ in range(24):
+    low, high, found = costs.base, budget, None
+    for _ in range(32):
         if high - low <= 1024:
             break
         middle = (low + high) // 2
         tried = within(middle)
-        if tried is not None and tried.peak <= budget:
-            low, found = middle, tried
-        else:
+        if tried is not None and tried.peak > budget:
             high = middle
-    return Solution(found.choices, found.timeline, exact=False)
-
-
-def _first_feasible(
-    within: Callable[[int], Solution | None], low: int, high: int, budget: int
-) -> tuple[int, Solution | None]:
-    """The largest of some limits at which the simulated peak is inside."""
-    for part in range(1, 16):
-        limit = high - (high - low) * part // 16
-        found = within(limit)
-        if found is not None and found.peak <= budget:
-            return limit, found
-    return low, None
+        else:  # None: not even the labels stay within so little
+            low, found = middle, tried or found
+    return None if found is None else replace(found, exact=False)
 
 
 # ------------------------------------------------------------------------------------ a chain
@@ -160,7 +128,6 @@ class _Group:
         backward: Level at the begin of each backward without the gradient of the output, and with
             the gradients of parameters that exist by then.
         before_backward: Peak before it, with these gradients.
-        after: Peak after the last backward, with all gradients.
         is_chain: Whether the backwards are in the reverse order of the forwards.
     """
 
@@ -227,33 +194,28 @@ def _levels(costs: StepCosts) -> dict[int, tuple[int, int, int, int]]:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _Span:
     """Calls from `first` to `last` (places in the order) under one option.
 
     Attributes:
-        reach: Highest level that the unit leads to, above what earlier calls keep; then the same
-            where the call before offers its output.
+        reach: Highest level that the span leads to, above what earlier calls keep.
         kept: What it adds to that until its backward.
         seconds: Its seconds.
-        given_up: Of `kept`, what is not kept if the call before offers its output.
-        offers: Whether it offers its output in turn.
     """
 
     first: int
     last: int
     option: str
-    reach: tuple[int, int]
+    reach: int
     kept: int
     seconds: float
-    given_up: int
-    offers: bool
 
 
 def _solve_group(group: _Group, room: int) -> dict[int, Choice] | None:
     """The choices by the number of their first call; None if the budget is too small."""
-    ending: list[list[_Unit]] = [_single_units(group, place) for place in range(len(group.order))]
-    for unit in _segment_units(group, room):
-        ending[unit.last].append(unit)
+    ending: list[list[_Span]] = [_single_spans(group, place) for place in range(len(group.order))]
+    for span in _segment_spans(group, room):
+        ending[span.last].append(span)
     # A few labels give a bound, which then leaves few of all.
     fast = _best(group, room, ending, FEW_LABELS, np.inf)
     bound = np.inf if fast is None else fast[1] * (1 + 1e-9)
@@ -262,82 +224,76 @@ def _solve_group(group: _Group, room: int) -> dict[int, Choice] | None:
 
 
 def _best(
-    group: _Group, room: int, ending: list[list[_Unit]], most: int, most_seconds: float
+    group: _Group, room: int, ending: list[list[_Span]], most: int, most_seconds: float
 ) -> tuple[dict[int, Choice], float] | None:
     """The choices and seconds of the best label at the end."""
     size = len(group.order)
-    least = [min(u.seconds for u in units if u.first == u.last) for units in ending]
+    least = [min(u.seconds for u in spans if u.first == u.last) for spans in ending]
     left = [*np.cumsum(least[::-1])[::-1], 0.0]
-    # State 1: the call before offers its output.
-    frontier: list[list[_Labels]] = [[_Labels.start(), _Labels.none()]]
+    frontier = [_Labels.start()]
     for place in range(size):
-        new: list[list[_Extended]] = [[], []]
-        for unit in ending[place]:
-            for state, earlier in enumerate(frontier[unit.first]):
-                first, last = earlier.within(
-                    room - unit.reach[state], most_seconds - unit.seconds - left[place + 1]
-                )
-                if first < last:
-                    kept = unit.kept - (unit.given_up if state else 0)
-                    new[unit.offers].append(_Extended(unit, state, earlier, first, last, kept))
-        frontier.append([_Labels.joined(candidates, most) for candidates in new])
-    ends = [state for state in (0, 1) if len(frontier[size][state].kept)]
-    if not ends:
+        candidates = []
+        for span in ending[place]:
+            earlier = frontier[span.first]
+            first, last = earlier.within(
+                room - span.reach, most_seconds - span.seconds - left[place + 1]
+            )
+            if first < last:
+                candidates.append(_Extended(span, earlier, first, last))
+        frontier.append(_Labels.joined(candidates, most))
+    end = frontier[size]
+    if not len(end.kept):
         return None
-    state = min(ends, key=lambda state: float(frontier[size][state].seconds.min()))
-    index = int(np.argmin(frontier[size][state].seconds))
-    best_seconds = float(frontier[size][state].seconds[index])
+    index = int(np.argmin(end.seconds))
     chosen: dict[int, Choice] = {}
     place = size
     while place:
-        labels_here = frontier[place][state]
-        unit = labels_here.units[labels_here.by[index]]
+        labels_here = frontier[place]
+        span = labels_here.spans[labels_here.by[index]]
         for calls in group.passes:
-            numbers = calls[unit.first : unit.last + 1]
-            chosen[numbers[0]] = Choice(numbers[0], numbers[-1], unit.option)
-        state, index = int(labels_here.state[index]), int(labels_here.index[index])
-        place = unit.first
-    return chosen, best_seconds
+            numbers = calls[span.first : span.last + 1]
+            chosen[numbers[0]] = Choice(numbers[0], numbers[-1], span.option)
+        index = int(labels_here.index[index])
+        place = span.first
+    return chosen, float(end.seconds.min())
 
 
+@dataclass(frozen=True)
 class _Labels:
-    """Pareto-minimal (bytes, seconds) of one boundary, and where each came from."""
+    """Pareto-minimal (bytes, seconds) of one boundary, and where each came from.
 
-    def __init__(
-        self,
-        kept: NDArray[np.int64],
-        seconds: NDArray[np.float64],
-        by: NDArray[np.int64],
-        state: NDArray[np.int64],
-        index: NDArray[np.int64],
-        units: list[_Unit],
-    ) -> None:
-        self.kept, self.seconds = kept, seconds
-        self.by, self.state, self.index, self.units = by, state, index, units
+    Attributes:
+        kept: Bytes that the calls before the boundary keep; they rise from label to label.
+        seconds: Seconds of these calls; they fall.
+        by: For each label, the place in `spans` of the span that ends at the boundary.
+        index: For each label, the label at the boundary before that span.
+        spans: The spans that end at the boundary.
+    """
+
+    kept: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    by: NDArray[np.int64]
+    index: NDArray[np.int64]
+    spans: list[_Span]
 
     @classmethod
     def start(cls) -> _Labels:
         one = np.zeros(1, np.int64)
-        return cls(one, np.zeros(1), one, one, one, [])
-
-    @classmethod
-    def none(cls) -> _Labels:
-        none = np.zeros(0, np.int64)
-        return cls(none, np.zeros(0), none, none, none, [])
+        return cls(one, np.zeros(1), one, one, [])
 
     def within(self, most_kept: int, most_seconds: float) -> tuple[int, int]:
         """The range of labels with at most so many bytes and seconds."""
-        # Bytes rise from label to label, and seconds fall.
         last = int(self.kept.searchsorted(most_kept, side="right"))
         return int((-self.seconds).searchsorted(-most_seconds)), last
 
     @classmethod
     def joined(cls, candidates: list[_Extended], most: int) -> _Labels:
         if not candidates:
-            return cls.none()
-        kept = np.concatenate([c.earlier.kept[c.first : c.last] + c.kept for c in candidates])
+            none = np.zeros(0, np.int64)
+            return cls(none, np.zeros(0), none, none, [])
+        kept = np.concatenate([c.earlier.kept[c.first : c.last] + c.span.kept for c in candidates])
         seconds = np.concatenate(
-            [c.earlier.seconds[c.first : c.last] + c.unit.seconds for c in candidates]
+            [c.earlier.seconds[c.first : c.last] + c.span.seconds for c in candidates]
         )
         order = np.argsort(kept, kind="stable")  # merges runs, which the candidates are
         best = np.minimum.accumulate(seconds[order])
@@ -356,69 +312,54 @@ class _Labels:
             kept[left],
             seconds[left],
             by,
-            np.array([c.state for c in candidates])[by],
             left - starts[by] + np.array([c.first for c in candidates])[by],
-            [c.unit for c in candidates],
+            [c.span for c in candidates],
         )
 
 
 @dataclass(frozen=True)
 class _Extended:
-    """Labels `first` to `last` of an earlier boundary, with `unit` after them."""
+    """Labels `first` to `last` of an earlier boundary, with `span` after them."""
 
-    unit: _Unit
-    state: int
+    span: _Span
     earlier: _Labels
     first: int
     last: int
-    kept: int
 
 
-def _single_units(group: _Group, place: int) -> list[_Unit]:
-    call = group.costs.calls[group.order[place]]
-    follows = place > 0 and call.follows == group.order[place - 1]
+def _single_spans(group: _Group, place: int) -> list[_Span]:
+    number, calls = group.order[place], group.costs.calls
     found = []
-    for option, cost in call.options.items():
-        number, calls = group.order[place], group.costs.calls
+    for option, cost in calls[number].options.items():
         kept = kept_bytes(calls, number, cost)
-        gives_up = follows and cost.takes_offers
-        given_up = given_up_bytes(calls, number, cost) if gives_up else 0
         freed = freed_again(calls, number, option, number)
-        above = max(
+        reach = max(
             group.before_forward[place],
             group.forward[place] + cost.forward_peak,
             group.backward[place] + cost.backward_peak - freed,
+            group.before_backward[place] + kept,
         )
-        reach = _reach(above, group.before_backward[place] + kept, given_up)
-        found.append(
-            _Unit(place, place, option, reach, kept, cost.seconds, given_up, cost.offers_output)
-        )
+        found.append(_Span(place, place, option, int(reach), kept, cost.seconds))
     return _undominated(found)
 
 
-def _reach(above: int, at_the_backward: int, given_up: int) -> tuple[int, int]:
-    return int(max(above, at_the_backward)), int(max(above, at_the_backward - given_up))
-
-
-def _undominated(units: list[_Unit]) -> list[_Unit]:
+def _undominated(spans: list[_Span]) -> list[_Span]:
     """Without options that another one beats in everything."""
     return [
-        unit
-        for unit in units
+        span
+        for span in spans
         if not any(
-            other is not unit
-            and all(a <= b for a, b in zip(other.reach, unit.reach, strict=True))
-            and other.kept <= unit.kept
-            and other.seconds <= unit.seconds
-            and other.given_up >= unit.given_up
-            and other.offers >= unit.offers
-            and (other.option == PLAIN or other.seconds < unit.seconds)
-            for other in units
+            other is not span
+            and other.reach <= span.reach
+            and other.kept <= span.kept
+            and other.seconds <= span.seconds
+            and (other.option == PLAIN or other.seconds < span.seconds)
+            for other in spans
         )
     ]
 
 
-def _segment_units(group: _Group, room: int) -> list[_Unit]:
+def _segment_spans(group: _Group, room: int) -> list[_Span]:
     """Segments of at least two calls, each of which continues the one before it."""
     every, order = group.costs.calls, group.order
     calls = [every[number] for number in order]
@@ -432,8 +373,6 @@ def _segment_units(group: _Group, room: int) -> list[_Unit]:
         again = 0  # what the calls before keep when the segment has run again
         highest_again = 0  # the peak of their second forwards, above the level of the backward
         inner = 0  # the peaks of their backwards
-        follows = first > 0 and start.follows == order[first - 1]
-        given_up = given_up_bytes(every, number, own_first) if follows else 0
         ahead_first = group.forward[first] + own_first.forward_peak
         for place in range(first + 1, len(calls)):
             before, call = calls[place - 1], calls[place]
@@ -464,11 +403,16 @@ def _segment_units(group: _Group, room: int) -> list[_Unit]:
             seconds += own.seconds
             freed = freed_again(every, order[place], JOINED, number)
             back = group.backward[place] + max(highest_again, again + own.backward_peak - freed)
-            if max(ahead - given_up, inner) > room:
+            if max(ahead, inner) > room:
                 break  # a longer one reaches higher
-            above = max(group.before_forward[first], ahead_first, back, inner)
-            later = max(ahead, group.before_backward[place] + kept)
-            reach = _reach(int(above), int(later), given_up)
-            if min(reach) <= room:
-                found.append(_Unit(first, place, JOINED, reach, kept, seconds, given_up, False))
+            reach = max(
+                group.before_forward[first],
+                ahead_first,
+                back,
+                inner,
+                ahead,
+                group.before_backward[place] + kept,
+            )
+            if reach <= room:
+                found.append(_Span(first, place, JOINED, int(reach), kept, seconds))
     return found

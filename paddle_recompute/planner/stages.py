@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.offload import cut, shared_out
+from paddle_recompute.distributed import shared_out
+from paddle_recompute.offload import cut
 from paddle_recompute.planner.costs import WHOLE, CallCost, StepCosts
 from paddle_recompute.planner.offloaded import AHEAD, sizes_of_blocks
 from paddle_recompute.planner.policies import uniform

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
-from paddle_recompute._paddle.layers import is_initialized, non_trained_state
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import CallCost, Event, StepCosts
-from paddle_recompute.planner.in_program import MeasureCall
+from paddle_recompute.planner.costs import OFFLOADED, CallCost, Event, StepCosts
 from paddle_recompute.planner.measured_call import OPTIONS, MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
 from paddle_recompute.recompute import Offload, is_treated
-from paddle_recompute.replay import RngState
+from paddle_recompute.replay import ModelState
+
+if TYPE_CHECKING:
+    from paddle_recompute.planner.job import Job
 
 AFFORDABLE = 4.0
 """Plain steps whose time the measurement of the calls may take, if one round of it does not."""
@@ -32,84 +34,55 @@ Progress = Callable[[int, int], None]
 
 
 def measure_step(
-    model: paddle.nn.Layer,
-    blocks: Mapping[str, paddle.nn.Layer],
-    step: Callable[[], object],
+    job: Job,
     *,
-    parameters: Sequence[paddle.Tensor],
-    held: Mapping[str, int],
-    base: int,
-    clips: bool = False,
-    batch: Any = None,
     options: tuple[str, ...] = OPTIONS,
-    preserve_rng_state: bool = True,
-    keeps_gradients: bool = False,
-    offload: Offload | None = None,
     only_bytes: bool = False,
-    measure_call: MeasureCall | None = None,
     progress: Progress | None = None,
 ) -> StepCosts:
-    """Measure a step of `model`; parameters, buffers, gradients and random streams stay the same.
-
-    The caller has freed what is not needed: cycles that are collected meanwhile spoil the levels.
+    """Measure the step of `job`; parameters, buffers, gradients and random streams stay the same.
 
     Args:
-        model: In the mode in which it is trained.
-        blocks: The Layers whose calls are planned, by name in `model`.
-        step: Forward and backward, without the optimizer's update.
-        parameters: All that `step` makes gradients of: those of the model, and of its loss.
-        held: Bytes by part that are held at the start of a step and known. What of them does not
-            exist yet is in `base`.
-        base: Bytes at the start of a step, without gradients.
-        clips: Whether the update makes a copy of the gradients.
-        batch: Its tensors are there all the time, whoever else holds them.
+        job: The step.
         options: The options that are measured.
-        preserve_rng_state: As in `recompute`.
-        keeps_gradients: Whether gradients are there at the start of a step, which adds its own.
-        offload: Where the inputs of calls may wait; None: nowhere.
         only_bytes: Nothing is repeated for its time.
-        measure_call: As in `Job.measure`.
         progress: Is told how far the measurement is.
 
     Raises:
-        PlanError: The model is wrapped already, has gradients, or calls none of `blocks`.
+        PlanError: The model is wrapped already, has gradients, or calls none of its blocks.
         DependencyError: This Paddle cannot start the peak anew.
     """
-    check_measurable(model)
-    streams, state = RngState.capture(), State(model)
+    check_measurable(job.model)
+    parameters, blocks, keeps_gradients = job.parameters(), job.blocks, job.keeps_gradients
     named = next((p.name for p in parameters if p.grad is not None), None)
     if named is not None:
         raise PlanError(
             f"the parameter '{named}' has a gradient; plan between two steps, after "
             "optimizer.clear_grad(set_to_zero=False)"
         )
+    gc.collect()  # cycles that are collected meanwhile spoil the levels
+    held = job.held()
+    base = memory.current_bytes() + sum(held.values()) - job.present(held)
+    offload = job.effective_offload() if OFFLOADED in options else None
+    state = StepState(job.model)
     try:
-        skeleton = run_skeleton(blocks, step)
+        skeleton = run_skeleton(blocks, job.step)
         drops = not skeleton.has_dropped_too_much
         if not drops:
             clear_gradients(parameters)
-            skeleton = run_skeleton(blocks, step, drops=False)
+            skeleton = run_skeleton(blocks, job.step, drops=False)
         if keeps_gradients:  # the parameters outside of blocks have them now
-            skeleton = run_skeleton(blocks, step, drops=drops)
-        if skeleton.has_dropped_too_much:
-            raise PlanError(
-                "the step runs a backward a second time through operators beside its blocks "
-                "(retain_graph=True); such a step cannot be planned"
-            )
-        if not skeleton.calls:
-            raise PlanError(
-                "the step calls none of the blocks: " + ", ".join(list(blocks)[:3]) + "; name "
-                "Layers that loss_fn calls, with gradients enabled"
-            )
+            skeleton = run_skeleton(blocks, job.step, drops=drops)
+        _check_recorded(skeleton, blocks)
         gradients = {id(p): _bytes_of_gradient(p) for p in parameters if p.grad is not None}
         clear_gradients(parameters)
         kinds = _measured_kinds(
             {
                 call.signature: MeasuredCall(
-                    model,
+                    job.model,
                     call,
                     options,
-                    preserve_rng_state=preserve_rng_state,
+                    preserve_rng_state=job.preserve_rng_state,
                     keeps_gradients=keeps_gradients,
                     offload=offload,
                 )
@@ -118,14 +91,10 @@ def measure_step(
             },
             skeleton,
             progress,
-            for_times=not only_bytes and measure_call is None,
+            for_times=not only_bytes,
         )
-        if measure_call is not None:
-            for kind in kinds.values():
-                kind.measure_in_program(measure_call)
     finally:
         clear_gradients(parameters)
-        streams.restore()
         state.put_back()
     for call in skeleton.calls:
         of_block = kinds[call.signature].gradients
@@ -139,10 +108,10 @@ def measure_step(
         base=base + sum(there.values()),
         held={**held, **there},
         offload=offload,
-        update_bytes=size if clips else 0,
-        in_batch={one.data_ptr() for one in _nested.tensors_in(batch)},
+        update_bytes=size if job.clips else 0,
+        in_batch={one.data_ptr() for one in _nested.tensors_in(job.batch)},
     )
-    return replace(costs, keeps_gradients=keeps_gradients)
+    return replace(costs, keeps_gradients=keeps_gradients, ranks=job.ranks, state=job.state_bytes())
 
 
 def check_measurable(model: paddle.nn.Layer) -> None:
@@ -163,6 +132,19 @@ def check_measurable(model: paddle.nn.Layer) -> None:
         raise PlanError(
             f"'{wrapped}' is recomputed already; plan a model that is not, or call "
             "RecomputePlan.remove or unwrap() first"
+        )
+
+
+def _check_recorded(skeleton: Skeleton, blocks: Mapping[str, paddle.nn.Layer]) -> None:
+    if skeleton.has_dropped_too_much:
+        raise PlanError(
+            "the step runs a backward a second time through operators beside its blocks "
+            "(retain_graph=True); such a step cannot be planned"
+        )
+    if not skeleton.calls:
+        raise PlanError(
+            "the step calls none of the blocks: " + ", ".join(list(blocks)[:3]) + "; name "
+            "Layers that loss_fn calls, with gradients enabled"
         )
 
 
@@ -265,28 +247,18 @@ def _composed(
     return StepCosts(base, held, tuple(calls), events, offload=offload)
 
 
-class State:
-    """What a step of `model` changes on its Layers: buffers, their values, and attributes."""
+class StepState:
+    """What a step of `model` changes: attributes, buffers and their values, random streams."""
 
     def __init__(self, model: paddle.nn.Layer) -> None:
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._values: list[tuple[paddle.Tensor, Any]] = []
-        for layer in model.sublayers(include_self=True):
-            self._attributes.append((layer.__dict__, dict(layer.__dict__)))
-            for place, names in non_trained_state(layer):
-                self._attributes.append((place, dict(place)))
-                self._values += [
-                    (place[name], place[name].numpy().copy())  # on the host
-                    for name in names
-                    if is_initialized(place[name])
-                ]
+        self._state = ModelState(model)
+        self._values = [
+            (one, one.numpy().copy()) for one in self._state.buffers().values()
+        ]  # on the host
 
     def put_back(self) -> None:
         """Restore it: the same tensors with the same values, wherever a forward has put others."""
-        for place, before in self._attributes:
-            for name in place.keys() - before.keys():
-                del place[name]
-            place.update(before)
+        self._state.put_back()
         with paddle.no_grad():
             for buffer, values in self._values:
                 buffer.set_value(values)

@@ -31,14 +31,10 @@ from paddle_recompute.recompute.selection import (
     layers_matching,
 )
 from paddle_recompute.recompute.treatment import (
-    PartOption,
     Unit,
     hands_on,
     is_treated,
-    offers_its_output,
-    parts_of_block,
     treat_calls,
-    treat_parts,
     undo_recompute,
 )
 from paddle_recompute.replay import is_recomputing
@@ -49,7 +45,6 @@ __all__ = [
     "InputStorage",
     "MakeSlot",
     "Offload",
-    "PartOption",
     "Place",
     "RecomputeLayer",
     "RecomputeOptions",
@@ -69,15 +64,12 @@ __all__ = [
     "is_recomputing",
     "is_treated",
     "layers_matching",
-    "offers_its_output",
-    "parts_of_block",
     "recompute",
     "recompute_wrapper",
     "replace_class",
     "run_recomputed",
     "slots",
     "treat_calls",
-    "treat_parts",
     "undo_recompute",
     "wrapped_layers",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import paddle
 
 from paddle_recompute._paddle.layers import clip_of_optimizer, parameters_of_optimizer
+from paddle_recompute.distributed import shared_out
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.grad_sync import owner_of
 
@@ -14,8 +15,7 @@ from paddle_recompute.grad_sync import owner_of
 def parts_of_ranks(
     parameters: Sequence[paddle.Tensor], num_ranks: int
 ) -> list[list[paddle.Tensor]]:
-    """What each rank owns: the largest parameter first, each for the rank that has least;
-    of those that have equally much, for the one with the fewest parameters.
+    """What each rank owns (`shared_out`).
 
     Parameters stay whole. LAMB takes norms over a whole parameter, and the kernel of RMSProp rounds
     a part of one differently, so parts of them would not have the bits of the replicated update.
@@ -25,16 +25,13 @@ def parts_of_ranks(
         num_ranks: Number of ranks.
 
     Returns:
-        A list for each rank, in the order of `parameters`. No rank has more elements than the mean
-        and the largest parameter together. Each rank has a parameter if there are enough.
+        A list for each rank, in the order of `parameters`.
     """
-    load, owner = [(0, 0)] * num_ranks, {}  # elements and parameters of each rank
-    for parameter in sorted(parameters, key=lambda one: -int(one.size)):
-        rank = load.index(min(load))
-        size, count = load[rank]
-        load[rank] = size + int(parameter.size), count + 1
-        owner[id(parameter)] = rank
-    return [[p for p in parameters if owner[id(p)] == rank] for rank in range(num_ranks)]
+    owners = shared_out([int(parameter.size) for parameter in parameters], num_ranks)
+    parts: list[list[paddle.Tensor]] = [[] for _ in range(num_ranks)]
+    for parameter, owner in zip(parameters, owners, strict=True):
+        parts[owner].append(parameter)
+    return parts
 
 
 def check_model(model: paddle.nn.Layer, num_ranks: int) -> list[paddle.Tensor]:

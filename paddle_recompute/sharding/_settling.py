@@ -14,25 +14,24 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import paddle
 
 from paddle_recompute._paddle import guarded
 from paddle_recompute._paddle.backward import before_each_backward
-from paddle_recompute.distributed import Job
 from paddle_recompute.errors import SyncError
 
-_coming: dict[int, tuple[paddle.Tensor, Job[None], threading.Event]] = {}
+_coming: dict[int, tuple[paddle.Tensor, Callable[[], object]]] = {}
 _lock = threading.RLock()  # a signal handler may read a parameter
 
 
-def expect(parameters: Sequence[paddle.Tensor], job: Job[None], arrived: threading.Event) -> None:
-    """From now on, who uses `parameters` waits until `job` has set `arrived`."""
+def expect(parameters: Sequence[paddle.Tensor], arrive: Callable[[], object]) -> None:
+    """From now on, who uses `parameters` calls `arrive` first, which returns when they are here."""
     _watch()
     with _lock:
         for parameter in parameters:
-            _coming[id(parameter)] = parameter, job, arrived
+            _coming[id(parameter)] = parameter, arrive
             guarded.wait_for(parameter)
 
 
@@ -46,8 +45,8 @@ def settle(parameters: Iterable[paddle.Tensor] | None = None) -> None:
     """
     for key in [*_coming] if parameters is None else [*map(id, parameters)]:
         while coming := _coming.get(key):
-            parameter, job, arrived = coming
-            job.wait_for(arrived)
+            parameter, arrive = coming
+            arrive()
             with _lock:  # another thread may have settled it, and the next update begun
                 if _coming.get(key) is coming:
                     guarded.unguard(parameter)

@@ -1,8 +1,9 @@
 """Updated parameters travel from their owners to the other ranks, segment by segment.
 
-With gloo they can travel while the next forward runs, in its order (`_settling`). What
-the ranks of even and of odd place own travels at a time, so that a link between two ranks is used
-in both directions; and each in two lanes: one sends while the other waits for its receivers.
+They can travel while the next forward runs, in its order (`_settling`). With gloo, what the ranks
+of even and of odd place own travels at a time, so that a link between two ranks is used in both
+directions; and each in two lanes: one sends while the other waits for its receivers. A device has a
+stream for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from paddle.distributed.communication.group import Group
 from paddle_recompute._paddle.flat import joined
 from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute._paddle.travelling import over_same_memory
-from paddle_recompute.distributed import Scope, lane_of, run_collective, scope_of
+from paddle_recompute.distributed import (
+    Scope,
+    device_group,
+    lane_of,
+    run_collective,
+    scope_of,
+    watched_on_device,
+)
 from paddle_recompute.sharding._settling import expect
 
 SEGMENT_BYTES = 4 * 2**20
@@ -50,12 +58,12 @@ class Travel:
         owner = {
             id(p): rank for rank, part in zip(self._scope.ranks, parts, strict=True) for p in part
         }
-        pieces = [piece for one in _segments(parameters) for piece in _pieces(one, owner)]
-        self._pieces: list[list[Piece]] = [[] for _ in LANES]
+        self._pieces = [piece for one in _segments(parameters) for piece in _pieces(one, owner)]
+        self._of_lanes: list[list[Piece]] = [[] for _ in LANES]
         num_before = [0, 0]
-        for piece in pieces:
+        for piece in self._pieces:
             parity = self._scope.ranks.index(piece[0]) % 2
-            self._pieces[parity + 2 * (num_before[parity] % 2)].append(piece)
+            self._of_lanes[parity + 2 * (num_before[parity] % 2)].append(piece)
             num_before[parity] += 1
         self._is_gloo = dist.get_backend(group).lower() == "gloo"
         for name in LANES if self._is_gloo else ():
@@ -64,25 +72,23 @@ class Travel:
     def begin(self, number: int, overlap: bool) -> None:
         """Give every rank what the owners have after update `number`.
 
-        With `overlap`, and gloo, it returns at once: see `_settling`.
+        With `overlap` it returns at once: see `_settling`.
         """
         label = f"the parameters of update {number} from their owners"
-        if not self._is_gloo:
-            all_pieces = [*itertools.chain(*self._pieces)]
-            run_collective(lambda: _carry_all(all_pieces, self._group), label, self._group)
-            return
         if overlap:
-            self._begin_overlapped(label)
-            return
-        for job in [
-            lane_of(self._scope, name).begin(functools.partial(_carry_all, pieces), label)
-            for name, pieces in zip(LANES, self._pieces, strict=True)
-        ]:
-            job.wait()
+            (self._begin_in_lanes if self._is_gloo else self._begin_on_device)(label)
+        elif not self._is_gloo:
+            run_collective(lambda: _carry_all(self._pieces, self._group), label, self._group)
+        else:
+            for job in [
+                lane_of(self._scope, name).begin(functools.partial(_carry_all, pieces), label)
+                for name, pieces in zip(LANES, self._of_lanes, strict=True)
+            ]:
+                job.wait()
 
-    def _begin_overlapped(self, label: str) -> None:
+    def _begin_in_lanes(self, label: str) -> None:
         jobs = []
-        for name, pieces in zip(LANES, self._pieces, strict=True):
+        for name, pieces in zip(LANES, self._of_lanes, strict=True):
             arrived = [threading.Event() for _ in pieces]
             # Not the parameters themselves, for which a lane would wait, as everybody does.
             shared = [(owner, [*map(over_same_memory, tensors)]) for owner, tensors in pieces]
@@ -90,7 +96,16 @@ class Travel:
             job = lane_of(self._scope, name).begin(carry, label)
             jobs += [(tensors, job, e) for (_, tensors), e in zip(pieces, arrived, strict=True)]
         for tensors, job, event in jobs:
-            expect(tensors, job, event)
+            expect(tensors, functools.partial(job.wait_for, event))
+
+    def _begin_on_device(self, label: str) -> None:
+        """On a stream of the device; who uses a parameter lets its stream wait for that one."""
+        group = device_group(self._scope.ranks, "sharded parameters")
+        with watched_on_device(label, self._scope):
+            for owner, tensors in self._pieces:
+                for one in tensors:
+                    task = dist.broadcast(one, src=owner, group=group, sync_op=False)
+                    expect([one], task.wait)
 
 
 def _segments(parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:

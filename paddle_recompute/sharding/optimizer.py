@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
+from paddle_recompute._paddle.updates import MASTERS, SCHEDULE, owner_of_state, part_of_state
 from paddle_recompute._paddle.version import paddle_version
 from paddle_recompute._paddle.walk import ParameterWalk
 from paddle_recompute.distributed import (
@@ -20,16 +21,9 @@ from paddle_recompute.distributed import (
 )
 from paddle_recompute.errors import CheckpointError, ConfigError, SyncError
 from paddle_recompute.replay import note_write
-from paddle_recompute.sharding._owners import (
-    check_model,
-    check_optimizer,
-    parts_of_ranks,
-)
+from paddle_recompute.sharding._owners import check_model, check_optimizer, parts_of_ranks
 from paddle_recompute.sharding._settling import are_coming, settle
 from paddle_recompute.sharding._travel import Travel
-
-_MASTERS = "master_weights"
-_SCHEDULE = "LR_Scheduler"
 
 
 class ShardedOptimizer:
@@ -77,12 +71,12 @@ class ShardedOptimizer:
             model: Its trained parameters are updated; the same Layer on every rank. Where a loss
                 has parameters too: ``paddle.nn.LayerDict({"model": model, "loss": loss})``.
             group: The data-parallel ranks; None is all of them.
-            overlap: With gloo on Paddle 3: `step` returns before the new values are here. They
-                travel during the next forward, and operators, methods and collectives of Paddle
-                wait for each parameter. What reads its memory otherwise gets the old value, without
-                an error: an alias made before (``detach``, ``reshape``), a method called by its
-                class (``paddle.Tensor.numpy(parameter)``), a subclass of ``list`` or ``tuple`` as
-                an argument of an operator, C++.
+            overlap: On Paddle 3: `step` returns before the new values are here. They travel during
+                the next forward, and operators, methods and collectives of Paddle wait for each
+                parameter. What reads its memory otherwise gets the old value, without an error: an
+                alias made before (``detach``, ``reshape``), a method called by its class
+                (``paddle.Tensor.numpy(parameter)``), a subclass of ``list`` or ``tuple`` as an
+                argument of an operator, C++.
             debug: Compare the parameters of all ranks after each update, bit by bit; takes about
                 1 s per GB. Not with `overlap`.
 
@@ -188,22 +182,22 @@ class ShardedOptimizer:
         """
         self._check_whole()
         state = dict(self.inner.state_dict())
-        schedule = state.pop(_SCHEDULE, None)
+        schedule = state.pop(SCHEDULE, None)
         # Paddle's names count the Layers of a process, so ranks may differ in them.
-        masters = state.pop(_MASTERS, {})
-        own = {f"{self._index(name)}:{_MASTERS}": one for name, one in masters.items()}
+        masters = state.pop(MASTERS, {})
+        own = {f"{self._index(name)}:{MASTERS}": one for name, one in masters.items()}
         for key, value in state.items():
-            owner = _owner_of(key, self.owned)
+            owner = owner_of_state(key, self.owned)
             own[f"{self._index(owner)}:{key[len(owner) :]}"] = value
         whole: dict[str, Any] = {}
         for key, value in self.gathered(own).items():
             index, _, rest = key.partition(":")
             name = self._parameter_list[int(index)].name
-            if rest == _MASTERS:
-                whole.setdefault(_MASTERS, {})[name] = value
+            if rest == MASTERS:
+                whole.setdefault(MASTERS, {})[name] = value
             else:
                 whole[f"{name}{rest}"] = value
-        return whole if schedule is None else {**whole, _SCHEDULE: schedule}
+        return whole if schedule is None else {**whole, SCHEDULE: schedule}
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the whole `state`, of this or of the plain optimizer, from any number of
@@ -213,10 +207,9 @@ class ShardedOptimizer:
             CheckpointError: An entry is of no parameter of the model.
         """
         known = {p.name for p in (*self._parameter_list, *self._model.parameters())}
-        owners = {key: _owner_of(key, known) for key in state if key not in (_MASTERS, _SCHEDULE)}
-        masters = state.get(_MASTERS, {})
+        owners = {k: owner_of_state(k, known) for k in state if k not in (MASTERS, SCHEDULE)}
         foreign = [key for key, owner in owners.items() if not owner]
-        foreign += [name for name in masters if name not in known]
+        foreign += [name for name in state.get(MASTERS, {}) if name not in known]
         if foreign:
             raise CheckpointError(
                 f"the optimizer state has '{foreign[0]}', which is of no parameter of the model; "
@@ -224,11 +217,7 @@ class ShardedOptimizer:
                 "of a process: the model must be made in the same order as that of the state. "
                 "TrainStep.state_dict() does not depend on it"
             )
-        own = {key: value for key, value in state.items() if owners.get(key) in self.owned}
-        if _SCHEDULE in state:
-            own[_SCHEDULE] = state[_SCHEDULE]
-        masters = {name: one for name, one in masters.items() if name in self.owned}
-        self.inner.set_state_dict({**own, **({_MASTERS: masters} if masters else {})})
+        self.inner.set_state_dict(part_of_state(state, owners, self.owned))
 
     def gathered(self, own: Mapping[str, Any], *, keep: bool = True) -> dict[str, Any]:
         """What all ranks have, gathered tensor by tensor. All ranks call this.
@@ -269,11 +258,6 @@ class ShardedOptimizer:
 
     def _index(self, name: str) -> int:
         return [parameter.name for parameter in self._parameter_list].index(name)
-
-
-def _owner_of(key: str, names: Iterable[str]) -> str:
-    """Which of `names` is that of the parameter that the state `key` belongs to; "" if none is."""
-    return max((name for name in names if key.startswith(f"{name}_")), key=len, default="")
 
 
 def inner_of(optimizer: Any) -> Any:

@@ -10,21 +10,13 @@ updates; the trained variables stay in a `ScopeState`.
 
 from paddle_recompute.recompute.program import SegmentInfo, SegmentReport, explain, mark_checkpoint
 from paddle_recompute.static_graph._cached_program import ProgramCache
-from paddle_recompute.static_graph.call_costs import ProgramCalls
 from paddle_recompute.static_graph.minimize import RecomputeOptimizer, minimize
 from paddle_recompute.static_graph.options import StaticConfig
-from paddle_recompute.static_graph.strategy import (
-    check_static,
-    distributed_strategy,
-)
-from paddle_recompute.static_graph.strategy import (
-    faults_in_static as faults_in_static,
-)
+from paddle_recompute.static_graph.strategy import check_static, distributed_strategy
 from paddle_recompute.static_graph.train_step import StaticTrainStep
 
 __all__ = [
     "ProgramCache",
-    "ProgramCalls",
     "RecomputeOptimizer",
     "SegmentInfo",
     "SegmentReport",

@@ -29,7 +29,7 @@ Encode = Callable[[Any, Any], Any]
 _GRADIENT = "gradient_of_output_{}"
 
 
-class _Place:
+class _OutputSlot:
     """Stands for an output of the encoder in the structure that it returned; it is a leaf there."""
 
     def __init__(self, number: int) -> None:
@@ -128,7 +128,7 @@ class ProgramEncoder(OwnBackward):
         given = {
             leaf.number: gradients.get(path)
             for path, leaf in _nested.named_leaves(backward.structure, "output")
-            if isinstance(leaf, _Place)
+            if isinstance(leaf, _OutputSlot)
         }
         rows = next(iter(gradients.values())).shape[0]
         for number, output in enumerate(backward.outputs):
@@ -186,7 +186,7 @@ def _forward(
         if not training.is_variable(leaf):
             return leaf
         found.append(leaf)
-        return _Place(len(found) - 1)
+        return _OutputSlot(len(found) - 1)
 
     structure = _nested.map_leaves(place, returned)
     dtypes = [training.dtype_name(one.dtype) for one in found]
@@ -234,7 +234,7 @@ def _as_tensors(forward: _Forward, arrays: list[Any], *, trained: bool) -> Any:
     """What the encoder returned, with Tensors of the dtypes that it returned."""
 
     def tensor(leaf: Any) -> Any:
-        if not isinstance(leaf, _Place):
+        if not isinstance(leaf, _OutputSlot):
             return leaf
         dtype = forward.dtypes[leaf.number]
         made = paddle.to_tensor(arrays[leaf.number]).astype(dtype)

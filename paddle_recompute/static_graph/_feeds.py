@@ -41,7 +41,7 @@ class Feeds:
     """
 
     def __init__(self, micro_batch: Any, input_spec: Any = None, *, any_rows: bool = False) -> None:
-        self._structure = micro_batch
+        self._structure, self._constants = micro_batch, _constants(micro_batch)
         arrays = dict(_arrays(micro_batch))
         specs = {path: None for path in arrays} if input_spec is None else _specs(input_spec)
         if not arrays or specs.keys() != arrays.keys():
@@ -57,11 +57,7 @@ class Feeds:
 
     def is_like(self, other: Feeds) -> bool:
         """Whether both take the same arrays, beside the same constants."""
-        mine, theirs = (
-            [None if _is_array(leaf) else leaf for _, leaf in _nested.named_leaves(one._structure)]
-            for one in (self, other)
-        )
-        return self._feeds == other._feeds and mine == theirs
+        return self._feeds == other._feeds and self._constants == other._constants
 
     def variables(self) -> Any:
         """Declare the variables in the current Program; returns them in the micro-batch's form."""
@@ -99,14 +95,11 @@ class Feeds:
                     f"was built for {feed.dtype} {list(feed.shape)}. Where a dimension changes "
                     "from batch to batch, give input_spec with -1 for it"
                 )
-        constants, expected = (
-            [leaf for _, leaf in _nested.named_leaves(one) if not _is_array(leaf)]
-            for one in (micro_batch, self._structure)
-        )
-        if constants != expected:
+        if (constants := _constants(micro_batch)) != self._constants:
             raise DataError(
                 f"the micro-batch has {constants!r} beside its arrays, and the Program was built "
-                f"with {expected!r}; what changes from batch to batch must be a Tensor or an array"
+                f"with {self._constants!r}; what changes from batch to batch must be a Tensor or "
+                "an array"
             )
         return {self._feeds[path].name: array for path, array in found.items()}
 
@@ -139,6 +132,10 @@ def _arrays(micro_batch: Any) -> Iterator[tuple[str, NDArray[Any]]]:
     for path, leaf in _nested.named_leaves(micro_batch):
         if _is_array(leaf):
             yield path, leaf if isinstance(leaf, np.ndarray) else leaf.numpy()
+
+
+def _constants(micro_batch: Any) -> list[Any]:
+    return [leaf for leaf in _nested.leaves_of(micro_batch) if not _is_array(leaf)]
 
 
 def _specs(input_spec: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -11,19 +12,7 @@ from paddle_recompute._paddle.static.old_ir import Variable
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.static_graph._request import Request
 
-
-def start(program: paddle.static.Program, startup: paddle.static.Program, asked: Request) -> None:
-    """Fleet connects the ranks. A Program is minimized once.
-
-    Raises:
-        StaticGraphError: It has an optimizer already.
-    """
-    if any(old_ir.is_update(one) for one in old_ir.operations(program)):
-        # fleet's own second minimize ends the process with SIGSEGV (2.6.2).
-        raise StaticGraphError(
-            "this Program has an optimizer already, and fleet of Paddle 2.6 cannot add a second "
-            "one; minimize one loss per Program, or use Paddle 3.3"
-        )
+Trained = tuple[list[Any], list[tuple[Variable, Variable]]]
 
 
 def cast_forward(loss: Variable, asked: Request) -> Variable:
@@ -44,28 +33,32 @@ def cast_program(program: paddle.static.Program, asked: Request) -> None:
         )
 
 
-def append_backward(
-    optimizer: paddle.optimizer.Optimizer,
-    loss: Variable,
-    startup: paddle.static.Program,
-    asked: Request,
-) -> tuple[list[Any], list[tuple[Variable, Variable]]]:
-    """Fleet appends everything at once, and this is what its ``minimize`` returns."""
-    return old_ir_fleet.fleet_minimize(optimizer, loss, asked.of_fleet, startup)
-
-
 def complete(program: paddle.static.Program, asked: Request) -> None:
     """Let the backward of a Program in bfloat16 compute all its gradients."""
     if asked.dtype == "bfloat16":
         old_ir_fleet.complete_bfloat16_gradients(program)
 
 
-def append_update(
+def train(
     optimizer: paddle.optimizer.Optimizer,
     loss: Variable,
     startup: paddle.static.Program,
     asked: Request,
-    appended: tuple[list[Any], list[tuple[Variable, Variable]]],
-) -> tuple[list[Any], list[tuple[Variable, Variable]]]:
-    """Nothing more: fleet has `appended` the update with the backward."""
-    return appended
+    differentiate: Callable[..., Trained],
+) -> Trained:
+    """What fleet's ``minimize`` returns, which connects the ranks and appends everything at once.
+
+    Raises:
+        StaticGraphError: The Program has an optimizer already.
+    """
+    if any(old_ir.is_update(one) for one in old_ir.operations(old_ir.program_of(loss))):
+        # fleet's own second minimize ends the process with SIGSEGV (2.6.2).
+        raise StaticGraphError(
+            "this Program has an optimizer already, and fleet of Paddle 2.6 cannot add a second "
+            "one; minimize one loss per Program, or use Paddle 3.3"
+        )
+    return differentiate(
+        loss,
+        asked,
+        lambda loss: old_ir_fleet.fleet_minimize(optimizer, loss, asked.of_fleet, startup),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -15,14 +16,7 @@ from paddle_recompute.static_graph._pir_data_parallel import (
     mean_over_ranks,
     start_as_rank_0,
 )
-from paddle_recompute.static_graph._pir_gradient_merge import merge_gradients
 from paddle_recompute.static_graph._request import Request
-
-
-def start(program: paddle.static.Program, startup: paddle.static.Program, asked: Request) -> None:
-    """Connect the ranks, which start with the parameters of rank 0."""
-    if pir_exchange.join_ranks() > 1:
-        start_as_rank_0(program, startup, bucket_bytes=asked.bucket_bytes)
 
 
 def cast_forward(loss: Any, asked: Request) -> Any:
@@ -39,48 +33,73 @@ def cast_forward(loss: Any, asked: Request) -> Any:
     return loss
 
 
-def append_backward(
-    optimizer: paddle.optimizer.Optimizer,
-    loss: Any,
-    startup: paddle.static.Program,
-    asked: Request,
-) -> ParamsGrads:
-    """Parameters and gradients of this rank."""
-    return pir.append_backward(optimizer, loss, startup)
-
-
 def complete(program: paddle.static.Program, asked: Request) -> None:
     """Nothing is left to do for the backward."""
 
 
-def append_update(
+def train(
     optimizer: paddle.optimizer.Optimizer,
     loss: Any,
     startup: paddle.static.Program,
     asked: Request,
-    params_grads: ParamsGrads,
+    differentiate: Callable[..., ParamsGrads],
 ) -> tuple[list[Operation], ParamsGrads]:
-    """As `static_graph.minimize` returns."""
-    num_ranks = pir_exchange.join_ranks()
+    """As `static_graph.minimize` returns; the ranks start with the parameters of rank 0."""
+    program, num_ranks = pir.program_of(loss), pir_exchange.join_ranks()
+    if num_ranks > 1:
+        start_as_rank_0(program, startup, bucket_bytes=asked.bucket_bytes)
+    params_grads = differentiate(
+        loss, asked, lambda loss: pir.append_backward(optimizer, loss, startup)
+    )
 
     def update(gradients: ParamsGrads) -> list[Operation]:
         means = mean_over_ranks(gradients, num_ranks=num_ranks, bucket_bytes=asked.bucket_bytes)
         return pir.append_update(optimizer, loss, startup, means)
 
-    program = pir.program_of(loss)
     with pir.editing(program):
         if asked.merge_steps == 1:
             return update(params_grads), params_grads
         pir.create_learning_rate(optimizer)
-        operations = merge_gradients(
-            params_grads,
-            update,
-            program=program,
-            startup=startup,
-            steps=asked.merge_steps,
-            average=asked.average,
-        )
-        return operations, params_grads
+        return _merged(params_grads, update, program, startup, asked), params_grads
+
+
+def _merged(
+    params_grads: ParamsGrads,
+    update: Callable[[ParamsGrads], list[Operation]],
+    program: paddle.static.Program,
+    startup: paddle.static.Program,
+    asked: Request,
+) -> list[Operation]:
+    """Append ``sum += gradient`` and, under a condition, the update with the sums.
+
+    As fleet does it on 2.6: the operators that `update` appends (exchange, clip, decay, optimizer)
+    run in every k-th run only, and then the sums are set to zero.
+
+    Returns:
+        The operators appended to the top level: the additions, and the conditional update.
+    """
+    sums = []
+    for parameter, gradient in params_grads:
+        name = f"{parameter.name}@GRAD@MERGED"
+        sums.append((parameter, pir.persistable(name, gradient, startup, program)))
+    runs = pir.persistable("gradient_merge@RUNS", None, startup, program)
+    appended_from = len(pir.operations(program))
+    for (_, total), (_, gradient) in zip(sums, params_grads, strict=True):
+        pir.add_in_place(total, gradient)
+    pir.count_up_in_place(runs)
+    steps = asked.merge_steps
+
+    def update_and_start_again() -> None:
+        factor = 1.0 / steps if asked.average else 1.0
+        update([(parameter, paddle.scale(total, factor)) for parameter, total in sums])
+        for _, total in sums:
+            pir.fill_in_place(total, 0.0)
+
+    is_due: Any = paddle.equal(
+        paddle.remainder(runs, paddle.full([1], steps, "int32")), paddle.zeros([1], "int32")
+    )
+    paddle.static.nn.cond(is_due, update_and_start_again, None)
+    return pir.operations(program)[appended_from:]
 
 
 def _check_precision(asked: Request, forward: list[Operation]) -> None:

@@ -20,7 +20,7 @@ from paddle_recompute.static_graph._feeds import Feeds, length_of_first_axis
 from paddle_recompute.train_step import NOT_UPDATED
 
 Arrays = dict[str, NDArray[Any]]
-WEIGHT = "micro_batch_weight"
+MICRO_BATCH_WEIGHT = "micro_batch_weight"
 """The variable by which the loss is multiplied, ``[1]``, float32."""
 
 
@@ -263,7 +263,7 @@ class TrainedProgram:
     ) -> Iterator[list[Any]]:
         """The values of `fetched` in each run; the last one updates the parameters."""
         for place, (arrays, weight) in enumerate(zip(feeds, weights, strict=True), 1):
-            feed = {**arrays, WEIGHT: np.full([1], weight, "float32")}
+            feed = {**arrays, MICRO_BATCH_WEIGHT: np.full([1], weight, "float32")}
             exchanges = place == len(feeds) or self.gathers_rows
             yield self.state.run(self.main, feed, fetched, exchanges=exchanges)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,16 +50,11 @@ def minimize(
         StaticGraphError: The strategy sets what cannot be honoured on this Paddle, or the Program
             lacks its checkpoints; the message names them.
     """
-    own, asked = _of_representation(), Request.of(strategy)
-    program = native().program_of(loss)
+    asked = Request.of(strategy)
     startup = startup_program or paddle.static.default_startup_program()
-    with paddle.static.program_guard(program, startup):
-        own.start(program, startup, asked)
-        appended = _differentiated(
-            loss, asked, lambda loss: own.append_backward(optimizer, loss, startup, asked)
-        )
-        trained: tuple[list[Any], list[tuple[Any, Any]]] = own.append_update(
-            optimizer, loss, startup, asked, appended
+    with paddle.static.program_guard(native().program_of(loss), startup):
+        trained: tuple[list[Any], list[tuple[Any, Any]]] = _of_representation().train(
+            optimizer, loss, startup, asked, _differentiated
         )
     return trained
 
@@ -118,9 +112,14 @@ def cast_forward(program: paddle.static.Program, strategy: fleet.DistributedStra
 
 
 def _of_representation() -> ModuleType:
-    """The module with the five functions that differ between the representations."""
-    name = "_fleet_training" if native().HAS_FLEET else "_pir_training"
-    return importlib.import_module(f"paddle_recompute.static_graph.{name}")
+    """The module with the three functions that differ between the representations."""
+    if native().HAS_FLEET:
+        from paddle_recompute.static_graph import _fleet_training
+
+        return _fleet_training
+    from paddle_recompute.static_graph import _pir_training
+
+    return _pir_training
 
 
 class RecomputeOptimizer:

@@ -9,6 +9,7 @@ import paddle
 
 from paddle_recompute._paddle.static import native
 from paddle_recompute.errors import ConfigError, StaticGraphError
+from paddle_recompute.options import NOT_IN_A_PROGRAM, RecomputeConfig
 from paddle_recompute.recompute import RecomputedFunction, RecomputeLayer, hands_on
 from paddle_recompute.static_graph._request import NO_LOSS_SCALE
 from paddle_recompute.static_graph.options import HasStaticConfig, StaticConfig, static_config
@@ -80,37 +81,22 @@ def check_static(config: StaticConfig | HasStaticConfig) -> None:
     Raises:
         ConfigError: It cannot; the message lists every such setting.
     """
-    faults = faults_in_static(static_config(config))
-    if faults:
-        raise ConfigError(
-            "a static graph cannot honour:\n" + "\n".join(f"  {one}" for one in faults)
-        )
-
-
-def faults_in_static(config: StaticConfig) -> list[str]:
-    """A sentence for every setting that a static graph cannot honour."""
-    recompute, faults = config.recompute, []
-    if recompute.enable and recompute.engine != "paddle_recompute":
-        faults.append(
-            f"recompute.engine: {recompute.engine}: Paddle's own recompute loses gradients in a "
-            "Program; set engine: paddle_recompute"
-        )
-    if recompute.enable and recompute.offload != "none":
-        faults.append(
-            f"recompute.offload: {recompute.offload}: a Program keeps all its tensors on the "
-            "device; set offload: none"
-        )
-    if recompute.enable and not recompute.preserve_rng_state:
-        faults.append(
-            "recompute.preserve_rng_state: false: a Program always reuses the dropout mask of the "
-            "first forward; remove the setting"
-        )
+    config = static_config(config)
+    recompute = config.recompute
+    faults = [
+        f"recompute.{name}: {getattr(recompute, name)}: {reason}; remove the setting"
+        for name, reason in NOT_IN_A_PROGRAM.items()
+        if recompute.enable and getattr(recompute, name) != getattr(RecomputeConfig, name)
+    ]
     if config.amp is not None and config.amp.level != "O1":
         faults.append(
             "strategy.amp_configs.level: a static graph is trained at level O1, with parameters in "
             "float32; set level: O1"
         )
-    return faults
+    if faults:
+        raise ConfigError(
+            "a static graph cannot honour:\n" + "\n".join(f"  {one}" for one in faults)
+        )
 
 
 def _wrapped_names(model: paddle.nn.Layer | None) -> list[str]:

@@ -41,7 +41,7 @@ from paddle_recompute.static_graph._cached_program import CachedProgram, Program
 from paddle_recompute.static_graph._comparison import Comparison
 from paddle_recompute.static_graph._feeds import Feeds, arrays_of
 from paddle_recompute.static_graph._trained_program import (
-    WEIGHT,
+    MICRO_BATCH_WEIGHT,
     Arrays,
     ScopeState,
     TrainedProgram,
@@ -355,7 +355,7 @@ class StaticTrainStep:
             model = builder.model(recompute=True)
             in_training = modes_of(model)
             micro_batch = feeds.variables()
-            weight = paddle.static.data(WEIGHT, [1], "float32")
+            weight = paddle.static.data(MICRO_BATCH_WEIGHT, [1], "float32")
             with converted("the forward"), builder.mixed_precision():
                 loss = self._loss_fn(model, micro_batch)
             if math.prod(loss.shape) != 1:

@@ -70,7 +70,7 @@ class PlainBackward:
                     "detached, of integers, made under no_grad, or the model frozen? Where a batch "
                     "has nothing to train on, return model(...).sum() * 0"
                 )
-            weighted = loss / divisor
+            weighted = loss / divisor if divisor != 1 else loss
             if loss_scale is not None:
                 # In float32: a float16 loss times its scale could be infinite on its own.
                 weighted = weighted.astype("float32") * loss_scale

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import paddle
 
-from paddle_recompute._paddle.flat import multiply_all
+from paddle_recompute._paddle.flat import by_dtype, multiply_all
 
 _HALF = (paddle.float16, paddle.bfloat16)
 
@@ -26,8 +26,7 @@ def scale_to_norm(gradients: Sequence[paddle.Tensor], norm: paddle.Tensor, limit
     norm = norm.astype("float64").reshape([])
     quotient = paddle.full_like(norm, limit) / norm
     factor = paddle.where(norm > limit, quotient, paddle.ones_like(norm))
-    for dtype in {gradient.dtype for gradient in gradients}:
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+    for dtype, alike in by_dtype(gradients).items():
         if dtype not in _HALF:
             multiply_all(alike, factor.astype(dtype))
             continue

@@ -42,7 +42,7 @@ MIN_LOSS_SCALE = 1.0
 MAX_LOSS_SCALE = 2.0**127
 """About the largest float32; a scale beyond it would make 0 * inf of every gradient that is 0."""
 
-_HALF = (paddle.float16, paddle.bfloat16)
+HALF = (paddle.float16, paddle.bfloat16)
 
 
 class LossScaler:
@@ -196,7 +196,7 @@ def to_float32(parameters: Iterable[paddle.Tensor]) -> None:
     """
     for parameter in parameters:
         gradient = gradient_of(parameter)
-        if gradient is not None and gradient.dtype in _HALF:
+        if gradient is not None and gradient.dtype in HALF:
             wide = gradient.astype("float32")
             # A gradient cannot be replaced by one of another dtype, only be put where none is.
             parameter.clear_gradient(False)

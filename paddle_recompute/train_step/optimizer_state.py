@@ -18,6 +18,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.layers import parameters_of_optimizer
+from paddle_recompute._paddle.updates import MASTERS, SCHEDULE, owner_of_state
 from paddle_recompute.distributed import gathered
 from paddle_recompute.errors import CheckpointError
 from paddle_recompute.offload import OffloadOptimizer
@@ -67,15 +68,15 @@ def state_of(
     structured = {parameter.name: name for name, parameter in parameters.items()}
     state = {}
     for key, tensor in _own_state_of(optimizer).items():
-        if key == "LR_Scheduler":
+        if key == SCHEDULE:
             continue
-        if key == "master_weights":
+        if key == MASTERS:
             for owner, master in tensor.items():
                 state[f"{structured[owner]}:{_MASTER}"] = master
             continue
-        owner = max((p for p in structured if key.startswith(f"{p}_")), key=len, default=None)
+        owner = owner_of_state(key, structured)
         accumulator = _ACCUMULATOR.fullmatch(key[len(owner) + 1 :]) if owner else None
-        if owner is None or accumulator is None:
+        if accumulator is None:
             raise CheckpointError(f"the optimizer state {key!r} belongs to no parameter")
         state[f"{structured[owner]}:{accumulator[1]}"] = tensor
     for key, value in (loaded or {}).items():
@@ -149,14 +150,14 @@ def set_state_of(
         elif not is_half:
             parameter.set_value(value)
     if masters:
-        moments["master_weights"] = masters
+        moments[MASTERS] = masters
     # Paddle insists on the state of a scheduler that the optimizer has: give it its own back.
     optimizer = inner_of(optimizer)
-    schedule = _own_state_of(optimizer).get("LR_Scheduler")
+    schedule = _own_state_of(optimizer).get(SCHEDULE)
     with warnings.catch_warnings():
         # Of LinearWarmup's own state it says that it holds "unused values" (2.6, 3.x).
         warnings.filterwarnings("ignore", "There are some unused values", UserWarning)
-        optimizer.set_state_dict({**moments, **({"LR_Scheduler": schedule} if schedule else {})})
+        optimizer.set_state_dict({**moments, **({SCHEDULE: schedule} if schedule else {})})
     return given
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.flat import is_frozen, squares_of
+from paddle_recompute._paddle.flat import by_dtype, is_frozen, scale_all, squares_of
 from paddle_recompute._paddle.guarded import gradient_of
 from paddle_recompute._paddle.layers import parameters_of_optimizer
 from paddle_recompute._paddle.updates import (
@@ -34,7 +34,7 @@ from paddle_recompute.options import AmpConfigs
 from paddle_recompute.sharding import ShardedOptimizer, inner_of
 from paddle_recompute.train_step.backward import Backward, CachedBackward, LossFn, PlainBackward
 from paddle_recompute.train_step.clipping import scale_to_norm
-from paddle_recompute.train_step.mixed_precision import MixedPrecision, to_float32
+from paddle_recompute.train_step.mixed_precision import HALF, MixedPrecision, to_float32
 from paddle_recompute.train_step.optimizer_state import (
     set_state_of,
     state_of,
@@ -52,7 +52,7 @@ from paddle_recompute.train_step.parameters import (
     warn_of_not_updated,
 )
 from paddle_recompute.train_step.step import StepResult
-from paddle_recompute.train_step.unread_steps import Outcome, UnreadSteps, divergence
+from paddle_recompute.train_step.unread_steps import Outcome, UnreadSteps, divergence, read_all
 
 
 class TrainStep:
@@ -184,6 +184,7 @@ class TrainStep:
         self._state: tuple[int, list[bool]] = 0, []  # and from which of them are frozen
         self._trained = trained(self._walk.parameters(), optimizer)
         self._updated: list[paddle.Tensor] = []
+        self._cleared_here: Sequence[paddle.Tensor] = ()  # not by the optimizer
         self._moved: set[str] = set()  # Paddle's names of what was updated
         self._without_moments: list[paddle.Tensor] = []
         self._loaded: dict[str, Any] = {}
@@ -242,20 +243,18 @@ class TrainStep:
         began = time.perf_counter()
         counts = [self._count(micro_batch) for micro_batch in micro_batches]
         total = math.fsum(counts)
-        if self._offloaded is not None:  # shards are sent and gone before the backward ends
-            total = mean_over_ranks(total, self._sync.group)
         # Exactly accumulate_steps where all counts are equal: then it is the plain mean, to the
         # bit. The synchronization weighs the ranks, where theirs differ.
         divisors = [total / count for count in counts]
         loss_scale = self._scaler.scale if self._scaler is not None else None
-        self._sync.report = StepReport(total if self._offloaded is None else None, self._terms())
+        self._sync.report = StepReport(total, self._terms())
         if self._offloaded is not None:
             is_double = any(p.dtype == paddle.float64 for p in self._trained)
             self._offloaded.finish_with(
                 OnComplete(
                     loss_scale,
                     widen=self._amp is not None,
-                    norm_dtype="float64" if is_double else "float32",
+                    norm_dtype=paddle.float64 if is_double else paddle.float32,
                 )
             )
         last = self._accumulate_steps - 1
@@ -278,11 +277,14 @@ class TrainStep:
             outcome = Outcome(losses, divisors, self._unscale(), agreed.loss if agreed else None)
             must_read = self._must_read
             if must_read:
-                loss, norm = outcome.read()
+                [(loss, norm)] = read_all([outcome])
                 finite = self._is_finite_everywhere(loss, norm)
                 self._update_if(finite, loss, norm)
             else:
                 self._update_on_device(outcome)
+        except BaseException:  # before it was found out what has changed since the last step
+            self._cleared_here = self._walk.parameters()
+            raise
         finally:  # of a step that failed, too: the next one would add to them
             self._clear_gradients()
         if self._scaler is not None and loss_scale is not None:
@@ -295,7 +297,7 @@ class TrainStep:
         }
         if must_read:
             return StepResult(loss, norm, seconds, not finite, loss_scale)
-        self._unread.look_at_times()
+        self._unread.look_if_due()
         return StepResult.unread(functools.partial(self._unread.look_at, outcome), seconds)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
@@ -365,10 +367,8 @@ class TrainStep:
     def _clear_gradients(self) -> None:
         # Not set_to_zero: a parameter that has no gradient in the next step must not be decayed.
         self._optimizer.clear_grad(set_to_zero=False)
-        parameters = self._walk.parameters()
-        gradients, frozen = map(gradient_of, parameters), map(is_frozen, parameters)
-        for parameter, gradient, is_left in zip(parameters, gradients, frozen, strict=True):
-            if is_left or gradient is not None:
+        for parameter in self._cleared_here:
+            if parameter.stop_gradient or gradient_of(parameter) is not None:
                 parameter.clear_gradient(False)
 
     def _count(self, micro_batch: Any) -> float:
@@ -392,6 +392,8 @@ class TrainStep:
     def _find_trained(self, own: Sequence[paddle.Tensor]) -> None:
         before = {id(parameter) for parameter in self._trained}
         self._trained = trained(own, self._optimizer)
+        others = {id(p) for p in parameters_of_optimizer(self._optimizer) if not p.stop_gradient}
+        self._cleared_here = [p for p in own if id(p) not in others]
         new = [parameter for parameter in self._trained if id(parameter) not in before]
         if new:
             refuse_main_grad(new)
@@ -409,13 +411,13 @@ class TrainStep:
 
         The norm is the test for overflow too: it is finite only if every element is.
         """
-        if self._amp is not None:
-            to_float32(self._updated)
         gradients = self._gradients()
+        if self._amp is not None and not by_dtype(gradients).keys().isdisjoint(HALF):
+            to_float32(self._updated)
+            gradients = self._gradients()
         if self._scaler is not None:
-            for gradient in gradients:
-                gradient.scale_(1.0 / self._scaler.scale)
-        dtypes = {gradient.dtype for gradient in gradients}
+            scale_all(gradients, 1.0 / self._scaler.scale)
+        dtypes = {*by_dtype(gradients)}
         dtype = paddle.float64 if paddle.float64 in dtypes else paddle.float32
         squares = squares_of(
             [g.astype(dtype) for g in gradients] if dtypes - {dtype} else gradients
@@ -424,7 +426,7 @@ class TrainStep:
             # In the order of the parameters, offloaded or not: so that the sum has the same bits.
             own, others = iter(squares), self._offloaded.squares()
             squares = [
-                next(own) if gradient_of(p) is not None else others[id(p)].reshape([1])
+                next(own) if gradient_of(p) is not None else others[id(p)]
                 for p in self._updated
                 if gradient_of(p) is not None or id(p) in others
             ]
@@ -455,8 +457,7 @@ class TrainStep:
         """Clip and update, or leave the parameters alone."""
         if finite:
             if self._clip_grad_norm is not None and norm > self._clip_grad_norm:
-                for gradient in self._gradients():
-                    gradient.scale_(self._clip_grad_norm / norm)
+                scale_all(self._gradients(), self._clip_grad_norm / norm)
                 if self._offloaded is not None:
                     self._offloaded.scale_gradients(self._clip_grad_norm / norm)
             self._note_updated()

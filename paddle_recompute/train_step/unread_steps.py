@@ -45,10 +45,6 @@ class Outcome:
         """Bool ``[1]``, on the device."""
         return paddle.isfinite(self._numbers()).all().reshape([1])
 
-    def read(self) -> tuple[float, float]:
-        """(loss, norm): waits for the device, once."""
-        return read_all([self])[0]
-
     @paddle.no_grad()
     def _numbers(self) -> paddle.Tensor:
         losses = self.losses if self.agreed_loss is None else [self.agreed_loss]
@@ -98,7 +94,7 @@ class UnreadSteps:
         self._outcomes.append(outcome)
         return finite
 
-    def look_at_times(self) -> None:
+    def look_if_due(self) -> None:
         """Look at all that is unread, in the first step and then in every one of `LOOK_EVERY`.
 
         Raises:
@@ -127,7 +123,7 @@ class UnreadSteps:
         if outcome.error is not None:
             raise outcome.error
         if outcome not in self._outcomes:
-            return outcome.read()
+            return read_all([outcome])[0]
         index = self._outcomes.index(outcome)
         looked_at = self._outcomes[: index + 1]
         figures = read_all(looked_at)

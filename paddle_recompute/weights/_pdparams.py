@@ -1,9 +1,9 @@
 """A reader of ``.pdparams`` files that allows arrays and nothing else.
 
 Such a file is a pickle: a small program that may name any function of the reader's Python and call
-it. This reader runs that program on a machine of its own, where nothing can be named. The dozen
-names that `paddle.save` writes stand for the placeholders below, and any other name ends the
-reading before it is looked up. So no code of a stranger runs, whatever the file says.
+it. Here a name is looked up in `_ALLOWED` and nowhere else. It holds the dozen names that
+`paddle.save` writes, and functions of this module in their place. Any other name ends the reading.
+So no code of a stranger runs, whatever the file says.
 """
 
 from __future__ import annotations
@@ -14,37 +14,19 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NoReturn, cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paddle_recompute.errors import CheckpointError
 
-_ARRAY = "an array"
-_DTYPE = "a type of numbers"
-_NAMES = {
-    "numpy.ndarray": _ARRAY,
-    "numpy.dtype": _DTYPE,
-    **{
-        f"numpy.{core}.multiarray.{name}": name
-        for core in ("core", "_core")
-        for name in ("_reconstruct", "scalar")
-    },
-    **{f"numpy.{core}.numeric._frombuffer": "_frombuffer" for core in ("core", "_core")},
-    "builtins.tuple": "tuple",  # a Tensor is written as ("name", array)
-    "__builtin__.tuple": "tuple",
-    "collections.OrderedDict": "dict",
-    "_codecs.encode": "bytes",  # how protocols 0 to 2 write bytes
-    "__builtin__.bytes": "no bytes",
-    "builtins.bytes": "no bytes",
-}
 _NUMBERS = re.compile(r"[<>=|]?[biuf]\d{1,2}")
 _DEEPEST = 8
 _TABLE = "StructuredToParameterName@@"  # Paddle's own names, beside the structured ones
 _SLICED = "UnpackBigParamInfor@@"
-# What the steps of the machine raise on bytes that are no pickle of arrays. Seen on 20,000 files
-# with changed bytes (tests/weights/test_pdparams.py).
+# What the unpickler raises on bytes that are no pickle of arrays. Seen on 20,000 files with changed
+# bytes (tests/weights/test_pdparams.py).
 _DAMAGED = (
     ArithmeticError,
     AttributeError,
@@ -63,24 +45,15 @@ class _RunsCodeError(Exception):
     """The file names what no file of arrays has."""
 
 
-class _Named:
-    """One of the names that are allowed. It is never looked up."""
-
-    __slots__ = ("meaning",)
-
-    def __init__(self, meaning: str) -> None:
-        self.meaning = meaning
-
-
 class _Dtype:
     __slots__ = ("dtype",)
 
-    def __init__(self, code: Any) -> None:
+    def __init__(self, code: Any, *_: Any) -> None:
         if not _NUMBERS.fullmatch(_checked(code, str)):
             raise ValueError(f"numbers of the type {code[:20]!r}")
         self.dtype = np.dtype(code)
 
-    def set_state(self, state: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
         order = _checked(state, tuple)[1]
         if order not in ("<", ">", "=", "|"):
             raise ValueError(f"bytes in the order {order!r}")
@@ -90,10 +63,10 @@ class _Dtype:
 class _Array:
     __slots__ = ("array",)
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any) -> None:
         self.array: NDArray[Any] | None = None
 
-    def set_state(self, state: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = _checked(state, tuple)
         if not all(type(size) is int and size >= 0 for size in _checked(shape, tuple)):
             raise ValueError(f"a shape {shape!r}")
@@ -102,6 +75,47 @@ class _Array:
             raise ValueError(f"{len(data)} bytes for an array of the shape {shape}")
         numbers = np.ndarray(shape, kind, data, order="F" if is_fortran else "C")
         self.array = numbers.astype(kind.newbyteorder("="), copy=False)
+
+
+def _array(shape: Any, dtype: Any, order: Any, data: Any) -> _Array:
+    made = _Array()
+    made.__setstate__((1, shape, dtype, order == "F", data))
+    return made
+
+
+def _refused(*_: Any) -> NoReturn:
+    raise pickle.UnpicklingError("an array that is made in an unknown way")
+
+
+_ALLOWED: dict[str, Callable[..., Any]] = {
+    "numpy.ndarray": _refused,
+    "numpy.dtype": _Dtype,
+    "builtins.tuple": lambda items: tuple(_checked(items, tuple)),  # a Tensor: ("name", array)
+    "collections.OrderedDict": lambda items=(): dict(_checked(items, (list, tuple))),
+    "_codecs.encode": lambda text, _: _checked(text, str).encode("latin-1"),  # protocols 0 to 2
+    "builtins.bytes": lambda: b"",
+}
+_ALLOWED |= {f"__builtin__.{name}": _ALLOWED[f"builtins.{name}"] for name in ("tuple", "bytes")}
+for _core in ("numpy.core", "numpy._core"):
+    _ALLOWED |= {
+        f"{_core}.multiarray._reconstruct": _Array,
+        f"{_core}.multiarray.scalar": lambda dtype, data: _array((), dtype, "C", data),
+        f"{_core}.numeric._frombuffer": lambda data, dtype, shape, order: _array(
+            shape, dtype, order, bytes(_checked(data, (bytes, bytearray)))
+        ),
+    }
+
+
+class _Named:
+    """One of the names that are allowed; the file can change nothing but this object."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.make(*arguments)
 
 
 class _Bounded:
@@ -123,86 +137,16 @@ class _Bounded:
 
 
 # Python's own, and not the one in C: that one allocates what a damaged file names (2**32 entries of
-# a memo), and its steps cannot be replaced.
+# a memo).
 _Python: Any = pickle._Unpickler
-_STEPS = [
-    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP"),
-    *("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
-    *("NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2"),
-    *("LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING"),
-    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-    *("TUPLE", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "LIST", "EMPTY_LIST", "APPEND"),
-    *("APPENDS", "DICT", "EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL"),
-    *("REDUCE", "BUILD"),
-]
 
 
 class _ArraysOnly(_Python):
-    """The machine, with the steps that arrays need."""
-
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        code: _Python.dispatch[code] for code in (getattr(pickle, name)[0] for name in _STEPS)
-    }
-
     def find_class(self, module: str, name: str) -> _Named:
-        meaning = _NAMES.get(f"{module}.{name}")
-        if meaning is None:
-            raise _RunsCodeError(f"{module}.{name}"[:120])
-        return _Named(meaning)
-
-    def load_reduce(self) -> None:
-        arguments = _checked(self.stack.pop(), tuple)
-        meaning = _checked(self.stack.pop(), _Named).meaning
-        self.stack.append(_MAKE[meaning](*arguments))
-
-    dispatch[pickle.REDUCE[0]] = load_reduce
-
-    def load_build(self) -> None:
-        state = self.stack.pop()
-        made = self.stack[-1]
-        if type(made) not in (_Array, _Dtype):
-            raise pickle.UnpicklingError(f"a state for {type(made).__name__}")
-        made.set_state(state)
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-
-def _no_call(*_: Any) -> NoReturn:
-    raise pickle.UnpicklingError("an array that is made in an unknown way")
-
-
-def _array(*_: Any) -> _Array:
-    return _Array()
-
-
-def _scalar(dtype: Any, data: Any) -> _Array:
-    made = _Array()
-    made.set_state((1, (), dtype, False, data))
-    return made
-
-
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
-    made = _Array()
-    made.set_state((1, shape, dtype, order == "F", bytes(_checked(data, (bytes, bytearray)))))
-    return made
-
-
-def _dict(items: Any = ()) -> dict[Any, Any]:
-    return dict(_checked(items, list)) if items else {}
-
-
-_MAKE: dict[str, Callable[..., Any]] = {
-    _ARRAY: _no_call,
-    _DTYPE: lambda code, *_: _Dtype(code),
-    "_reconstruct": _array,
-    "scalar": _scalar,
-    "_frombuffer": _from_buffer,
-    "tuple": lambda items: tuple(_checked(items, tuple)),
-    "dict": _dict,
-    "bytes": lambda text, _: _checked(text, str).encode("latin-1"),
-    "no bytes": lambda: b"",
-}
+        if f"{module}.{name}" not in _ALLOWED:
+            printable = f"{module}.{name}".encode("unicode_escape").decode()
+            raise _RunsCodeError(printable[:120])
+        return _Named(_ALLOWED[f"{module}.{name}"])
 
 
 def read_pdparams(path: Path) -> Any:
@@ -220,8 +164,8 @@ def read_pdparams(path: Path) -> Any:
     """
     try:
         with path.open("rb") as file:
-            machine = _ArraysOnly(_Bounded(file, path.stat().st_size), encoding="latin-1")
-            found = machine.load()
+            bounded = _Bounded(file, path.stat().st_size)
+            found = _ArraysOnly(bounded, encoding="latin-1").load()
         return _finished(found, {}, 0)
     except _RunsCodeError as error:
         raise CheckpointError(

@@ -88,7 +88,7 @@ def load_weights(model: paddle.nn.Layer, path: str | Path) -> None:
             model. The message names the keys that are missing, unexpected or of another shape.
     """
     path = Path(path)
-    _put(model, path, read_arrays(path))
+    _set_parameters(model, path, read_arrays(path))
 
 
 def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
@@ -110,7 +110,7 @@ def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     targets = model.state_dict()
     naming = naming_of(arrays)
     if naming in (None, "paddle_recompute") or naming_of(targets) != "paddle_recompute":
-        _put(model, path, arrays)
+        _set_parameters(model, path, arrays)
         return
     found = to_ours(arrays, str(path), kind_beside(path))
     if found.unknown:
@@ -127,7 +127,7 @@ def init_weights(model: paddle.nn.Layer, path: str | Path) -> None:
     for name in [name for name in targets if name.startswith("projection.")]:
         arrays[name] = targets[name].numpy()
         _logger.info("%s: has no %s, which starts from its random values", path, name)
-    _put(model, path, arrays)
+    _set_parameters(model, path, arrays)
 
 
 def foreign_naming(path: str | Path) -> Naming | None:
@@ -195,7 +195,7 @@ def convert_weights(
     return len(renamed), unused
 
 
-def _put(model: paddle.nn.Layer, path: Path, arrays: Arrays) -> None:
+def _set_parameters(model: paddle.nn.Layer, path: Path, arrays: Arrays) -> None:
     targets = model.state_dict()
     _check_fit(path, arrays, targets)
     with paddle.no_grad():

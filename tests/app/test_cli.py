@@ -112,7 +112,9 @@ def test_a_missing_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_installed, "_installed_version", lambda: None)
     for ranks in (1, 2):
         result = run("--config", TINY, f"launch.num_ranks={ranks}")
-        assert_one_paragraph(result, "PaddlePaddle is not installed; install 'paddlepaddle>=2.6.2")
+        assert_one_paragraph(
+            result, "PaddlePaddle is not installed; for a CPU: pip install 'paddlepaddle>=2.6.2"
+        )
 
 
 @pytest.mark.usefixtures("fake_trainer")
@@ -222,7 +224,7 @@ def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
         f"data.cache_dir={tmp_path / 'cache'}",
         "data.valid_pairs=20",
         "data.pool_size=100",
-        "data.vocab_size=200",
+        "data.vocab_size=300",
         "model.num_layers=1",
         "model.hidden_size=16",
         "model.intermediate_size=16",

@@ -95,7 +95,7 @@ def test_validate_gives_the_faults_as_json_too() -> None:
     assert sorted(fault.split(" ")[0] for fault in found["faults"]) == ["mode", "train.max_steps"]
     static = ["mode=static", "recompute.engine=fleet", "sync.mode=fleet"]
     found = json.loads(run("config", "validate", "--json", "--config", TINY, *static).stdout)
-    assert all("\n" not in fault for fault in found["faults"]), found
+    assert [one.split(" ")[0] for one in found["faults"]] == ["recompute.engine", "sync.mode"]
     none = run("config", "validate", "--json", "--config", "nowhere.yaml")
     assert "nowhere.yaml" in json.loads(none.stdout)["faults"][0]
 

@@ -122,7 +122,7 @@ def test_chunks_by_length_are_those_of_one_loss_over_the_same_chunks() -> None:
     paddle.seed(3)
     embeddings = []
     for ids in (query, positive):
-        chunks = by_length(ids, 30, None, "ids")
+        chunks = by_length(ids, 30, None, len(ids), "ids")
         embeddings.append(joined([encoder(chunk.of(ids)) for chunk in chunks], chunks))
     criterion(*embeddings).backward()
     expected = gradients(encoder)

@@ -19,7 +19,7 @@ from paddle_recompute import GradCache
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.contrastive._chunked_encoder import form_for
 from paddle_recompute.contrastive._chunks import by_length, by_rows, joined
-from paddle_recompute.contrastive._texts import lengths_of
+from paddle_recompute.contrastive._texts import lengths_of, texts_of
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.encoders import (
     BATCH,
@@ -144,7 +144,7 @@ def test_chunk_tokens_beside_images(images_first: bool, rows: int | None, dropou
         paddle.nn.Conv2D(3, 4, 3), paddle.nn.Flatten(), paddle.nn.Dropout(dropout),
         paddle.nn.Linear(16, 16),
     )  # fmt: skip
-    cut = by_length({"ids": ids}, 30, None, "texts")
+    cut = by_length({"ids": ids}, 30, None, len(ids), "texts")
     rows_of_images = rows or -(-BATCH // len(cut))
     plan = [(of_texts, {"ids": ids}, cut)]
     plan.insert(
@@ -237,7 +237,7 @@ def test_rows_in_order() -> None:
 def test_chunks_by_length(lengths: list[int], tokens: int, dtype: str) -> None:
     width = 10
     ids = paddle.to_tensor(np.arange(width) < np.array(lengths)[:, None]).astype(dtype)
-    chunks = by_length(ids, tokens, None, "ids")
+    chunks = by_length(ids, tokens, None, len(ids), "ids")
     rows = np.concatenate([chunk.rows for chunk in chunks])
     assert sorted(rows) == list(range(len(lengths))), "every row once"
     for chunk in chunks:
@@ -253,15 +253,19 @@ def test_chunks_by_length(lengths: list[int], tokens: int, dtype: str) -> None:
     assert whole.tolist() == ids[:, 0].astype("int64").tolist()
 
 
+def lengths_in(batch: Any) -> np.ndarray:
+    return lengths_of(texts_of(batch, "x"), None, 0, "x")
+
+
 def test_a_mask_says_the_length_before_ids_do() -> None:
     ids = paddle.full([2, 4], 7, dtype="int64")
     mask = paddle.to_tensor([[True, True, False, False], [True, False, True, False]])
-    assert lengths_of((ids, mask), None, "x").tolist() == [4, 4], "a tuple has no names"
-    assert lengths_of({"ids": ids, "attention_mask": mask}, None, "x").tolist() == [2, 3]
-    assert lengths_of({"ids": ids, "mask": mask.astype("float32")}, None, "x").tolist() == [2, 3]
+    assert lengths_in((ids, mask)).tolist() == [4, 4], "a tuple has no names"
+    assert lengths_in({"ids": ids, "attention_mask": mask}).tolist() == [2, 3]
+    assert lengths_in({"ids": ids, "mask": mask.astype("float32")}).tolist() == [2, 3]
     arrays = {"ids": np.array([[0, 3, 0, 0], [0, 0, 0, 0], [1, 0, 0, 2]])}
-    assert lengths_of(arrays, None, "x").tolist() == [2, 0, 4]
-    assert lengths_of({**arrays, "mask": arrays["ids"] < 0}, None, "x").tolist() == [0, 0, 0]
+    assert lengths_in(arrays).tolist() == [2, 0, 4]
+    assert lengths_in({**arrays, "mask": arrays["ids"] < 0}).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", [list, np.array, paddle.to_tensor])

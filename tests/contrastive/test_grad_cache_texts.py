@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 from paddle_recompute import GradCache
-from paddle_recompute.contrastive._chunks import by_length
+from paddle_recompute.contrastive._chunks import by_length, num_rows_of
 from paddle_recompute.contrastive._texts import lengths_of, texts_of
 from paddle_recompute.errors import ConfigError, DataError
 from tests.contrastive.encoders import (
@@ -30,14 +30,18 @@ FEATURES = np.full([3, 4], 9)
 FIRST = np.array([[1, 0, 0, 0]] * 3)
 
 
+def lengths(batch: Any) -> np.ndarray:
+    return lengths_of(texts_of(batch, "query"), None, num_rows_of(batch, "query"), "query")
+
+
 def cut(batch: Any, columns: int = 1) -> Any:
     """Row 1 as a chunk of its own."""
-    chunks = by_length(batch, columns, None, "query")
+    chunks = by_length(batch, columns, None, num_rows_of(batch, "query"), "query")
     return next(chunk for chunk in chunks if list(chunk.rows) == [1]).of(batch)
 
 
 @pytest.mark.parametrize(
-    ("batch", "lengths"),
+    ("batch", "wanted"),
     [
         ({"features": FEATURES[:, :2], "input_ids": IDS, "attention_mask": MASK}, [3, 1, 2]),
         ({"global_attention_mask": FIRST, "attention_mask": MASK, "input_ids": IDS}, [3, 1, 2]),
@@ -55,7 +59,7 @@ def cut(batch: Any, columns: int = 1) -> Any:
     ],
 )
 @pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "tensors"])
-def test_lengths_whatever_the_order(batch: Any, lengths: list[int], tensors: bool) -> None:
+def test_lengths_whatever_the_order(batch: Any, wanted: list[int], tensors: bool) -> None:
     for order in itertools.permutations(batch):
         given = {key: batch[key] for key in order}
         if tensors:
@@ -63,9 +67,9 @@ def test_lengths_whatever_the_order(batch: Any, lengths: list[int], tensors: boo
                 key: paddle.to_tensor(one) if isinstance(one, np.ndarray) else one
                 for key, one in given.items()
             }
-        assert lengths_of(given, None, "query").tolist() == lengths, order
+        assert lengths(given).tolist() == wanted, order
         kind = make_dataclass("Batch", list(given))
-        assert lengths_of(kind(**given), None, "query").tolist() == lengths, order
+        assert lengths(kind(**given)).tolist() == wanted, order
 
 
 def test_what_is_cut() -> None:
@@ -116,7 +120,7 @@ def test_a_mask_that_is_added_to_scores_is_refused(mask: Any, tensors: bool) -> 
     if tensors:
         batch = {name: paddle.to_tensor(one) for name, one in batch.items()}
     with pytest.raises(DataError, match=r"query\['attention_mask'\] is not a mask of 1 for tokens"):
-        lengths_of(batch, None, "query")
+        lengths(batch)
 
 
 class WithFeatures(paddle.nn.Layer):

@@ -230,11 +230,14 @@ def _() -> Given:
     )
 
 
-@fault("a layer forgotten beside experts", "unused_parameter", "1.other.weight", WARNINGS)
+@fault("experts without a token", "unused_parameter", "1.experts.*.weight", WARNINGS)
 def _() -> Given:
-    model = blocks(Experts(16))
-    model[1].other = nn.Linear(WIDTH, 2)
-    return given(model, "1.experts.*")
+    return given(blocks(Experts(16)))
+
+
+@fault("selected experts without a token", "never_called", "1.experts.*", WARNINGS)
+def _() -> Given:
+    return given(blocks(Experts(16)), "1.experts.*")
 
 
 @fault("the last of the layers left out", "unused_parameter", "layers.2.weight", WARNINGS)
@@ -565,27 +568,6 @@ def _() -> Given:
 @healthy("fleet's recompute where it is right")
 def _() -> Given:
     return given(blocks(ByFleet(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))))
-
-
-@healthy("a mixture of experts, some of them idle")
-def _() -> Given:
-    return given(blocks(Experts(16)), "1.experts.*")
-
-
-@healthy("a mixture of experts whose gate prefers one by far")
-def _() -> Given:
-    model = blocks(Experts(2))
-    model[1].gate.bias.set_value(np.array([0, 100], "float32"))
-    return given(model, "1.experts.*")
-
-
-@healthy("a mixture of experts with a correction of the gate in a buffer")
-def _() -> Given:
-    model = blocks(Experts(8))
-    correction = paddle.to_tensor(np.eye(8, dtype="float32")[3] * 100)
-    model[1].register_buffer("correction", correction)
-    model[1].gate.register_forward_post_hook(lambda gate, given, out: out + model[1].correction)
-    return given(model, "1.experts.*")
 
 
 @healthy("a gradient cache")

@@ -147,7 +147,7 @@ def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["ok"]
     assert {"paddle", "python", "device", "machine", "seconds", "cases"} <= report.keys()
-    assert len(report["cases"]) > 20
+    assert len(report["cases"]) > 10
     assert all({"title", "ok", "seconds", "fault"} <= case.keys() for case in report["cases"])
 
 

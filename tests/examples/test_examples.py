@@ -143,7 +143,7 @@ def test_train_contrastive_finds_what_it_learned(
         f"data.cache_dir={tmp_path / 'cache'}",
         "data.valid_pairs=20",
         "data.pool_size=100",
-        "data.vocab_size=200",
+        "data.vocab_size=300",
         "model.num_layers=1",
         "model.hidden_size=16",
         "model.intermediate_size=16",

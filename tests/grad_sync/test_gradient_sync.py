@@ -19,7 +19,7 @@ from paddle_recompute.recompute import recompute
 from tests.distributed.mortal_ranks import results_of
 from tests.ranks import run_ranks
 
-STEPS, WIDTH, SMALL = 4, 8, {"bucket_bytes": 600, "first_bucket_bytes": 200}
+STEPS, WIDTH, SMALL = 4, 8, {"bucket_bytes": 200, "first_bucket_bytes": 200}
 
 
 class Towers(paddle.nn.Layer):
@@ -95,6 +95,31 @@ def train_every_way() -> list[tuple[str, bool, bool]]:
         equal = same(parameters["fused"], parameters["overlap"])
         results.append((f"{form}, {num_towers} towers, K={num_micro}", equal, early >= 2))
     return results
+
+
+def train_in_another_order(mode: str) -> tuple[list[np.ndarray], list[int]]:
+    """The gradients of all steps, whose Layers run forwards and backwards by turns, and the early
+    buckets of each step.
+    """
+    paddle.seed(5)
+    layers = paddle.nn.LayerList([paddle.nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+    sync = GradientSync(layers, mode=mode, **SMALL)
+    gradients, early = [], []
+    for step, is_reversed in enumerate([False, False, True, True, False, False]):
+        with sync.last_backward():
+            x = batch(step, 0)
+            for layer in reversed(list(layers)) if is_reversed else layers:
+                x = paddle.tanh(layer(x))
+            x.sum().backward()
+        gradients += [p.grad.numpy() for p in layers.parameters()]
+        early.append(sync.num_early_buckets)
+        layers.clear_gradients(False)
+    return gradients, early
+
+
+def orders() -> dict[str, Any]:
+    (fused, _), (overlap, early) = map(train_in_another_order, ("fused", "overlap"))
+    return {"same": same(fused, overlap), "early": early}
 
 
 def compare_with_paddle() -> dict[str, bool]:
@@ -280,6 +305,7 @@ def resume() -> dict[str, Any]:
 def every_case() -> dict[str, Any]:
     return {
         "every way": train_every_way(),
+        "orders": orders(),
         "paddle": compare_with_paddle(),
         "wrapped": wrapped_and_grouped(),
         "sent": elements_sent(),
@@ -305,6 +331,13 @@ def test_overlap_gives_the_bits_of_fused_in_every_combination(seen: Seen) -> Non
         for name, equal, early in combinations:
             assert equal, f"{name}: overlap differs from fused"
             assert early, f"{name}: nothing was sent before the backward had ended"
+
+
+def test_another_order_of_gradients_is_exact_and_learnt_in_one_step(seen: Seen) -> None:
+    for one in seen:
+        assert one["orders"]["same"]
+        first, second, _, fourth, _, sixth = one["orders"]["early"]
+        assert first == 0 and min(second, fourth, sixth) >= 4, one["orders"]["early"]
 
 
 def test_it_gives_the_bits_of_data_parallel_and_of_fleet(seen: Seen) -> None:

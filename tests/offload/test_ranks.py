@@ -169,7 +169,8 @@ def _frozen_and_shared(offload: str) -> Any:
     told = []
     for number in range(4):
         rng = np.random.default_rng([number, dist.get_rank()])
-        result = step([paddle.to_tensor(rng.random([6, WIDTH], "float32"))])
+        rows = 6 + dist.get_rank()  # so the ranks count differently
+        result = step([paddle.to_tensor(rng.random([rows, WIDTH], "float32"))])
         told.append((result.loss, result.grad_norm))
         model.eval()
         with paddle.no_grad():
@@ -184,7 +185,11 @@ def test_frozen_and_shared_parameters_and_evaluations_between_steps() -> None:
 
 
 def _evaluated_before_the_update(offload: str) -> Any:
-    model = chain(offload)
+    """A loop of one's own, with frozen parameters."""
+    layers = encoder_layers()
+    for parameter in layers[1].linear1.parameters():
+        parameter.stop_gradient = True
+    model = chain(offload, layers)
     optimizer, sync = optimizer_of(model), GradientSync(model)
     seen = []
     for number in range(3):
@@ -319,7 +324,7 @@ def test_the_bytes_of_a_rank_follow_the_formula(num_ranks: int) -> None:
     own = -(-BLOCKS // num_ranks) * shard  # of the rank with most shards
     for held, peak in run_ranks(_bytes, num_ranks, fresh=True):
         assert held <= 1.02 * 3 * own
-        assert peak is None or peak <= 1.02 * (4 * own + 3 * shard)
+        assert peak is None or peak <= 1.02 * (4 * own + 2 * shard)
 
 
 def _killed_in_a_gather() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from paddle_recompute.planner.costs import CallCost, Event, OptionCost, StepCosts
 from paddle_recompute.planner.simulate import JOINED, Choice
 
-OPTIONS = ("plain", "selective", "whole")
+OPTIONS = ("plain", "offloaded", "whole")
 
 
 def chain(length: int, seed: int, *, alike: bool = False) -> StepCosts:
@@ -48,23 +48,20 @@ def _options(draw: random.Random, size, before: int, after: int) -> dict[str, Op
     forward, backward = kept + size(0, 50) + after, kept + size(10, 200) + after + before
     seconds = draw.uniform(1, 3)
     return {
-        "plain": OptionCost(kept, forward, backward, seconds, draw.uniform(0.3, 0.9)),
-        "selective": OptionCost(
+        "plain": OptionCost(kept, forward, backward, seconds),
+        # As many bytes and seconds as of a part of the block, so that all three options are chosen.
+        "offloaded": OptionCost(
             int(kept * draw.uniform(0.3, 0.8)),
             forward,
             backward,
             seconds * draw.uniform(1.05, 1.25),
-            0.5,
-            offers_output=draw.random() < 0.5,
-            takes_offers=True,
+            frees_input=size(0, 5),
         ),
         "whole": OptionCost(
             size(0, 3),
             size(20, 100) + after,
             backward + 8,
             seconds * draw.uniform(1.28, 1.4),
-            0.5,
-            takes_offers=True,
         ),
     }
 

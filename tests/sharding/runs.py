@@ -20,6 +20,7 @@ from paddle_recompute import (
     TrainStep,
     apply_recompute,
 )
+from tests.fake_device import selected
 
 WIDTH = 8
 Make = Callable[[list[paddle.Tensor]], paddle.optimizer.Optimizer]
@@ -90,7 +91,9 @@ def all_cases() -> Iterator[Case]:
     """The whole table."""
     flags = (False, True)
     kinds = ("plain", "accumulated", "cached")
-    for values in product(OPTIMIZERS, kinds, (None, 0.05), flags, flags, flags):
+    # The simulated device runs the kernel of the CPU, which refuses parameters that it has copied.
+    names = [name for name in OPTIMIZERS if name != "rmsprop" or not selected.is_selected()]
+    for values in product(names, kinds, (None, 0.05), flags, flags, flags):
         yield Case(*values)
 
 

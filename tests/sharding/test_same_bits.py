@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import paddle
 import pytest
 
+from tests.fake_device import selected
 from tests.ranks import run_ranks
 from tests.sharding.runs import Case, Training, all_cases, difference
 
 
-def worker_of_cases(every: int) -> list[str]:
+def worker_of_cases(every: int, overlap: bool) -> list[str]:
     faults = []
     for case in itertools.islice(all_cases(), 0, None, every):
         plain = Training(case, sharded=False).run(0, 3)
-        sharded = Training(case, sharded=True).run(0, 3)
+        sharded = Training(case, sharded=True, overlap=overlap).run(0, 3)
         if len(sharded.optimizer.owned) == len(plain.optimizer._parameter_list):
             faults.append(f"{case}: nothing is sharded")
         found = difference(plain, sharded)
@@ -23,9 +25,23 @@ def worker_of_cases(every: int) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("num_ranks, every", [(2, 7), (3, 23)])
-def test_every_case_has_the_bits_of_the_replicated_run(num_ranks: int, every: int) -> None:
-    for faults in run_ranks(worker_of_cases, num_ranks, every=every, timeout=150):
+three = pytest.mark.skipif(selected.is_selected(), reason="there are two simulated devices")
+paddle3 = pytest.mark.skipif(paddle.__version__ < "3", reason="overlap=True needs Paddle 3")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "every", "overlap"),
+    [
+        (2, 7, False),
+        pytest.param(3, 23, False, marks=three),
+        pytest.param(2, 29, True, marks=paddle3),
+    ],
+)
+def test_every_case_has_the_bits_of_the_replicated_run(
+    num_ranks: int, every: int, overlap: bool
+) -> None:
+    options = {"every": every, "overlap": overlap}
+    for faults in run_ranks(worker_of_cases, num_ranks, timeout=150, **options):
         assert not faults, "\n".join(faults[:5])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import paddle
 import paddle.distributed as dist
@@ -18,7 +20,8 @@ from paddle_recompute.sharding._settling import settle
 from tests.distributed.mortal_ranks import results_of
 from tests.host_reads import counted
 from tests.ranks import run_ranks
-from tests.sharding.runs import WIDTH, Case, Training, make_of
+from tests.sharding.runs import WIDTH, Case, Training, difference, make_of
+from tests.train_step.test_operators import operators
 
 
 def worker_that_counts() -> list[list[str]]:
@@ -37,6 +40,32 @@ def worker_that_counts() -> list[list[str]]:
 def test_an_update_reads_nothing_on_the_host() -> None:
     for plain, sharded in run_ranks(worker_that_counts, 2):
         assert len(sharded) <= len(plain), sharded
+
+
+OF_SENDS = {"reshape", "concat", "slice", "empty", "assign", "full", "share_data"}
+"""What joins parameters before they are sent and parts them behind it."""
+
+
+def worker_that_counts_operators() -> list[dict[str, int]]:
+    """How often the fourth step calls each operator."""
+    found = []
+    for sharded in (False, True):
+        training = Training(Case(), sharded=sharded)
+        steps = iter(range(4))
+
+        def step(training: Training = training, steps: Iterator[int] = steps) -> None:
+            number = next(steps)
+            training.run(number, number + 1)
+
+        found.append(dict(operators(step)))
+    return found
+
+
+def test_an_update_calls_fewer_operators_and_those_of_the_sends() -> None:
+    for plain, sharded in run_ranks(worker_that_counts_operators, 2):
+        more = {name: n for name, n in sharded.items() if n > plain.get(name, 0)}
+        assert more.keys() <= OF_SENDS, more
+        assert sharded["adamw_"] < plain["adamw_"]
 
 
 def worker_that_holds_a_graph() -> list[str]:
@@ -92,6 +121,27 @@ def test_an_update_that_did_not_arrive_is_not_saved() -> None:
         assert all(
             "update 2 of the ShardedOptimizer did not reach all ranks" in one for one in told
         )
+
+
+def worker_where_rank_1_is_late(overlap: bool) -> str:
+    """Its second update takes 3 s."""
+    plain = Training(Case(), sharded=False).run(0, 3)
+    sharded = Training(Case(), sharded=True, overlap=overlap).run(0, 1)
+    inner = sharded.optimizer.inner
+    update = inner.step
+
+    def step() -> None:
+        time.sleep(3.0 * dist.get_rank())
+        update()
+
+    with mock.patch.object(inner, "step", step):
+        sharded.run(1, 2)
+    return difference(plain, sharded.run(2, 3))
+
+
+@pytest.mark.parametrize("overlap", [False, True] if paddle.__version__ >= "3" else [False])
+def test_a_rank_that_is_late_with_its_update_is_waited_for(overlap: bool) -> None:
+    assert run_ranks(worker_where_rank_1_is_late, 2, overlap=overlap) == ["", ""]
 
 
 def worker_that_estimates() -> tuple[int, list[int]]:

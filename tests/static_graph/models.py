@@ -15,7 +15,7 @@ from paddle.distributed import fleet
 
 from paddle_recompute._paddle import memory
 from paddle_recompute._paddle.static import native
-from paddle_recompute._paddle.static.marks import COPY_OF
+from paddle_recompute._paddle.static.attributes import COPY_OF
 from paddle_recompute._paddle.static.training import accumulators, static_mode
 from paddle_recompute.static_graph import SegmentReport, explain, mark_checkpoint, minimize
 

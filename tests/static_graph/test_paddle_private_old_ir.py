@@ -284,7 +284,7 @@ def test_accumulators_name_the_moments(program: paddle.static.Program) -> None:
 
 @pytest.mark.skipif(IS_26, reason="works on Paddle 2.6")
 def test_create_global_var_fails_in_pir(program: paddle.static.Program) -> None:
-    """If this fails, `GradientNorm` can do without `pir.persistable`."""
+    """If this fails, `pir.persistable` can do with it."""
     with pytest.raises(TypeError):
         paddle.static.create_global_var([], 0.0, "float32", True, name="norm")
 

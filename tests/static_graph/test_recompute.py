@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,200 +147,213 @@ def test_memory_falls_under_the_default_executor() -> None:
 
 # ------------------------------------------------------------------------------- odd graphs
 
+Build = Callable[[], Any]
+FEEDS: dict[str, Any] = {}
+GRAPHS: list[Build] = []
 
+
+def graph(times: int = 3, shape: Sequence[int] = (BATCH, HIDDEN), only_pir: bool = False) -> Any:
+    """What a function returns for the checkpoint before it is the next one, `times` times."""
+
+    def register(block: Callable[[Any], Any]) -> Build:
+        def build() -> Any:
+            x = data(shape=shape)
+            for _ in range(times):
+                x = mark(block(x))
+            return x.square().mean()
+
+        if tuple(shape) != (BATCH, HIDDEN):
+            FEEDS[block.__name__] = lambda random: {
+                "x": random.randn(*[abs(n) * BATCH if n < 0 else n for n in shape]).astype(
+                    "float32"
+                )
+            }
+        return whole(build, block.__name__, only_pir=only_pir)
+
+    return register
+
+
+def whole(build: Build, name: str = "", *, only_pir: bool = False) -> Build:
+    """A graph that is built at once."""
+    build.__name__ = name or build.__name__
+    if not (IS_26 and only_pir):
+        GRAPHS.append(build)
+    return build
+
+
+def linear(x: Any) -> Any:
+    return Linear(HIDDEN, HIDDEN)(x)
+
+
+@whole
 def attention_with_a_mask() -> Any:
     """A mask that is computed once, before the first checkpoint, and used in every segment."""
     x = data()
     bias = (1.0 - paddle.cast(x[:, :1] > -0.5, "float32")) * -1e4
     for _ in range(3):
-        scores = paddle.matmul(Linear(HIDDEN, HIDDEN)(x), x, transpose_y=True) + bias
+        scores = paddle.matmul(linear(x), x, transpose_y=True) + bias
         x = mark(functional.dropout(paddle.matmul(functional.softmax(scores), x), 0.2) + x)
     return x.square().mean()
 
 
-def transformer() -> Any:
-    x = data(shape=(BATCH, 6, HIDDEN))
-    for _ in range(3):
-        x = mark(paddle.nn.TransformerEncoderLayer(HIDDEN, 2, 2 * HIDDEN, dropout=0.1)(x))
-    return x.square().mean()
+@graph(shape=(BATCH, 6, HIDDEN))
+def transformer(x: Any) -> Any:
+    return paddle.nn.TransformerEncoderLayer(HIDDEN, 2, 2 * HIDDEN, dropout=0.1)(x)
 
 
+@whole
 def shared_layer() -> Any:
-    x = data()
-    block = Block()
+    x, block = data(), Block()
     for _ in range(3):
         x = mark(block(x))
     return x.square().mean()
 
 
+@whole
 def tied_weights() -> Any:
-    x = data()
-    layer = Linear(HIDDEN, HIDDEN)
+    x, layer = data(), Linear(HIDDEN, HIDDEN)
     for _ in range(3):
         x = mark(paddle.tanh(paddle.matmul(layer(x), layer.weight, transpose_y=True)))
     return x.square().mean()
 
 
-def batch_norm() -> Any:
-    x = data()
-    for _ in range(3):
-        x = mark(functional.gelu(paddle.nn.BatchNorm1D(HIDDEN)(Linear(HIDDEN, HIDDEN)(x))))
-    return x.square().mean()
+@graph()
+def batch_norm(x: Any) -> Any:
+    return functional.gelu(paddle.nn.BatchNorm1D(HIDDEN)(linear(x)))
 
 
-def alpha_dropout() -> Any:
-    x = data()
-    for _ in range(3):
-        x = mark(paddle.tanh(functional.alpha_dropout(functional.selu(Linear(8, 8)(x)), 0.3)))
-    return x.square().mean()
+@graph()
+def alpha_dropout(x: Any) -> Any:
+    return paddle.tanh(functional.alpha_dropout(functional.selu(linear(x)), 0.3))
 
 
-def random_inside() -> Any:
-    x = data()
-    for _ in range(3):
-        noise = paddle.randn([BATCH, HIDDEN]) + paddle.rand([1, HIDDEN])
-        x = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(x) * noise) + x)
-    return x.square().mean()
+@graph()
+def random_inside(x: Any) -> Any:
+    noise = paddle.randn([BATCH, HIDDEN]) + paddle.rand([1, HIDDEN])
+    return paddle.tanh(linear(x) * noise) + x
 
 
-def sampled_inside() -> Any:
+@graph(only_pir=True)
+def sampled_inside(x: Any) -> Any:
     """Random numbers whose distribution is computed from the input."""
-    x = data()
-    for _ in range(3):
-        hidden = Linear(HIDDEN, HIDDEN)(x)
-        sample = paddle.bernoulli(functional.sigmoid(hidden))
-        x = mark(functional.gelu(paddle.exp(sample) * hidden) + x)
-    return x.square().mean()
+    hidden = linear(x)
+    sample = paddle.bernoulli(functional.sigmoid(hidden))
+    return functional.gelu(paddle.exp(sample) * hidden) + x
 
 
-def dropout_along_an_axis() -> Any:
-    x = data()
-    for _ in range(2):
-        x = mark(functional.gelu(functional.dropout(Linear(8, 8)(x), 0.4, axis=1)) + x)
-    return x.square().mean()
+@graph(2)
+def dropout_along_an_axis(x: Any) -> Any:
+    return functional.gelu(functional.dropout(linear(x), 0.4, axis=1)) + x
 
 
-def split_and_concat() -> Any:
-    x = data()
-    for _ in range(3):
-        gate, value, rest = paddle.split(Linear(HIDDEN, 3 * HIDDEN)(x), 3, axis=-1)
-        mixed = paddle.concat([functional.sigmoid(gate) * value, paddle.tanh(rest)], axis=-1)
-        x = mark(Linear(2 * HIDDEN, HIDDEN)(mixed) + x)
-    return x.square().mean()
+@graph()
+def split_and_concat(x: Any) -> Any:
+    gate, value, rest = paddle.split(Linear(HIDDEN, 3 * HIDDEN)(x), 3, axis=-1)
+    mixed = paddle.concat([functional.sigmoid(gate) * value, paddle.tanh(rest)], axis=-1)
+    return Linear(2 * HIDDEN, HIDDEN)(mixed) + x
 
 
+@whole
 def checkpoint_among_several_results() -> Any:
     x = data()
     for _ in range(2):
         a, b = paddle.split(paddle.tanh(Linear(HIDDEN, 2 * HIDDEN)(x)), 2, axis=-1)
         mark(a, b)
         x = functional.gelu(a * b) + x
-    return mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(x))).square().mean()
+    return mark(paddle.tanh(linear(x))).square().mean()
 
 
-def branch_inside() -> Any:
-    x = data()
-    for _ in range(2):
-        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
-        branched = paddle.static.nn.cond(
-            hidden.mean() > 0, lambda h=hidden: paddle.exp(h * 0.1), lambda h=hidden: h * 3
-        )
-        x = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(branched)) + x)
-    return x.square().mean()
+@graph(2)
+def branch_inside(x: Any) -> Any:
+    hidden = functional.gelu(linear(x))
+    branched = paddle.static.nn.cond(
+        hidden.mean() > 0, lambda: paddle.exp(hidden * 0.1), lambda: hidden * 3
+    )
+    return paddle.tanh(linear(branched)) + x
 
 
-def loop_inside() -> Any:
-    x = data()
-    for _ in range(2):
-        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
-        count = paddle.full([1], 0, "int64")
-        _, looped = paddle.static.nn.while_loop(
-            lambda i, h: i < 3, lambda i, h: [i + 1, paddle.tanh(h) * 1.5], [count, hidden]
-        )
-        x = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(looped)) + x)
-    return x.square().mean()
+@graph(2)
+def loop_inside(x: Any) -> Any:
+    hidden, count = functional.gelu(linear(x)), paddle.full([1], 0, "int64")
+    _, looped = paddle.static.nn.while_loop(
+        lambda i, h: i < 3, lambda i, h: [i + 1, paddle.tanh(h) * 1.5], [count, hidden]
+    )
+    return paddle.tanh(linear(looped)) + x
 
 
+@whole
 def frozen_parameters() -> Any:
     x = data()
     for index in range(4):
         layer = Block()
-        if index in (0, 2):
-            for parameter in layer.parameters():
-                parameter.stop_gradient = True
+        for parameter in layer.parameters() if index in (0, 2) else ():
+            parameter.stop_gradient = True
         x = mark(layer(x))
     return x.square().mean()
 
 
+@whole
 def two_losses() -> Any:
-    x = data()
-    trunk = mark(Block()(mark(Block()(x))))
+    trunk = mark(Block()(mark(Block()(data()))))
     first = mark(Block()(trunk)).square().mean()
-    second = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(trunk))).mean()
-    return first + 0.5 * second
+    return first + 0.5 * mark(paddle.tanh(linear(trunk))).mean()
 
 
+@whole
 def skip_connections() -> Any:
     """As in a U-Net: what an early segment returns is used by a late one."""
-    x = data()
-    down = [x]
+    down = [data()]
     for _ in range(3):
-        down.append(mark(functional.gelu(Linear(HIDDEN, HIDDEN)(down[-1]))))
+        down.append(mark(functional.gelu(linear(down[-1]))))
     up = down.pop()
     while down:
         up = mark(functional.gelu(Linear(2 * HIDDEN, HIDDEN)(paddle.concat([up, down.pop()], -1))))
     return up.square().mean()
 
 
+@whole
 def changed_in_place() -> Any:
     """A counter that is read by a segment, and counted up afterwards."""
-    x = data()
-    one = paddle.nn.initializer.Constant(1.0)
+    x, one = data(), paddle.nn.initializer.Constant(1.0)
     counter = paddle.create_parameter([1], "float32", "counter", default_initializer=one)
     counter.stop_gradient = True
     for _ in range(3):
-        x = mark(paddle.tanh(Linear(HIDDEN, HIDDEN)(x) * (counter + 0.5)))
+        x = mark(paddle.tanh(linear(x) * (counter + 0.5)))
         paddle.increment(counter)
     return x.square().mean()
 
 
-def assigned_parts() -> Any:
+@graph(only_pir=True)
+def assigned_parts(x: Any) -> Any:
     """What follows an assignment takes the variable from before it, whose memory has changed."""
-    x = data()
-    for _ in range(3):
-        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
-        before = paddle.exp(hidden)
-        hidden[:, 0] = 0.5
-        hidden[:, 1:3] = hidden[:, 3:5] * 2
-        x = mark(functional.gelu(hidden) * hidden + paddle.tanh(before) * x)
-    return x.square().mean()
+    hidden = functional.gelu(linear(x))
+    before = paddle.exp(hidden)
+    hidden[:, 0] = 0.5
+    hidden[:, 1:3] = hidden[:, 3:5] * 2
+    return functional.gelu(hidden) * hidden + paddle.tanh(before) * x
 
 
-def written_to_another() -> Any:
-    x = data()
-    for _ in range(3):
-        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
-        other = paddle.tanh(hidden * 3)
-        early = functional.gelu(other)
-        paddle.assign(hidden * 2, other)
-        x = mark(functional.gelu(hidden) * other + early * early)
-    return x.square().mean()
+@graph(only_pir=True)
+def written_to_another(x: Any) -> Any:
+    hidden = functional.gelu(linear(x))
+    other = paddle.tanh(hidden * 3)
+    early = functional.gelu(other)
+    paddle.assign(hidden * 2, other)
+    return functional.gelu(hidden) * other + early * early
 
 
-def detached() -> Any:
+@graph(only_pir=True)
+def detached(x: Any) -> Any:
     """The detached variable has the memory of the other."""
-    x = data()
-    for _ in range(3):
-        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
-        fixed = hidden.detach()
-        x = mark(functional.gelu(hidden * fixed) + paddle.exp(-fixed.abs()) * x)
-    return x.square().mean()
+    hidden = functional.gelu(linear(x))
+    fixed = hidden.detach()
+    return functional.gelu(hidden * fixed) + paddle.exp(-fixed.abs()) * x
 
 
 def detached_and_assigned() -> Any:
     x = data()
     for _ in range(3):
-        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
+        hidden = functional.gelu(linear(x))
         early = paddle.exp(hidden)
         fixed = hidden.detach()
         fixed[:, :2] = 0.1
@@ -348,109 +361,76 @@ def detached_and_assigned() -> Any:
     return x.square().mean()
 
 
-def printed() -> Any:
-    x = data()
-    for _ in range(2):
-        hidden = functional.gelu(Linear(HIDDEN, HIDDEN)(x))
-        shown = paddle.static.Print(hidden, first_n=0)
-        x = mark(functional.gelu(hidden * 2) + paddle.exp(-shown.abs()) * x)
-    return x.square().mean()
+@graph(2, only_pir=True)
+def printed(x: Any) -> Any:
+    hidden = functional.gelu(linear(x))
+    shown = paddle.static.Print(hidden, first_n=0)
+    return functional.gelu(hidden * 2) + paddle.exp(-shown.abs()) * x
 
 
-def evaluated_dropout() -> Any:
-    x = data()
-    for training in (True, False, True):
-        for mode in ("upscale_in_train", "downscale_in_infer"):
-            hidden = functional.dropout(
-                Linear(HIDDEN, HIDDEN)(x), 0.3, training=training, mode=mode
-            )
+@graph(2)
+def evaluated_dropout(x: Any) -> Any:
+    for mode in ("upscale_in_train", "downscale_in_infer"):
+        for training in (True, False):
+            hidden = functional.dropout(linear(x), 0.3, training=training, mode=mode)
             x = mark(functional.gelu(hidden) + x)
-    return x.square().mean()
+    return paddle.tanh(x)
 
 
-def fixed_seed_dropout() -> Any:
+@whole
+def dropout_of_all_or_nothing() -> Any:
     x = data()
     for p in (0.0, 0.5, 1.0):
-        x = mark(paddle.tanh(functional.dropout(Linear(HIDDEN, HIDDEN)(x), p)) + x)
+        x = mark(paddle.tanh(functional.dropout(linear(x), p)) + x)
     return x.square().mean()
 
 
-def constants_and_integers() -> Any:
-    x = data()
-    for _ in range(2):
-        positions = paddle.argsort(x, axis=-1)
-        causal = paddle.tril(paddle.ones([HIDDEN, HIDDEN]))
-        hidden = paddle.matmul(Linear(HIDDEN, HIDDEN)(x), causal)
-        picked = paddle.take_along_axis(hidden, positions, -1)
-        kept = paddle.where(paddle.logical_not(x > 0), picked, hidden * hidden)
-        x = mark(paddle.tanh(kept) + x)
-    return x.square().mean()
+@graph(2)
+def constants_and_integers(x: Any) -> Any:
+    positions = paddle.argsort(x, axis=-1)
+    causal = paddle.tril(paddle.ones([HIDDEN, HIDDEN]))
+    hidden = paddle.matmul(linear(x), causal)
+    picked = paddle.take_along_axis(hidden, positions, -1)
+    return paddle.tanh(paddle.where(paddle.logical_not(x > 0), picked, hidden * hidden)) + x
 
 
+@whole
 def embedding_first() -> Any:
     ids = paddle.static.data("ids", [BATCH, 5], "int64")
     table = paddle.nn.Embedding(11, HIDDEN)
     x = table(ids)
     for _ in range(2):
-        x = mark(functional.dropout(functional.gelu(Linear(HIDDEN, HIDDEN)(x)), 0.1) + x)
+        x = mark(functional.dropout(functional.gelu(linear(x)), 0.1) + x)
     return paddle.matmul(x, table.weight, transpose_y=True).square().mean()
 
 
-def unknown_batch() -> Any:
-    x = data(shape=(-1, HIDDEN))
-    for _ in range(3):
-        x = mark(Block()(x))
-    return x.square().mean()
+FEEDS["embedding_first"] = lambda random: {"ids": random.randint(0, 11, [BATCH, 5]).astype("int64")}
 
 
-def weight_arithmetic() -> Any:
+@graph(shape=(-1, HIDDEN))
+def unknown_batch(x: Any) -> Any:
+    return Block()(x)
+
+
+@graph()
+def weight_arithmetic(x: Any) -> Any:
     """Operators that take nothing but parameters."""
-    x = data()
-    for _ in range(3):
-        layer = Linear(HIDDEN, HIDDEN)
-        scale = paddle.rsqrt(layer.weight.square().sum(0, keepdim=True) + 1e-6)
-        x = mark(functional.gelu(paddle.matmul(x, layer.weight * scale)) + x)
-    return x.square().mean()
+    weight = Linear(HIDDEN, HIDDEN).weight
+    scale = paddle.rsqrt(weight.square().sum(0, keepdim=True) + 1e-6)
+    return functional.gelu(paddle.matmul(x, weight * scale)) + x
 
 
-def convolution() -> Any:
-    x = data(shape=(BATCH, 2, 8, 8))
-    for _ in range(2):
-        hidden = functional.relu(paddle.nn.Conv2D(2, 4, 3, padding=1)(x))
-        pooled = functional.max_pool2d(hidden, 3, stride=1, padding=1)
-        x = mark(paddle.nn.Conv2D(4, 2, 1)(pooled) + x)
-    return x.square().mean()
+@graph(2, shape=(BATCH, 2, 8, 8))
+def convolution(x: Any) -> Any:
+    hidden = functional.relu(paddle.nn.Conv2D(2, 4, 3, padding=1)(x))
+    pooled = functional.max_pool2d(hidden, 3, stride=1, padding=1)
+    return paddle.nn.Conv2D(4, 2, 1)(pooled) + x
 
 
-def images(random: np.random.RandomState) -> dict[str, np.ndarray]:
-    return {"x": random.randn(BATCH, 2, 8, 8).astype("float32")}
-
-
-def sequences(random: np.random.RandomState) -> dict[str, np.ndarray]:
-    return {"x": random.randn(BATCH, 6, HIDDEN).astype("float32")}
-
-
-def ids(random: np.random.RandomState) -> dict[str, np.ndarray]:
-    return {"ids": random.randint(0, 11, [BATCH, 5]).astype("int64")}
-
-
-FEEDS = {transformer: sequences, embedding_first: ids, convolution: images}
-GRAPHS = [
-    attention_with_a_mask, shared_layer, tied_weights, batch_norm, alpha_dropout, random_inside,
-    dropout_along_an_axis, split_and_concat, checkpoint_among_several_results, branch_inside,
-    loop_inside, frozen_parameters, two_losses, skip_connections, changed_in_place,
-    evaluated_dropout, fixed_seed_dropout, constants_and_integers, unknown_batch,
-    weight_arithmetic, *FEEDS,
-]  # fmt: skip
-PIR_GRAPHS = [sampled_inside, assigned_parts, written_to_another, detached, printed]
-
-
-@pytest.mark.parametrize(
-    "build", GRAPHS if IS_26 else GRAPHS + PIR_GRAPHS, ids=lambda build: build.__name__
-)
-def test_odd_graph(build: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("build", GRAPHS, ids=lambda build: build.__name__)
+def test_odd_graph(build: Build) -> None:
     steps = 10 if build is transformer else 3
-    assert_recompute_changes_nothing(build, feeds=FEEDS.get(build), steps=steps)
+    assert_recompute_changes_nothing(build, feeds=FEEDS.get(build.__name__), steps=steps)
 
 
 @needs_pir
@@ -597,5 +577,5 @@ def test_a_recurrent_layer_runs_again_where_it_draws_nothing(kind: Any, dropout:
             x = mark_checkpoint(norm(x + layer(x)[0]), f"layers.{number}")
         return x.square().mean()
 
-    run = assert_recompute_changes_nothing(build, feeds=sequences)
+    run = assert_recompute_changes_nothing(build, feeds=FEEDS["transformer"])
     assert ("rnn" in kept(run)) == bool(dropout)

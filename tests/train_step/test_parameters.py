@@ -246,3 +246,36 @@ def test_a_layer_may_be_replaced_between_steps() -> None:
     before = model[1].weight.numpy()
     step([paddle.ones([4, 2])])
     assert not np.array_equal(before, model[1].weight.numpy())
+
+
+def test_a_factor_of_the_learning_rate_that_comes_between_two_steps_counts() -> None:
+    def trained(use: bool) -> list[np.ndarray]:
+        paddle.seed(1)
+        model, rows = paddle.nn.Linear(3, 3), paddle.ones([2, 3])
+        optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+        step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).square().mean())
+        for factor in (1.0, 1.0, 0.25, 0.25, 1.0):
+            model.weight.optimize_attr["learning_rate"] = factor
+            if use:
+                step([rows])
+            else:
+                model(rows).square().mean().backward()
+                optimizer.step()
+                optimizer.clear_grad()
+        return [one.numpy() for one in model.parameters()]
+
+    assert all(map(np.array_equal, trained(True), trained(False)))
+
+
+def test_what_is_frozen_between_two_steps_has_no_gradient_left() -> None:
+    model = paddle.nn.Sequential(paddle.nn.Linear(3, 3), paddle.nn.Linear(3, 1))
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model[1].parameters())
+    model[0].bias.stop_gradient = True
+    step = TrainStep(model, optimizer, loss_fn=lambda model, x: model(x).mean())
+    step([paddle.ones([2, 3])])
+    for frozen in (model[0].weight, model[1].weight):
+        frozen.grad = paddle.ones(frozen.shape)
+        frozen.stop_gradient = True
+        step([paddle.ones([2, 3])])
+        frozen.stop_gradient = False
+        assert all(one.grad is None for one in model.parameters())

@@ -54,6 +54,7 @@ def files_that_run_code(folder: Path) -> dict[str, tuple[bytes, str]]:
             "paddle_recompute.app.laun",
         ),
         "a dotted name": (b"\x80\x04\x8c\x05numpy\x8c\x0cos.path.join\x93.", "numpy.os.path.join"),
+        "a line feed": (b"\x80\x04\x8c\x05numpy\x8c\x05a\nb\x1bc\x93.", r"numpy.a\nb\x1bc"),
         "INST": (b"(S'" + shell.encode() + b"'\nios\nsystem\n.", ""),
         "OBJ": (b"(cos\nsystem\nS'" + shell.encode() + b"'\no.", "os.system"),
         "an extension code": (b"\x80\x02\x82\x01.", ""),

@@ -1,31 +1,16 @@
-"""What we write on the operators of a Program, in either representation: calls and checkpoints.
-
-An attribute survives ``Program.clone()``; the executor does not look at it.
-"""
+"""Calls and checkpoints are marked on the operators of a Program, in either representation."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import paddle
 
 from paddle_recompute._paddle.static import native
+from paddle_recompute._paddle.static.attributes import CLAIMED, GIVES_UP, SCOPE
 from paddle_recompute.errors import StaticGraphError
-
-SCOPE = "recompute_scope"
-"""Of a forward operator: the recomputed call that added it."""
-GIVES_UP = "recompute_gives_up"
-"""Of a forward operator: even what later operators take from its call is computed again."""
-CLAIMED = "recompute_claimed"
-"""On a forward operator: a pass will recompute its call."""
-SEGMENT = "recompute_segment"
-"""Of a forward operator: the segment that it was recomputed in."""
-OWN_ATTRIBUTES = (SCOPE, GIVES_UP, CLAIMED, SEGMENT)
-"""What a copy must not carry, besides checkpoint names."""
-COPY_OF = "recompute_copy_of"
-"""Of a copy: its segment."""
 
 
 def mark_checkpoint(variable: Any, name: str) -> None:
@@ -114,21 +99,6 @@ def claim_recomputed_calls(program: paddle.static.Program) -> None:
     for operation in own.operations(program):
         if own.text_attribute(operation, SCOPE) is not None:
             own.write_text(operation, CLAIMED, "yes")
-
-
-def refuse_unclaimed(marks: Iterable[tuple[str | None, str | None]]) -> None:
-    """Raise if a backward of Paddle itself goes over recomputed calls.
-
-    Args:
-        marks: `SCOPE` and `CLAIMED` of the operators that it goes over.
-    """
-    for scope, claimed in marks:
-        if scope is not None and claimed is None:
-            raise StaticGraphError(
-                f"this Program has recomputed Layers ('{scope}', ...), which Paddle's own "
-                "backward would not recompute; use paddle_recompute.static_graph.minimize("
-                "optimizer, loss, strategy) with strategy.recompute = True"
-            )
 
 
 def _name_of_call(layer: str, calls: Collection[str | None], *, continues: bool) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import paddle
 from paddle.base import core, framework
 
-from paddle_recompute._paddle.static.marks import (
+from paddle_recompute._paddle.static.attributes import (
     CLAIMED,
     OWN_ATTRIBUTES,
     SCOPE,
@@ -359,11 +359,6 @@ def updating(program: paddle.static.Program) -> contextlib.AbstractContextManage
     return program._optimized_guard([])  # type: ignore[no-any-return]
 
 
-def persistable_scalar(name: str, like: Variable, startup: paddle.static.Program) -> Variable:
-    """A float32 scalar that lives from run to run, in the Programs being built."""
-    return paddle.static.create_global_var([], 0.0, "float32", True, name=name)
-
-
 def persistable(
     name: str, like: Variable, startup: paddle.static.Program, program: paddle.static.Program
 ) -> Variable:
@@ -404,24 +399,6 @@ def fill_in_place(value: Variable, number: float) -> None:
 def editing(program: paddle.static.Program) -> contextlib.AbstractContextManager[None]:
     """Inside, operators are added to `program`."""
     return paddle.static.program_guard(program)  # type: ignore[no-any-return]
-
-
-def sum_over_ranks(variable: Variable) -> Variable:
-    """The sum of `variable` over all ranks."""
-    from paddle.base.layer_helper import LayerHelper
-
-    from paddle_recompute._paddle.static import old_ir_fleet
-
-    old_ir_fleet.join_ranks()
-    helper = LayerHelper("c_allreduce_sum")
-    total = helper.create_variable_for_type_inference(variable.dtype)
-    helper.append_op(
-        type="c_allreduce_sum",
-        inputs={"X": [variable]},
-        outputs={"Out": [total]},
-        attrs={"ring_id": 0, "use_calc_stream": True},
-    )
-    return total
 
 
 # ------------------------------------------------------------------------------- changing

@@ -95,6 +95,22 @@ def join_ranks() -> int:
     return num_ranks
 
 
+def sum_over_ranks(variable: Variable) -> Variable:
+    """The sum of `variable` over all ranks."""
+    from paddle.base.layer_helper import LayerHelper
+
+    join_ranks()
+    helper = LayerHelper("c_allreduce_sum")
+    total = helper.create_variable_for_type_inference(variable.dtype)
+    helper.append_op(
+        type="c_allreduce_sum",
+        inputs={"X": [variable]},
+        outputs={"Out": [total]},
+        attrs={"ring_id": 0, "use_calc_stream": True},
+    )
+    return total
+
+
 @functools.cache
 def _join_gloo() -> None:
     """Connect the ranks with the gloo context that ``c_*`` operators use on CPUs; once a process.

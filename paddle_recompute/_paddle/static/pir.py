@@ -28,7 +28,7 @@ import paddle
 from paddle.base import core
 from paddle.base.libpaddle import pir as libpir
 
-from paddle_recompute._paddle.static.marks import (
+from paddle_recompute._paddle.static.attributes import (
     CLAIMED,
     OWN_ATTRIBUTES,
     SCOPE,
@@ -433,15 +433,6 @@ def updating(program: paddle.static.Program) -> contextlib.AbstractContextManage
     return contextlib.nullcontext()
 
 
-def sum_over_ranks(value: Value) -> Value:
-    """The sum of `value` over all ranks."""
-    from paddle_recompute._paddle.static import pir_exchange
-
-    pir_exchange.join_ranks()
-    ring, a_sum = 0, 0
-    return paddle._C_ops.all_reduce(value, ring, a_sum)
-
-
 # ------------------------------------------------------------------------------- training
 
 
@@ -491,14 +482,6 @@ def persistable(
         value = paddle.pir.core.create_persistable_value(dtype, shape, name, initializer=zeros)
     paddle.pir.reset_insertion_point_to_end()
     return value
-
-
-def persistable_scalar(name: str, like: Value, startup: paddle.static.Program) -> Value:
-    """A float32 scalar, as `like`, that lives from run to run.
-
-    ``paddle.static.create_global_var`` fails in PIR (3.3.1) with a TypeError.
-    """
-    return persistable(name, like, startup, program_of(like))
 
 
 def variables_after(startup: paddle.static.Program, scope: Any) -> list[str]:

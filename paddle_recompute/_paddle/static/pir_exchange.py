@@ -62,14 +62,20 @@ def part(joined: Value, like: list[Value]) -> list[Value]:
     return [paddle.reshape(p, list(v.shape)) for p, v in zip(parts, like, strict=False)]
 
 
-def mean_over_ranks(value: Value, num_ranks: int) -> Value:
-    """The mean of `value` over all ranks.
+def sum_over_ranks(value: Value) -> Value:
+    """The sum of `value` over all ranks.
 
     ``_C_ops.all_reduce(value, ring, kind)``: ring 0 is that of all ranks, kind 0 a sum. The public
     ``paddle.distributed.all_reduce`` works in place, on what may be a parameter's only gradient.
     """
     ring, a_sum = 0, 0
-    return paddle.scale(paddle._C_ops.all_reduce(value, ring, a_sum), 1.0 / num_ranks)
+    join_ranks()
+    return paddle._C_ops.all_reduce(value, ring, a_sum)
+
+
+def mean_over_ranks(value: Value, num_ranks: int) -> Value:
+    """The mean of `value` over all ranks."""
+    return paddle.scale(sum_over_ranks(value), 1.0 / num_ranks)
 
 
 def value_of_rank_0(value: Value) -> Value:

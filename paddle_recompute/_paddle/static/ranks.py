@@ -24,7 +24,11 @@ def sum_over_ranks(variable: Variable) -> Variable:
     is a sum, has no CPU kernel in 2.6 and none comes out of it in PIR (3.3.1); ``PyLayer`` is for
     dygraph.
     """
-    total = native().sum_over_ranks(variable)
+    if native().HAS_FLEET:
+        from paddle_recompute._paddle.static import old_ir_fleet as exchange
+    else:
+        from paddle_recompute._paddle.static import pir_exchange as exchange  # type: ignore[no-redef]
+    total = exchange.sum_over_ranks(variable)
     total.stop_gradient = True
     return total
 

@@ -16,7 +16,7 @@ import paddle
 from paddle.jit.dy2static import pir_partial_program
 
 from paddle_recompute._paddle.static import pir
-from paddle_recompute._paddle.static.marks import SCOPE
+from paddle_recompute._paddle.static.attributes import SCOPE
 
 Prepare = Callable[[paddle.static.Program], None]
 """Called with a Program that holds recomputed calls, before its backward is appended."""

@@ -162,7 +162,8 @@ class GradientNorm(paddle.nn.ClipGradByGlobalNorm):
     ) -> None:
         super().__init__(clip_norm)
         self._place = {name: place for place, name in enumerate(order)}
-        self.norm = native().persistable_scalar("gradient_norm", like, startup)
+        main = paddle.static.default_main_program()
+        self.norm = native().persistable("gradient_norm", like, startup, main)
 
     def __call__(self, params_grads: ParamsGrads) -> ParamsGrads:
         """Append the clipping, as part of the update; returns parameters and clipped gradients."""

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import yaml
 
-from paddle_recompute.app.cli._process import configured, prepare_one_process
+from paddle_recompute.app.cli._process import configured
 from paddle_recompute.app.config import Config, Setting, load_config, load_settings
 from paddle_recompute.app.launch import errors_in_one_paragraph
 from paddle_recompute.errors import ConfigError
@@ -22,7 +22,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="JSON instead of
 
 @click.group("config")
 def config_group() -> None:
-    """Show, check and compare configurations. Touches no device; only mode: static needs Paddle.
+    """Show, check and compare configurations. Touches no device and needs no Paddle.
 
     For example: paddle-recompute config show --config run.yaml
     """
@@ -62,9 +62,6 @@ def validate(config_file: str, as_json: bool, debug: bool, overrides: tuple[str,
     with errors_in_one_paragraph(debug):
         try:
             config = load_config(config_file, overrides)
-            if config.mode == "static":
-                prepare_one_process("" if as_json else "Checking what a Program cannot do")
-                config.for_static()
         except ConfigError as error:
             if as_json:
                 faults = re.split(r"\n  (?:- )?", str(error))

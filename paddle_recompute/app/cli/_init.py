@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import tempfile
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,6 @@ _MOST_NEGATIVES = 4
 """Of each pair in a batch; a batch encodes all of them."""
 _FEWEST_WITH_NEGATIVES = 0.1
 """Share of the pairs. Fewer are likely tabs by mistake, and all pairs pay for negatives."""
-_NOT_IN_A_LINE = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode categories of line breaks, control characters and bytes that are not UTF-8."""
 # A Chinese, Japanese or Korean character is about a token; of other writing, four letters are.
 _TOKENS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]{1,4}|[^\w\s]")
 
@@ -118,11 +115,11 @@ def _fitted(path: Path, file: Path) -> str:
     """
     from paddle_recompute.app.data import HardNegatives, read_pairs, split_pairs
 
-    for text in (str(path.absolute()), str(file)):
-        if any(unicodedata.category(letter) in _NOT_IN_A_LINE for letter in text):
+    for name in (str(path.absolute()), str(file)):
+        if not name.isprintable():
             raise ConfigError(
-                f"{text!r}: has a line break or another control character, which a configuration "
-                "cannot hold; rename the file"
+                f"{name!r}: has a character that is not printable, such as a line break, which a "
+                "configuration cannot hold; rename the file"
             )
     found = read_pairs(path, on_bad_line="skip")
     if found.skipped:
@@ -162,7 +159,7 @@ def _fitted(path: Path, file: Path) -> str:
         count=count,
         file=shlex.quote(str(file)),
         model=_GPU_MODEL if machine.card_bytes else _CPU_MODEL.format(max(queries, positives)),
-        batch=f"{per_rank * machine.ranks:<16}# {machine.ranks} x {per_rank} pairs; each query is",
+        batch=f"{per_rank * machine.ranks:<16}# {machine.ranks} x {per_rank} pairs",
         negatives=_NEGATIVES.format(f"{hard_negatives:<14}", least, most) if most else "",
         fill=_FILL.format(negatives.count(0)) if most and not least else "",
         memory=_GPU_MEMORY.format(budget) if budget else "",
@@ -185,11 +182,11 @@ _CPU_MODEL = """\
   num_heads: 4
   intermediate_size: 256
   max_position_embeddings: {}
-  pooling: mean                 # from random weights, cls gives all texts one vector for long
+  pooling: mean                 # with random weights, cls starts with one vector for all texts
 """
 _GPU_MODEL = """\
   preset: base                  # ERNIE 3.0 Base, random weights
-  pooling: mean                 # from random weights, cls gives all texts one vector for long
+  pooling: mean                 # with random weights, cls starts with one vector for all texts
   # init_from: model_state.pdparams   # pretrained weights
 """
 _GPU_MEMORY = """\
@@ -218,7 +215,7 @@ recompute:
 
 contrastive:
   global_batch: $batch
-  temperature: 0.05             # told from the positives of all the others
+  temperature: 0.05             # the cosine similarities are divided by it
   mask_false_negatives: true    # pairs with the same positive are no negatives of each other
 $negatives$fill$memory
 data:

@@ -94,6 +94,8 @@ class DataConfig(Section):
         "one of them; required with weights of other libraries; none: that in the folder "
         "model.init_from, or it is trained on the pairs",
     )
-    vocab_size: Annotated[int, Field(ge=100, le=2**31 - 1)] = Field(
-        20_000, description="largest vocabulary of the tokenizer, which is trained on the pairs"
+    vocab_size: Annotated[int, Field(ge=300, le=2**31 - 1)] = Field(
+        20_000,
+        description="largest vocabulary of the tokenizer, which is trained on the pairs; the bytes "
+        "and the special tokens are 261 entries of it",
     )

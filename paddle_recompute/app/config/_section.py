@@ -54,12 +54,12 @@ class Values:
         value: Any = self._sound
         for name in names:
             if name not in value:
-                raise NotSound(path)
+                raise FaultyValue(path)
             value = value[name]
         return value
 
 
-class NotSound(Exception):
+class FaultyValue(Exception):
     """A rule asked for a value that is itself at fault."""
 
 
@@ -171,7 +171,7 @@ class Section(BaseModel):
         for rule in cls.rules:
             try:
                 broken = list(rule(values))
-            except NotSound:
+            except FaultyValue:
                 continue
             for path, value, message in broken:
                 location = tuple(path.split("."))

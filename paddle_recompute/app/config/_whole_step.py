@@ -5,8 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paddle_recompute.app.config._section import Values
+from paddle_recompute.app.config._sync import SyncConfig
 from paddle_recompute.app.config._train import TrainConfig
-from paddle_recompute.options import Fault
+from paddle_recompute.options import NOT_IN_A_PROGRAM, Fault, RecomputeConfig
+
+_LIMITS_OF_SYNC = ("peer_timeout", "stall_timeout")
+"""The settings of ``sync`` that hold for a Program, too: how long to wait for other ranks."""
+
+
+def followed_by_a_program(v: Values) -> Iterator[Fault]:
+    """What does not go with ``mode: static``."""
+    if v["mode"] == "static":
+        yield from not_in_a_program(v)
+
+
+def not_in_a_program(v: Values) -> Iterator[Fault]:
+    """What a static graph cannot honour."""
+    for name, reason in NOT_IN_A_PROGRAM.items():
+        given = v[f"recompute.{name}"]
+        if v["recompute.enable"] and given != getattr(RecomputeConfig, name):
+            words = f"is not supported by mode: static: {reason}; remove it"
+            yield Fault(f"recompute.{name}", given, words)
+    if _is_o2(v):
+        yield Fault(
+            "strategy.amp_configs.level",
+            "O2",
+            "is not supported by mode: static, whose parameters are in float32; use level O1",
+        )
+    for name, field in SyncConfig.model_fields.items():
+        given = v[f"sync.{name}"]
+        if name not in _LIMITS_OF_SYNC and given != field.default:
+            yield Fault(
+                f"sync.{name}",
+                given,
+                "is not supported by mode: static, where Paddle's own operators exchange the "
+                "gradients, in float32; remove it",
+            )
 
 
 def parameters_leave_in_dygraph(v: Values) -> Iterator[Fault]:

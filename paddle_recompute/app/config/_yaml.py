@@ -1,8 +1,8 @@
-"""YAML of strangers: a tree of plain values within limits, or one sentence on what is wrong.
+"""Read YAML: a tree of plain values within limits, or one sentence on what is wrong.
 
 The dialect is what YAML 1.1 and 1.2 agree on: no dates, no numbers to the base 60 (``1:30:30`` is
-5430 in YAML 1.1), no octal numbers with a leading 0, no explicit tags. Anchors are allowed; what
-they expand to is counted before it is built.
+5430 in YAML 1.1), no octal numbers with a leading 0, no explicit tags. An alias stands for a single
+value, never for a list or a mapping: the tree is not larger than its text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from paddle_recompute.errors import ConfigError
 
 LARGEST = 1 << 16
 """Characters of a file, or of a value given as an override."""
-_MOST_VALUES = 10_000
 _DEEPEST = 20
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
 _FLOAT = re.compile(
@@ -45,8 +44,13 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Look at the depth and the tag of a node before anything is read of it."""
+        """Look at the depth, the tag and the alias of a node before anything is read of it."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
+        meant = self.anchors.get(event.anchor) if isinstance(event, yaml.AliasEvent) else None
+        if isinstance(meant, yaml.CollectionNode):
+            raise _RefusedError(
+                event.start_mark, f"the alias *{event.anchor} stands for more than one value"
+            )
         if getattr(event, "tag", None) is not None:
             raise _RefusedError(
                 event.start_mark,
@@ -83,7 +87,6 @@ def parse(text: str, name: str, *, has_lines: bool = True) -> tuple[Any, dict[st
         node = loader.get_single_node()
         if node is None:
             return None, {}
-        _check_size(node)
         places = dict(_places(node))
         return loader.construct_document(node), places
     except _RefusedError as error:
@@ -101,41 +104,6 @@ def _problem(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
         return f"the character {error.character!r} at position {error.position} is not allowed"
     return str(getattr(error, "problem", None) or error)[:200]
-
-
-def _check_size(node: yaml.Node) -> None:
-    """Refuse what, with all anchors expanded, is nested too deep or has too many values."""
-    sizes: dict[int, int] = {}
-    open_nodes: set[int] = set()
-
-    def size_of(one: yaml.Node, depth: int, key: str) -> int:
-        if depth > _DEEPEST:
-            raise _RefusedError(one.start_mark, f"is nested deeper than {_DEEPEST} levels")
-        if id(one) in open_nodes:
-            raise _RefusedError(one.start_mark, f"{key} contains itself, through an anchor")
-        if id(one) in sizes:
-            return sizes[id(one)]
-        open_nodes.add(id(one))
-        size = 1
-        if isinstance(one, yaml.SequenceNode):
-            size += sum(size_of(inner, depth + 1, key) for inner in one.value)
-        elif isinstance(one, yaml.MappingNode):
-            for word, value in one.value:
-                if not isinstance(word, yaml.ScalarNode):
-                    raise _RefusedError(
-                        word.start_mark, "a key must be a word, and this one is a list or a mapping"
-                    )
-                # Of a key that is nested, the uppermost names the place.
-                size += 1 + size_of(value, depth + 1, key or str(word.value)[:60])
-        open_nodes.remove(id(one))
-        if size > _MOST_VALUES:
-            raise _RefusedError(
-                one.start_mark, f"has more than {_MOST_VALUES} values, with its anchors expanded"
-            )
-        sizes[id(one)] = size
-        return size
-
-    size_of(node, 0, "")
 
 
 def _places(node: yaml.Node, prefix: str = "") -> Iterator[tuple[str, str]]:

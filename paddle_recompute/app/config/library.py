@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paddle_recompute.app.config._section import Values
+from paddle_recompute.app.config._whole_step import not_in_a_program
 from paddle_recompute.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
     from paddle_recompute.app.config.schema import Config
     from paddle_recompute.static_graph import StaticConfig
     from paddle_recompute.train_step import OptimizerConfig
-
-_LIMITS = ("peer_timeout", "stall_timeout")
-"""The settings of ``sync`` that hold for a Program, too: how long to wait for other ranks."""
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:
@@ -64,12 +63,16 @@ def static_config(config: Config) -> StaticConfig:
     """What a Program follows.
 
     Raises:
-        ConfigError: A setting of ``sync`` that Paddle's own operators do not follow.
+        ConfigError: A setting that a static graph cannot honour; with ``mode: static`` the
+            configuration itself refuses it.
     """
-    from paddle_recompute.static_graph import StaticConfig, faults_in_static
+    from paddle_recompute.static_graph import StaticConfig
 
+    if faults := list(not_in_a_program(Values(type(config), config.model_dump()))):
+        told = "\n".join(f"  {path}: {given}: {words}" for path, given, words in faults)
+        raise ConfigError(f"a static graph cannot honour:\n{told}")
     strategy, sync = config.strategy, config.sync
-    found = StaticConfig(
+    return StaticConfig(
         recompute=config.recompute,
         amp=strategy.amp_configs if strategy.amp else None,
         accumulate_steps=strategy.gradient_merge_configs.k_steps,
@@ -82,16 +85,3 @@ def static_config(config: Config) -> StaticConfig:
         stall_timeout=sync.stall_timeout,
         chunked=bool(config.contrastive.chunk_size or config.contrastive.chunk_tokens),
     )
-    given, default = sync.model_dump(), type(sync)().model_dump()
-    faults = [
-        *faults_in_static(found),
-        *(
-            f"sync.{name}: {given[name]}: Paddle's own operators exchange the gradients of a "
-            "Program, in float32, without this setting; remove it"
-            for name in given
-            if given[name] != default[name] and name not in _LIMITS
-        ),
-    ]
-    if faults:
-        raise ConfigError("mode: static cannot honour:\n" + "\n".join(f"  {one}" for one in faults))
-    return found

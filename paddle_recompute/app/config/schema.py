@@ -24,6 +24,7 @@ from paddle_recompute.app.config._train import TrainConfig
 from paddle_recompute.app.config._types import Count
 from paddle_recompute.app.config._whole_step import (
     compiled_in_dygraph,
+    followed_by_a_program,
     lamb_and_lars_have_their_own_decay,
     parameters_leave_in_dygraph,
     sharded_in_dygraph,
@@ -138,6 +139,7 @@ class Config(Section):
             )
 
     rules = (
+        followed_by_a_program,
         _replans_what_is_planned,
         parameters_leave_in_dygraph,
         sharded_in_dygraph,

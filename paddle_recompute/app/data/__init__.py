@@ -5,22 +5,12 @@ from paddle_recompute.app.data.ceiling import Ceiling, ceiling
 from paddle_recompute.app.data.judged import JudgedQueries, read_judged
 from paddle_recompute.app.data.loader import PairLoader, build_loader, loader_for
 from paddle_recompute.app.data.negatives import HardNegatives
-from paddle_recompute.app.data.pairs import (
-    LONGEST_LINE,
-    BadLine,
-    Pair,
-    PairFile,
-    decoded,
-    read_lines,
-    read_pairs,
-)
+from paddle_recompute.app.data.pairs import Pair, PairFile, parsed, read_pairs
 from paddle_recompute.app.data.prepare import PreparedData, Source, check_files, prepare_data
 from paddle_recompute.app.data.split import Split, normal_form, split_pairs
 from paddle_recompute.app.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
-    "LONGEST_LINE",
-    "BadLine",
     "Ceiling",
     "HardNegatives",
     "JudgedQueries",
@@ -34,14 +24,13 @@ __all__ = [
     "build_loader",
     "ceiling",
     "check_files",
-    "decoded",
     "load_tokenizer",
     "loader_for",
     "mine_cedict",
     "normal_form",
+    "parsed",
     "prepare_data",
     "read_judged",
-    "read_lines",
     "read_pairs",
     "split_pairs",
     "train_tokenizer",

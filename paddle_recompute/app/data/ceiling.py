@@ -35,17 +35,19 @@ class Ceiling:
     def to_dict(self) -> dict[str, float]:
         """The values for the final record, where ``best_recall`` is ``recall@1_ceiling``."""
         values = asdict(self)
-        return {**values, "recall@1_ceiling": values.pop("best_recall")}
+        values["recall@1_ceiling"] = values.pop("best_recall")
+        return values
 
     def notes(self) -> list[str]:
         """Sentences for the user; none if recall@1 of 1 is possible."""
         counts = (
-            (self.unknown_queries, "held-out queries are [UNK] alone"),
-            (self.equal_queries, "held-out queries share their tokens with one of another answer"),
-            (self.equal_answers, "answers share their tokens, after cutting, with a candidate"),
+            (self.unknown_queries, "held-out queries have no token but [UNK]"),
+            (self.equal_queries, "held-out queries have the tokens of a query with another answer"),
+            (self.equal_answers, "answers have, after cutting, the tokens of another candidate"),
         )
-        notes = [f"{count} {what}" for count, what in counts if count]
-        return [*notes, f"so recall@1 is at most {self.best_recall:.4f}"] if notes else []
+        notes = [f"{count:,} {what}" for count, what in counts if count]
+        best = f"no model can have a recall@1 above {self.best_recall:.4f} on these texts"
+        return [*notes, best] if notes else []
 
 
 def ceiling(

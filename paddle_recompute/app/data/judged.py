@@ -18,16 +18,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
-from paddle_recompute.app.data.pairs import (
-    BadLine,
-    json_object,
-    parsed,
-    read_lines,
-    read_pairs,
-    text_of,
-)
+from paddle_recompute.app.data.pairs import BadLine, json_object, parsed, read_pairs, text_of
 from paddle_recompute.errors import DataError
 
 _HEADER = ["query-id", "corpus-id", "score"]
@@ -109,7 +101,7 @@ def _from_folder(folder: Path, split: str) -> JudgedQueries:
         judged[rows[document]] = grade
 
     judgements = _file(folder, f"qrels/{split}.tsv")
-    for _ in parsed(judgements, read_lines(judgements), judgement, _refuse):
+    for _ in parsed(judgements, judgement):
         pass
     answers = {
         name: {row: grade for row, grade in judged.items() if grade > 0}
@@ -143,7 +135,7 @@ def _read_texts(path: Path, text: Callable[[dict[str, object]], str]) -> dict[st
                 raise BadLine(f"the id {name!r} appears twice")
             texts[name] = text(found)
 
-    for _ in parsed(path, read_lines(path), entry, _refuse):
+    for _ in parsed(path, entry):
         pass
     if not texts:
         raise DataError(f"{path}: contains no text")
@@ -168,7 +160,3 @@ def _file(folder: Path, name: str) -> Path:
         f"{folder / name}: there is no such file; a folder to evaluate on has corpus.jsonl, "
         f"queries.jsonl and qrels/test.tsv, in the form of BEIR{hint}"
     )
-
-
-def _refuse(fault: str) -> NoReturn:
-    raise DataError(fault) from None

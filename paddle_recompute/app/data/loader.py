@@ -67,7 +67,7 @@ class PairLoader:
             for side, texts in self._texts.items()
         ]
         counts += [
-            (texts.num_unknown, side, "hold words beyond data.vocab_size")
+            (texts.num_unknown, side, "hold words outside the vocabulary")
             for side, texts in self._texts.items()
         ]
         notes = [
@@ -77,8 +77,8 @@ class PairLoader:
         ]
         if dropped := self._sampler.num_dropped:
             notes.append(
-                f"{dropped} of {self._sampler.num_pairs} training pairs, others in each epoch, are "
-                f"left out: they fill no global batch{self._sampler.why_dropped}"
+                f"{dropped} of {self._sampler.num_pairs} training pairs are left out, other "
+                f"ones in each epoch: they fill no global batch{self._sampler.why_dropped}"
             )
         return notes
 

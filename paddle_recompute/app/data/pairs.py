@@ -19,11 +19,11 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from paddle_recompute.errors import ConfigError, DataError
 
@@ -123,32 +123,45 @@ def read_pairs(
         skipped.append(fault)
 
     digest = hashlib.sha256()
-    lines = read_lines(path, max_line, max_file, digest.update)
     parse = partial(_checked, _parser_for(path), *negatives)
-    pairs = list(parsed(path, lines, parse, refuse, max_line))
+    pairs = list(parsed(path, parse, refuse, max_line, max_file, digest.update))
     if not pairs:
         first = f" ({len(skipped)} bad lines, the first: {skipped[0]})" if skipped else ""
         raise DataError(f"{path}: contains no pair{first}")
     return PairFile(pairs, skipped, digest.hexdigest())
 
 
+def _raise(fault: str) -> NoReturn:
+    raise DataError(fault) from None
+
+
 def parsed(
     path: Path,
-    lines: Iterable[tuple[int, bytes]],
     parse: Callable[[int, str], Parsed | None],
-    refuse: Callable[[str], object],
+    refuse: Callable[[str], object] = _raise,
     max_line: int = LONGEST_LINE,
+    max_file: float = math.inf,
+    read: Callable[[bytes], object] = bool,
 ) -> Iterator[Parsed]:
-    """What `parse` makes of each line of `read_lines`; where it is None, the line is left out.
+    """What `parse` makes of each line of a file; where it is None, the line is left out.
 
-    `refuse` is given ``"file:line: what is wrong"`` for each line for which `parse` raises
-    `BadLine`, or which is too long or not UTF-8.
+    Args:
+        path: The file, also ``.gz``.
+        parse: Called with the number of a line, from 1, and its text. It may raise `BadLine`.
+        refuse: Given ``"file:line: what is wrong"`` for each line for which `parse` raises
+            `BadLine`, or which is too long or not UTF-8. By default, that is a `DataError`.
+        max_line: Bytes of the longest line.
+        max_file: Bytes of the largest file, unpacked.
+        read: Given all bytes.
+
+    Raises:
+        DataError: The file cannot be read, or is larger than `max_file` bytes.
     """
-    for number, line in lines:
+    for number, line in _lines(path, max_line, max_file, read):
         try:
             if len(line) > max_line:
                 raise BadLine(f"longer than {max_line} bytes (data.max_line)")
-            found = parse(number, decoded(line))
+            found = parse(number, _decoded(line))
         except BadLine as reason:
             refuse(f"{path}:{number}: {reason}")
         else:
@@ -191,18 +204,12 @@ def _parser_for(path: Path) -> Callable[[int, str], Pair | None]:
     return parsers[suffix]
 
 
-def read_lines(
-    path: Path,
-    max_line: int = LONGEST_LINE,
-    max_file: float = math.inf,
-    read: Callable[[bytes], object] = bool,
+def _lines(
+    path: Path, max_line: int, max_file: float, read: Callable[[bytes], object]
 ) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, also ``.gz``, with their numbers from 1, without the byte order mark.
+    """The lines with their numbers, without the byte order mark.
 
-    Of a line that is too long there are at least `max_line` + 1 bytes. `read` is given all bytes.
-
-    Raises:
-        DataError: The file cannot be read, or is larger than `max_file` bytes.
+    Of a line that is too long there are at least `max_line` + 1 bytes.
     """
     number, size, is_rest = 0, 0, False
     try:
@@ -231,7 +238,7 @@ def read_lines(
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def decoded(line: bytes) -> str:
+def _decoded(line: bytes) -> str:
     """The text of a line.
 
     Raises:

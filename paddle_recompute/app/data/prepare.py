@@ -16,7 +16,7 @@ from paddle_recompute.app.data.split import (
     Split,
     digest_of,
     num_pairs_sharing_a_text,
-    rank_of,
+    shuffling_key,
     split_pairs,
     without_duplicates,
 )
@@ -71,11 +71,14 @@ class PreparedData:
 
 
 def check_files(config: Config) -> None:
-    """Read the files of pairs of a configuration, without Paddle, and keep nothing.
+    """Read the pairs and the tokenizer of a configuration, without Paddle, and keep nothing.
 
     Raises:
         DataError: A file or a line in it cannot be used.
     """
+    file = config.tokenizer_file
+    if file is not None and file.exists():  # a resumed run needs none
+        load_tokenizer(file)
     for name in ("train_file", "valid_file"):
         if (path := getattr(config.data, name)) is not None:
             _read(config.data, name, path, _Account(), config.contrastive.negatives_of_a_line)
@@ -152,8 +155,8 @@ def prepare_data(
     )
     account.note(queries.num_cut, "held-out queries are cut at data.max_query_tokens")
     account.note(candidates.num_cut, "candidates are cut at data.max_positive_tokens")
-    account.note(queries.num_unknown, "held-out queries hold words beyond data.vocab_size")
-    account.note(candidates.num_unknown, "candidates hold words beyond data.vocab_size")
+    account.note(queries.num_unknown, "held-out queries hold words outside the vocabulary")
+    account.note(candidates.num_unknown, "candidates hold words outside the vocabulary")
     place = {text: index for index, text in enumerate(pool)}
     target = [place[pair.positive] for pair in split.valid]
     best = ceiling(queries, candidates, target, unknown=tokenizer.unknown)
@@ -191,7 +194,7 @@ def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
             f"data.pool_size is {pool_size}, and the pairs have {len(held_out) + len(others)} "
             "different positives; lower it or give more pairs"
         )
-    return [*held_out, *sorted(others, key=lambda text: rank_of(text, seed))[:missing]]
+    return [*held_out, *sorted(others, key=lambda text: shuffling_key(text, seed))[:missing]]
 
 
 @dataclass
@@ -250,6 +253,11 @@ def _split(
     held_out = {pair.positive for pair in split.valid}
     shared = sum(not held_out.isdisjoint(pair.negatives) for pair in split.train)
     account.note(shared, "training pairs have a held-out positive among their negatives")
+    answers: dict[str, set[str]] = {}
+    for pair in split.train:
+        answers.setdefault(pair.query, set()).add(pair.positive)
+    wrong = sum(not answers[pair.query].isdisjoint(pair.negatives) for pair in split.train)
+    account.note(wrong, "training pairs have an answer to their own query among their negatives")
     return split
 
 

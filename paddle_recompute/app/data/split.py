@@ -25,14 +25,11 @@ class Split:
         train: In the given order, without duplicates.
         valid: In the given order, without duplicates.
         num_duplicates: Pairs that were left out because an equal pair came before.
-        num_groups: Groups of pairs that share a text, of both sides; None if the user gave both
-            sides.
     """
 
     train: list[Pair]
     valid: list[Pair]
     num_duplicates: int
-    num_groups: int | None = None
 
 
 def split_pairs(pairs: Iterable[Pair], *, valid_pairs: int, seed: int) -> Split:
@@ -56,8 +53,6 @@ def split_pairs(pairs: Iterable[Pair], *, valid_pairs: int, seed: int) -> Split:
         >>> split = split_pairs(pairs, valid_pairs=1, seed=0)
         >>> [pair.query for pair in split.valid]
         ['狗']
-        >>> split.num_groups
-        2
     """
     unique, num_duplicates = without_duplicates(pairs)
     if len(unique) <= valid_pairs:
@@ -67,7 +62,7 @@ def split_pairs(pairs: Iterable[Pair], *, valid_pairs: int, seed: int) -> Split:
         )
     groups = _groups(unique)
     held_out: set[int] = set()
-    for name in sorted(groups, key=lambda name: rank_of(name, seed)):
+    for name in sorted(groups, key=lambda name: shuffling_key(name, seed)):
         if len(held_out) + len(groups[name]) <= valid_pairs:
             held_out.update(groups[name])
     if not held_out:
@@ -79,7 +74,6 @@ def split_pairs(pairs: Iterable[Pair], *, valid_pairs: int, seed: int) -> Split:
     return Split(
         train=[pair for place, pair in enumerate(unique) if place not in held_out],
         valid=[pair for place, pair in enumerate(unique) if place in held_out],
-        num_groups=len(groups),
         num_duplicates=num_duplicates,
     )
 
@@ -121,7 +115,7 @@ def normal_form(text: str) -> str:
     return " ".join(words)
 
 
-def rank_of(text: str, seed: int) -> bytes:
+def shuffling_key(text: str, seed: int) -> bytes:
     """A sort key that shuffles texts: a function of seed and text, the same on every machine."""
     return hashlib.blake2b(text.encode(), digest_size=8, salt=seed.to_bytes(16, "big")).digest()
 

@@ -1,9 +1,8 @@
-"""Turn texts into token ids: a WordPiece vocabulary, trained once and shared through a file.
+"""Turn texts into token ids: byte-level BPE, trained once and shared through a file.
 
 The text is normalised as in BERT's uncased models: lower case, no accents, every Chinese character
-is a word. Pieces consist of bytes (UTF-8), not of characters: a frequent word or character is one
-piece, and a rare or new character is a few shared pieces. A vocabulary of characters would make it
-``[UNK]``. Each byte is written as one visible letter, as in GPT-2's vocabulary. The file is the
+is a word. Pieces consist of bytes (UTF-8), as in GPT-2's vocabulary: a frequent word or character
+is one piece, and a rare or new character is a few shared pieces, never ``[UNK]``. The file is the
 ``tokenizer.json`` of Hugging Face's `tokenizers`, which does the work, so other programs can read
 it.
 """
@@ -14,7 +13,6 @@ import hashlib
 import itertools
 import os
 import types
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,12 +30,10 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD_ID = 0
 
 # Part of a vocabulary's key; raise it when training makes another vocabulary.
-_VERSION = 2
-_INNER = "##"  # prefix of a piece that does not begin its word
+_VERSION = 3
 _TEXTS_AT_ONCE = 10_000
 _LONGEST_WORD = 100
-"""Characters; longer words are divided. WordPiece takes time that grows with the square."""
-_BYTES_OF_A_CHARACTER = 4  # at most
+"""Characters; longer words are divided, so that training takes time linear in their length."""
 _MOST_ENTRIES = 1 << 24
 _PROBE = "\ua66e \U00013000 " + "x" * 1000
 """Rare letters and a long word: most vocabularies replace them by ``[UNK]``."""
@@ -159,9 +155,7 @@ class PairTokenizer:
         """
         tokenizers = _tokenizers()
         copy = tokenizers.Tokenizer.from_str(self._text)
-        copy.post_processor = tokenizers.processors.BertProcessing(
-            ("[SEP]", self._last), ("[CLS]", self._first)
-        )
+        copy.post_processor = _around(tokenizers, copy)
         copy.enable_truncation(max_tokens)
         copy.enable_padding(pad_id=PAD_ID, pad_token="[PAD]")
         write_whole(Path(path), copy.to_str(pretty=True))
@@ -233,9 +227,7 @@ def _from_entries(tokenizers: types.ModuleType, path: Path) -> str:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(**_settings(path, entries))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = tokenizers.processors.BertProcessing(
-        ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])
-    )
+    tokenizer.post_processor = _around(tokenizers, tokenizer)
     tokenizer.decoder = tokenizers.decoders.WordPiece()
     tokenizer.add_special_tokens([one for one in SPECIAL_TOKENS if one in vocab])
     return str(tokenizer.to_str(pretty=True))
@@ -288,44 +280,45 @@ def _in_words(fault: str) -> Iterator[None]:
 def train_tokenizer(texts: Sequence[str], path: str | Path, vocab_size: int) -> None:
     """Learn a vocabulary from `texts` and write it to `path`, atomically.
 
-    The same texts give the same file. (By default the library numbers the pieces inside words in
-    the order of a hash table and breaks ties by number, so two trainings differ.)
+    The same texts give the same file. No text has ``[UNK]``.
 
     Args:
         texts: The training texts, without the held-out texts.
         path: The ``tokenizer.json`` to write.
-        vocab_size: The most entries. Single bytes, most frequent first, take at most half of them:
-            900 entries have room for all bytes, and no word is ``[UNK]``. With fewer entries, a
-            word with a missing byte is ``[UNK]``.
+        vocab_size: The most entries. The special tokens and the 256 bytes are always among them.
 
     Raises:
         DataError: The texts contain nothing to learn from, or the file cannot be written.
         DependencyError: The package `tokenizers` is not installed.
     """
-    tokenizers = _tokenizers()
-    tokenizer = _untrained(tokenizers, {token: i for i, token in enumerate(SPECIAL_TOKENS)})
-    words = _count_words(tokenizer, texts)
-    if not words:
+    if not any(text.strip() for text in texts):
         raise DataError("the training texts contain no word, so there is no vocabulary to learn")
-    first, inner = _alphabet(words, _spelled_bytes(tokenizers), limit=vocab_size // 2)
-    trained_on = sorted({*first, *inner})
-    only_inner = {*trained_on}.difference(first)  # the trainer needs them at the beginning too
-    trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=vocab_size + len(only_inner),
+    tokenizers = _tokenizers()
+    pre_tokenizers = tokenizers.pre_tokenizers
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=True, lowercase=True
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.BertPreTokenizer(),
+            pre_tokenizers.Split(tokenizers.Regex(rf"[\s\S]{{1,{_LONGEST_WORD}}}"), "isolated"),
+            # A word begins with the letter of the space byte, so "a b" and "ab" differ.
+            pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
         min_frequency=2,
         show_progress=False,
-        # Numbered here, in this order, instead of by the hash table.
-        special_tokens=[*SPECIAL_TOKENS, *(_INNER + byte for byte in inner)],
-        initial_alphabet=trained_on,
-        limit_alphabet=len(trained_on),
-        continuing_subword_prefix=_INNER,
+        special_tokens=list(SPECIAL_TOKENS),
+        # All bytes. Found in the texts, they would be numbered in the order of a hash table.
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer, length=len(texts))
-    # Built anew: in the trained tokenizer the pieces "##x" are special tokens.
-    pieces = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    kept = [piece for piece, _ in pieces if piece not in only_inner]
-    vocab = {piece: number for number, piece in enumerate(kept[:vocab_size])}
-    write_whole(Path(path), _untrained(tokenizers, vocab).to_str(pretty=True))
+    tokenizer.post_processor = _around(tokenizers, tokenizer)
+    write_whole(Path(path), tokenizer.to_str(pretty=True))
 
 
 def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
@@ -340,102 +333,10 @@ def vocabulary_key(texts: Iterable[str], vocab_size: int) -> str:
     return digest.hexdigest()[:16]
 
 
-def _untrained(tokenizers: types.ModuleType, vocab: dict[str, int]) -> Any:
-    model = tokenizers.models.WordPiece(
-        vocab,
-        unk_token="[UNK]",
-        continuing_subword_prefix=_INNER,
-        max_input_chars_per_word=_LONGEST_WORD * _BYTES_OF_A_CHARACTER,
-    )
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(
-        clean_text=True, handle_chinese_chars=True, strip_accents=True, lowercase=True
-    )
-    pre_tokenizers, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
-    some_characters = tokenizers.Regex(rf"[\s\S]{{1,{_LONGEST_WORD}}}")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.BertPreTokenizer(),
-            pre_tokenizers.Split(some_characters, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.WordPiece(prefix=_INNER, cleanup=False),
-            decoders.Replace(" ", "Ġ"),  # the letter of the space byte
-            decoders.ByteLevel(),
-        ]
-    )
-    tokenizer.post_processor = tokenizers.processors.BertProcessing(
-        ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])
-    )
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return tokenizer
-
-
-def _count_words(tokenizer: Any, texts: Sequence[str]) -> Counter[str]:
-    """How often each word occurs, in the form that the trainer reads."""
-    chunks: Counter[str] = Counter()
-    for some in _in_lots(texts):
-        chunks.update(tokenizer.normalizer.normalize_str("\n".join(some)).split())
-    words: Counter[str] = Counter()
-    for chunk, count in chunks.items():
-        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(chunk):
-            words[word] += count
-    return words
-
-
-def _alphabet(
-    words: Counter[str], alphabet: Sequence[str], limit: int
-) -> tuple[list[str], list[str]]:
-    """The bytes to keep at the beginning of words, and inside them, both sorted.
-
-    Bytes that occur come first, the most frequent before the others; then bytes for future texts.
-    A byte that continues a character never begins a word.
-
-    Args:
-        words: Words, spelled in bytes, and how often they occur.
-        alphabet: All 256 bytes, in order.
-        limit: The most entries for both together.
-    """
-    frequency: Counter[str] = Counter()
-    inside: set[str] = set()
-    for word, count in words.items():
-        for byte in word:
-            frequency[byte] += count
-        inside.update(word[1:])
-    continuing = {*alphabet[0x80:0xC0]}
-    by_frequency = sorted(alphabet, key=lambda byte: (-frequency[byte], byte))
-    seen = [
-        (byte, begins)
-        for byte in by_frequency
-        for begins in (True, False)
-        if frequency[byte] and (byte not in continuing if begins else byte in inside)
-    ]
-    every = [(byte, False) for byte in sorted(continuing)]
-    every += [
-        (byte, begins)
-        for byte in by_frequency
-        for begins in (True, False)
-        if byte not in continuing
-    ]
-    kept = list(dict.fromkeys([*seen, *every]))[:limit]
-    return (
-        sorted(byte for byte, begins in kept if begins),
-        sorted(byte for byte, begins in kept if not begins),
-    )
-
-
-def _spelled_bytes(tokenizers: types.ModuleType) -> list[str]:
-    """The letter of each byte, in byte order.
-
-    Visible letters of Latin-1 stand for themselves; the other bytes, in order, are the letters from
-    U+0100 on.
-    """
-    letters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    others = iter(sorted(letter for letter in letters if ord(letter) >= 0x100))
-    return [chr(byte) if chr(byte) in letters else next(others) for byte in range(0x100)]
+def _around(tokenizers: types.ModuleType, tokenizer: Any) -> Any:
+    """What puts ``[CLS]`` before a text and ``[SEP]`` behind it."""
+    ends = [(name, tokenizer.token_to_id(name)) for name in ("[SEP]", "[CLS]")]
+    return tokenizers.processors.BertProcessing(*ends)
 
 
 def _in_lots(texts: Sequence[str]) -> Iterator[list[str]]:

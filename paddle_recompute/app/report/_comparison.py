@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.report._curves import curves_of
 from paddle_recompute.app.report._files import RunFiles, flat
 from paddle_recompute.app.report._page import Page, Part
@@ -50,24 +49,20 @@ def comparison_page(runs: Sequence[RunFiles]) -> Page:
 
 
 def _results(run: RunFiles) -> dict[str, Any]:
+    """With four digits, so that two runs fit on a phone."""
     last = {"steps": run.metrics[-1]["step"] if run.metrics else 0}
     return {
-        name: format_bytes(value) if name.endswith("_bytes") and value else _short(value)
+        name: f"{value:.4g}" if isinstance(value, float) else shown(value, name)
         for name, value in {**last, **run.record}.items()
         if name != "output_dir"
     }
-
-
-def _short(value: Any) -> str:
-    """Four digits, so that two runs fit on a phone."""
-    return f"{value:.4g}" if isinstance(value, float) else shown(value)
 
 
 def _beside(columns: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """A row for each name in the columns; only those that differ."""
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [
-        (name, *(shown(column[name]) if name in column else _ABSENT for column in columns))
+        (name, *(shown(column[name], name) if name in column else _ABSENT for column in columns))
         for name in names
         if name not in _NOT_COMPARED
     ]

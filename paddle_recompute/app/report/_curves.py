@@ -24,11 +24,14 @@ _NOT_DRAWN = ("step", "epoch", "valid.queries", "valid.pool_size")
 
 
 def curves_of(runs: Sequence[RunFiles]) -> list[Part]:
-    """A part for each figure in the metrics; figures that belong together share a part."""
+    """A part for each figure in the metrics; of a single run, figures of one kind share a part."""
     groups: dict[str, list[str]] = {title: [] for title in _TITLES.values()}
     for name in dict.fromkeys(name for run in runs for one in run.metrics for name in one):
         if name not in _NOT_DRAWN and any(_points(run, name)[0] for run in runs):
-            groups.setdefault(_title(name), []).append(name)
+            title = _title(name)
+            if len(runs) > 1 and name not in _TITLES and title != name:
+                title += f": {name.removeprefix('valid.')}"
+            groups.setdefault(title, []).append(name)
     parts: list[Part] = []
     for title, names in groups.items():
         curves = [

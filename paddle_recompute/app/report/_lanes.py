@@ -70,7 +70,7 @@ def _row(lane: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _bars(number: int, lane: dict[str, Any]) -> Iterator[_Bar]:
-    row, sends = f"rank {number}", f"{number} sends"
+    row, sends = f"rank {number}", f"rank {number} sends"
     ends = ("began", "backward_ended", "synchronized", "ended")
     for kind, left, right in zip(_KINDS, ends, ends[1:], strict=False):
         yield _Bar(row, kind, lane[left], lane[right], row)

@@ -37,10 +37,9 @@ _TEMPLATE = """\
   main { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
   h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
   h2 { font-size: 1.1rem; margin: 0 0 .5rem; }
-  .quiet { color: var(--quiet); margin: .25rem 0 1rem; white-space: pre-line; }
+  .quiet { color: var(--quiet); margin: .4rem 0; font-size: .9rem; }
   section, details { background: var(--part); border-radius: .6rem; padding: 1rem 1.25rem;
     min-width: 0; box-shadow: 0 1px 3px rgb(0 0 0 / 8%); }
-  section > .quiet:last-child { margin-bottom: 0; }
   .tiles, .parts { display: grid; gap: 1rem; margin: 1rem 0; }
   .tiles { grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); }
   .tiles strong { display: block; font-size: 1.6rem; line-height: 1.2; color: var(--accent); }
@@ -63,7 +62,7 @@ _TEMPLATE = """\
     section, details { padding: .75rem; }
     table.stacked tr { display: block; border-bottom: 1px solid var(--line); padding: .4rem 0; }
     table.stacked th { display: none; }
-    table.stacked td { display: block; border: 0; padding: .1rem 0; }
+    table.stacked td { display: block; border: 0; padding: .1rem 0; text-align: left; }
     table.stacked td[data-head]::before { content: attr(data-head) ": "; color: var(--quiet); }
   }
 </style>
@@ -92,7 +91,8 @@ _TEMPLATE = """\
  data-head="{{ part.head[loop.index0] }}"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>{% endif %}
 {% if part.text %}<pre>{{ part.text }}</pre>{% endif %}
-{% if part.note %}<p class="quiet">{{ part.note }}</p>{% endif %}
+{% for line in part.note.splitlines() %}<p class="quiet">{{ line }}</p>
+{% endfor %}
 </{{ part.tag }}>
 {% endfor %}
 </div>

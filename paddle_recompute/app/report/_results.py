@@ -27,16 +27,16 @@ def retrieval_table(record: dict[str, Any]) -> str:
 
 
 def best_recall(record: dict[str, Any]) -> str:
-    """Why no model can reach recall@1 of 1, as a sentence; empty if one can."""
+    """Why no model can have a recall@1 of 1, as a sentence; empty if a model can."""
     if record.get("recall@1_ceiling", 1.0) == 1.0:
         return ""
     reasons = ", ".join(
         f"{record[name]:,} {what}"
         for name, what in (
-            ("unknown_queries", "queries are [UNK] alone"),
-            ("equal_queries", "share their tokens with another query"),
-            ("equal_answers", "answers share them with another candidate"),
+            ("unknown_queries", "queries have no token but [UNK]"),
+            ("equal_queries", "queries have the tokens of another query"),
+            ("equal_answers", "answers have the tokens of another candidate"),
         )
         if record[name]
     )
-    return f"recall@1 is at most {record['recall@1_ceiling']:.4f}: {reasons}"
+    return f"no model can have a recall@1 above {record['recall@1_ceiling']:.4f}: {reasons}"

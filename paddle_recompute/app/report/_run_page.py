@@ -225,7 +225,7 @@ def _told(event: dict[str, Any]) -> str:
     if event["event"] == "start":
         return "started"
     if event["event"] == "steps":
-        return f"training goes on after step {event['done']:,}" if event["done"] else "training"
+        return f"training goes on after step {event['done']:,}" if event["done"] else ""
     if event["event"] == "end":
         return "finished" if event["why"] == "finished" else f"ended: {event['why']}"
     return str(event.get("text", "")).strip()
@@ -239,15 +239,17 @@ def _settings(start: dict[str, Any]) -> Iterator[Part]:
     )
     sources = start.get("sources", {})
     rows = [
-        (name, shown(value), *([sources.get(name, "")] if sources else []))
+        (name, shown(value, name), *([sources.get(name, "")] if sources else []))
         for name, value in flat(start["config"])
     ]
     head = ("setting", "value", "from") if sources else ("setting", "value")
     yield Part("Configuration", head=head, rows=rows, is_folded=True)
 
 
-def shown(value: Any) -> str:
-    """A setting as YAML has it."""
+def shown(value: Any, name: str = "") -> str:
+    """A setting as YAML has it; bytes with their unit, where the name says that they are some."""
+    if name.endswith(("_bytes", "memory_budget")) and isinstance(value, int):
+        return format_bytes(value)
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "none"}[value]
     if isinstance(value, float):

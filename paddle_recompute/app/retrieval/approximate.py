@@ -68,19 +68,19 @@ class Approximate:
     ) -> None:
         faiss, self._index = require_faiss(), index
         factory, _, parameters = choice.partition(";")
-        about = {
+        inputs = {
             "faiss": factory,
             "version": faiss.__version__,
-            "texts_sha256": index.about["texts_sha256"],
+            "texts_sha256": index.record["texts_sha256"],
             "fingerprint": index.fingerprint,
         }
         self._choice = choice
         with _in_words(choice):
-            self.sha256 = _made_from(file, about)
+            self.sha256 = _made_from(file, inputs)
             if self.sha256:
                 self._found = self._ready(faiss.read_index(str(file)), parameters)
             else:
-                made = faiss.index_factory(index.about["dim"], factory, faiss.METRIC_INNER_PRODUCT)
+                made = faiss.index_factory(index.record["dim"], factory, faiss.METRIC_INNER_PRODUCT)
                 step = -(-len(index) // _TRAINED_ON)
                 if not made.is_trained:
                     made.train(np.concatenate([tile[::step] for tile in index.tiles()]))
@@ -92,7 +92,7 @@ class Approximate:
                     del made
                     self._found = self._ready(faiss.read_index(str(unfinished)), parameters)
                     self.sha256 = _sha256(unfinished)
-                    write_json(beside(file, ".json"), about | {"sha256": self.sha256})
+                    write_json(beside(file, ".json"), inputs | {"sha256": self.sha256})
 
     def _ready(self, found: Any, parameters: str) -> Any:
         """The index of faiss `found` with its parameters; faiss checks them when it searches."""
@@ -121,8 +121,8 @@ class Approximate:
         return both / exact.size
 
 
-def _made_from(file: Path, about: dict[str, Any]) -> str:
-    """The digest of a file that was made from `about`; empty if there is none, or another."""
+def _made_from(file: Path, inputs: dict[str, Any]) -> str:
+    """The digest of a file that was made from `inputs`; empty if there is none, or another."""
     described = beside(file, ".json")
     if not file.exists():
         return ""
@@ -130,7 +130,7 @@ def _made_from(file: Path, about: dict[str, Any]) -> str:
         raise DataError(f"{file}: exists, and this command did not write it; name another output")
     digest = _sha256(file)
     try:
-        return digest if read_json(described) == about | {"sha256": digest} else ""
+        return digest if read_json(described) == inputs | {"sha256": digest} else ""
     except ValueError:
         return ""
 

@@ -27,7 +27,7 @@ import paddle.distributed as dist
 from numpy.typing import NDArray
 
 from paddle_recompute._files import read_json, written_whole
-from paddle_recompute.app.data import LONGEST_LINE, BadLine, decoded, read_lines
+from paddle_recompute.app.data import parsed
 from paddle_recompute.app.retrieval.trained import (
     Side,
     TrainedEncoder,
@@ -121,7 +121,7 @@ def encode_file(
     with as_data_error(output), ExitStack() as held:
         with written_whole(copy) as unfinished:
             num_texts, digest = _copy_texts(text_file, unfinished)
-            about = {
+            inputs = {
                 "texts": num_texts,
                 "texts_sha256": digest,
                 "fingerprint": encoder.fingerprint,
@@ -131,8 +131,8 @@ def encode_file(
             }
             file = held.enter_context(locked(output))
             record = {
-                **about,
-                **begun(file, output, described, about, _NUMBERS, _size),
+                **inputs,
+                **begun(file, output, described, inputs, _NUMBERS, _size),
                 "model": str(encoder.folder.resolve()),
                 "step": encoder.step,
                 "text_file": str(text_file.resolve()),
@@ -146,15 +146,9 @@ def encode_file(
             vectors = encoded(block, record)
             if not record["done"]:
                 record["dim"] = vectors.shape[1]
-                write_json(
-                    described, record
-                )  # before there is a byte in the file that it describes
+                write_json(described, record)  # before there is a byte that it describes
                 file.write(_header(record))
-            file.seek(_size(record))
-            file.write(vectors.tobytes())
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
+            write_at(file, _size(record), vectors.tobytes())
             record["done"] += len(block)
             write_json(described, record)
             if progress is not None:
@@ -189,7 +183,7 @@ def begun(
     file: IO[bytes],
     output: Path,
     described: Path,
-    about: dict[str, Any],
+    inputs: dict[str, Any],
     numbers: dict[str, int],
     size_of: Callable[[dict[str, Any]], int],
 ) -> dict[str, int]:
@@ -199,7 +193,7 @@ def begun(
         file: The output, open.
         output: Its name.
         described: The record beside it.
-        about: What it is made from.
+        inputs: What it is made from.
         numbers: One of them is ``done``.
         size_of: The bytes of what is done, from the record.
 
@@ -221,13 +215,22 @@ def begun(
         raise DataError(
             f"{described}: is damaged ({error!r}); remove it and {output.name}"
         ) from error
-    if changed := _changes(before, about):
+    if changed := _changes(before, inputs):
         raise DataError(
             f"{output}: exists, and was made with {changed}; remove it or name another file"
         )
-    if numbers["done"] and size < size_of({**about, **numbers}):
+    if numbers["done"] and size < size_of({**inputs, **numbers}):
         raise DataError(f"{output}: is shorter than it was; remove it")
     return numbers
+
+
+def write_at(file: IO[bytes], place: int, content: bytes) -> None:
+    """Write `content` from the byte `place` on, where the file then ends, also on disk."""
+    file.seek(place)
+    file.write(content)
+    file.truncate()
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _header(record: dict[str, Any]) -> bytes:
@@ -286,15 +289,7 @@ def texts_of(path: Path) -> Iterator[str]:
             f"{path}: is a file of pairs by its name; expected one text per line. For the "
             "positives: cut -f 2 pairs.tsv > texts.txt"
         )
-    for number, line in read_lines(path):
-        if len(line) > LONGEST_LINE:
-            raise DataError(f"{path}:{number}: is longer than {LONGEST_LINE} bytes")
-        try:
-            text = one_line(decoded(line))
-        except BadLine as reason:
-            raise DataError(f"{path}:{number}: {reason}") from None
-        if text:
-            yield text
+    return parsed(path, lambda _, line: one_line(line) or None)
 
 
 def one_line(text: str) -> str:

@@ -268,8 +268,8 @@ class Share:
             return
         checksum = 0
         for part in parts:
-            about = f"{part.shape} {part.dtype}".encode()
-            checksum = zlib.crc32(np.ascontiguousarray(part).data, zlib.crc32(about, checksum))
+            kind = f"{part.shape} {part.dtype}".encode()
+            checksum = zlib.crc32(np.ascontiguousarray(part).data, zlib.crc32(kind, checksum))
         if len(set(values_of_ranks(checksum, f"the checksum of {name}"))) > 1:
             raise SyncError(
                 f"the ranks' {name} differ; with over_ranks=True all ranks need the same"

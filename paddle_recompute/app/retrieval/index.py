@@ -63,7 +63,7 @@ class Index:
         encoder: What made the vectors; `search` encodes queries with it.
 
     Attributes:
-        about: The record that `save` writes.
+        record: What `save` writes beside the vectors.
         model: The folder of the checkpoint that made the vectors; None: not known.
         fingerprint: The fingerprint of that model; empty: not known.
 
@@ -112,7 +112,7 @@ class Index:
         self._encoder = encoder
         self.model = encoder.folder if encoder is not None else None
         self.fingerprint = encoder.fingerprint if encoder is not None else ""
-        self.about: dict[str, Any] = {
+        self.record: dict[str, Any] = {
             "texts": len(texts),
             "texts_sha256": digest.hexdigest(),
             "fingerprint": self.fingerprint,
@@ -138,12 +138,12 @@ class Index:
         index._is_finite = index._has_its_texts = False  # not known yet
         described = beside(index.file, ".json")
         try:
-            index.about = read_json(described)
-            index._shape = int(index.about["texts"]), int(index.about["dim"])
-            done = int(index.about["done"])
-            index.model = Path(index.about["model"]) if index.about["model"] else None
-            index.fingerprint = str(index.about["fingerprint"])
-            index.about["texts_sha256"] = str(index.about["texts_sha256"])
+            index.record = read_json(described)
+            index._shape = int(index.record["texts"]), int(index.record["dim"])
+            done = int(index.record["done"])
+            index.model = Path(index.record["model"]) if index.record["model"] else None
+            index.fingerprint = str(index.record["fingerprint"])
+            index.record["texts_sha256"] = str(index.record["texts_sha256"])
         except OSError as error:
             raise DataError(
                 f"{described}: cannot be read ({error.strerror}); `paddle-recompute encode` writes "
@@ -179,7 +179,7 @@ class Index:
             with written_whole(beside(path, ".txt")) as unfinished:
                 lines = "".join(f"{text}\n" for text in self._texts)
                 unfinished.write_bytes(lines.encode())
-            write_json(beside(path, ".json"), self.about)
+            write_json(beside(path, ".json"), self.record)
 
     @property
     def files(self) -> list[Path]:
@@ -240,7 +240,7 @@ class Index:
             raise DataError(f"{file}: cannot be read ({error})") from error
         if rows != self._shape[0]:
             raise DataError(f"{file}: has {rows} texts; expected {self._shape[0]}")
-        if not self._has_its_texts and digest.hexdigest() != self.about["texts_sha256"]:
+        if not self._has_its_texts and digest.hexdigest() != self.record["texts_sha256"]:
             raise DataError(f"{file}: has other texts than were encoded; encode the texts again")
         self._has_its_texts = True
 

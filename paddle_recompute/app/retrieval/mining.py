@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -34,6 +33,7 @@ from paddle_recompute.app.retrieval.encoding import (
     beside,
     encode_file,
     locked,
+    write_at,
     write_json,
 )
 from paddle_recompute.app.retrieval.index import Index
@@ -81,7 +81,8 @@ class MiningOptions:
             raise DataError(f"received {self}; allowed are margins that are numbers, or None")
         if not 1 <= self.first_rank <= self.last_rank or not all(0 <= one <= 2 for one in margins):
             raise DataError(
-                f"received {self}; allowed are first_rank up to last_rank, and margins from 0 to 2"
+                f"received ranks {self.first_rank} to {self.last_rank} and margins {margins}; "
+                "the first rank is at most the last, and a margin is from 0 to 2"
             )
 
     def highest_score(self, positive: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -143,10 +144,10 @@ def mine(
         raise DataError(f"{output}: received the suffix {output.suffix!r}; allowed is .jsonl")
     found = read_pairs(pairs_file)
     index = _index(encoder, Path(pool), output, batch_size, partial(progress, "encode"))
-    about = {
+    inputs = {
         "pairs": len(found.pairs),
         "pairs_sha256": found.sha256,
-        "pool_sha256": index.about["texts_sha256"],
+        "pool_sha256": index.record["texts_sha256"],
         "fingerprint": encoder.fingerprint,
         "options": asdict(options),
         "batch_size": batch_size,
@@ -163,14 +164,14 @@ def mine(
         output.parent.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(locked(output))
         before = partial(begun, file, output, described)
-        done = before(about, numbers, lambda all_of: all_of["bytes"])
+        done = before(inputs, numbers, lambda all_of: all_of["bytes"])
         approximate = None
         if faiss is not None:
             file_of_faiss = beside(output, ".faiss")
             approximate = Approximate(index, faiss, file_of_faiss, partial(progress, "index"))
-        about["faiss_sha256"] = approximate.sha256 if approximate else None
-        before(about, numbers, lambda all_of: all_of["bytes"])
-        record: dict[str, Any] = {**about, **done}
+        inputs["faiss_sha256"] = approximate.sha256 if approximate else None
+        before(inputs, numbers, lambda all_of: all_of["bytes"])
+        record: dict[str, Any] = {**inputs, **done}
         top = approximate.top if approximate else index.top
         miner = _Miner(encoder, index, top, found.pairs, options, batch_size)
         if approximate:
@@ -192,11 +193,7 @@ def mine(
             if not record["done"]:
                 write_json(described, record)  # before there is a byte in the file
             content = "".join(lines).encode()
-            file.seek(record["bytes"])
-            file.write(content)
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
+            write_at(file, record["bytes"], content)
             record["done"] += len(block)
             record["replaced"] += sum(len(pair.negatives) for pair in block)
             record["bytes"] += len(content)
@@ -224,7 +221,7 @@ class _Miner:
         self._positives: dict[str, set[str]] = {}
         for pair in pairs:
             self._positives.setdefault(pair.query, set()).add(pair.positive)
-        forms = np.fromiter(map(_form, index.every_text()), np.uint64, int(index.about["texts"]))
+        forms = np.fromiter(map(_form, index.every_text()), np.uint64, int(index.record["texts"]))
         self._order = np.argsort(forms, kind="stable")
         self._forms = forms[self._order]
 

@@ -97,11 +97,11 @@ def _write_texts(encoder: TrainedEncoder, folder: Path) -> None:
 
 def _save(encoder: TrainedEncoder, folder: Path) -> Path:
     """The file of the program."""
-    served = _Normalised(encoder.model)
-    served.eval()
+    program_model = _Normalised(encoder.model)
+    program_model.eval()
     spec = paddle.static.InputSpec([-1, -1], "int64", "input_ids")
     try:
-        paddle.jit.save(served, str(folder / "encoder"), input_spec=[spec])
+        paddle.jit.save(program_model, str(folder / "encoder"), input_spec=[spec])
     except CONVERSION_ERRORS as error:
         raise StaticGraphError(
             f"{encoder.folder}: paddle.jit.save cannot convert {type(encoder.model).__name__}: "
@@ -112,7 +112,7 @@ def _save(encoder: TrainedEncoder, folder: Path) -> Path:
     for shape in ((1, 2), (3, encoder.longest("document"))):
         ids = paddle.to_tensor(check.integers(1, encoder.tokenizer.vocab_size, shape))
         with paddle.no_grad():
-            difference = float((loaded(ids) - served(ids)).abs().max())
+            difference = float((loaded(ids) - program_model(ids)).abs().max())
         if not difference < _TOLERANCE:
             raise StaticGraphError(
                 f"{encoder.folder}: the program of {type(encoder.model).__name__} computes other "

@@ -1,8 +1,8 @@
 """The plan of a run with ``recompute.policy: budget``, the same on all ranks.
 
-The calls are measured in dygraph, and in ``mode: static`` as Programs too. Then whole steps of the
-run's mode are measured under the plan. If they take more than predicted, the difference is added to
-the bytes that the step always holds, and the plan is made again.
+The calls are measured in dygraph. Then whole steps of the run's mode are measured under the plan. If
+they take more than predicted, the difference is added to the bytes that the step always holds, and
+the plan is made again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from paddle_recompute._files import read_json, writing, written_whole
 from paddle_recompute._run_folder import CHECKPOINTS, PLAN
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.trainer.memory import (
-    bare_model,
     job_of,
     largest_of_ranks,
     measure_step,
@@ -27,7 +26,6 @@ from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.errors import CheckpointError, PlanError
 from paddle_recompute.planner import RecomputePlan, StepCosts, make_plan, maximum, within_budget
-from paddle_recompute.static_graph import ProgramCalls
 
 
 def make_budget_plan(
@@ -61,11 +59,8 @@ def make_budget_plan(
     budget, static = config.recompute.memory_budget, config.mode == "static"
     assert budget is not None
     job = job_of(config, vocab_size, chunks)
-    measure_call = None
-    if static:
-        measure_call = ProgramCalls(config, lambda: bare_model(config, vocab_size)).measure
     found = make_plan(
-        _largest_costs(job.measure(measure_call=measure_call)),
+        _largest_costs(job.measure()),
         budget,
         signature=job.signature(),
         checkpoints=tuple(config.recompute.checkpoints),

@@ -37,11 +37,8 @@ def check_mode(config: Config) -> None:
     """
     if config.strategy.amp:
         _check_operators(config.strategy.amp_configs)
-    if config.mode == "dygraph":
-        if config.strategy.amp:
+        if config.mode == "dygraph":
             check_device(config.strategy.amp_configs)
-        return
-    config.for_static()
 
 
 def _check_operators(settings: AmpConfigs) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 from paddle_recompute._paddle.static import representation
@@ -17,11 +16,16 @@ def backend() -> ModuleType:
       before the backward of this loss was appended, None if it has none or the pass was applied.
     - ``prepare(program)``: to be called before the backward is appended.
     - ``carry_out(plans, graph)``: inserts the copies of `plans` into the Program of `graph`.
-    - ``prepare_to_static(layer)``: prepares a recomputed call of `layer` for
-      `paddle.jit.to_static`, which appends its backward itself; raises StaticGraphError where the
-      call is inside it and would not be recomputed.
+    - ``prepare_to_static(layer, change)``: `paddle.jit.to_static` appends its backward itself, so
+      ``change(program, num_forward)`` is hooked in there, or the call of `layer` is refused.
 
     Raises:
         StaticGraphError: This Paddle's static graph is not known.
     """
-    return importlib.import_module(f"paddle_recompute.recompute.program.{representation()}")
+    if representation() == "pir":
+        from paddle_recompute.recompute.program import pir
+
+        return pir
+    from paddle_recompute.recompute.program import old_ir
+
+    return old_ir

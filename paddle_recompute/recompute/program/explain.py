@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import paddle
 
-from paddle_recompute._paddle.static.marks import COPY_OF
+from paddle_recompute._paddle.static.attributes import COPY_OF
 from paddle_recompute.recompute.program._backend import backend
 from paddle_recompute.recompute.program.graph import Graph
 from paddle_recompute.recompute.program.report import SegmentInfo, SegmentReport

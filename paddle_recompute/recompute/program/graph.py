@@ -13,7 +13,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._paddle.static.marks import SCOPE
+from paddle_recompute._paddle.static.attributes import SCOPE
 from paddle_recompute.recompute.program.operators import Operators
 
 

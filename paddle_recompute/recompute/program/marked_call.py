@@ -13,10 +13,12 @@ from typing import Any
 
 import paddle
 
+from paddle_recompute._paddle.static import native
 from paddle_recompute._paddle.static.marks import recomputed_call
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute.program._backend import backend
+from paddle_recompute.recompute.program.recompute import recompute_segments
 
 
 def run_marked(
@@ -54,9 +56,13 @@ def run_marked(
     if segment is not None:
         chain, position = segment
         name, continues = chain.names[-1], position > 0
-    backend().prepare_to_static(name)
+    backend().prepare_to_static(name, _recompute_calls)
     with recomputed_call(name, continues=continues, gives_up_outputs=gives_up_outputs):
         return function(*args, **kwargs)
+
+
+def _recompute_calls(program: paddle.static.Program, num_forward: int) -> None:
+    recompute_segments(program, native().operations(program)[:num_forward], ())
 
 
 def _plain_name(function: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.static import native
-from paddle_recompute._paddle.static.marks import SEGMENT
+from paddle_recompute._paddle.static.attributes import SEGMENT
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program._backend import backend
 from paddle_recompute.recompute.program.plan import plan

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from paddle_recompute._paddle.static.marks import GIVES_UP, SEGMENT
+from paddle_recompute._paddle.static.attributes import GIVES_UP, SEGMENT
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program.graph import Graph
 from paddle_recompute.recompute.program.report import mebibytes

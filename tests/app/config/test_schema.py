@@ -12,6 +12,7 @@ from paddle_recompute.app.config import PRESETS, Config, ModelConfig
 from paddle_recompute.app.config._contrastive import SMALLEST_LEARNED_TEMPERATURE
 from paddle_recompute.app.config._section import Section, Values, subsection
 from paddle_recompute.contrastive.loss import MAX_SCALE
+from paddle_recompute.errors import ConfigError
 from paddle_recompute.options import RecomputeConfig
 
 
@@ -319,6 +320,27 @@ def test_smallest_learned_temperature_is_that_of_the_loss() -> None:
 def test_both_modes_take_the_same_tree() -> None:
     static = Config.model_validate({**tree(), "mode": "static"})
     assert static == Config.model_validate(tree()).model_copy(update={"mode": "static"})
+
+
+def test_what_a_program_cannot_honour_is_refused_in_static_mode() -> None:
+    whole = tree(
+        recompute={"offload": "host", "preserve_rng_state": False},
+        sync={"compression": "bf16", "peer_timeout": 5.0},
+        strategy={"amp": True, "amp_configs": {"level": "O2"}},
+    )
+    paths = {
+        *("recompute.offload", "recompute.preserve_rng_state"),
+        *("sync.compression", "strategy.amp_configs.level"),
+    }
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate({**whole, "mode": "static"})
+    assert {".".join(map(str, one["loc"])) for one in caught.value.errors()} == paths
+    config = Config.model_validate(whole)
+    with pytest.raises(ConfigError, match="a static graph cannot honour") as told:
+        config.for_static()
+    assert all(f"  {path}: " in str(told.value) for path in paths)
+    plain = {"recompute": {"enable": False, "offload": "host"}, "mode": "static"}
+    assert Config.model_validate({**tree(), **plain}).for_static().recompute.enable is False
 
 
 def test_required_fields_are_described() -> None:

@@ -35,12 +35,13 @@ def test_what_is_counted() -> None:
         equal_answers=1,  # of the query of token 10
         best_recall=7 / 9,
     )
-    assert found.to_dict()["recall@1_ceiling"] == 7 / 9
+    counts = {"unknown_queries": 2, "equal_queries": 2, "equal_answers": 1}
+    assert found.to_dict() == {**counts, "recall@1_ceiling": 7 / 9}
     assert found.notes() == [
-        "2 held-out queries are [UNK] alone",
-        "2 held-out queries share their tokens with one of another answer",
-        "1 answers share their tokens, after cutting, with a candidate",
-        "so recall@1 is at most 0.7778",
+        "2 held-out queries have no token but [UNK]",
+        "2 held-out queries have the tokens of a query with another answer",
+        "1 answers have, after cutting, the tokens of another candidate",
+        "no model can have a recall@1 above 0.7778 on these texts",
     ]
 
 

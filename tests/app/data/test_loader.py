@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    train_tokenizer([text for pair in PAIRS for text in (pair.query, pair.positive)], path, 200)
+    train_tokenizer([text for pair in PAIRS for text in (pair.query, pair.positive)], path, 300)
     return load_tokenizer(path)
 
 
@@ -189,16 +190,18 @@ def test_what_is_left_out_is_told(tokenizer: PairTokenizer) -> None:
     assert loader.notes() == [
         f"{queries} of 50 training queries are cut at data.max_query_tokens",
         f"{positives} of 50 training positives are cut at data.max_positive_tokens",
-        "2 of 50 training pairs, others in each epoch, are left out: they fill no global batch",
+        "2 of 50 training pairs are left out, other ones in each epoch: they fill no global batch",
     ]
 
 
-def test_unknown_words_are_told(tokenizer: PairTokenizer) -> None:
+def test_unknown_words_are_told(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nword\n1\n2\n")
     pairs = [Pair("Ω", "word"), Pair("1", "word Ω"), Pair("Ω 2", "word")]
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
     loader = loader_of(tokenizer, pairs, local_batch=3, max_query_tokens=9)
     assert loader.notes() == [
-        "2 of 3 training queries hold words beyond data.vocab_size",
-        "1 of 3 training positives hold words beyond data.vocab_size",
+        "2 of 3 training queries hold words outside the vocabulary",
+        "1 of 3 training positives hold words outside the vocabulary",
     ]
 
 

@@ -191,6 +191,9 @@ def test_files_are_checked_as_training_reads_them(tmp_path: Path) -> None:
         check_files(config_of(tmp_path, text, **two))
     check_files(config_of(tmp_path, text, **two, contrastive__fill="random"))
     check_files(config_of(tmp_path, text, **two, data__on_bad_line="skip"))
+    (tmp_path / "vocab.txt").write_text("cat\n")
+    with pytest.raises(DataError, match=r"vocab.txt: not a vocab.txt"):
+        check_files(config_of(tmp_path, "a\tb\n", data__tokenizer=str(tmp_path / "vocab.txt")))
 
 
 def test_fill_without_hard_negatives_is_refused(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def config_of(folder: Path, **changes: Any) -> DataConfig:
         "cache_dir": str(folder / "cache"),
         "valid_pairs": 10,
         "pool_size": 30,
-        "vocab_size": 100,
+        "vocab_size": 300,
     }
     given = {key: value for key, value in {**settings, **changes}.items() if value is not None}
     return DataConfig(**given)
@@ -93,7 +93,7 @@ def test_whatever_changes_the_result_has_a_tokenizer_of_its_own(folder: Path) ->
     assert changed.valid != prepared(folder).valid
     assert changed.pool[10:] != prepared(folder).pool[10:]
     assert len(vocabularies(folder)) == 2
-    prepared(folder, vocab_size=101)
+    prepared(folder, vocab_size=301)
     prepared(folder, valid_pairs=11)
     with (folder / "train.tsv").open("a", encoding="utf-8") as file:
         file.write("one more\tpair\n")
@@ -104,9 +104,10 @@ def test_whatever_changes_the_result_has_a_tokenizer_of_its_own(folder: Path) ->
 
 
 def test_held_out_texts_do_not_teach_the_tokenizer(folder: Path) -> None:
-    write(folder / "valid.tsv", ["Ω\tωωω", "ΩΩ\tωω"])
+    write(folder / "valid.tsv", ["Ω\tωωω", "ΩΩ\tωω"] * 9)
     data = prepared(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=None)
-    assert set(data.tokenizer.encode(["Ω", "ωωω"], 9)[:, 1].tolist()) == {1}
+    # The space and each byte of each letter are an entry of their own.
+    assert (data.tokenizer.encode(["Ω", "ωωω"], 20) > 0).sum(axis=1).tolist() == [5, 9]
 
 
 def test_valid_file_is_used_as_it_is(folder: Path) -> None:
@@ -118,7 +119,6 @@ def test_valid_file_is_used_as_it_is(folder: Path) -> None:
     assert data.notes == [
         "1 duplicates removed from data.valid_file",
         "1 pairs of data.valid_file share a text with data.train_file, which flatters recall",
-        "1 candidates hold words beyond data.vocab_size",
     ]
 
 
@@ -136,6 +136,24 @@ def test_what_is_left_out_is_told(folder: Path) -> None:
         *data.ceiling.notes(),
     ]
     assert data.ceiling.equal_answers > 0  # one token is left of each
+
+
+def test_negatives_that_are_answers_are_told(folder: Path) -> None:
+    write(
+        folder / "train.tsv", ["one\tright\twrong", "one\tright too\tRight\tright", "two\ta\tright"]
+    )
+    write(folder / "valid.tsv", ["three\twrong"])
+    data = prepare_data(
+        config_of(folder, valid_file=str(folder / "valid.tsv"), valid_pairs=None, pool_size=1),
+        seed=0,
+        is_main_rank=True,
+        barrier=no_barrier,
+        negatives=(0, 9),
+    )
+    assert data.notes == [
+        "1 training pairs have a held-out positive among their negatives",
+        "1 training pairs have an answer to their own query among their negatives",
+    ]
 
 
 def test_fewer_held_out_than_asked_for_is_told(folder: Path) -> None:

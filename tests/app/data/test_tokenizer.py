@@ -24,7 +24,7 @@ PAD, UNK, CLS, SEP = 0, 1, 2, 3
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    train_tokenizer(TEXTS, file, 100)
+    train_tokenizer(TEXTS, file, 300)
     return file
 
 
@@ -39,17 +39,14 @@ def pieces(path: Path, row: np.ndarray) -> list[str]:  # type: ignore[type-arg]
 
 
 def text_of(piece: str) -> str:
-    """A piece is spelled in bytes, each a letter of its own: ``çĮ«`` is 猫."""
-    if piece in SPECIAL_TOKENS:
-        return piece
-    prefix = "##" if piece.startswith("##") and len(piece) > 2 else ""
-    return prefix + tokenizers.decoders.ByteLevel().decode([piece.removeprefix(prefix)])
+    """A piece is spelled in bytes, each a letter of its own: ``ĠçĮ«`` is the word 猫."""
+    return piece if piece in SPECIAL_TOKENS else tokenizers.decoders.ByteLevel().decode([piece])
 
 
 def test_matrix(path: Path, tokenizer: PairTokenizer) -> None:
     matrix = tokenizer.encode(["猫跑 RÚN", "cats", ""], max_tokens=10)
     assert matrix.dtype == np.int64
-    assert pieces(path, matrix[0]) == ["[CLS]", "猫", "跑", "run", "[SEP]"]
+    assert pieces(path, matrix[0]) == ["[CLS]", " 猫", " 跑", " run", "[SEP]"]
     assert matrix[1].tolist()[-1] == PAD
     assert matrix[2].tolist() == [CLS, SEP, PAD, PAD, PAD]
 
@@ -75,10 +72,11 @@ def test_long_texts_are_cut_and_counted(tokenizer: PairTokenizer) -> None:
         assert rows.num_cut == (allowed < 7) + (allowed < 3)
 
 
-def test_texts_with_unknown_words_are_counted(tokenizer: PairTokenizer) -> None:
-    texts = ["cat", "Ω cat Ω", "猫", "a cat, a Ω", "[UNK]"]
+def test_texts_with_unknown_words_are_counted(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(vocabulary(tmp_path, ENTRIES))
+    texts = ["cat", "Ω cat Ω", "猫", "the cat, Ω"]
     assert UNK in tokenizer.encode(texts, 20)[1]
-    assert tokenizer.tokenize(texts[:4], 20).num_unknown == 2
+    assert tokenizer.tokenize(texts, 20).num_unknown == 2
 
 
 def test_no_texts(tokenizer: PairTokenizer) -> None:
@@ -125,34 +123,38 @@ def test_more_texts_than_are_done_at_once(
 
 
 def test_same_texts_give_the_same_file(tmp_path: Path) -> None:
-    """Without care no two trainings agree, not even in one process."""
+    """Many pairs of pieces are equally frequent; the first 261 entries are in a fixed order."""
     texts = [
         " ".join(chr(97 + number * k % 26) + chr(97 + (number + k) % 26) for k in range(9))
         for number in range(400)
     ]
     for name in "abcde":
-        train_tokenizer(texts, tmp_path / name, 300)
+        train_tokenizer(texts, tmp_path / name, 500)
     assert len({(tmp_path / name).read_bytes() for name in "abcde"}) == 1
 
 
 def test_vocabulary(path: Path) -> None:
-    vocab = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    vocab = tree["model"]["vocab"]
     assert [vocab[token] for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
     assert sorted(vocab.values()) == list(range(len(vocab)))
-    spelled = {text_of(piece) for piece in vocab}
-    assert {"猫", "run", "cat", "##n"} <= spelled
-    assert "##猫" not in spelled  # a Chinese character is a word
+    assert {*tokenizers.pre_tokenizers.ByteLevel.alphabet()} <= {*vocab}
+    assert {" 猫", " run", " cat"} <= {text_of(piece) for piece in vocab}
+    assert [token["content"] for token in tree["added_tokens"]] == list(SPECIAL_TOKENS)
+
+
+def test_two_words_are_not_one(tokenizer: PairTokenizer) -> None:
+    one, two = tokenizer.encode(["vwz", "v wz"], 20).tolist()
+    assert one != two
 
 
 def test_vocabulary_is_not_larger_than_asked_for(tmp_path: Path) -> None:
     many = ["".join(chr(0x4E00 + (place * 7 + k) % 900) for k in range(6)) for place in range(900)]
     many += ["the quick brown fox jumps over the lazy dog"] * 2000
-    train_tokenizer(many, tmp_path / "tokenizer.json", 200)
+    train_tokenizer(many, tmp_path / "tokenizer.json", 300)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    assert tokenizer.vocab_size <= 200
-    frequent, rare = tokenizer.encode(["the quick fox", many[450]], 20).tolist()
-    assert UNK not in frequent
-    assert UNK not in rare
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.tokenize(["the quick fox", many[450]], 40).num_unknown == 0
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +165,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_no_character_is_unknown_where_all_bytes_have_room(large: PairTokenizer, text: str) -> None:
+def test_no_character_is_unknown(large: PairTokenizer, text: str) -> None:
     assert large.vocab_size <= 900
     assert large.tokenize([text], 10_000).num_unknown == 0
 
@@ -188,11 +190,11 @@ def test_tokens_are_read_back(large: PairTokenizer, tmp_path: Path) -> None:
     large.save(tmp_path / "tokenizer.json")
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "a running cat 猫 烨 😀"
-    assert library.decode(library.encode(text).ids) == text
+    assert library.decode(library.encode(text).ids) == f" {text}"
 
 
-def test_a_vocabulary_of_characters_is_still_read(tmp_path: Path) -> None:
-    """As this library made it before its pieces were of bytes; checkpoints have such files."""
+def test_a_vocabulary_of_wordpiece_is_still_read(tmp_path: Path) -> None:
+    """As this library made it before it trained BPE; checkpoints have such files."""
     vocab = {token: number for number, token in enumerate([*SPECIAL_TOKENS, "cat", "猫", "##s"])}
     library = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
     library.normalizer = tokenizers.normalizers.BertNormalizer()
@@ -200,13 +202,6 @@ def test_a_vocabulary_of_characters_is_still_read(tmp_path: Path) -> None:
     library.save(str(tmp_path / "tokenizer.json"))
     found = load_tokenizer(tmp_path / "tokenizer.json").encode(["cats 猫烨"], 9)
     assert found.tolist() == [[CLS, 5, 7, 6, UNK, SEP]]
-
-
-def test_inner_pieces_are_no_special_tokens(path: Path, tokenizer: PairTokenizer) -> None:
-    added = json.loads(path.read_text(encoding="utf-8"))["added_tokens"]
-    assert [token["content"] for token in added if token["special"]] == list(SPECIAL_TOKENS)
-    assert len(added) == len(SPECIAL_TOKENS)
-    assert "##n" not in pieces(path, tokenizer.encode(["##n"], 9)[0])
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "false"), ("true", "true")])

@@ -64,18 +64,23 @@ const wait = setInterval(() => {
 
 
 def seen_by_browser(path: Path, *, width: int) -> tuple[int, int, str]:
-    """(charts that are drawn, width that the page takes, faults on the console) in a browser."""
+    """(charts that are drawn, width that the page takes, faults on the console) in a browser.
+
+    The page is in a frame: a window of Chromium is not narrower than 500 pixels.
+    """
     found = browser()
     assert found is not None
     with tempfile.TemporaryDirectory() as folder:
         watched = Path(folder) / "page.html"
         text = path.read_text(encoding="utf-8")
         watched.write_text(text.replace("<head>", f"<head>{_WATCH}", 1), encoding="utf-8")
+        frame = Path(folder) / "frame.html"
+        frame.write_text(f'<iframe src="page.html" width="{width}" height="844"></iframe>')
         process = subprocess.Popen(
             [
                 *(found, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"),
-                *(f"--window-size={width},844", f"--user-data-dir={folder}/profile"),
-                watched.as_uri(),
+                *("--window-size=1400,900", f"--user-data-dir={folder}/profile"),
+                frame.as_uri(),
             ],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

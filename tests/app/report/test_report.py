@@ -210,6 +210,21 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert [item.label.value for item in loss.chart.legend[0].items] == ["first", "other"]
 
 
+def test_a_comparison_has_a_chart_for_each_metric(tmp_path: Path) -> None:
+    metrics = [{**METRICS[0], "valid": {"recall@1": 0.5, "mrr": 0.6}}]
+    config = {**CONFIG, "recompute": {"memory_budget": 80 << 20}}
+    first = write_run(tmp_path / "first", metrics=metrics)
+    other = write_run(tmp_path / "other", metrics=metrics, events=[{**EVENTS[0], "config": config}])
+    parts = curves_of([RunFiles.read(first), RunFiles.read(other)])
+    of_metrics = {one.title: one.chart for one in parts if "retrieval" in one.title}
+    assert list(of_metrics) == ["Held-out retrieval: recall@1", "Held-out retrieval: mrr"]
+    for drawn_one in of_metrics.values():
+        assert drawn_one is not None
+        assert [one.label.value for one in drawn_one.legend[0].items] == ["first", "other"]
+    text = Page(write_report([first, other], tmp_path / "both.html")).text
+    assert "recompute.memory_budget - 80.0 MiB" in text
+
+
 def test_without_bokeh_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_written.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match="pip install bokeh"):
@@ -241,7 +256,7 @@ def test_table_for_the_terminal() -> None:
 
 def test_what_the_tokens_leave_undecided_is_told() -> None:
     counts = {"unknown_queries": 3, "equal_queries": 0, "equal_answers": 1}
-    said = "recall@1 is at most 0.9500: 3 queries are [UNK] alone, 1 answers share them with"
+    said = "a recall@1 above 0.9500: 3 queries have no token but [UNK], 1 answers have the tokens"
     lost = {**RECORD, **counts, "recall@1_ceiling": 0.95}
     assert said in retrieval_table(lost)
-    assert "at most" not in retrieval_table(RECORD)  # of an earlier version, or nothing is lost
+    assert "no model" not in retrieval_table(RECORD)  # of an earlier version, or nothing is lost

@@ -131,7 +131,7 @@ def test_prompts_are_put_before_texts_of_their_side(folder: Path, tmp_path: Path
 
 
 def test_negatives_have_the_prompt_of_documents(tmp_path: Path) -> None:
-    train_tokenizer(texts(50), tmp_path / "tokenizer.json", 100)
+    train_tokenizer(texts(50), tmp_path / "tokenizer.json", 300)
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     arguments: dict[str, Any] = {"local_batch": 4, "rank": 0, "num_ranks": 1, "seed": 0}
     arguments |= {"max_query_tokens": 9, "max_positive_tokens": 9, "hard_negatives": 1}

@@ -20,7 +20,6 @@ from paddle_recompute.app.trainer.objective import Chunks
 from paddle_recompute.app.trainer.replanning import PlannedSteps
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.planner import RecomputePlan, smallest
-from paddle_recompute.static_graph import ProgramCalls
 from tests.app.trainer.test_trainer import tiny
 from tests.ranks import ROOT
 
@@ -190,23 +189,6 @@ def test_a_plan_that_was_made_while_the_run_went_on_is_kept(tmp_path: Path) -> N
     another = first.recalibrated(2**20)
     kept, _, peak = make_budget_plan(config, 100, Chunks(), say=print, earlier=another)
     assert kept is another and peak == another.peak_bytes
-
-
-@needs_peaks
-@pytest.mark.parametrize("mode", ["dygraph", "static"])
-def test_the_calls_of_a_program_are_measured_as_programs(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(self: ProgramCalls, layer: str, inputs: Any, treatments: Any, ballast: int) -> Any:
-        return {name: (60.0 + number, 0, 0) for number, name in enumerate(treatments)}
-
-    monkeypatch.setattr(ProgramCalls, "measure", measure)
-    config = tiny(tmp_path, mode=mode, **SIZES, **budget_of(2**30))
-    found, *_ = make_budget_plan(config, 100, Chunks(), say=print)
-    for call in found.costs.calls:
-        given = [60.0 + number for number, _ in enumerate(call.options)]
-        taken = [cost.seconds for cost in call.options.values()]
-        assert taken == given if mode == "static" else max(taken) < 60
 
 
 @needs_peaks

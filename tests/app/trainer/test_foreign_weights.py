@@ -57,7 +57,7 @@ def test_the_tokenizer_is_taken_from_the_folder_of_the_weights(folder: Path) -> 
 def test_a_size_beside_a_tokenizer_has_no_effect(folder: Path) -> None:
     assert any(
         said.startswith(
-            "data.vocab_size: 100 has no effect here: the tokenizer vocab.txt has its own"
+            "data.vocab_size: 300 has no effect here: the tokenizer vocab.txt has its own"
         )
         for said in tiny(folder, data__tokenizer="vocab.txt").without_effect()
     )

@@ -31,8 +31,8 @@ def test_batches_of_a_run_and_what_it_says(folder: Path) -> None:
             assert len({pair.query for pair in pairs}) == len({p.positive for p in pairs}) == size
     left_out = len(data.train) - size * len(loader)
     expected = (
-        f"{left_out} of {len(data.train)} training pairs, others in each epoch, are left out: they "
-        "fill no global batch without an equal query or positive"
+        f"{left_out} of {len(data.train)} training pairs are left out, other ones in each "
+        "epoch: they fill no global batch without an equal query or positive"
     )
     assert left_out > 0
     assert expected in loader.notes()

@@ -96,7 +96,7 @@ def tiny(folder: Path, **changes: Any) -> Config:
             "max_positive_tokens": 12,
             "valid_pairs": 20,
             "pool_size": 50,
-            "vocab_size": 100,
+            "vocab_size": 300,
         },
         "train": {
             "max_steps": 10,
@@ -290,11 +290,11 @@ def test_settings_without_effect_are_said_once(
     for path in ("recompute.policy: segments", "sync.mode: fused"):
         assert shown.count(f"{path} has no effect here: ") == 1
     assert "train.warmup_steps: 5 is longer than the run of 2 steps" in shown
-    later = {"data__vocab_size": 120, "train__max_steps": 3, "train__resume": True}
+    later = {"data__vocab_size": 320, "train__max_steps": 3, "train__resume": True}
     Trainer(tiny(folder, **{**settings, **later})).run()
     shown = capsys.readouterr().out
     assert "train.max_steps was 2, is 3" in shown
-    assert "was 100, is 120, which has no effect here: the voc" in shown
+    assert "was 300, is 320, which has no effect here: the voc" in shown
 
 
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -461,7 +461,7 @@ def test_mixed_precision_from_the_configuration(
 
 FLOAT16 = {
     "strategy__amp": True,
-    "strategy__amp_configs__init_loss_scaling": 2.0**18,
+    "strategy__amp_configs__init_loss_scaling": 2.0**19,
     "strategy__amp_configs__decr_every_n_nan_or_inf": 1,
     "strategy__amp_configs__decr_ratio": 0.5,
     "strategy__amp_configs__incr_every_n_steps": 1,
@@ -503,7 +503,7 @@ def test_skipped_steps_are_told_and_resumed(
     # The step whose memory is measured must not be skipped, or AdamW would make no moments.
     *measured, trained = probed
     assert {(a.init_loss_scaling, a.use_dynamic_loss_scaling) for a in measured} == {(1, False)}
-    assert trained.init_loss_scaling == 2.0**18
+    assert trained.init_loss_scaling == 2.0**19
     shown = capsys.readouterr()
     records = read_metrics(folder / "whole" / "metrics.jsonl")
     skipped = [record["step"] for record in records if record["grad_norm"] is None]
@@ -512,7 +512,7 @@ def test_skipped_steps_are_told_and_resumed(
     assert [r["skipped_steps"] for r in records] == [
         sum(number <= step for number in skipped) for step in range(1, 11)
     ]
-    assert records[0]["loss_scale"] == 2.0**18 and records[1]["loss_scale"] == 2.0**17
+    assert records[0]["loss_scale"] == 2.0**19 and records[1]["loss_scale"] == 2.0**18
     assert whole["skipped_steps"] == len(skipped)
     assert shown.out.count(" is skipped: not finite in float16 with a loss scale of") == len(
         skipped

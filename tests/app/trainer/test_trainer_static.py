@@ -37,31 +37,11 @@ def test_the_step_that_is_measured_is_a_program_with_recompute_and_without(
     assert recomputed == [True, False, True]  # measured, measured without, trained
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {
-                "strategy__amp": True,
-                "strategy__amp_configs": {
-                    "dtype": "bfloat16",
-                    "custom_black_list": ["softmax", "layernorm"],
-                },
-            },
-            "custom_black_list: no operator of this Paddle is called 'layernorm'; did you mean lay",
-        ),
-        ({"recompute__offload": "host"}, "recompute.offload: host: a Program keeps"),
-        (
-            {"sync__mode": "overlap"},
-            "sync.mode: overlap: Paddle's own operators exchange the gradients of a Program",
-        ),
-    ],
-)
-def test_what_a_program_cannot_honour_is_refused_before_anything_else(
-    folder: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_an_unknown_operator_is_refused_before_anything_else(folder: Path) -> None:
+    amp = {"dtype": "bfloat16", "custom_black_list": ["softmax", "layernorm"]}
+    words = "custom_black_list: no operator of this Paddle is called 'layernorm'; did you mean lay"
     with pytest.raises(ConfigError, match=words):
-        Trainer(tiny(folder, mode="static", **changes)).run()
+        Trainer(tiny(folder, mode="static", strategy__amp=True, strategy__amp_configs=amp)).run()
     assert not (folder / "run").exists()
 
 
@@ -84,7 +64,7 @@ def train_large_batch(folder: str) -> None:
             "data.cache_dir": f"{folder}/cache",
             "data.valid_pairs": 20,
             "data.pool_size": 50,
-            "data.vocab_size": 100,
+            "data.vocab_size": 300,
             "train.max_steps": 3,
             "train.warmup_steps": 1,
             "train.eval_before": "false",

@@ -36,7 +36,7 @@ def make_run(
     """
     config = tiny(folder, **changes)
     vocabulary = folder / f"tokenizer-{seed}.json"
-    train_tokenizer(texts(50), vocabulary, 100)
+    train_tokenizer(texts(50), vocabulary, 300)
     tokenizer = load_tokenizer(vocabulary)
     paddle.seed(seed)
     model = build_model(config.model, tokenizer.vocab_size)

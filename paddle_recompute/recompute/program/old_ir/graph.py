@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 import paddle
 
 from paddle_recompute._paddle.static import old_ir
-from paddle_recompute._paddle.static.marks import SCOPE
+from paddle_recompute._paddle.static.attributes import SCOPE
 from paddle_recompute._paddle.static.old_ir import Operator
 from paddle_recompute.recompute.program import graph
 from paddle_recompute.recompute.program.old_ir.operators import OPERATORS

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paddle_recompute._paddle.static import old_ir
-from paddle_recompute._paddle.static.marks import COPY_OF
+from paddle_recompute._paddle.static.attributes import COPY_OF
 from paddle_recompute.recompute.program.old_ir.graph import OldIrGraph
 from paddle_recompute.recompute.program.plan import Plan
 

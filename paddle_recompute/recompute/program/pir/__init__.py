@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import paddle
 
-from paddle_recompute._paddle.static import marks, pir, to_static
+from paddle_recompute._paddle.static import marks, to_static
 from paddle_recompute.recompute.program.pir.bfloat16 import ask_for_both_gradients
 from paddle_recompute.recompute.program.pir.detached import copy_detached
 from paddle_recompute.recompute.program.pir.graph import PirGraph as Graph
@@ -20,12 +20,6 @@ def prepare(program: paddle.static.Program) -> None:
     marks.claim_recomputed_calls(program)
 
 
-def prepare_to_static(layer: str) -> None:
-    """`to_static` appends its backward itself, so the pass hooks in there."""
-    to_static.around_append_backward(prepare, _recompute_calls)
-
-
-def _recompute_calls(program: paddle.static.Program, num_forward: int) -> None:
-    from paddle_recompute.recompute.program.recompute import recompute_segments
-
-    recompute_segments(program, pir.operations(program)[:num_forward], ())
+def prepare_to_static(layer: str, change: to_static.Change) -> None:
+    """See `_backend.prepare_to_static`."""
+    to_static.around_append_backward(prepare, change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paddle_recompute._paddle.static import pir
-from paddle_recompute._paddle.static.marks import COPY_OF
+from paddle_recompute._paddle.static.attributes import COPY_OF
 from paddle_recompute._paddle.static.pir import Value
 from paddle_recompute.recompute.program.pir.graph import FIRST_BACKWARD, PirGraph
 from paddle_recompute.recompute.program.plan import Plan

@@ -1,0 +1,38 @@
+"""The names of what we write on the operators of a Program, in either representation.
+
+An attribute survives ``Program.clone()``; the executor does not look at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paddle_recompute.errors import StaticGraphError
+
+SCOPE = "recompute_scope"
+"""Of a forward operator: the recomputed call that added it."""
+GIVES_UP = "recompute_gives_up"
+"""Of a forward operator: even what later operators take from its call is computed again."""
+CLAIMED = "recompute_claimed"
+"""On a forward operator: a pass will recompute its call."""
+SEGMENT = "recompute_segment"
+"""Of a forward operator: the segment that it was recomputed in."""
+OWN_ATTRIBUTES = (SCOPE, GIVES_UP, CLAIMED, SEGMENT)
+"""What a copy must not carry, besides checkpoint names."""
+COPY_OF = "recompute_copy_of"
+"""Of a copy: its segment."""
+
+
+def refuse_unclaimed(marks: Iterable[tuple[str | None, str | None]]) -> None:
+    """Raise if a backward of Paddle itself goes over recomputed calls.
+
+    Args:
+        marks: `SCOPE` and `CLAIMED` of the operators that it goes over.
+    """
+    for scope, claimed in marks:
+        if scope is not None and claimed is None:
+            raise StaticGraphError(
+                f"this Program has recomputed Layers ('{scope}', ...), which Paddle's own "
+                "backward would not recompute; use paddle_recompute.static_graph.minimize("
+                "optimizer, loss, strategy) with strategy.recompute = True"
+            )
