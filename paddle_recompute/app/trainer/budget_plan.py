@@ -1,8 +1,8 @@
 """The plan of a run with ``recompute.policy: budget``, the same on all ranks.
 
-The calls are measured in dygraph. Then whole steps of the run's mode are measured under the plan. If
-they take more than predicted, the difference is added to the bytes that the step always holds, and
-the plan is made again.
+The calls are measured in dygraph. Then whole steps of the run's mode are measured under the plan.
+If they take more than predicted, the difference is added to the bytes that the step always holds,
+and the plan is made again.
 """
 
 from __future__ import annotations
