@@ -110,7 +110,7 @@ def plant(planted: Planted) -> None:
     """Put calls of `planted` into the library's functions, for the rest of this process."""
     import paddle
 
-    from paddle_recompute.app.trainer import planned_steps, run_checkpoints, trainer
+    from paddle_recompute.app.trainer import checkpoints, evaluation, replanning, trainer
     from paddle_recompute.grad_sync._reduction import BucketedReduction
 
     def before(owner: Any, name: str, place: str, after: str | None = None) -> None:
@@ -134,7 +134,7 @@ def plant(planted: Planted) -> None:
             planted.at("the backward")
             return gradient.clone()
 
-    norm, call = paddle.nn.LayerNorm.forward, planned_steps.PlannedSteps.__call__
+    norm, call = paddle.nn.LayerNorm.forward, replanning.PlannedSteps.__call__
 
     def forward(layer: Any, x: paddle.Tensor) -> paddle.Tensor:
         planted.at("the forward")
@@ -159,14 +159,14 @@ def plant(planted: Planted) -> None:
     # Most of the time of such a run, and not what is tried here.
     trainer.MemoryProbe.measure = lambda *_: (None, 0)  # type: ignore[method-assign]
     trainer.write_report = lambda *_, **__: None  # type: ignore[assignment]
-    saved = run_checkpoints.save_checkpoint
+    saved = checkpoints.save_checkpoint
     paddle.nn.LayerNorm.forward = forward
-    planned_steps.PlannedSteps.__call__ = step  # type: ignore[method-assign]
-    run_checkpoints.save_checkpoint = save  # type: ignore[assignment]
+    replanning.PlannedSteps.__call__ = step  # type: ignore[method-assign]
+    checkpoints.save_checkpoint = save  # type: ignore[assignment]
     before(BucketedReduction, "finish", "the sync")
     before(paddle.optimizer.AdamW, "step", "the update")
-    before(trainer, "encode_batches", "an evaluation")
-    before(planned_steps.PlannedSteps, "__init__", "the start")
+    before(evaluation, "encode_batches", "an evaluation")
+    before(replanning.PlannedSteps, "__init__", "the start")
 
 
 def run(folder: str, name: str, num_ranks: int, steps: int, limit: float, fault: Fault) -> None:

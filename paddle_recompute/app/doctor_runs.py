@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import paddle
-import paddle.distributed as dist
 
-from paddle_recompute._paddle.distributed import init_parallel_env
+from paddle_recompute._files import writing
 from paddle_recompute.app.config import Config, sync_arguments
-from paddle_recompute.app.data import loader_for, prepare_data
-from paddle_recompute.app.encoder import build_model
-from paddle_recompute.app.trainer import Chunks, Objective
-from paddle_recompute.distributed import barrier, values_of_ranks
+from paddle_recompute.app.trainer import (
+    Chunks,
+    Objective,
+    join_ranks,
+    load_batches,
+    load_data,
+    seeded_model,
+)
+from paddle_recompute.distributed import values_of_ranks
 from paddle_recompute.doctor import DoctorReport, doctor, self_test
-from paddle_recompute.errors import OutputError
 from paddle_recompute.grad_sync import GradientSync
 
 _MOST_PAIRS = 16
@@ -62,35 +65,14 @@ def doctor_config(config: Config, *, pairs: int = _MOST_PAIRS) -> DoctorReport:
     Raises:
         PaddleRecomputeError: The data, the weights or the configuration cannot be used.
     """
-    paddle.set_device(config.launch.device)
-    ranks = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-    if ranks > 1 and not dist.is_initialized():
-        init_parallel_env()
-    rank = dist.get_rank() if ranks > 1 else 0
-    data = prepare_data(
-        config.data,
-        tokenizer_file=config.tokenizer_file,
-        seed=config.train.seed,
-        negatives=config.contrastive.negatives_of_a_line,
-        prompts=config.model.prompts,
-        is_main_rank=rank == 0,
-        barrier=barrier,
-    )
-    loader = loader_for(
-        config,
-        data.train,
-        data.tokenizer,
-        local_batch=min(config.local_batch, pairs),
-        rank=rank,
-        num_ranks=ranks,
-    )
-    batch = next(iter(loader))
+    rank = join_ranks(config)
+    data = load_data(config, rank)
+    batches = load_batches(config, data, rank, local_batch=min(config.local_batch, pairs))
+    batch = next(iter(batches))
     del batch["index"]
-    paddle.seed(config.train.seed)
-    model = build_model(config.model, data.tokenizer.vocab_size)
-    model.train()
+    model = seeded_model(config, data.tokenizer.vocab_size)
     objective = Objective(config, Chunks())
-    sync = GradientSync(model, **sync_arguments(config)) if ranks > 1 else None
+    sync = GradientSync(model, **sync_arguments(config)) if config.world_size > 1 else None
     settings = {
         "strategy.amp_configs": config.to_dict()["strategy"]["amp_configs"],
         "train.seed": config.train.seed,
@@ -136,8 +118,6 @@ def write_report(path: Path, content: dict[str, Any]) -> None:
     Raises:
         OutputError: It cannot be written.
     """
-    try:
+    with writing(path, "name another file or folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror})") from error

@@ -10,9 +10,8 @@ import paddle
 import pytest
 
 from paddle_recompute._paddle import memory
-from paddle_recompute.app.trainer.memory_probe import largest_of_ranks, measure_step
+from paddle_recompute.app.trainer.memory import job_of, largest_of_ranks, measure_step
 from paddle_recompute.app.trainer.objective import Chunks
-from paddle_recompute.app.trainer.planned import job_of
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import Job, make_plan, smallest, spread, stages
 from tests.app.trainer.test_trainer import tiny
@@ -45,7 +44,7 @@ def worker(folder: str, ways: list[str], **changes: Any) -> list[tuple[int, int]
         before = memory.current_bytes()
         first, third = stages(job_of(config, VOCABULARY, chunks).measure())
         gc.collect()
-        peak = measure_step(config, vocab_size=VOCABULARY, recompute=True, chunks=chunks)
+        peak = measure_step(config, VOCABULARY, chunks)
         assert memory.current_bytes() - before < 2**16  # nothing of its model is left
         one = first if way == "stage 1" else third
         found.append((one.peak_bytes, largest_of_ranks(peak)))

@@ -15,15 +15,9 @@ from pathlib import Path
 
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.launch import launch
-from paddle_recompute.app.parity.comparison import compare, disagreement, pairs
-from paddle_recompute.app.parity.records import (
-    NO_REFERENCE,
-    WEIGHTS,
-    read_arrays,
-    read_figures,
-    read_outcome,
-)
-from paddle_recompute.app.parity.report import ParityReport, TrainingRun
+from paddle_recompute.app.parity.comparison import compare, pairs
+from paddle_recompute.app.parity.outcome import NO_REFERENCE, WEIGHTS, Outcome, read_arrays
+from paddle_recompute.app.parity.report import ParityReport
 from paddle_recompute.app.parity.variants import Plan, plan
 from paddle_recompute.errors import ConfigError
 
@@ -55,7 +49,7 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
 
     Raises:
         ConfigError: A mode cannot honour the configuration.
-        DataError: The pairs cannot be read, or are too few for `steps`.
+        DataError: The pairs cannot be read, or are too few for a batch.
         LaunchError: A process could not be started, or failed.
     """
     planned = plan(config)
@@ -83,9 +77,8 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
 def _train(folder: Path, config: Config, steps: int, ranks: int, show_progress: bool) -> None:
     """Train all variants of so many ranks; `paddle_recompute.app.parity.worker` does."""
     job = folder / f"job-{ranks}.json"
-    job.write_text(
-        json.dumps({"folder": str(folder), "config": config.to_dict(), "steps": steps}), "utf-8"
-    )
+    content = {"folder": str(folder), "config": config.to_dict(), "steps": steps, "ranks": ranks}
+    job.write_text(json.dumps(content), "utf-8")
     own = config.model_copy(
         update={
             "launch": config.launch.model_copy(update={"num_ranks": ranks}),
@@ -100,18 +93,9 @@ def _train(folder: Path, config: Config, steps: int, ranks: int, show_progress: 
 
 def _judge(folder: Path, planned: Plan) -> ParityReport:
     initial = read_arrays(folder / WEIGHTS)
-    verdicts = [
-        compare(
-            pair,
-            read_outcome(folder, pair.left, pair.case),
-            read_outcome(folder, pair.right, pair.case),
-            initial,
-        )
-        for pair in pairs(planned)
-    ]
-    runs = []
-    for variant in planned.variants:
-        for case in variant.cases:
-            ranks = read_figures(folder, variant, case)
-            runs.append(TrainingRun(variant, case, ranks[0], disagreement(ranks)))
-    return ParityReport(tuple(runs), tuple(verdicts), planned.notes)
+    verdicts = []
+    for pair in pairs(planned):
+        left, right = (Outcome.read(folder / one.file) for one in pair[:2])
+        verdicts.append(compare(pair, left, right, initial))
+    runs = {one: Outcome.read(folder / one.file, figures_only=True) for one in planned.variants}
+    return ParityReport(runs, tuple(verdicts), planned.notes)

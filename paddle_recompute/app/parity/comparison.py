@@ -10,15 +10,15 @@ most (the sum of the learning rates). If the gradient is noise, only the second 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_recompute.app.parity.records import Arrays, Figures, TrainedVariant
-from paddle_recompute.app.parity.variants import Case, Plan, Variant
+from paddle_recompute.app.parity.outcome import Arrays, Outcome
+from paddle_recompute.app.parity.variants import Plan, Variant
 
 NOISE = 1e-6
 """A parameter's gradient is rounding noise if it is below this share of the model's largest one:
@@ -76,21 +76,8 @@ BETWEEN_RANKS = Tolerance(
 )
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two runs that must agree.
-
-    Attributes:
-        left: The run to compare with.
-        right: The run that is compared.
-        case: The case of both.
-        tolerance: How far they may differ.
-    """
-
-    left: Variant
-    right: Variant
-    case: Case
-    tolerance: Tolerance
+Pair = tuple[Variant, Variant, Tolerance]
+"""Two runs that must agree, the second with the first, and how far they may differ."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +89,9 @@ class Verdict:
         right: Name of the run that is compared.
         case: Name of the case of both.
         tolerance: The tolerance of the comparison.
-        loss: Largest difference of a step's losses.
-        gradient: Largest difference of an element of the first step's gradient.
-        parameter: Largest difference of an element of a parameter after the last step.
+        loss_difference: The largest of a step's losses.
+        gradient_difference: The largest of an element of the first step's gradient.
+        parameter_difference: The largest of an element of a parameter after the last step.
         fault: The first difference beyond the tolerance:
             ``"gradient of encoder.layers.0.linear1.weight: ..."``; None: there is none.
     """
@@ -113,9 +100,9 @@ class Verdict:
     right: str
     case: str
     tolerance: Tolerance
-    loss: float
-    gradient: float
-    parameter: float
+    loss_difference: float
+    gradient_difference: float
+    parameter_difference: float
     fault: str | None
 
 
@@ -128,60 +115,44 @@ def pairs(plan: Plan) -> list[Pair]:
     - One process with several ranks, without dropout, if the loss is over the pairs of all ranks.
     """
     found = [
-        Pair(left, right, case, tolerance)
+        (left, right, tolerance)
         for left, right in itertools.product(plan.variants, repeat=2)
-        for case in left.cases
-        if (tolerance := _tolerance(left, right, case, plan.same_loss)) is not None
+        if (tolerance := _tolerance(left, right, plan)) is not None
     ]
-    return sorted(
-        found, key=lambda pair: (EXACT, BETWEEN_MODES, BETWEEN_RANKS).index(pair.tolerance)
-    )
+    return sorted(found, key=lambda pair: (EXACT, BETWEEN_MODES, BETWEEN_RANKS).index(pair[2]))
 
 
-def compare(pair: Pair, left: TrainedVariant, right: TrainedVariant, initial: Arrays) -> Verdict:
+def compare(pair: Pair, left: Outcome, right: Outcome, initial: Arrays) -> Verdict:
     """Compare two runs.
 
     Args:
         pair: The runs and their tolerance.
-        left: The outcome of ``pair.left``.
-        right: The outcome of ``pair.right``.
+        left: The outcome of the first.
+        right: The outcome of the second.
         initial: The initial weights of both, by structured name.
     """
+    one, other, tolerance = pair
     faults = [
-        *_figure_faults(left.figures, right.figures, pair.tolerance),
-        *_gradient_faults(left.gradients, right.gradients, pair.tolerance),
-        *_parameter_faults(left, right, initial, pair.tolerance),
+        *_figure_faults(left, right, tolerance),
+        *_gradient_faults(left.gradients, right.gradients, tolerance),
+        *_parameter_faults(left, right, initial, tolerance),
     ]
     return Verdict(
-        pair.left.name,
-        pair.right.name,
-        pair.case.name,
-        pair.tolerance,
-        loss=_largest_element([np.array(left.figures.losses) - np.array(right.figures.losses)]),
-        gradient=_largest_difference(left.gradients, right.gradients),
-        parameter=_largest_difference(left.parameters, right.parameters),
+        one.name,
+        other.name,
+        one.case,
+        tolerance,
+        loss_difference=_largest_element([np.array(left.losses) - np.array(right.losses)]),
+        gradient_difference=_largest_difference(left.gradients, right.gradients),
+        parameter_difference=_largest_difference(left.parameters, right.parameters),
         fault=faults[0] if faults else None,
     )
 
 
-def disagreement(ranks: Sequence[Figures]) -> str | None:
-    """The first difference between the losses or parameters of a run's ranks; None: all are equal.
-
-    Args:
-        ranks: The figures of each rank, in rank order.
-    """
-    first = ranks[0]
-    for rank, other in enumerate(ranks[1:], 1):
-        for name, digest in first.digests.items():
-            if other.digests.get(name) != digest:
-                return f"{name}: the parameters of rank 0 and rank {rank} differ"
-        if other.losses != first.losses or other.grad_norms != first.grad_norms:
-            return f"losses or gradient norms of rank 0 and rank {rank} differ"
-    return None
-
-
-def _tolerance(left: Variant, right: Variant, case: Case, same_loss: bool) -> Tolerance | None:
+def _tolerance(left: Variant, right: Variant, plan: Plan) -> Tolerance | None:
     """The tolerance of a pair of variants; None: they are not compared, at least in this order."""
+    if left.dropout != right.dropout:
+        return None
     same_mode, same_ranks = left.mode == right.mode, left.ranks == right.ranks
     if left.reference or right.reference:
         is_pair = left.recompute and same_mode and same_ranks and not left.reference
@@ -189,15 +160,15 @@ def _tolerance(left: Variant, right: Variant, case: Case, same_loss: bool) -> To
         return (EXACT if left.ranks <= 2 else BETWEEN_RANKS) if is_pair else None
     if same_mode and same_ranks:
         return EXACT if right.recompute and not left.recompute else None
-    if left.recompute != right.recompute or (case.dropout and not same_ranks):
+    if left.recompute != right.recompute or (left.dropout and not same_ranks):
         return None  # each rank has its own seed and draws other masks than one process
     if same_ranks and left.mode == "dygraph":
         # With several ranks, a Program computes the loss of all pairs, dygraph that of its rank.
-        return BETWEEN_RANKS if left.ranks > 1 and same_loss else BETWEEN_MODES
-    return BETWEEN_RANKS if same_mode and left.ranks == 1 and same_loss else None
+        return BETWEEN_RANKS if left.ranks > 1 and plan.global_loss else BETWEEN_MODES
+    return BETWEEN_RANKS if same_mode and left.ranks == 1 and plan.across_ranks else None
 
 
-def _figure_faults(left: Figures, right: Figures, tolerance: Tolerance) -> Iterator[str]:
+def _figure_faults(left: Outcome, right: Outcome, tolerance: Tolerance) -> Iterator[str]:
     for what, ours, theirs in (
         ("loss", left.losses, right.losses),
         ("gradient norm", left.grad_norms, right.grad_norms),
@@ -221,10 +192,10 @@ def _gradient_faults(left: Arrays, right: Arrays, tolerance: Tolerance) -> Itera
 
 
 def _parameter_faults(
-    left: TrainedVariant, right: TrainedVariant, initial: Arrays, tolerance: Tolerance
+    left: Outcome, right: Outcome, initial: Arrays, tolerance: Tolerance
 ) -> Iterator[str]:
     yield from _name_faults("parameter", left.parameters, right.parameters)
-    farthest = sum(left.figures.learning_rates)
+    farthest = sum(left.learning_rates)
     noise = NOISE * _size(left.gradients)
     for name in _shared(left.parameters, right.parameters):
         one, other = left.parameters[name], right.parameters[name]

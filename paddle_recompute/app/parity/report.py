@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paddle_recompute.app.parity.comparison import (
@@ -13,25 +13,8 @@ from paddle_recompute.app.parity.comparison import (
     Tolerance,
     Verdict,
 )
-from paddle_recompute.app.parity.records import Figures
-from paddle_recompute.app.parity.variants import Case, Variant
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """A training run and its numbers.
-
-    Attributes:
-        variant: Mode, recompute, ranks, and whether it is the reference.
-        case: With dropout or without.
-        figures: Figures of rank 0.
-        disagreement: The first difference between the ranks; None: there is none.
-    """
-
-    variant: Variant
-    case: Case
-    figures: Figures
-    disagreement: str | None
+from paddle_recompute.app.parity.outcome import Outcome
+from paddle_recompute.app.parity.variants import Variant
 
 
 @dataclass(frozen=True)
@@ -39,12 +22,12 @@ class ParityReport:
     """The outcome of `parity`.
 
     Attributes:
-        runs: All training runs.
+        runs: The outcome of each training run, without its arrays.
         verdicts: All comparisons.
         notes: What was not compared, and why.
     """
 
-    runs: tuple[TrainingRun, ...]
+    runs: Mapping[Variant, Outcome]
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]
 
@@ -57,8 +40,8 @@ class ParityReport:
             if one.fault is not None
         ]
         return found + [
-            f"{run.variant.name} ({run.case.name}): {run.disagreement}"
-            for run in self.runs
+            f"{variant.name} ({variant.case}): {run.disagreement}"
+            for variant, run in self.runs.items()
             if run.disagreement is not None
         ]
 
@@ -70,61 +53,48 @@ class ParityReport:
             "notes": list(self.notes),
             "runs": [
                 {
-                    "mode": run.variant.mode,
-                    "recompute": run.variant.recompute,
-                    "reference": run.variant.reference,
-                    "ranks": run.variant.ranks,
-                    "dropout": run.case.dropout,
-                    "losses": run.figures.losses,
-                    "grad_norms": run.figures.grad_norms,
+                    "mode": variant.mode,
+                    "recompute": variant.recompute,
+                    "reference": variant.reference,
+                    "ranks": variant.ranks,
+                    "dropout": variant.dropout,
+                    "losses": run.losses,
+                    "grad_norms": run.grad_norms,
                     "ranks_agree": run.disagreement is None,
                 }
-                for run in self.runs
+                for variant, run in self.runs.items()
             ],
             "comparisons": [
-                {
-                    "left": one.left,
-                    "right": one.right,
-                    "case": one.case,
-                    "tolerance": one.tolerance.name,
-                    "loss_difference": one.loss,
-                    "gradient_difference": one.gradient,
-                    "parameter_difference": one.parameter,
-                    "fault": one.fault,
-                }
-                for one in self.verdicts
+                asdict(one) | {"tolerance": one.tolerance.name} for one in self.verdicts
             ],
         }
 
     def __str__(self) -> str:
         runs = [
-            [
-                run.variant.name,
-                run.case.name,
-                " ".join(f"{loss:.6f}" for loss in _shown(run.figures.losses)),
-            ]
-            for run in self.runs
+            [variant.name, variant.case, " ".join(f"{loss:.6f}" for loss in _shown(run.losses))]
+            for variant, run in self.runs.items()
         ]
         comparisons = [
             [
                 one.left,
                 one.right,
                 one.case,
-                *(f"{number:.2g}" for number in (one.loss, one.gradient, one.parameter)),
+                f"{one.loss_difference:.2g}",
+                f"{one.gradient_difference:.2g}",
+                f"{one.parameter_difference:.2g}",
                 f"{one.tolerance.name}: {'yes' if one.fault is None else 'NO'}",
             ]
             for one in self.verdicts
         ]
         return "\n".join(
             [
-                *_table(["run", "", "losses"], runs, numbers=0),
+                *_table(["run", "", "losses"], runs),
                 "",
                 "Largest differences, of losses, of elements of the first gradient and of the",
                 "parameters after the last step",
                 *_table(
                     ["", "and", "", "losses", "gradient", "parameters", "as close as asked"],
                     comparisons,
-                    numbers=4,
                 ),
                 "",
                 *(f"{one.name}: {_words(one)}" for one in (EXACT, BETWEEN_MODES, BETWEEN_RANKS)),
@@ -150,15 +120,11 @@ def _shown(losses: list[float]) -> list[float]:
     return losses if len(losses) <= 3 else [losses[0], losses[-1]]
 
 
-def _table(head: list[str], rows: Sequence[list[str]], *, numbers: int) -> list[str]:
-    """Aligned columns, the last `numbers` of them to the right."""
+def _table(head: list[str], rows: Sequence[list[str]]) -> list[str]:
+    """Aligned columns."""
     table = [head, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    left = len(head) - numbers
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     ]

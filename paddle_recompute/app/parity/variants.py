@@ -13,36 +13,25 @@ from paddle_recompute.app.config import Config
 from paddle_recompute.errors import ConfigError
 
 Mode = Literal["dygraph", "static"]
-MODES: tuple[Mode, ...] = ("dygraph", "static")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One training run of a variant.
-
-    Attributes:
-        dropout: Whether the configured dropout is on; without it nothing is random.
-    """
-
-    dropout: bool
-
-    @property
-    def name(self) -> str:
-        """The name in files and tables."""
-        return "dropout" if self.dropout else "no dropout"
+KINDS: tuple[tuple[Mode, bool, bool], ...] = (
+    ("dygraph", False, False),
+    ("dygraph", True, False),
+    ("dygraph", True, True),
+    ("static", False, False),
+    ("static", True, False),
+)
+"""Mode, recompute, and whether it is the reference."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A mode with or without recompute on a number of ranks.
+    """One training run: a mode with or without recompute on a number of ranks.
 
     Attributes:
         mode: The mode of its configuration.
         recompute: Whether the ``recompute`` section is applied.
         ranks: Number of processes.
-        shares: Ranks of the configuration. They decide which pairs form a micro-batch, also on one
-            process.
-        cases: The cases, in the order in which they are trained.
+        dropout: Whether the configured dropout is on; without it nothing is random.
         reference: Whether Paddle recomputes and synchronizes (``recompute.engine: fleet`` and
             ``sync.mode: fleet``).
     """
@@ -50,8 +39,7 @@ class Variant:
     mode: Mode
     recompute: bool
     ranks: int
-    shares: int
-    cases: tuple[Case, ...]
+    dropout: bool
     reference: bool = False
 
     @property
@@ -61,6 +49,16 @@ class Variant:
         ranks = "1 process" if self.ranks == 1 else f"{self.ranks} ranks"
         return f"{self.mode} {kind}, {ranks}"
 
+    @property
+    def case(self) -> str:
+        """``"dropout"`` or ``"no dropout"``."""
+        return "dropout" if self.dropout else "no dropout"
+
+    @property
+    def file(self) -> str:
+        """The name of its file: ``"static-recompute-2-ranks-no-dropout.npz"``."""
+        return f"{self.name} {self.case}.npz".replace(",", "").replace(" ", "-")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -68,12 +66,14 @@ class Plan:
 
     Attributes:
         variants: In the order in which they run.
-        same_loss: Whether several ranks have the loss of one process: that over all their pairs.
+        global_loss: Whether the loss of several ranks is that over all their pairs.
+        across_ranks: Whether it is also that of one process, so that they are compared.
         notes: Sentences that say what is not compared, and why.
     """
 
     variants: tuple[Variant, ...]
-    same_loss: bool
+    global_loss: bool
+    across_ranks: bool
     notes: tuple[str, ...]
 
     def without_reference(self, reason: str) -> Plan:
@@ -118,23 +118,25 @@ def plan(config: Config) -> Plan:
         )
     elif not has_dropout:
         notes.append("The configuration has no dropout: all comparisons are without dropout.")
-    cases = tuple(Case(dropout) for dropout in ([True, False] if has_dropout else [False]))
     ranks = config.launch.num_ranks
+    k_steps = config.strategy.gradient_merge_configs.k_steps
+    global_loss = config.contrastive.negatives == "global"
+    across_ranks = global_loss and k_steps == 1  # else a micro-batch has other pairs
     counts = [1] if ranks == 1 else [1, ranks]
     if ranks == 1:
         notes.append("launch.num_ranks is 1: nothing is compared on several ranks.")
-    elif config.contrastive.negatives == "local":
+    elif not across_ranks:
         notes.append(
-            f"contrastive.negatives is local: {ranks} ranks have another loss than one process, "
-            "so they are not compared with it."
+            f"With contrastive.negatives: local or strategy.gradient_merge {ranks} ranks have "
+            "another loss than one process, so they are not compared with it."
         )
-    variants = []
-    for count in counts:
-        for mode in MODES:
-            variants += [Variant(mode, on, count, ranks, cases) for on in (False, True)]
-            if mode == "dygraph":
-                variants.append(Variant(mode, True, count, ranks, cases, reference=True))
-    found = Plan(tuple(variants), config.contrastive.negatives == "global", tuple(notes))
+    variants = [
+        Variant(mode, recompute, count, dropout, reference)
+        for count in counts
+        for mode, recompute, reference in KINDS
+        for dropout in ([True, False] if has_dropout else [False])
+    ]
+    found = Plan(tuple(variants), global_loss, across_ranks, tuple(notes))
     reason = _what_fleet_has_not(config)
     return found if reason is None else found.without_reference(reason)
 
@@ -152,16 +154,18 @@ def _what_fleet_has_not(config: Config) -> str | None:
     return f"fleet does not support {', '.join(given)}." if given else None
 
 
-def config_for(config: Config, variant: Variant, case: Case) -> Config:
-    """The configuration of one training run."""
+def config_for(config: Config, variant: Variant) -> Config:
+    """The configuration of one training run.
+
+    It is validated in dygraph: what one mode alone has (``sync``, mixed precision) is no fault.
+    """
     tree = config.to_dict()
     tree["mode"] = "dygraph"
-    tree["model"]["init_from"] = None  # `Run` gets the weights
-    if not case.dropout:
+    if not variant.dropout:
         tree["model"] |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     tree["recompute"]["enable"] = variant.recompute
     tree["launch"]["num_ranks"] = variant.ranks
     if variant.reference:
         tree["recompute"]["engine"] = "fleet"
         tree["sync"]["mode"] = "fleet"
-    return Config.model_validate(tree)
+    return Config.model_validate(tree).model_copy(update={"mode": variant.mode})

@@ -1,9 +1,23 @@
-"""The run from configuration to report: data, steps, evaluation, checkpoints, resume."""
+"""The run from configuration to report: data, steps, evaluation, checkpoints, resume.
 
-from paddle_recompute.app.trainer.build import ProgramModel, build_step, check_mode
-from paddle_recompute.app.trainer.loop import Callback, Run, step_seed
+`Trainer.run` loads the pairs (`setup`), measures the memory of a step and chooses chunks or a plan
+(`memory`, `chunk_search`, `budget_plan`), builds the step (`objective`, `step`), and runs it
+(`loop`). What happens around the steps are callbacks: figures (`recorder`, `boards`), evaluations
+(`evaluation`), saves (`checkpoints`), and what is said and noted (`events`).
+"""
+
+from paddle_recompute.app.trainer.loop import Callback, Run, batches_of
 from paddle_recompute.app.trainer.memory_report import MemoryReport, memory_report, what_if
 from paddle_recompute.app.trainer.objective import Chunks, Objective
+from paddle_recompute.app.trainer.replanning import step_seed
+from paddle_recompute.app.trainer.setup import (
+    join_ranks,
+    load_batches,
+    load_data,
+    seeded_model,
+    wrap,
+)
+from paddle_recompute.app.trainer.step import build_step, check_mode
 from paddle_recompute.app.trainer.trainer import Trainer, total_steps
 
 __all__ = [
@@ -11,13 +25,18 @@ __all__ = [
     "Chunks",
     "MemoryReport",
     "Objective",
-    "ProgramModel",
     "Run",
     "Trainer",
+    "batches_of",
     "build_step",
     "check_mode",
+    "join_ranks",
+    "load_batches",
+    "load_data",
     "memory_report",
+    "seeded_model",
     "step_seed",
     "total_steps",
     "what_if",
+    "wrap",
 ]

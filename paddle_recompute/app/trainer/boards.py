@@ -51,20 +51,16 @@ class Board(Callback):
 def _visualdl(run: Run) -> tuple[Write, Close]:
     from visualdl import LogWriter
 
-    writer = LogWriter(logdir=str(run.folder / "visualdl"))
-
-    def write(step: int, figures: dict[str, float]) -> None:
-        for name, value in figures.items():
-            writer.add_scalar(tag=name, value=value, step=step)
-
-    return write, writer.close
+    return _scalars(LogWriter(logdir=str(run.folder / "visualdl")))
 
 
 def _tensorboard(run: Run) -> tuple[Write, Close]:
     from tensorboard.summary import Writer
 
-    writer = Writer(str(run.folder / "tensorboard"))
+    return _scalars(Writer(str(run.folder / "tensorboard")))
 
+
+def _scalars(writer: Any) -> tuple[Write, Close]:
     def write(step: int, figures: dict[str, float]) -> None:
         for name, value in figures.items():
             writer.add_scalar(name, value, step)

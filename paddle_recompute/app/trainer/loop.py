@@ -9,22 +9,23 @@ from __future__ import annotations
 import itertools
 import math
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import paddle
 from paddle.optimizer.lr import LRScheduler
 
+from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.data import PairLoader
+from paddle_recompute.app.data import PairLoader, PreparedData
 from paddle_recompute.app.trainer.divergence import explained
-from paddle_recompute.app.trainer.memory_probe import largest_of_ranks
-from paddle_recompute.app.trainer.metrics import Meter
+from paddle_recompute.app.trainer.early_stopping import Best
+from paddle_recompute.app.trainer.memory import largest_of_ranks
 from paddle_recompute.app.trainer.objective import Batch, Objective
-from paddle_recompute.app.trainer.planned_steps import PlannedSteps
+from paddle_recompute.app.trainer.replanning import PlannedSteps
 from paddle_recompute.distributed import StopRequest, barrier, mean_over_ranks
 from paddle_recompute.errors import DivergenceError, StoppedError
 from paddle_recompute.train_step import StepResult
@@ -55,20 +56,60 @@ class Callback:
         """After the last step; also after an error."""
 
 
+class Meter:
+    """Time and peak memory of the steps, without logging and saving between them.
+
+    ``start()`` before a step (it includes reading the batch), ``stop()`` after it.
+
+    Attributes:
+        steps: Number of steps.
+        seconds: Their total time.
+        peak_bytes: The largest peak of a step on this rank; None before the first step, and if
+            Paddle cannot measure the peak of a single step (2.6 on CPU).
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.peak_bytes: int | None = None
+        self._started = 0.0
+
+    def start(self) -> None:
+        """Call before a step."""
+        if _memory.can_reset_peak():
+            _memory.reset_peak()
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """Call after a step."""
+        self.seconds += time.perf_counter() - self._started
+        self.steps += 1
+        if _memory.can_reset_peak():
+            self.peak_bytes = max(self.peak_bytes or 0, _memory.peak_bytes())
+
+    def rate(self, examples_per_step: int) -> float:
+        """Examples per second; 0 before the first step."""
+        return self.steps * examples_per_step / self.seconds if self.steps else 0.0
+
+
 @dataclass
 class Run:
     """A run of the trainer, as callbacks see it.
 
     Attributes:
         config: The configuration.
-        folder: ``train.output_dir``.
         rank: Of this process.
         total: Optimizer steps of the whole run.
         done: Steps of earlier sessions.
+        data: The pairs and the tokenizer.
         model: The encoder.
         objective: The loss.
         steps: Makes the steps; ``steps.step`` is the `TrainStep` or `StaticTrainStep`.
         schedule: The learning rate of the next step.
+        untrained: The metrics before training.
+        best: The evaluations so far.
+        figures: Of the steps up to the last save: ``loss``, ``peak_bytes``,
+            ``examples_per_second``.
         step: The last step, counted from 1; `done` before the first.
         epoch: Its epoch, counted from 0.
         result: What the last step returned.
@@ -76,19 +117,20 @@ class Run:
         stops: A signal reached a rank: the run ends after this step.
         valid: The metrics of an evaluation after this step; None: there was none.
         ended: The evaluations end the run after this step.
-        figures: Of the steps up to the last save: ``loss``, ``peak_bytes``,
-            ``examples_per_second``.
     """
 
     config: Config
-    folder: Path
     rank: int
     total: int
     done: int
+    data: PreparedData
     model: paddle.nn.Layer
     objective: Objective
     steps: PlannedSteps
     schedule: LRScheduler
+    untrained: dict[str, Any]
+    best: Best
+    figures: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     epoch: int = 0
     result: StepResult | None = None
@@ -96,9 +138,13 @@ class Run:
     stops: bool = False
     valid: dict[str, float] | None = None
     ended: bool = False
-    figures: dict[str, Any] = field(default_factory=dict)
     _session: Meter = field(default_factory=Meter)
     _window: Meter = field(default_factory=Meter)
+
+    @property
+    def folder(self) -> Path:
+        """``train.output_dir``."""
+        return self.config.train.output_dir
 
     @property
     def is_main(self) -> bool:
@@ -131,7 +177,6 @@ class Run:
             DivergenceError: The loss or the gradient is not finite.
         """
         self.step, self.epoch = step, epoch
-        paddle.seed(step_seed(self.config.train.seed, step, self.rank))
         try:
             self.result = self.steps(micro_batches, step)
             if self.logs or self.saves or step == self.done + 1:
@@ -140,14 +185,16 @@ class Run:
             raise explained(error, step - error.steps_ago, self.model) from error
         self.rate = float(self.schedule())
         self.schedule.step()
-        self._window.stop()
+        for meter in (self._session, self._window):
+            meter.stop()
 
     def timed(
         self, batches: Iterator[tuple[int, int, list[Batch]]]
     ) -> Iterator[tuple[int, int, list[Batch]]]:
         """`batches`; reading one is part of the time of its step."""
         while True:
-            self._window.start()
+            for meter in (self._session, self._window):
+                meter.start()
             batch = next(batches, None)
             if batch is None:
                 return
@@ -163,7 +210,7 @@ class Run:
             "lr": self.rate,
             "grad_norm": _finite(self.result.grad_norm),
             "examples_per_second": self._window.rate(self.config.contrastive.global_batch),
-            "peak_bytes": largest_peak(self._window),
+            "peak_bytes": largest_of_ranks(self._window.peak_bytes),
         }
         if self.result.loss_scale is not None:
             record["loss_scale"] = self.result.loss_scale
@@ -173,20 +220,15 @@ class Run:
         if self.config.contrastive.learnable_temperature:
             self.steps.step.write_back()
             record["temperature"] = self.objective.loss.temperature
-        self._session.add(self._window)
         self._window = Meter()
         return record
 
     def count(self) -> None:
         """Make `figures` those of all steps of this session. Every rank calls this."""
-        steps = Meter()
-        steps.add(self._session)
-        steps.add(self._window)
-        loss = _finite(self.result.loss) if self.result is not None else None
-        rate = steps.rate(self.config.contrastive.global_batch)
+        rate = self._session.rate(self.config.contrastive.global_batch)
         self.figures = {
-            "loss": loss,
-            "peak_bytes": largest_peak(steps),
+            "loss": _finite(self.result.loss) if self.result is not None else None,
+            "peak_bytes": largest_of_ranks(self._session.peak_bytes),
             "examples_per_second": mean_over_ranks(rate),
         }
 
@@ -211,7 +253,6 @@ def train(
             getattr(one, what.__name__)(run, *more)
 
     run.step = run.done
-    run.count()
     tell(Callback.on_start)
     try:
         with StopRequest() as stop:
@@ -268,16 +309,6 @@ def batches_of(
             )
             if done == total:
                 return
-
-
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of the dropout masks of one step on one rank, in [0, 2**32)."""
-    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
-
-
-def largest_peak(meter: Meter) -> int | None:
-    """The largest peak of a step on any rank. Every rank calls this."""
-    return None if meter.peak_bytes is None else largest_of_ranks(meter.peak_bytes)
 
 
 def _finite(value: float) -> float | None:

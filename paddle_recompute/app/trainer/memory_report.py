@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.memory_page import Row, rows_of, table, write
+from paddle_recompute.app.memory_page import rows_of, table, write
 from paddle_recompute.app.report import require_bokeh
+from paddle_recompute.app.trainer.memory import job_of
 from paddle_recompute.app.trainer.objective import Chunks
-from paddle_recompute.app.trainer.planned import job_of
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
     MemoryEstimate,
-    RecomputePlan,
-    Stage,
     StepCosts,
     choices_of_policy,
     extrapolated,
@@ -33,41 +31,23 @@ from paddle_recompute.planner import (
 MOST_ROWS = 2**20
 
 
-@dataclass(frozen=True)
-class MemoryReport:
-    """The table, what it says in words, and the files that were written.
+class MemoryReport(NamedTuple):
+    """What a step takes: words, figures, and the files that were written.
 
     Attributes:
-        text: For the terminal.
-        rows: The table: one policy each.
-        stages: What the step takes with sharding; empty: on one rank.
-        plan: The plan, if a budget was given.
+        text: For the terminal: the table, and what there is to say about it.
+        figures: The same as JSON values; peaks are bytes, `extra_time` is a share of the plain
+            step's time.
         files: The page.
     """
 
     text: str
-    rows: tuple[Row, ...]
-    stages: tuple[Stage, ...]
-    plan: RecomputePlan | None
+    figures: dict[str, Any]
     files: tuple[Path, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; peaks are bytes, `extra_time` is a share of the plain step's time."""
-        return {
-            "policies": [
-                {
-                    "policy": row.policy,
-                    "peak_bytes": row.timeline.peak.bytes,
-                    "binds_at": row.timeline.peak.where,
-                    "extra_time": row.extra,
-                    "largest_batch": row.largest_batch,
-                }
-                for row in self.rows
-            ],
-            "stages": [asdict(one) for one in self.stages],
-            "plan": None if self.plan is None else self.plan.to_dict(),
-            "files": [str(path) for path in self.files],
-        }
+        """JSON values."""
+        return {**self.figures, "files": [str(path) for path in self.files]}
 
 
 def memory_report(
@@ -112,12 +92,9 @@ def memory_report(
         pairs = config.world_size * config.strategy.gradient_merge_configs.k_steps
 
         def largest_batch(peak: Callable[[StepCosts], int | None]) -> int | None:
-            assert budget is not None
-            most = budget
-
             def fits(rows: int) -> bool:
                 found = peak(extrapolated(probes, rows))
-                return found is not None and found <= most
+                return found is not None and budget is not None and found <= budget
 
             found = largest_that_fits(fits, MOST_ROWS, least=min(probes), close=64)
             return None if found is None else found * pairs
@@ -160,7 +137,21 @@ def memory_report(
         files = (write(folder, costs, table_rows, budget, title.rstrip(":"), "\n".join(rest)),)
         if plan is not None:
             plan.save(folder / "plan.json")
-    return MemoryReport(text, tuple(table_rows), tuple(found), plan, files)
+    figures = {
+        "policies": [
+            {
+                "policy": row.policy,
+                "peak_bytes": row.timeline.peak.bytes,
+                "binds_at": row.timeline.peak.where,
+                "extra_time": row.extra,
+                "largest_batch": row.largest_batch,
+            }
+            for row in table_rows
+        ],
+        "stages": [asdict(one) for one in found],
+        "plan": None if plan is None else plan.to_dict(),
+    }
+    return MemoryReport(text, figures, files)
 
 
 def _small_batch(config: Config) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
+from pydantic import PositiveInt
 
 from paddle_recompute.app.config import Config, sync_arguments
 from paddle_recompute.contrastive import ContrastiveLoss, GradCache
@@ -26,8 +27,8 @@ class Chunks:
     If both are None, all pairs are encoded at once, without a gradient cache.
     """
 
-    size: int | None = None
-    tokens: int | None = None
+    size: PositiveInt | None = None
+    tokens: PositiveInt | None = None
 
     def __bool__(self) -> bool:
         return self.size is not None or self.tokens is not None
@@ -36,10 +37,6 @@ class Chunks:
         if self.size is not None:
             return f"{self.size} pairs at a time"
         return "all pairs at once" if self.tokens is None else f"{self.tokens} tokens at a time"
-
-    def to_dict(self) -> dict[str, int | None]:
-        """JSON values; ``Chunks(**values)`` reads them back."""
-        return asdict(self)
 
 
 class Objective:
@@ -85,7 +82,7 @@ class Objective:
         return self.loss(query, positive, *negatives, **ids)
 
     def parameters(self) -> dict[str, paddle.Tensor]:
-        """The trained parameters besides the encoder's, by structured name: ``loss/logit_scale`` if
+        """The trained parameters beside the encoder's, by structured name: ``loss/logit_scale`` if
         the temperature is learned.
         """
         return {f"{LOSS_PREFIX}{name}": one for name, one in self.loss.named_parameters()}

@@ -13,52 +13,49 @@ therefore saved in the checkpoint.)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import paddle
 
-from paddle_recompute._run_folder import BEST, EVENTS, METRICS, PLAN, REPORT, begin_anew
+from paddle_recompute._run_folder import BEST, METRICS, PLAN, REPORT, begin_anew
 from paddle_recompute.app.config import Config, schedule_of
-from paddle_recompute.app.data import PairLoader, PreparedData, loader_for, prepare_data
-from paddle_recompute.app.encoder import build_model
-from paddle_recompute.app.launch import styled
-from paddle_recompute.app.report import Journal, require_bokeh, retrieval_table, write_report
-from paddle_recompute.app.retrieval import encode_batches, retrieval_metrics
+from paddle_recompute.app.data import PairLoader, PreparedData, Source
+from paddle_recompute.app.report import require_bokeh, retrieval_table, write_report
 from paddle_recompute.app.trainer.boards import boards
-from paddle_recompute.app.trainer.build import build_step, check_mode, compile_as_configured
-from paddle_recompute.app.trainer.callbacks import (
-    SaveCheckpoints,
-    SaySkippedSteps,
-    ShowProgress,
-    WriteMetrics,
+from paddle_recompute.app.trainer.budget_plan import earlier_plan, make_budget_plan
+from paddle_recompute.app.trainer.checkpoints import (
+    Resumed,
+    RunCheckpoints,
+    check_same_data_on_ranks,
+    chunks_of,
+    write_record,
 )
-from paddle_recompute.app.trainer.claim import claimed
+from paddle_recompute.app.trainer.chunk_search import MemoryProbe
 from paddle_recompute.app.trainer.divergence import check_vocabulary, check_weights, without_gain
-from paddle_recompute.app.trainer.joining import join_ranks
-from paddle_recompute.app.trainer.lanes import RecordLanes
-from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, step_seed, train
-from paddle_recompute.app.trainer.memory_probe import MemoryProbe
+from paddle_recompute.app.trainer.early_stopping import Best
+from paddle_recompute.app.trainer.evaluation import Evaluation
+from paddle_recompute.app.trainer.events import Events, data_figures, environment
+from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, train
 from paddle_recompute.app.trainer.objective import Objective
-from paddle_recompute.app.trainer.phases import Phases
-from paddle_recompute.app.trainer.planned import BudgetPlanner, estimated_peaks
-from paddle_recompute.app.trainer.planned_steps import PlannedSteps
-from paddle_recompute.app.trainer.run_checkpoints import RunCheckpoints, write_record
-from paddle_recompute.app.trainer.same_data import check_same_data
-from paddle_recompute.app.trainer.told import data_figures, environment, examples
-from paddle_recompute.app.trainer.validation import Validate, Validation
-from paddle_recompute.checkpoint import Checkpoint
-from paddle_recompute.distributed import (
-    barrier,
-    broadcast_from_rank0,
-    equal_buffers,
+from paddle_recompute.app.trainer.recorder import Recorder
+from paddle_recompute.app.trainer.replanning import PlannedSteps
+from paddle_recompute.app.trainer.setup import (
+    join_ranks,
+    load_batches,
+    load_data,
+    run_folder,
+    seeded_model,
+    wrap,
 )
-from paddle_recompute.errors import DataError, OutputError
-from paddle_recompute.offload import offload_layers
+from paddle_recompute.app.trainer.step import build_step, check_mode, compile_as_configured
+from paddle_recompute.distributed import barrier, broadcast_from_rank0, equal_buffers
+from paddle_recompute.errors import OutputError
 from paddle_recompute.planner import RecomputePlan
-from paddle_recompute.recompute import apply_recompute, check_patterns
+
+UNTRAINED = ("recall@1", "recall@10", "mrr")
+"""Metrics before training that the final record has."""
 
 
 class Trainer:
@@ -86,11 +83,6 @@ class Trainer:
         self._sources = dict(sources or {})
         self._callbacks = tuple(callbacks)
         self._folder = config.train.output_dir
-        self._plan: RecomputePlan | None = None
-        self._journal = Journal(None)
-        self._amp = config.strategy.amp_configs if config.strategy.amp else None
-        self._autocast: Callable[[], contextlib.AbstractContextManager[None]]
-        self._autocast = contextlib.nullcontext
 
     def run(self) -> dict[str, Any]:
         """Train, evaluate, and write checkpoints, metrics and a report to ``train.output_dir``.
@@ -131,16 +123,15 @@ class Trainer:
             DivergenceError: The loss or the gradient is not finite (in float16: also after the loss
                 scale was lowered); the message names the step.
         """
-        self._rank, self._world_size = join_ranks(self.config)
+        self._rank = join_ranks(self.config)
         check_mode(self.config)
         require_bokeh()
-        self._phases = Phases(self._announce)
         self._boards = boards(self.config.train.log_to)
-        self._journal = Journal(self._folder / EVENTS if self._is_main else None)
-        with claimed(self.config, self._rank, self._say):
-            self._journal.note(
+        self._events = Events(self.config, self._rank)
+        with run_folder(self.config, self._rank, self._events.say):
+            self._events.note(
                 "start",
-                ranks=self._world_size,
+                ranks=self.config.world_size,
                 environment=environment(self.config),
                 config=self.config.to_dict(),
                 sources=self._sources,
@@ -149,309 +140,223 @@ class Trainer:
                 return self._run()
             except BaseException as error:
                 with contextlib.suppress(OutputError):  # `error` says more
-                    self._journal.note("end", why=f"{type(error).__name__}: {error}")
+                    self._events.note("end", why=f"{type(error).__name__}: {error}")
                 raise
 
     def _run(self) -> dict[str, Any]:
-        self._checkpoints = RunCheckpoints(
-            self.config, rank=self._rank, world_size=self._world_size, say=self._say
-        )
-        self._say_each(self.config.without_effect())
-        checkpoint = self._checkpoints.find()
-        if checkpoint is None:
-            check_vocabulary(self.config)
-        self._phases.begin("data", "Preparing the data")
-        data = self._prepare_data(checkpoint)
-        self._phases.begin("tokens", "Cutting the training pairs into tokens")
-        loader = self._loader(data)
-        total = total_steps(self.config, len(loader))
-        self._validation = Validation.of(self.config, checkpoint)
-        if checkpoint is not None and self._validation.has_ended(self.config):
-            self._say(f"train.patience: {self.config.train.patience} has ended the run")
-            total = min(total, checkpoint.step)
-        if checkpoint is not None and checkpoint.step >= total:
-            kept = self._checkpoints.record_of_ended(checkpoint, total)
+        self._events.say(*self.config.without_effect(), indent="  ")
+        self._checkpoints = RunCheckpoints(self.config, self._rank, self._events.say)
+        resumed = self._checkpoints.find()
+        data, loader = self._load(resumed)
+        best, total = self._what_is_left(resumed, len(loader))
+        if resumed is not None and resumed.step >= total:
+            kept = self._checkpoints.record_of_ended(resumed.step, total)
             if kept is not None:
                 self._show(kept)
                 return kept
-        if self.config.train.warmup_steps > total:
-            self._say(
-                f"  train.warmup_steps: {self.config.train.warmup_steps} is longer than the run of "
-                f"{total} steps, which ends below its learning rate; train.decay has no effect here"
-            )
-        vocab_size = data.tokenizer.vocab_size
-        if self.config.model.init_from is not None and checkpoint is None:
-            check_weights(build_model(self.config.model, vocab_size), self.config.model.init_from)
-        self._phases.begin("memory", "Measuring the memory of a step")
-        estimate = partial(estimated_peaks, self.config, vocab_size)
-        memory = MemoryProbe(self.config, vocab_size, say=self._say, estimate=estimate)
-        chunks = memory.choose_chunks(self._checkpoints.chunks_of(checkpoint))
-        plain_peak: int | None
-        self._plan = None
-        if self.config.recompute.enable and self.config.recompute.policy == "budget":
-            planner = BudgetPlanner(self.config, vocab_size, say=self._say)
-            earlier = self._checkpoints.plan_of(checkpoint)
-            self._plan, plain_peak, configured_peak = planner.make(chunks, earlier)
-        else:
-            plain_peak, configured_peak = memory.measure(chunks)
-        self._phases.begin("model", "Building the model")
-        model = self._build_model(vocab_size)
-        if checkpoint is not None:
-            untrained = checkpoint.state["untrained"]
-        else:
-            untrained = {}
-            if self.config.train.eval_before:
-                self._phases.begin("evaluation", "Evaluating the untrained model")
-                untrained = self._evaluate(model, data, "untrained")
-        objective = Objective(self.config, chunks)
-        trained = self._train(model, objective, data, loader, total, checkpoint, untrained)
-        metrics = trained.pop("valid")
-        if metrics is None:
-            self._announce("Evaluating the trained model")
-            metrics = self._evaluate(model, data, "trained")
-        record: dict[str, Any] = {
-            **metrics,
-            **{f"untrained_{key}": untrained.get(key) for key in ("recall@1", "recall@10", "mrr")},
-            **data.ceiling.to_dict(),
-            **trained,
-            "peak_bytes": max(trained["peak_bytes"] or 0, configured_peak),
-            "plain_peak_bytes": plain_peak,
-            "chunk_size": chunks.size,
-            "chunk_tokens": chunks.tokens,
-            "world_size": self._world_size,
-            "output_dir": str(self._folder),
-        }
+        objective, plan, peaks = self._measure(data.tokenizer.vocab_size, resumed)
+        model = self._build_model(data.tokenizer.vocab_size, plan)
+        evaluate = Evaluation(self.config, model, data, self._events, self._checkpoints.save_best)
+        untrained = self._evaluate_before(evaluate, resumed)
+        run = self._begin(model, objective, data, plan, best, total, untrained, resumed)
+        callbacks = [
+            self._events,
+            evaluate,
+            Recorder(),
+            self._checkpoints,
+            *self._boards,
+            *self._callbacks,
+        ]
+        train(run, batches_of(self.config, loader, run.done, total), callbacks)
+        if run.valid is None:
+            self._events.say("Evaluating the trained model", bold=True)
+            run.valid = evaluate("trained")
+        record = self._record(run, peaks)
         self._conclude(record)
         return record
 
-    def _prepare_data(self, checkpoint: Checkpoint | None) -> PreparedData:
-        data = prepare_data(
-            self.config.data,
-            seed=self.config.train.seed,
-            negatives=self.config.contrastive.negatives_of_a_line,
-            prompts=self.config.model.prompts,
-            is_main_rank=self._is_main,
-            barrier=barrier,
-            # The cache may have been emptied, and a new vocabulary would be different.
-            tokenizer_file=(checkpoint or self.config).tokenizer_file,
-            compare=lambda sources: check_same_data(sources, checkpoint),
-        )
-        self._say(
+    def _load(self, resumed: Resumed | None) -> tuple[PreparedData, PairLoader]:
+        """The pairs, the same on all ranks and as before, and the batches of this rank."""
+        if resumed is None:
+            check_vocabulary(self.config)
+
+        def compare(sources: Mapping[str, Source]) -> None:
+            check_same_data_on_ranks(sources)
+            if resumed is not None:
+                resumed.check_same_data(sources)
+
+        self._events.begin("data", "Preparing the data")
+        # The cache may have been emptied, and a new vocabulary would be different.
+        saved_tokenizer = resumed.checkpoint.tokenizer_file if resumed is not None else None
+        data = load_data(self.config, self._rank, tokenizer_file=saved_tokenizer, compare=compare)
+        self._events.say(
             f"{len(data.train)} training pairs, {len(data.valid)} held-out pairs, "
             f"{len(data.pool)} candidates, {data.tokenizer.vocab_size} words"
         )
-        self._say_each(data.notes)
-        return data
+        self._events.say(*data.notes, indent="  ")
+        self._events.begin("tokens", "Cutting the training pairs into tokens")
+        loader = load_batches(self.config, data, self._rank)
+        self._events.say(*loader.notes(), indent="  ")
+        self._events.note("data", **data_figures(data, loader))
+        return data, loader
 
-    def _build_model(self, vocab_size: int) -> paddle.nn.Layer:
-        paddle.seed(self.config.train.seed)
-        model = build_model(self.config.model, vocab_size)
+    def _what_is_left(self, resumed: Resumed | None, steps_per_epoch: int) -> tuple[Best, int]:
+        """The evaluations so far, and the steps of the whole run."""
+        best, total = Best(self.config.train.best_metric), total_steps(self.config, steps_per_epoch)
+        if resumed is not None:
+            before = resumed.state.validation
+            best = before if before is not None and before.metric == best.metric else best
+            if best.has_ended(self.config):
+                patience = self.config.train.patience
+                self._events.say(f"train.patience: {patience} has ended the run")
+                total = min(total, resumed.step)
+        return best, total
+
+    def _measure(
+        self, vocab_size: int, resumed: Resumed | None
+    ) -> tuple[Objective, RecomputePlan | None, tuple[int | None, int]]:
+        """The loss in its chunks, the plan, and the peaks: without recompute, and as configured."""
+        self._events.begin("memory", "Measuring the memory of a step")
+        probe = MemoryProbe(self.config, vocab_size, say=self._events.say)
+        chunks = probe.choose_chunks(chunks_of(resumed, self.config))
+        objective = Objective(self.config, chunks)
+        section = self.config.recompute
+        if not section.enable or section.policy != "budget":
+            return objective, None, probe.measure(chunks)
+        saved = resumed.checkpoint.state if resumed is not None else None
+        plan, *peaks = make_budget_plan(
+            self.config,
+            vocab_size,
+            chunks,
+            say=self._events.say,
+            earlier=earlier_plan(self.config, saved),
+        )
+        return objective, plan, (peaks[0], peaks[1])
+
+    def _build_model(self, vocab_size: int, plan: RecomputePlan | None) -> paddle.nn.Layer:
+        self._events.begin("model", "Building the model")
+        model = seeded_model(self.config, vocab_size)
+        check_weights(model, self.config.model.init_from)
         broadcast_from_rank0(model)
-        if self._world_size > 1 and (names := equal_buffers(model)):
-            self._say(f"Buffers ({names[0]}, ...): rank 0's are taken for evaluation and saves")
-        if self._plan is not None:
-            if self.config.mode == "dygraph":
-                self._plan.apply(model)
-        elif self.config.recompute.offload_parameters != "none":
-            self._say(str(offload_layers(model, self.config.recompute)))
-        elif self.config.recompute.enable:
-            self._say(str(apply_recompute(model, self.config.recompute)))
-        else:
-            check_patterns(model, self.config.recompute)
+        if self.config.world_size > 1 and (names := equal_buffers(model)):
+            self._events.say(
+                f"Buffers ({names[0]}, ...): rank 0's are taken for evaluation and saves"
+            )
+        self._events.say(*filter(None, [wrap(model, self.config, plan)]))
         return model
 
-    def _train(
-        self,
-        model: paddle.nn.Layer,
-        objective: Objective,
-        data: PreparedData,
-        loader: PairLoader,
-        total: int,
-        checkpoint: Checkpoint | None,
-        untrained: dict[str, float],
-    ) -> dict[str, Any]:
-        """Run the remaining steps; returns what the final record says about them."""
-        model.train()
-        run = self._begun(model, objective, data, total, checkpoint)
-        save = SaveCheckpoints(self._checkpoints, data, untrained, self._validation)
-        validate = Validate(
-            self._validation,
-            lambda: self._evaluate(model, data, "trained"),
-            partial(save.save, best=True),
-            self._say,
-        )
-        barrier()
-        train(
-            run,
-            batches_of(self.config, loader, run.done, total),
-            [
-                self._phases,
-                validate,
-                ShowProgress(),
-                SaySkippedSteps(self._say),
-                WriteMetrics(),
-                RecordLanes(self._journal),
-                save,
-                *self._boards,
-                *self._callbacks,
-            ],
-        )
-        figures = run.figures
-        if checkpoint is not None and run.done >= total:
-            figures |= checkpoint.state.get("figures", {})
-        if self.config.contrastive.learnable_temperature:
-            figures["temperature"] = objective.loss.temperature
-        now = self._validation
-        if now.best is not None:
-            figures |= {f"best_{now.metric}": now.best, "best_step": now.best_step}
-            figures["stopped_early"] = now.has_ended(self.config)
-        skipped = run.steps.step.num_skipped
-        return {"steps": run.step, "skipped_steps": skipped, "valid": run.valid, **figures}
+    def _evaluate_before(self, evaluate: Evaluation, resumed: Resumed | None) -> dict[str, float]:
+        if resumed is not None:
+            return resumed.state.untrained
+        if not self.config.train.eval_before:
+            return {}
+        self._events.begin("evaluation", "Evaluating the untrained model")
+        return evaluate("untrained")
 
-    def _begun(
+    def _begin(
         self,
         model: paddle.nn.Layer,
         objective: Objective,
         data: PreparedData,
+        plan: RecomputePlan | None,
+        best: Best,
         total: int,
-        checkpoint: Checkpoint | None,
+        untrained: dict[str, Any],
+        resumed: Resumed | None,
     ) -> Run:
-        """The run before its first step, with the state of `checkpoint`, and the folder ready."""
-        done = checkpoint.step if checkpoint else 0
-        schedule = schedule_of(self.config, total)
-        seed = self.config.train.seed
-        steps = PlannedSteps(
-            self.config,
-            lambda plan: build_step(
-                self.config,
-                objective,
-                model,
-                schedule,
-                vocab_size=data.tokenizer.vocab_size,
-                amp=self._amp,
-                plan=plan,
-            ),
-            self._plan,
-            model,
-            replaced=self._replan,
-            seed=lambda step: paddle.seed(step_seed(seed, step, self._rank)),
-        )
-        self._autocast = lambda: steps.step.autocast()
-        compiled = compile_as_configured(self.config, model, steps.step)
+        """The run before its first step, with the state that it goes on from; its folder ready."""
+        config, rank, say = self.config, self._rank, self._events.say
+        done = resumed.step if resumed is not None else 0
+        if config.train.warmup_steps > total:
+            say(
+                f"  train.warmup_steps: {config.train.warmup_steps} is longer than the run of "
+                f"{total} steps, which ends below its learning rate; train.decay has no effect here"
+            )
+        schedule = schedule_of(config, total)
+        build = partial(build_step, config, objective, model, schedule, data.tokenizer.vocab_size)
+        steps = PlannedSteps(config, build, plan, model, rank=rank, replaced=self._replan)
+        compiled = compile_as_configured(config, model, steps.step)
         if compiled is not None:
-            self._say(f"The model is {compiled}")
-        self._say(f"Gradient synchronization: {steps.step.synchronization}")
+            say(f"The model is {compiled}")
+        say(f"Gradient synchronization: {steps.step.synchronization}")
         if objective.chunks:
-            self._say(f"Gradient cache: each rank encodes {objective.chunks}")
-        if self._amp is not None:
-            self._say(f"Mixed precision: {self._amp.dtype}, level {self._amp.level}")
-        if checkpoint is not None:
-            self._checkpoints.restore(checkpoint, model, objective.loss, steps.step)
+            say(f"Gradient cache: each rank encodes {objective.chunks}")
+        if config.strategy.amp:
+            amp = config.strategy.amp_configs
+            say(f"Mixed precision: {amp.dtype}, level {amp.level}")
+        run = Run(
+            config, rank, total, done, data, model, objective, steps, schedule, untrained, best
+        )
+        run.count()
+        if resumed is not None:
+            run.figures |= resumed.state.figures
+            self._checkpoints.restore(resumed, run)
             for _ in range(done):  # the schedule depends on the step only and is not saved
                 schedule.step()
-        elif self._is_main:
-            begin_anew(self._folder, self._say, overwrite=self.config.train.overwrite)
-        self._journal.open()
-        self._journal.note("steps", done=done, total=total)
-        if self._is_main and self._plan is not None:
-            self._plan.save(self._folder / PLAN)
-        return Run(
-            self.config, self._folder, self._rank, total, done, model, objective, steps, schedule
-        )
+        elif run.is_main:
+            begin_anew(self._folder, say, overwrite=config.train.overwrite)
+        self._events.open()
+        self._events.note("steps", done=done, total=total)
+        if run.is_main and plan is not None:
+            plan.save(self._folder / PLAN)
+        barrier()
+        return run
 
     def _replan(self, plan: RecomputePlan, why: str) -> None:
-        self._plan = plan
-        if self._is_main:
+        if self._rank == 0:
             plan.save(self._folder / PLAN)
-        self._say(f"{why} with another {plan}")
+        self._events.say(f"{why} with another {plan}")
 
-    def _loader(self, data: PreparedData) -> PairLoader:
-        loader = loader_for(
-            self.config,
-            data.train,
-            data.tokenizer,
-            local_batch=self.config.local_batch,
-            rank=self._rank,
-            num_ranks=self._world_size,
-        )
-        if len(loader) == 0:
-            raise DataError(
-                f"{len(data.train)} training pairs do not fill one batch of "
-                f"contrastive.global_batch = {self.config.contrastive.global_batch}; give more "
-                "pairs or lower it"
-                + (
-                    "; data.no_duplicates: true puts no query or positive into a batch twice"
-                    if self.config.data.no_duplicates
-                    else ""
-                )
-            )
-        self._say_each(loader.notes())
-        self._journal.note("data", **data_figures(data, loader))
-        return loader
-
-    def _evaluate(self, model: paddle.nn.Layer, data: PreparedData, when: str) -> dict[str, float]:
-        """Retrieval metrics on the held-out pairs; the ranks share the work."""
-        equal_buffers(model)
-        encode = partial(
-            encode_batches,
-            model,
-            data.tokenizer,
-            batch_size=self.config.train.eval_batch,
-            over_ranks=True,
-        )
-        with self._autocast():
-            limits, (of_query, of_document) = self.config.data, self.config.model.prompts
-            query = encode(
-                [pair.query for pair in data.valid],
-                max_tokens=limits.max_query_tokens,
-                prompt=of_query,
-            )
-            pool = encode(data.pool, max_tokens=limits.max_positive_tokens, prompt=of_document)
-        self._journal.note("examples", when=when, queries=examples(query, pool, data))
-        target = np.array(data.target, dtype=np.int64)
-        return retrieval_metrics(query, pool, target, ks=(1, 10), over_ranks=True)
+    def _record(self, run: Run, peaks: tuple[int | None, int]) -> dict[str, Any]:
+        """The final record."""
+        plain_peak, configured_peak = peaks
+        assert run.valid is not None
+        learned = {}
+        if self.config.contrastive.learnable_temperature:
+            learned = {"temperature": run.objective.loss.temperature}
+        return {
+            **run.valid,
+            **{
+                f"untrained_{key}": run.untrained.get(key)
+                for key in ("recall@1", "recall@10", "mrr")
+            },
+            **run.data.ceiling.to_dict(),
+            "steps": run.step,
+            "skipped_steps": run.steps.step.num_skipped,
+            **run.figures,
+            **learned,
+            **run.best.figures(self.config),
+            "peak_bytes": max(run.figures["peak_bytes"] or 0, configured_peak),
+            "plain_peak_bytes": plain_peak,
+            "chunk_size": run.objective.chunks.size,
+            "chunk_tokens": run.objective.chunks.tokens,
+            "world_size": self.config.world_size,
+            "output_dir": str(self._folder),
+        }
 
     def _conclude(self, record: dict[str, Any]) -> None:
         """Rank 0 writes the report and the record and shows the table; the other ranks wait."""
-        if self._is_main:
+        if self._rank == 0:
             write_record(self._folder, record)
         self._show(record)
-        for note in without_gain(self.config, record):
-            self._say(note)
-        if self._is_main:
-            self._journal.note("end", why="finished")
+        self._events.say(*without_gain(self.config, record))
+        if self._rank == 0:
+            self._events.note("end", why="finished")
             write_report([self._folder], is_running=False)
         barrier()
 
     def _show(self, record: dict[str, Any]) -> None:
-        self._say(retrieval_table(record))
         best = [("best", f"{BEST}/step-{record['best_step']}")] if "best_step" in record else []
-        for name, path in (
+        written = (
             ("checkpoint", f"checkpoint/step-{record['steps']}"),
             *best,
             ("metrics", METRICS),
             ("report", REPORT),
-        ):
-            self._say(f"{name:<12}{self._folder / path}")
-
-    @property
-    def _is_main(self) -> bool:
-        return self._rank == 0
-
-    def _say_each(self, sentences: list[str]) -> None:
-        for sentence in sentences:
-            self._say(f"  {sentence}")
-
-    def _say(self, text: str) -> None:
-        if self._is_main:
-            print(text, flush=True)
-            self._journal.note("said", text=text)
-
-    def _announce(self, text: str) -> None:
-        """Say what happens now."""
-        if self._is_main:
-            print(styled(text, bold=True), flush=True)
-            self._journal.note("said", text=text)
+        )
+        self._events.say(
+            retrieval_table(record),
+            *(f"{name:<12}{self._folder / path}" for name, path in written),
+        )
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:

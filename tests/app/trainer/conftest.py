@@ -1,4 +1,4 @@
-"""Runs of the trainer in these tests write no report, unless a test asks for it."""
+"""Runs of these tests measure no memory and write no report, unless a test asks for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_recompute.app.trainer import memory_probe, trainer
+from paddle_recompute.app.trainer import chunk_search, trainer
 from tests.app.trainer.test_trainer import write_pairs
 
 
@@ -18,18 +18,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is not what a test is about; of a Program, a measured step takes a second."""
-    monkeypatch.setattr(memory_probe, "measure_step", lambda *arguments, **options: 1)
+def measured() -> None:
+    """For a test of the memory of a step: measuring takes longer than the run, of a Program 5 s."""
 
 
 @pytest.fixture
 def report() -> None:
-    """For a test that looks at the report."""
+    """For a test of the report: a page takes 0.4 s, and the first one a second more."""
 
 
 @pytest.fixture(autouse=True)
-def _no_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page takes 0.4 s, a third of a run, and the first one a second more."""
+def _short_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "measured" not in request.fixturenames:
+        monkeypatch.setattr(chunk_search, "measure_step", lambda *_: 1)
     if "report" not in request.fixturenames:
         monkeypatch.setattr(trainer, "write_report", lambda *_, **__: None)

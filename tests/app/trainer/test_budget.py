@@ -11,13 +11,13 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import Trainer, TrainStep, load_config
+from paddle_recompute import Trainer, TrainStep
 from paddle_recompute._paddle import memory
-from paddle_recompute.app.trainer import planned, planned_steps
-from paddle_recompute.app.trainer.memory_probe import PROGRAM_STEPS
+from paddle_recompute.app.trainer import budget_plan, replanning
+from paddle_recompute.app.trainer.budget_plan import make_budget_plan
+from paddle_recompute.app.trainer.memory import PROGRAM_STEPS
 from paddle_recompute.app.trainer.objective import Chunks
-from paddle_recompute.app.trainer.planned import BudgetPlanner
-from paddle_recompute.app.trainer.planned_steps import PlannedSteps
+from paddle_recompute.app.trainer.replanning import PlannedSteps
 from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.planner import RecomputePlan, smallest
 from tests.app.trainer.test_trainer import tiny
@@ -25,6 +25,7 @@ from tests.ranks import ROOT
 
 CONFIG = ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"
 
+pytestmark = pytest.mark.usefixtures("measured")
 needs_peaks = pytest.mark.skipif(
     not memory.can_reset_peak(), reason="2.6 cannot start the peak anew"
 )
@@ -106,9 +107,9 @@ def test_a_run_stays_within_its_budget(
     record, of_whole = whole(mode)
     low, high = peaks(record)
     if mode == "static":  # an executor frees late on a CPU that others use, too
-        monkeypatch.setattr(planned, "measure_step", lambda _, plan, **__: plan.peak_bytes)
+        monkeypatch.setattr(budget_plan, "measure_step", lambda *given: given[-1].peak_bytes)
         config = tiny(tmp_path, mode=mode, **SIZES, **budget_of(2**30))
-        found, high, _ = BudgetPlanner(config, 100, say=print).make(Chunks())
+        found, high, _ = make_budget_plan(config, 100, Chunks(), say=print)
         low = smallest(found.costs).peak
     budget = low + (high - low) // 2
     of_plan = run(tmp_path, mode=mode, **budget_of(budget))
@@ -164,7 +165,7 @@ def test_the_third_steps_of_a_program_are_planned_again(
         measured.pop()
         return budget + (high - low) // 4
 
-    monkeypatch.setattr(planned_steps, "largest_of_ranks", largest_of_ranks)
+    monkeypatch.setattr(replanning, "largest_of_ranks", largest_of_ranks)
     run(tmp_path, mode="static", **budget_of(budget), train__max_steps=7)
     plan = RecomputePlan.load(tmp_path / "run" / "plan.json")
     assert plan.recomputes and plan.costs.excess > 0
@@ -183,10 +184,10 @@ def test_the_plan_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
 
 @needs_peaks
 def test_a_plan_that_was_made_while_the_run_went_on_is_kept(tmp_path: Path) -> None:
-    planner = BudgetPlanner(tiny(tmp_path, **SIZES, **budget_of(2**30)), 100, say=print)
-    first, *_ = planner.make(Chunks())
+    config = tiny(tmp_path, **SIZES, **budget_of(2**30))
+    first, *_ = make_budget_plan(config, 100, Chunks(), say=print)
     another = first.recalibrated(2**20)
-    kept, _, peak = planner.make(Chunks(), another)
+    kept, _, peak = make_budget_plan(config, 100, Chunks(), say=print, earlier=another)
     assert kept is another and peak == another.peak_bytes
 
 
@@ -194,30 +195,6 @@ def test_a_plan_that_was_made_while_the_run_went_on_is_kept(tmp_path: Path) -> N
 def test_a_budget_that_is_too_small_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="smallest feasible budget"):
         run(tmp_path, **budget_of(2**16))
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["recompute.policy=budget"], "required with policy: budget"),
-        (["recompute.memory_budget=1GiB"], "has no effect with policy: all"),
-        (
-            ["recompute.policy=budget", "recompute.memory_budget=1GiB", "recompute.engine=fleet"],
-            "not supported by engine: fleet",
-        ),
-        (["train.on_oom=replan"], "needs recompute.policy: budget"),
-        (
-            [
-                *("recompute.policy=budget", "recompute.memory_budget=1GiB", "train.on_oom=replan"),
-                "mode=static",
-            ],
-            "which may have updated some of them",
-        ),
-    ],
-)
-def test_contradictions_are_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(CONFIG, overrides)
 
 
 @needs_peaks

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from paddle_recompute import Trainer
-from paddle_recompute.app.report import read_records
+from paddle_recompute.app.report import read_metrics, read_records
 from paddle_recompute.app.trainer import Callback, Run
-from paddle_recompute.app.trainer.lanes import RECORDED_STEP
-from paddle_recompute.app.trainer.metrics import read_metrics
+from paddle_recompute.app.trainer.events import DRAWN_STEP
 from paddle_recompute.distributed import values_of_ranks
-from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.app.trainer.test_trainer import tiny, unmeasured
 from tests.ranks import run_ranks
 
 SETTINGS: dict[str, Any] = {
@@ -21,7 +20,6 @@ SETTINGS: dict[str, Any] = {
     "train__log_every": 2,
     "train__save_every": 3,
     "train__eval_before": False,
-    "train__measure_plain": False,
 }
 
 
@@ -49,10 +47,9 @@ class Noting(Callback):
         self.seen.append(("end", run.step))
 
 
-def test_they_are_told_in_order(tmp_path: Path) -> None:
-    write_pairs(tmp_path / "pairs.tsv")
+def test_they_are_told_in_order(folder: Path) -> None:
     noted = Noting()
-    Trainer(tiny(tmp_path, **SETTINGS), callbacks=[noted]).run()
+    Trainer(tiny(folder, **SETTINGS), callbacks=[noted]).run()
     assert noted.seen == [
         ("start", 0, 4),
         *(("step", 1), ("step", 2), ("log", 2)),
@@ -60,14 +57,13 @@ def test_they_are_told_in_order(tmp_path: Path) -> None:
         *(("step", 4), ("log", 4), ("save", 4)),
         ("end", 4),
     ]
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == noted.records
+    assert read_metrics(folder / "run" / "metrics.jsonl") == noted.records
 
 
-def test_a_resumed_run_starts_where_the_first_ended(tmp_path: Path) -> None:
-    write_pairs(tmp_path / "pairs.tsv")
-    Trainer(tiny(tmp_path, **{**SETTINGS, "train__max_steps": 3})).run()
+def test_a_resumed_run_starts_where_the_first_ended(folder: Path) -> None:
+    Trainer(tiny(folder, **{**SETTINGS, "train__max_steps": 3})).run()
     noted = Noting()
-    Trainer(tiny(tmp_path, **SETTINGS, train__resume=True), callbacks=[noted]).run()
+    Trainer(tiny(folder, **SETTINGS, train__resume=True), callbacks=[noted]).run()
     assert noted.seen[:2] == [("start", 3, 4), ("step", 4)]
 
 
@@ -76,11 +72,10 @@ class Failing(Callback):
         raise RuntimeError(f"planted in step {run.step}")
 
 
-def test_the_end_is_told_after_an_error_too(tmp_path: Path) -> None:
-    write_pairs(tmp_path / "pairs.tsv")
+def test_the_end_is_told_after_an_error_too(folder: Path) -> None:
     noted = Noting()
     with pytest.raises(RuntimeError, match="planted in step 1"):
-        Trainer(tiny(tmp_path, **SETTINGS), callbacks=[noted, Failing()]).run()
+        Trainer(tiny(folder, **SETTINGS), callbacks=[noted, Failing()]).run()
     assert noted.seen == [("start", 0, 4), ("step", 1), ("end", 1)]
 
 
@@ -95,6 +90,7 @@ class Gathering(Callback):
         self.losses.append(values_of_ranks([run.rank, run.result.loss], "the losses"))
 
 
+@unmeasured
 def train_and_gather(folder: str) -> Any:
     gathered = Gathering()
     ranks = {"launch__num_ranks": 2, "launch__device": "cpu"}
@@ -102,19 +98,15 @@ def train_and_gather(folder: str) -> Any:
     return gathered.losses
 
 
-def test_a_callback_may_use_a_collective(tmp_path: Path) -> None:
-    write_pairs(tmp_path / "pairs.tsv")
-    first, second = run_ranks(train_and_gather, 2, folder=str(tmp_path))
+def test_a_callback_may_use_a_collective_and_the_step_of_each_rank_is_noted_once(
+    folder: Path,
+) -> None:
+    first, second = run_ranks(train_and_gather, 2, folder=str(folder))
     assert first == second and len(first) == 4
     assert all([rank for rank, _ in of_step] == [0, 1] for of_step in first)
-
-
-def test_the_step_of_each_rank_is_noted_once(tmp_path: Path) -> None:
-    write_pairs(tmp_path / "pairs.tsv")
-    run_ranks(train_and_gather, 2, folder=str(tmp_path))
-    events = read_records(tmp_path / "run/events.jsonl", "time")
+    events = read_records(folder / "run/events.jsonl", "time")
     (noted,) = [one for one in events if one["event"] == "lanes"]
-    assert noted["step"] == RECORDED_STEP and len(noted["ranks"]) == 2
+    assert noted["step"] == DRAWN_STEP and len(noted["ranks"]) == 2
     assert min(lane["began"] for lane in noted["ranks"]) == 0
     for lane in noted["ranks"]:
         order = ("began", "backward_ended", "synchronized", "ended")

@@ -13,11 +13,12 @@ import pytest
 
 from paddle_recompute.app.data import PairLoader
 from paddle_recompute.app.trainer import Trainer
-from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.app.trainer.test_trainer import tiny, unmeasured, write_pairs
 from tests.distributed.mortal_ranks import MortalRanks
 from tests.ranks import run_ranks
 
 
+@unmeasured
 def train(folder: str) -> None:
     """Rank 1 has a pair without words, in its second batch."""
     if dist.get_rank() == 1:
@@ -44,6 +45,7 @@ def test_a_fault_of_one_rank_ends_all_of_them(tmp_path: Path) -> None:
     assert re.search(r"PeerError: rank 1 failed .*: ValueError: pair 17 has no words", ends[1][1])
 
 
+@unmeasured
 def train_with_a_clock_that_jumps(folder: str) -> float:
     """A day forth and back, at each look, on one rank."""
     true, jumps = time.time, itertools.cycle([0.0, 86400.0, -86400.0])

@@ -15,8 +15,9 @@ import paddle
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer
-from paddle_recompute.app.trainer.metrics import MetricsLog, read_metrics
+from paddle_recompute.app.trainer.recorder import MetricsLog
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import CheckpointError, ConfigError, DivergenceError, OutputError
 from tests.app.trainer.test_trainer import tiny

@@ -18,7 +18,6 @@ from tests.app.trainer.trained_run import make_run
 ENTRIES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrst"]
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_they_train_with_their_own_vocabulary_only(folder: Path) -> None:
     save_weights(build_model(tiny(folder).model, len(ENTRIES)), folder / "ours.safetensors")
     theirs = folder / "model.safetensors"
@@ -43,7 +42,6 @@ def test_they_train_with_their_own_vocabulary_only(folder: Path) -> None:
         Trainer(tiny(folder, **own)).run()
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_the_tokenizer_is_taken_from_the_folder_of_the_weights(folder: Path) -> None:
     make_run(folder)
     theirs = folder / "hf"

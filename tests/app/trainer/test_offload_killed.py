@@ -16,7 +16,7 @@ import pytest
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.offload._chain import Chain
-from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
+from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
 from tests.ranks import run_ranks
 
 OFFLOADED: dict[str, Any] = {
@@ -26,10 +26,10 @@ OFFLOADED: dict[str, Any] = {
     "train__max_steps": 4,
     "train__save_every": 2,
     "train__eval_before": False,
-    "train__measure_plain": False,
 }
 
 
+@unmeasured
 def train(folder: str, name: str, **changes: Any) -> None:
     config = tiny(Path(folder), train__output_dir=f"{folder}/{name}", **OFFLOADED, **changes)
     Trainer(config).run()

@@ -13,10 +13,13 @@ import pytest
 
 from paddle_recompute import Trainer
 from paddle_recompute._paddle import memory
+from paddle_recompute.app.trainer.budget_plan import (
+    earlier_plan,
+    make_budget_plan,
+    write_smaller_plan,
+)
 from paddle_recompute.app.trainer.objective import Chunks
-from paddle_recompute.app.trainer.planned import BudgetPlanner
-from paddle_recompute.app.trainer.planned_steps import PlannedSteps
-from paddle_recompute.app.trainer.run_checkpoints import RunCheckpoints, write_smaller_plan
+from paddle_recompute.app.trainer.replanning import PlannedSteps
 from paddle_recompute.errors import CheckpointError, OutOfMemoryError, PeerError
 from paddle_recompute.planner import RecomputePlan
 from tests.app.trainer.test_trainer import tiny
@@ -54,7 +57,7 @@ class Limit:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Limit the steps of training, not those of the measurement."""
-        forward, survivor = paddle.nn.Linear.forward, PlannedSteps._survived
+        forward, survivor = paddle.nn.Linear.forward, PlannedSteps._run
         inside: list[bool] = []
 
         def limited(layer: Any, x: paddle.Tensor) -> paddle.Tensor:
@@ -73,7 +76,7 @@ class Limit:
                 inside.clear()
 
         patch.setattr(paddle.nn.Linear, "forward", limited)
-        patch.setattr(PlannedSteps, "_survived", watched)
+        patch.setattr(PlannedSteps, "_run", watched)
 
 
 def losses(folder: Path) -> list[float]:
@@ -145,13 +148,12 @@ def refused_elsewhere(folder: str) -> list[bool]:
     settings["launch__num_ranks"] = 1
     base = Path(folder)
     config = tiny(base, **settings)
-    plan = BudgetPlanner(config, 100, say=print).make(Chunks())[0]
+    plan = make_budget_plan(config, 100, Chunks(), say=print)[0]
     write_smaller_plan(config, plan)
     taken = []
     for changes in ({}, {"model__num_layers": 3}, {"contrastive__global_batch": 32}):
         other = tiny(base, **{**settings, **changes})
-        found = RunCheckpoints(other, rank=0, world_size=1, say=print).plan_of(None)
-        taken.append(found is not None)
+        taken.append(earlier_plan(other, None) is not None)
     return taken
 
 
@@ -160,4 +162,4 @@ def test_a_smaller_plan_is_for_its_own_run(folder: Path) -> None:
     file = tiny(folder).train.output_dir / "checkpoint" / "plan.json"
     file.write_text("{")
     with pytest.raises(CheckpointError, match=r"plan\.json: cannot be read"):
-        RunCheckpoints(tiny(folder), rank=0, world_size=1, say=print).plan_of(None)
+        earlier_plan(tiny(folder), None)

@@ -10,7 +10,9 @@ import paddle
 import pytest
 
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.app.trainer.metrics import Meter, MetricsLog, Progress, read_metrics
+from paddle_recompute.app.report import read_metrics
+from paddle_recompute.app.trainer.loop import Meter
+from paddle_recompute.app.trainer.recorder import MetricsLog, Progress
 
 RECORD = {"step": 20, "loss": 1.25, "examples_per_second": 321.4, "peak_bytes": 3 * 2**20}
 
@@ -112,19 +114,9 @@ def test_meter_sees_the_peak_of_steps_alone() -> None:
 
 def test_meter_says_when_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_memory, "can_reset_peak", lambda: False)
-    meter, whole = Meter(), Meter()
+    meter = Meter()
+    assert meter.rate(8) == 0.0
     meter.start()
     meter.stop()
-    whole.add(meter)
-    assert whole.steps == 1
-    assert whole.peak_bytes is None
-
-
-def test_meter_adds_windows() -> None:
-    whole, window = Meter(), Meter()
-    assert whole.rate(8) == 0.0
-    for steps, seconds, peak in ((2, 1.0, 7), (2, 3.0, 5)):
-        window.steps, window.seconds, window.peak_bytes = steps, seconds, peak
-        whole.add(window)
-    assert (whole.steps, whole.seconds, whole.peak_bytes) == (4, 4.0, 7)
-    assert whole.rate(8) == 8.0
+    assert meter.steps == 1 and meter.rate(8) == 8 / meter.seconds
+    assert meter.peak_bytes is None

@@ -12,16 +12,15 @@ from typing import Any
 
 import paddle.distributed as dist
 import pytest
-from pydantic import ValidationError
 from safetensors.numpy import load_file, save_file
 
 from paddle_recompute.app.data import PairLoader
 from paddle_recompute.app.trainer import Trainer
-from paddle_recompute.app.trainer.run_checkpoints import RunCheckpoints
+from paddle_recompute.app.trainer.checkpoints import RunCheckpoints
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.errors import CheckpointError, PaddleRecomputeError
-from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
+from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
 from tests.ranks import run_ranks
 
 
@@ -134,6 +133,7 @@ def test_another_number_of_ranks_is_told(folder: Path, capsys: pytest.CaptureFix
 # ------------------------------------------------------------------------------------- two ranks
 
 
+@unmeasured
 def train_on_ranks(folder: str, ranks: int, steps: int, **changes: Any) -> Any:
     """What the run says, and which pairs each step had on this rank."""
     seen: list[list[int]] = []
@@ -153,7 +153,6 @@ def train_on_ranks(folder: str, ranks: int, steps: int, **changes: Any) -> Any:
         train__resume="auto",
         train__decay="constant",
         train__eval_before=False,
-        train__measure_plain=False,
         sync__compression="bf16",
         **changes,
     )
@@ -198,16 +197,11 @@ def run_some(num_ranks: int, folder: Path, steps: int, **changes: Any) -> list[A
     return run_ranks(train_on_ranks, num_ranks, **given)
 
 
-def test_a_global_batch_that_the_ranks_do_not_divide_is_refused(folder: Path) -> None:
-    with pytest.raises(ValidationError, match=r"global_batch\s.*must be a multiple of"):
-        tiny(folder, launch__num_ranks=2, contrastive__global_batch=9, train__resume=True)
-
-
 def find_on_ranks(folder: str, resume: Any) -> Any:
     """Each rank looks into a folder of its own."""
     rank = dist.get_rank()
     config = tiny(Path(folder) / f"of{rank}", train__resume=resume, launch__num_ranks=2)
-    checkpoints = RunCheckpoints(config, rank=rank, world_size=2, say=print)
+    checkpoints = RunCheckpoints(config, rank, print)
     try:
         found = checkpoints.find()
     except CheckpointError as error:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from paddle_recompute import _run_folder
 from paddle_recompute.app.launch import RankFailedError, launch_with_restarts, restarts
+from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer
-from paddle_recompute.app.trainer.metrics import MetricsLog, read_metrics
+from paddle_recompute.app.trainer.recorder import MetricsLog
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import ConfigError, DataError, LaunchError
 from tests.app.trainer.test_signals import TWO, train, wait_for_step, write_config
@@ -94,11 +94,6 @@ def test_overwrite_removes_the_run_and_nothing_else(
     assert kept == {"step-1"}
     assert [record["step"] for record in read_metrics(folder / "run" / "metrics.jsonl")] == [1]
     assert (folder / "run" / "notes.txt").read_text() == "mine"
-
-
-def test_to_overwrite_and_to_resume_are_two_things(folder: Path) -> None:
-    with pytest.raises(ValidationError, match=r"overwrite\s.*train\.resume: true"):
-        tiny(folder, train__overwrite=True, train__resume=True)
 
 
 def test_a_rerun_of_a_complete_run_says_how_to_start_another(
@@ -253,7 +248,7 @@ def dies_at(call: int, act: Callable[[], object]) -> bool:
 
         def count(frame: Any, event: str, argument: Any) -> None:
             module = Path(frame.f_code.co_filename).stem
-            of_file = module in ("metrics", "pathlib", "_local")
+            of_file = module in ("recorder", "pathlib", "_local")
             if event == "c_call" and of_file and next(left, None) is None:
                 os._exit(9)
 

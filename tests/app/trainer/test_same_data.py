@@ -14,7 +14,7 @@ from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.checkpoint.manifest import write_manifest
 from paddle_recompute.errors import CheckpointError, DataError, PaddleRecomputeError
-from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.app.trainer.test_trainer import tiny, unmeasured, write_pairs
 from tests.ranks import run_ranks
 
 SHORT = {"train__max_steps": 2, "train__eval_before": False}
@@ -102,6 +102,7 @@ def test_the_vocabulary_is_saved_to_the_byte(folder: Path) -> None:
 # ------------------------------------------------------------------------------------- two ranks
 
 
+@unmeasured
 def start_on_ranks(folder: str, **changes: Any) -> str:
     """Each rank reads files of its own; what it says."""
     own = Path(folder) / f"of{dist.get_rank()}"

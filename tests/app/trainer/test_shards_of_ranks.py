@@ -10,13 +10,11 @@ from typing import Any
 from unittest import mock
 
 import paddle.distributed as dist
-import pytest
-from pydantic import ValidationError
 
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.offload._ranks import OwnedShard
-from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
+from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
 from tests.distributed.mortal_ranks import assert_rank_0_names_killed_rank_1
 from tests.ranks import run_ranks
 
@@ -24,7 +22,6 @@ RUN: dict[str, Any] = {
     "launch__num_ranks": 2,
     "train__max_steps": 4,
     "train__save_every": 2,
-    "train__measure_plain": False,
     "train__eval_batch": 8,  # a number of batches that two ranks cannot share evenly
     "contrastive__learnable_temperature": True,
     "contrastive__chunk_size": 2,
@@ -32,6 +29,7 @@ RUN: dict[str, Any] = {
 ON_RANKS = {"recompute__offload_parameters": "ranks", "recompute__num_shards": 2}
 
 
+@unmeasured
 def train(folder: str, name: str, on_ranks: bool = True, **changes: Any) -> None:
     where = {"train__output_dir": f"{folder}/{name}", **(ON_RANKS if on_ranks else {})}
     Trainer(tiny(Path(folder), **RUN, **where, **changes)).run()
@@ -72,21 +70,3 @@ def test_the_trainer_has_the_bits_of_the_plain_run_and_resumes(tmp_path: Path) -
         run_ranks(train, 2, folder=folder, name="run", **again)
         assert_same_run(tmp_path / "run", tmp_path / "plain")
         shutil.rmtree(tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"recompute__num_shards": 1}, "at least the number of ranks"),
-        ({"contrastive__chunk_size": None, "contrastive__chunk_tokens": 64}, "set chunk_size"),
-        ({"mode": "static"}, "not supported by mode: static"),
-        ({"sync__mode": "fleet"}, "sync.mode"),
-        ({"strategy__sharding": True}, "spreads it itself"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_what_does_not_go_with_it_is_refused(
-    tmp_path: Path, changes: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ValidationError, match=named):
-        tiny(tmp_path, **{**RUN, **ON_RANKS, **changes})

@@ -43,7 +43,6 @@ def write_config(folder: Path, name: str, **changes: Any) -> Path:
         "train__max_steps": STEPS,
         "train__save_every": 100,
         "train__eval_before": False,
-        "train__measure_plain": False,
         **changes,
     }
     tree = tiny(folder, train__output_dir=str(folder / name), **changes).to_dict()
@@ -124,9 +123,7 @@ def test_one_process_saves_its_step_and_goes_on_to_the_same_bits(tmp_path: Path)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("whom", "mode"), [("launcher", "dygraph"), ("rank 1", "dygraph"), ("rank 1", "static")]
-)
+@pytest.mark.parametrize(("whom", "mode"), [("launcher", "dygraph"), ("rank 1", "static")])
 def test_a_signal_to_one_saves_on_all_ranks(tmp_path: Path, whom: str, mode: str) -> None:
     config = write_config(tmp_path, "run", train__resume="auto", mode=mode, **TWO)
     run = train(tmp_path, config)

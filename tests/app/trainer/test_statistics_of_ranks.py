@@ -10,12 +10,11 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_recompute.app.trainer import Trainer
-from paddle_recompute.app.trainer import trainer as trainer_module
+from paddle_recompute.app.trainer import Trainer, evaluation
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.distributed import buffers_of, equal_buffers
 from paddle_recompute.grad_sync import GradientSync
-from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.app.trainer.test_trainer import tiny, unmeasured, write_pairs
 from tests.ranks import run_ranks
 
 HERE = "tests.app.trainer.test_statistics_of_ranks"
@@ -34,16 +33,17 @@ class Normed(paddle.nn.Layer):
         return self.norm(self.layers[0](self.words(ids).mean(axis=1)))
 
 
+@unmeasured
 def evaluate_thrice(folder: str, mode: str) -> dict[str, Any]:
     """What this rank encodes: at the end of a run, resumed, and resumed again."""
     vectors: list[Any] = []
-    made = trainer_module.encode_batches
+    made = evaluation.encode_batches
 
     def noted(*arguments: Any, **named: Any) -> Any:
         vectors.append(made(*arguments, **named))
         return vectors[-1]
 
-    trainer_module.encode_batches = noted
+    evaluation.encode_batches = noted
     settings = {
         "model": {"name": f"{HERE}:Normed"},
         "mode": mode,
@@ -61,7 +61,7 @@ def evaluate_thrice(folder: str, mode: str) -> dict[str, Any]:
             if paddle.distributed.get_rank() == 0:
                 (Path(folder) / "run" / "result.json").unlink()
     finally:
-        trainer_module.encode_batches = made
+        evaluation.encode_batches = made
     return {"vectors": vectors}
 
 

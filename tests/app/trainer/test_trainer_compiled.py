@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
-from pydantic import ValidationError
 
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.errors import StaticGraphError
@@ -19,7 +18,7 @@ ROUNDING = 2e-5 if IS_26 else 0.0
 
 
 def train(folder: Path, name: str, **changes: object) -> Path:
-    options = {"train__max_steps": 4, "train__eval_before": False, "train__measure_plain": False}
+    options = {"train__max_steps": 4, "train__eval_before": False}
     options |= {"recompute__enable": not IS_26, "contrastive__chunk_size": 4, **changes}
     Trainer(tiny(folder, train__output_dir=str(folder / name), **options)).run()
     return folder / name
@@ -46,25 +45,3 @@ def test_a_wrapped_model_on_2_6(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "not compiled, eager execution goes on: paddle.jit.to_static" in capsys.readouterr().out
     with pytest.raises(StaticGraphError, match=r"cannot convert.*Use train\.compile: auto"):
         train(tmp_path, "to_static", train__compile="to_static", **wrapped)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"mode": "static"}, "mode: static is one Program as it is"),
-        (
-            {"strategy__amp": True, "strategy__amp_configs": {"use_pure_fp16": True}},
-            "a Program with half-precision parameters was not tested",
-        ),
-        ({"recompute__offload": "host"}, "the executor of a Program owns"),
-        ({"recompute__engine": "fleet"}, "to_static drops fleet's recompute"),
-        ({"recompute__offload_parameters": "disk"}, "a Program holds all its parameters"),
-        (
-            {"recompute__policy": "budget", "recompute__memory_budget": "1GiB"},
-            "was measured in eager",
-        ),
-    ],
-)
-def test_what_does_not_go_with_it(tmp_path: Path, changes: dict[str, str], reason: str) -> None:
-    with pytest.raises(ValidationError, match=reason):
-        tiny(tmp_path, train__compile="auto", **changes)

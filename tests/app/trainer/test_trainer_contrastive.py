@@ -6,23 +6,17 @@ import contextlib
 import io
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import paddle
 import pytest
 
 from paddle_recompute._paddle import memory as _memory
-from paddle_recompute.app.trainer import Trainer, memory_probe, objective
-from paddle_recompute.app.trainer.metrics import read_metrics
-from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.app.report import read_metrics
+from paddle_recompute.app.trainer import Trainer, objective
 from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.errors import CheckpointError, ConfigError
 from tests.app.trainer.test_trainer import (
-    Interrupted,
-    assert_same_run,
-    interrupt_in_step,
-    numbers_of,
     tiny,
     weights_of,
 )
@@ -35,52 +29,7 @@ def temperatures(output_dir: Path) -> list[float]:
     return [record["temperature"] for record in read_metrics(output_dir / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize(
-    "chunks", [{"chunk_size": 3}, {"chunk_tokens": 30}], ids=["chunk_size", "chunk_tokens"]
-)
-def test_resumed_run_repeats_the_bits(
-    folder: Path, chunks: dict[str, int], monkeypatch: pytest.MonkeyPatch, unmeasured: None
-) -> None:
-    """With dropout, a learned temperature, masked ids and tiles."""
-    settings = {
-        **{f"contrastive__{name}": value for name, value in chunks.items()},
-        **LEARNED,
-        "contrastive__mask_false_negatives": True,
-        "contrastive__tile": 5,
-        "train__save_every": 2,
-        "train__max_steps": 5,
-        "train__eval_before": False,
-    }
-    whole = Trainer(tiny(folder, train__output_dir=str(folder / "whole"), **settings)).run()
-    assert {name: whole[name] for name in chunks} == chunks
-    with monkeypatch.context() as patch:
-        interrupt_in_step(patch, 4)
-        with pytest.raises(Interrupted):
-            Trainer(tiny(folder, **settings)).run()
-    assert (find_checkpoint(folder / "run" / "checkpoint").folder / "loss.safetensors").exists()
-    resumed = Trainer(tiny(folder, train__resume=True, **settings)).run()
-    assert_same_run(folder / "run", folder / "whole")
-    seen = temperatures(folder / "run")
-    assert seen == temperatures(folder / "whole")
-    assert len(set(seen)) == 5 and 0.05 not in seen
-    assert resumed["temperature"] == whole["temperature"] == seen[-1]
-
-
-def test_chunks_leave_the_training_as_it_is(folder: Path, unmeasured: None) -> None:
-    """Without dropout, on other matrix products: AdamW magnifies their rounding a little."""
-    still = {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0, **LEARNED}
-    losses = []
-    for name, chunks in (("whole", {}), ("cut", {"contrastive__chunk_tokens": 30})):
-        output = str(folder / name)
-        settings = {**still, **chunks, "train__max_steps": 4, "train__output_dir": output}
-        Trainer(tiny(folder, train__eval_before=False, **settings)).run()
-        losses.append([loss for _, _, loss, _, _ in numbers_of(folder / name)])
-    assert losses[0] != losses[1]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
-    np.testing.assert_allclose(temperatures(folder / "whole"), temperatures(folder / "cut"), 1e-4)
-
-
-def test_the_temperature_is_trained_without_weight_decay(folder: Path, unmeasured: None) -> None:
+def test_the_temperature_is_trained_without_weight_decay(folder: Path) -> None:
     """Nor is it clipped apart: with a gradient of next to nothing it stays where it was."""
     settings = {**LEARNED, "train__max_steps": 2, "train__eval_before": False}
     decayed = {"train__weight_decay": 0.5, "train__output_dir": str(folder / "decayed")}
@@ -93,7 +42,7 @@ def test_the_temperature_is_trained_without_weight_decay(folder: Path, unmeasure
     assert not any("logit_scale" in name for name in ones)  # it is no part of the model
 
 
-def test_learnable_temperature_must_stay_what_it_was(folder: Path, unmeasured: None) -> None:
+def test_learnable_temperature_must_stay_what_it_was(folder: Path) -> None:
     settings = {"train__max_steps": 1, "train__eval_before": False}
     Trainer(tiny(folder, **settings)).run()
     with pytest.raises(CheckpointError, match=r"contrastive\.learnable_temperature: false, and"):
@@ -102,7 +51,7 @@ def test_learnable_temperature_must_stay_what_it_was(folder: Path, unmeasured: N
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_positives_of_equal_texts_are_masked(
-    folder: Path, chunk_size: int | None, monkeypatch: pytest.MonkeyPatch, unmeasured: None
+    folder: Path, chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = (folder / "pairs.tsv").read_text(encoding="utf-8").splitlines()
     words = [line.split("\t")[0] for line in lines]
@@ -135,7 +84,6 @@ def test_positives_of_equal_texts_are_masked(
             data__pool_size=2,
             train__max_steps=3,
             train__eval_before=False,
-            train__measure_plain=False,
         )
     ).run()
     assert len(seen) == len(batches) == 3
@@ -152,7 +100,6 @@ def test_positives_of_equal_texts_are_masked(
 BUDGET = {
     "contrastive__global_batch": 16,
     "contrastive__memory_budget": "340KiB",
-    "train__measure_plain": False,
     "train__max_steps": 2,
     "train__eval_before": False,
 }
@@ -188,56 +135,3 @@ def test_memory_budget(folder: Path) -> None:
     assert again["chunk_tokens"] == record["chunk_tokens"]
     assert f"{record['chunk_tokens']} tokens at a time, as before" in shown_again
     assert "memory_budget: 9.8 KiB is too little; a step that" in refused
-
-
-# ---------------------------------------------------------------------------------- the ranks
-
-ON_TWO_RANKS = {
-    "launch__num_ranks": 2,
-    "contrastive__chunk_tokens": 30,
-    "contrastive__mask_false_negatives": True,
-    "train__decay": "constant",
-    "train__max_steps": 4,
-    **LEARNED,
-}
-
-
-STILL = {
-    **ON_TWO_RANKS,
-    "model__hidden_dropout": 0.0,
-    "model__attention_dropout": 0.0,
-    "train__max_steps": 2,
-    "train__eval_before": False,
-}
-
-
-def train_on_two_ranks(folder: str) -> list[dict[str, Any]]:
-    """A run that stops after step 2 and is resumed, one that is not, and one without dropout."""
-    path = Path(folder)
-    runs: list[dict[str, Any]] = [
-        {**ON_TWO_RANKS, "train__max_steps": 2},
-        {**ON_TWO_RANKS, "train__resume": True},
-        {**ON_TWO_RANKS, "train__output_dir": str(path / "whole")},
-        {**STILL, "train__output_dir": str(path / "still")},
-    ]
-    with mock.patch.object(memory_probe, "measure_step", lambda *_, **options: 1):
-        return [Trainer(tiny(path, **settings)).run() for settings in runs]
-
-
-def test_two_ranks(folder: Path, unmeasured: None) -> None:
-    first, second = run_ranks(train_on_two_ranks, 2, folder=str(folder))
-    assert first == second
-    assert_same_run(folder / "run", folder / "whole")
-    assert temperatures(folder / "run") == temperatures(folder / "whole")
-    assert first[1]["temperature"] == first[2]["temperature"] != 0.05
-    for key in ("recall@1", "recall@10", "mrr", "untrained_mrr"):
-        assert first[1][key] == first[2][key]
-    # One rank with all pairs: the gradient is that of the mean loss over the global batch.
-    alone = {**STILL, "launch__num_ranks": 1, "train__output_dir": str(folder / "alone")}
-    Trainer(tiny(folder, **alone)).run()
-    of_two, of_one = numbers_of(folder / "still"), numbers_of(folder / "alone")
-    assert len(of_two) == 2
-    np.testing.assert_allclose(of_two, of_one, rtol=1e-4)
-    np.testing.assert_allclose(
-        temperatures(folder / "still"), temperatures(folder / "alone"), rtol=1e-5
-    )

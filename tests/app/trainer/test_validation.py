@@ -10,10 +10,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from paddle_recompute.app.report import write_report
+from paddle_recompute.app.report import read_metrics, write_report
 from paddle_recompute.app.retrieval import load_encoder
-from paddle_recompute.app.trainer import Trainer, memory_probe
-from paddle_recompute.app.trainer.metrics import read_metrics
+from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.app.trainer.evaluation import Evaluation
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import CheckpointError
 from tests.app.trainer.test_trainer import (
@@ -21,6 +21,7 @@ from tests.app.trainer.test_trainer import (
     assert_same_run,
     interrupt_in_step,
     tiny,
+    unmeasured,
     weights_of,
 )
 from tests.ranks import run_ranks
@@ -33,7 +34,6 @@ def valid_of(run: Path) -> dict[int, dict[str, float]]:
             if "valid" in one}  # fmt: skip
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_the_best_checkpoint_is_kept_and_training_is_as_without(folder: Path) -> None:
     without = {**EVERY_2, "train__eval_every": None, "train__output_dir": str(folder / "without")}
     Trainer(tiny(folder, train__max_steps=9, **without)).run()
@@ -63,18 +63,17 @@ def scripted(values: dict[int, float]) -> Any:
     """Evaluations that give these values, by the number of the call."""
     calls = itertools.count(1)
 
-    def evaluate(self: Trainer, *_: Any) -> dict[str, float]:
+    def evaluate(self: Evaluation, *_: Any) -> dict[str, float]:
         value = values[next(calls)]
         names = ("recall@1", "recall@10", "mrr")
         return {**dict.fromkeys(names, value), "ndcg@10": -value, "queries": 1, "pool_size": 2}
 
-    return mock.patch.object(Trainer, "_evaluate", evaluate)
+    return mock.patch.object(Evaluation, "__call__", evaluate)
 
 
 RISES_AND_FALLS = dict(enumerate([0.1, 0.3, 0.2, 0.3, 0.25, 0.4, 0.1, 0.1, 0.1], start=1))
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_patience_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {**EVERY_2, "train__max_steps": 20, "train__patience": 3}
     with scripted(RISES_AND_FALLS):
@@ -95,7 +94,6 @@ def test_patience_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str])
     assert (record["steps"], record["best_step"], record["stopped_early"]) == (12, 12, False)
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_another_metric_can_be_the_named_one(folder: Path) -> None:
     named = {**EVERY_2, "train__best_metric": "ndcg@10", "train__max_steps": 6}
     with scripted(RISES_AND_FALLS):
@@ -103,7 +101,6 @@ def test_another_metric_can_be_the_named_one(folder: Path) -> None:
     assert (record["best_ndcg@10"], record["best_step"]) == (-0.1, 2)
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_resumed_run_decides_as_an_uninterrupted_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,16 +126,15 @@ def test_resumed_run_decides_as_an_uninterrupted_one(
 ON_RANKS = {**EVERY_2, "train__max_steps": 6, "train__patience": 1, "launch__num_ranks": 2}
 
 
+@unmeasured
 def train_on_two_ranks(folder: str) -> Any:
-    with mock.patch.object(memory_probe, "measure_step", lambda *_, **options: 1):
-        record = Trainer(tiny(Path(folder), **ON_RANKS)).run()
-        ended = {**ON_RANKS, "train__output_dir": f"{folder}/ended", "train__max_steps": 20}
-        with scripted(RISES_AND_FALLS):
-            early = Trainer(tiny(Path(folder), **ended)).run()
+    record = Trainer(tiny(Path(folder), **ON_RANKS)).run()
+    ended = {**ON_RANKS, "train__output_dir": f"{folder}/ended", "train__max_steps": 20}
+    with scripted(RISES_AND_FALLS):
+        early = Trainer(tiny(Path(folder), **ended)).run()
     return record, early
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_ranks_agree(folder: Path) -> None:
     first, second = run_ranks(train_on_two_ranks, 2, folder=str(folder))
     assert first == second
@@ -147,7 +143,6 @@ def test_ranks_agree(folder: Path) -> None:
     assert (early["steps"], early["best_step"], early["stopped_early"]) == (6, 4, True)
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_a_program_is_evaluated_as_dygraph_is(folder: Path) -> None:
     found = []
     for mode in ("static", "dygraph"):
@@ -160,7 +155,6 @@ def test_a_program_is_evaluated_as_dygraph_is(folder: Path) -> None:
     assert found[0] == pytest.approx(found[1], abs=1e-3)
 
 
-@pytest.mark.usefixtures("unmeasured")
 def test_what_a_stranger_wrote_is_refused(folder: Path) -> None:
     settings = {**EVERY_2, "train__max_steps": 2}
     Trainer(tiny(folder, **settings)).run()
@@ -173,13 +167,7 @@ def test_what_a_stranger_wrote_is_refused(folder: Path) -> None:
             return checkpoint
 
         with (
-            mock.patch("paddle_recompute.app.trainer.run_checkpoints.find_checkpoint", changed),
+            mock.patch("paddle_recompute.app.trainer.checkpoints.find_checkpoint", changed),
             pytest.raises(CheckpointError, match="validation is not what a run writes there"),
         ):
             Trainer(tiny(folder, **settings, train__resume=True)).run()
-
-
-@pytest.mark.parametrize("setting", [{"train__patience": 2}, {"train__best_metric": "map"}])
-def test_settings_without_effect_are_refused(folder: Path, setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="has no effect without eval_every; set it"):
-        tiny(folder, **setting)

@@ -17,11 +17,9 @@ from unittest import mock
 
 import numpy as np
 import paddle
-import pytest
-from pydantic import ValidationError
 
+from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer
-from paddle_recompute.app.trainer.metrics import read_metrics
 from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.grad_sync._all_reduce import AllReducer
 from tests.app.trainer.test_trainer import numbers_of, tiny, weights_of, write_pairs
@@ -45,7 +43,6 @@ PLAIN: dict[str, Any] = {
     "recompute__enable": False,
     "train__max_steps": STEPS,
     "train__eval_before": False,
-    "train__measure_plain": False,
 }
 RECOMPUTED = {"recompute__enable": True, "sync__mode": "overlap"}
 COMBINED: dict[str, dict[str, Any]] = {
@@ -114,24 +111,3 @@ def test_everything_together_changes_no_bit(tmp_path: Path) -> None:
     assert f"The model is {'not ' if IS_26 else ''}compiled" in found["compiled"]["shown"]
     assert said in found["compiled"]["shown"]
     assert "in 2 shards" in found["offloaded"]["shown"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        (
-            {**COMBINED["offloaded"], "train__compile": "to_static"},
-            "a Program holds all its parameters",
-        ),
-        (
-            {**COMBINED["offloaded"], "strategy__amp_configs": {"use_pure_fp16": True}},
-            "it casts the parameters, and offloaded ones are not on the device",
-        ),
-    ],
-    ids=["compiled and offloaded", "level O2 and offloaded"],
-)
-def test_what_does_not_combine_is_refused(
-    tmp_path: Path, changes: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(ValidationError, match=reason):
-        tiny(tmp_path, **{**PLAIN, **changes})

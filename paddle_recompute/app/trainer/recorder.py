@@ -1,9 +1,8 @@
-"""The output of a run in progress: figures, a progress bar or plain lines, and a JSONL file."""
+"""The figures of a run in progress: a bar or plain lines for people, a JSONL file for programs."""
 
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,51 +10,29 @@ from tqdm import tqdm
 
 from paddle_recompute._files import writing, written_whole
 from paddle_recompute._paddle import memory as _memory
+from paddle_recompute._run_folder import METRICS
 from paddle_recompute.app.report import append_record, line_of, read_metrics
+from paddle_recompute.app.trainer.loop import Callback, Run
 
 
-class Meter:
-    """Time and peak memory of the steps, without logging and saving between them.
+class Recorder(Callback):
+    """Rank 0 shows the progress and writes ``metrics.jsonl``."""
 
-    ``start()`` before a step (it includes reading the batch), ``stop()`` after it.
+    def on_start(self, run: Run) -> None:
+        self._progress = Progress(run.total, done=run.done, enabled=run.is_main)
+        self._log = MetricsLog(run.folder / METRICS, resumed_at=run.done) if run.is_main else None
 
-    Attributes:
-        steps: Number of steps.
-        seconds: Their total time.
-        peak_bytes: The largest peak of a step on this rank; None before the first step, and if
-            Paddle cannot measure the peak of a single step (2.6 on CPU).
-    """
+    def after_step(self, run: Run) -> None:
+        self._progress.advance()
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds = 0.0
-        self.peak_bytes: int | None = None
-        self._started = 0.0
-        self._measures_peak = _memory.can_reset_peak()
+    def on_log(self, run: Run, record: dict[str, Any]) -> None:
+        assert run.result is not None
+        self._progress.show({**record, "loss": run.result.loss})
+        if self._log is not None:
+            self._log.write(record)
 
-    def start(self) -> None:
-        """Call before a step."""
-        if self._measures_peak:
-            _memory.reset_peak()
-        self._started = time.perf_counter()
-
-    def stop(self) -> None:
-        """Call after a step."""
-        self.seconds += time.perf_counter() - self._started
-        self.steps += 1
-        if self._measures_peak:
-            self.peak_bytes = max(self.peak_bytes or 0, _memory.peak_bytes())
-
-    def add(self, other: Meter) -> None:
-        """Add the steps of another meter."""
-        self.steps += other.steps
-        self.seconds += other.seconds
-        if other.peak_bytes is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, other.peak_bytes)
-
-    def rate(self, examples_per_step: int) -> float:
-        """Examples per second; 0 before the first step."""
-        return self.steps * examples_per_step / self.seconds if self.steps else 0.0
+    def on_end(self, run: Run) -> None:
+        self._progress.close()
 
 
 class Progress:

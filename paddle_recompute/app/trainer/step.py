@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,6 +12,7 @@ from paddle_recompute._paddle.amp import operator_names
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.app.trainer.objective import Batch, Objective
+from paddle_recompute.app.trainer.setup import with_recompute
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.options import AmpConfigs
 from paddle_recompute.planner import RecomputePlan
@@ -78,9 +78,7 @@ def build_step(
     objective: Objective,
     model: paddle.nn.Layer,
     schedule: lr.LRScheduler | float,
-    *,
     vocab_size: int,
-    amp: AmpConfigs | None,
     plan: RecomputePlan | None = None,
 ) -> Step:
     """The step that trains `model` as `config` describes, in its mode.
@@ -92,13 +90,11 @@ def build_step(
             copies them back: they are in memory twice.
         schedule: The learning rate.
         vocab_size: Rows of the word embedding.
-        amp: Mixed precision in dygraph; a Program uses that of `config`.
         plan: What a Program recomputes, with ``policy: budget``; in dygraph `model` is wrapped.
     """
     if config.mode == "static":
         if plan is not None and not plan.recomputes:
-            section = replace(config.recompute, enable=False)
-            config = config.model_copy(update={"recompute": section})
+            config = with_recompute(config, enable=False)
         in_program = ProgramModel(config, vocab_size, objective)
         cache = None
         if objective.chunks:
@@ -126,14 +122,14 @@ def build_step(
             objective.trained(model),
         )
     else:
-        besides = objective.loss.parameters()
-        optimizer = build_optimizer(config.optimizer, model, schedule, besides)
+        of_loss = objective.loss.parameters()
+        optimizer = build_optimizer(config.optimizer, model, schedule, of_loss)
     return objective.train_step(
         model,
         optimizer,
         accumulate_steps=config.strategy.gradient_merge_configs.k_steps,
         clip_grad_norm=config.train.clip_grad_norm,
-        amp=amp,
+        amp=config.strategy.amp_configs if config.strategy.amp else None,
     )
 
 

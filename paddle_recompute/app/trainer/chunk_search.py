@@ -1,0 +1,193 @@
+"""How much of its pairs a rank encodes at once, and what a step takes then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+
+from paddle_recompute._paddle.memory import format_bytes
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.trainer.memory import (
+    Peaks,
+    estimated_peaks,
+    largest_of_ranks,
+    measure_step,
+)
+from paddle_recompute.app.trainer.objective import Chunks
+from paddle_recompute.app.trainer.setup import with_recompute
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.planner import largest_that_fits
+
+CLOSE_ESTIMATE = 0.01
+"""An estimate that differs from the measured peak by no more than this part of it is right."""
+CLOSE_CHUNKS = 8
+"""Chunks may be smaller than the largest that fit by one part in so many."""
+
+
+class MemoryProbe:
+    """Measures the steps of one run and reports the result. All ranks call it together.
+
+    Args:
+        config: The configuration of the run.
+        vocab_size: Rows of the word embedding.
+        say: Shows the user a sentence, on rank 0 only.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, *, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._say = say
+        self._estimated = cache(partial(estimated_peaks, config, vocab_size))
+        self._measured: dict[tuple[Chunks, bool], int | None] = {}
+
+    def choose_chunks(self, earlier: Chunks | None = None) -> Chunks:
+        """The chunks of a rank: as configured, or as large as the configured budget allows.
+
+        Args:
+            earlier: The chunks that were measured before the run was interrupted; a resumed run
+                keeps them to repeat the same bits.
+
+        Raises:
+            ConfigError: A step with chunks of one text exceeds the budget.
+        """
+        section = self._config.contrastive
+        if section.memory_budget is None:
+            return Chunks(section.chunk_size, section.chunk_tokens)
+        budget = f"contrastive.memory_budget: {format_bytes(section.memory_budget)}"
+        if earlier is not None:
+            self._say(f"{budget}: each rank encodes {earlier}, as before")
+            return earlier
+        chunks, peak = self._within_budget(section.memory_budget)
+        setting = f" (contrastive.chunk_tokens: {chunks.tokens})" if chunks else ""
+        self._say(
+            f"{budget}: each rank encodes {chunks}{setting}; a step takes {format_bytes(peak)}"
+        )
+        return chunks
+
+    def _within_budget(self, budget: int) -> tuple[Chunks, int]:
+        """The largest chunks, found by estimates and verified by a step, or by steps alone."""
+
+        def estimated(chunks: Chunks) -> int | None:
+            found = self._estimated(chunks)
+            return None if found is None else found.configured
+
+        for peak_of in (estimated, self._peak):
+            chunks = largest_chunks(self._config, budget, peak_of)
+            peak = None if chunks is None else self._peak(chunks)
+            if chunks is not None and peak is not None and peak <= budget:
+                return chunks, peak
+        one_text = self._peak(Chunks(tokens=_longest(self._config)))
+        takes = "more than there is" if one_text is None else format_bytes(one_text)
+        tile = "" if self._config.contrastive.tile else ", or set contrastive.tile"
+        raise ConfigError(
+            f"contrastive.memory_budget: {format_bytes(budget)} is too little; a step that "
+            f"encodes one text at a time takes {takes}: parameters, gradients and moments, and the "
+            f"vectors and scores of {self._config.local_batch} pairs per rank. Raise it, lower "
+            f"contrastive.global_batch{tile}, or train a smaller model"
+        )
+
+    def measure(self, chunks: Chunks) -> tuple[int | None, int]:
+        """Peak bytes of the largest step on the largest rank: (plain, as configured).
+
+        The step as configured is measured. Where its estimate is right, so is that of the plain
+        step, which then need not be run; else it is measured too. The first figure is None if a
+        step without recompute is measured and does not fit, or is not asked for.
+
+        Raises:
+            ConfigError: A step as configured does not fit.
+        """
+        configured = self._peak(chunks)
+        if configured is None:
+            raise ConfigError(_does_not_fit(self._config, chunks))
+        said, plain = f"A step takes {format_bytes(configured)} as configured", None
+        if not self._config.recompute.enable:
+            plain = configured
+        elif self._config.train.measure_plain:
+            plain = self._plain_peak(chunks, configured)
+            if plain is None:
+                said += "; without recompute, more than there is"
+        if plain is not None:
+            said += f", {format_bytes(plain)} without recompute"
+        self._say(said)
+        return plain, configured
+
+    def _plain_peak(self, chunks: Chunks, configured: int) -> int | None:
+        # An estimate is of a step in dygraph; that of a Program may be right by chance.
+        found: Peaks | None = self._estimated(chunks) if self._config.mode == "dygraph" else None
+        if found is not None and abs(found.configured - configured) <= CLOSE_ESTIMATE * configured:
+            return found.plain
+        return self._peak(chunks, plain=True)
+
+    def _peak(self, chunks: Chunks, *, plain: bool = False) -> int | None:
+        """The largest measured peak of all ranks; None if the step does not fit on one."""
+        if (chunks, plain) not in self._measured:
+            config = self._config
+            if plain:
+                config = with_recompute(config, enable=False, offload_parameters="none")
+            peak: int | None = None
+            with suppress(MemoryError):  # the other ranks wait for the comparison
+                peak = measure_step(config, self._vocab_size, chunks)
+            self._measured[chunks, plain] = largest_of_ranks(peak)
+        return self._measured[chunks, plain]
+
+
+def largest_chunks(
+    config: Config, budget: int, peak_of: Callable[[Chunks], int | None]
+) -> Chunks | None:
+    """The largest chunks of whole texts whose step stays within `budget`.
+
+    Sizes that a straight line through the last two peaks puts beyond the budget are not tried: a
+    step of the search takes little more than the budget. More could make the system kill the
+    process.
+
+    Args:
+        config: The configuration of the run.
+        budget: In bytes.
+        peak_of: The peak of a step with such chunks, in bytes, the same on all ranks; None if it
+            does not fit into the memory, or is not known.
+
+    Returns:
+        No chunks if the whole batch fits at once; None: not even chunks of one text do.
+    """
+    longest, pairs = _longest(config), config.local_batch
+    known: list[tuple[int, int]] = []
+
+    def fits(texts: int) -> bool:
+        if len(known) > 1:
+            (fewer, less), (last, peak) = known[-2:]
+            if (budget - peak) * (last - fewer) < (peak - less) * (texts - last):
+                return False
+        found = peak_of(Chunks(tokens=texts * longest))
+        if found is None or found > budget:
+            return False
+        known.append((texts, found))
+        return True
+
+    texts = largest_that_fits(fits, pairs, close=CLOSE_CHUNKS)
+    if texts is None:
+        return None
+    if pairs - texts <= texts // CLOSE_CHUNKS:
+        at_once = peak_of(Chunks())
+        if at_once is not None and at_once <= budget:
+            return Chunks()
+    return Chunks(tokens=texts * longest)
+
+
+def _longest(config: Config) -> int:
+    return max(config.data.max_query_tokens, config.data.max_positive_tokens)
+
+
+def _does_not_fit(config: Config, chunks: Chunks) -> str:
+    tile = "set contrastive.tile, " if config.contrastive.tile is None else ""
+    if chunks:
+        name = "chunk_tokens" if chunks.size is None else "chunk_size"
+        return (
+            f"a step that encodes {chunks} does not fit into the memory; lower contrastive.{name}, "
+            f"{tile}or lower contrastive.global_batch"
+        )
+    return (
+        f"a step with {config.micro_batch} pairs per rank and micro-batch does not fit into the "
+        "memory; set contrastive.chunk_size or chunk_tokens to encode fewer at a time (or "
+        f"memory_budget, which measures how many), {tile}or lower contrastive.global_batch"
+    )

@@ -1,0 +1,161 @@
+"""What a run says and notes: rank 0 prints it, and ``events.jsonl`` keeps it for the report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_recompute import __version__
+from paddle_recompute._paddle.version import paddle_version
+from paddle_recompute._run_folder import EVENTS
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.data import PairLoader, PreparedData
+from paddle_recompute.app.launch import STARTED, styled
+from paddle_recompute.app.report import Journal
+from paddle_recompute.app.trainer.loop import Callback, Run
+from paddle_recompute.distributed import values_of_ranks
+from paddle_recompute.grad_sync import Timeline
+from paddle_recompute.train_step import StepResult, TrainStep
+
+DRAWN_STEP = 3
+"""Of a session: the first step learns the order of the gradients, so it sends nothing early."""
+MOST_RANKS = 8
+
+
+class Events(Callback):
+    """The voice of a run, and its journal. On other ranks than 0 it is silent.
+
+    Args:
+        config: Of the run.
+        rank: Of this process.
+    """
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._is_main = rank == 0
+        self._journal = Journal(config.train.output_dir / EVENTS if self._is_main else None)
+        self.note, self.open = self._journal.note, self._journal.open
+        self._phases: dict[str, float] = {}
+        if STARTED in os.environ:  # by the launcher on this machine
+            self._phases["start of the ranks"] = float(os.environ[STARTED])
+
+    def say(self, *sentences: str, indent: str = "", **style: Any) -> None:
+        """Show the user each sentence on a line of its own, in a style of `click.style`."""
+        for text in sentences if self._is_main else ():
+            print(styled(indent + text, **style), flush=True)
+            self.note("said", text=indent + text)
+
+    def begin(self, phase: str, sentence: str) -> None:
+        """Say what happens now; the phase before ends here.
+
+        Args:
+            phase: For the line with the times of all phases, after the first step.
+            sentence: What happens now.
+        """
+        self._phases[phase] = time.time()
+        self.say(sentence, bold=True)
+
+    def on_start(self, run: Run) -> None:
+        if run.done < run.total:
+            first, every = run.done + 1, run.config.train.log_every
+            self.begin(
+                "first step", f"Training: steps {first:,} to {run.total:,}, figures every {every}"
+            )
+
+    def after_step(self, run: Run) -> None:
+        assert run.result is not None
+        if run.step == run.done + 1:
+            self._say_times(run, run.result)
+        if run.step == min(run.done + DRAWN_STEP, run.total):
+            self._note_lanes(run, run.result)
+        if run.result.skipped:
+            self.say(
+                f"Step {run.step} is skipped: not finite in float16 with a loss scale of "
+                f"{run.result.loss_scale:g} (loss {run.result.loss:g}, gradient norm "
+                f"{run.result.grad_norm:g})"
+            )
+
+    def _say_times(self, run: Run, result: StepResult) -> None:
+        times = [*self._phases.values(), time.time()]
+        parts = ", ".join(
+            f"{name} {end - begin:.1f}"
+            for name, begin, end in zip(self._phases, times, times[1:], strict=False)
+        )
+        self.say(
+            f"Step {run.step:,}: loss {result.loss:.4f}, {times[-1] - times[0]:.1f} s after the "
+            f"start ({parts})",
+            bold=True,
+        )
+
+    def _note_lanes(self, run: Run, result: StepResult) -> None:
+        """What each of the first ranks did in this step: compute, send, wait.
+
+        The times are there anyway (`GradientSync.timeline`). A step of one process, of a static
+        graph or on GPUs, whose streams the host does not see, is not noted.
+        """
+        step = run.steps.step
+        timeline = step.timeline if isinstance(step, TrainStep) else None
+        if timeline is None or run.config.launch.device != "cpu":
+            return
+        own = _lane(timeline, result.seconds) if run.rank < MOST_RANKS else None
+        lanes = [lane for lane in values_of_ranks(own, "the times of a step") if lane]
+        if run.config.launch.num_nodes > 1:  # clocks differ; the last sum reaches all ranks at once
+            lanes = [_moved(lane, lane["arrived"]) for lane in lanes]
+        first = min(lane["began"] for lane in lanes)
+        self.note("lanes", step=run.step, ranks=[_moved(lane, first) for lane in lanes])
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Versions and machine, without the machine's name."""
+    return {
+        "paddle_recompute": __version__,
+        "paddle": ".".join(map(str, paddle_version())),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "cores": str(len(os.sched_getaffinity(0))),
+        "device": str(paddle.device.get_device()),
+        "ranks": str(config.world_size),
+    }
+
+
+def data_figures(data: PreparedData, loader: PairLoader) -> dict[str, Any]:
+    """Numbers of pairs, lengths of the training texts in tokens, and what is left out."""
+    return {
+        "train": len(data.train),
+        "valid": len(data.valid),
+        "pool": len(data.pool),
+        "words": data.tokenizer.vocab_size,
+        "lengths": loader.lengths(),
+        "notes": [*data.notes, *loader.notes()],
+    }
+
+
+def _lane(timeline: Timeline, seconds: dict[str, float]) -> dict[str, Any]:
+    """Times of this rank in ms; of each bucket: bytes, queued, started, ended."""
+    ended = timeline.backward_ended
+    updated = ended + seconds["sync"] + seconds["update"]
+    sent = [one for one in timeline.buckets if one.started is not None and one.ended is not None]
+    times = {
+        "began": ended - seconds["forward_backward"],
+        "backward_ended": ended,
+        "arrived": max((one.ended for one in sent if one.ended), default=timeline.ended),
+        "synchronized": timeline.ended,
+        "ended": updated,
+    }
+    return {name: 1e3 * value for name, value in times.items()} | {
+        "buckets": [
+            [one.num_bytes, *(1e3 * at for at in (one.queued, one.started, one.ended) if at)]
+            for one in sent
+        ]
+    }
+
+
+def _moved(lane: dict[str, Any], origin: float) -> dict[str, Any]:
+    moved = {name: round(at - origin, 3) for name, at in lane.items() if name != "buckets"}
+    buckets = [[size, *(round(at - origin, 3) for at in times)] for size, *times in lane["buckets"]]
+    return {**moved, "buckets": buckets}

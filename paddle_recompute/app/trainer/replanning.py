@@ -1,0 +1,171 @@
+"""The steps of a run, and another plan where one takes more memory than there is.
+
+Two things replace the plan of a run with ``recompute.policy: budget`` while it trains:
+
+- With ``train.on_oom: replan``, a step that runs out of memory. A single process drops the
+  gradients, makes the smaller plan and repeats the batch: the parameters were not updated, so the
+  losses are those of a run that had the plan from the start, to the bit. Of several ranks none goes
+  on after another has failed; the smaller plan is written beside the checkpoints, and the next
+  start of the run takes it.
+- A third step that takes more than the budget. It is measured because the measurement before
+  training did not see all that a run holds: what a user's own code or another library allocates in
+  this process meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import numpy as np
+import paddle
+
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.trainer.budget_plan import check_agreed, write_smaller_plan
+from paddle_recompute.app.trainer.memory import PROGRAM_STEPS, largest_of_ranks
+from paddle_recompute.app.trainer.objective import Batch
+from paddle_recompute.distributed import is_distributed
+from paddle_recompute.errors import ConfigError, OutOfMemoryError, PlanError
+from paddle_recompute.planner import MOST_CORRECTIONS, RecomputePlan
+from paddle_recompute.train_step import Step, StepResult
+
+MEASURED_STEP = 3
+"""The step under a plan that is measured: moments exist from the second one on."""
+RESERVED_AGAIN = 0.05
+"""Part of the budget that is reserved more after a step ran out of memory."""
+
+
+class PlannedSteps:
+    """Runs the steps of a run. All ranks call it together.
+
+    Args:
+        config: Of the run.
+        build: Makes one optimizer step. In dygraph the model is under the plan already.
+        plan: What is recomputed; None: the run has no plan, and steps are only run.
+        model: The encoder.
+        rank: Of this process.
+        replaced: Is told another plan and, in words, why there is one.
+
+    Attributes:
+        step: The step, which another one replaces in ``mode: static`` with another plan.
+        plan: The plan.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        build: Callable[[RecomputePlan | None], Step],
+        plan: RecomputePlan | None,
+        model: paddle.nn.Layer,
+        *,
+        rank: int,
+        replaced: Callable[[RecomputePlan, str], None],
+    ) -> None:
+        self.step, self.plan = build(plan), plan
+        self._config, self._model, self._rank = config, model, rank
+        self._build, self._replaced = build, replaced
+        self._corrections = 0
+        self._begin_checking()
+
+    def _begin_checking(self) -> None:
+        self._steps_of_plan, self._peaks = 0, list[int]()
+        self._is_checked = self.plan is None or not _memory.can_reset_peak()
+
+    def __call__(self, micro_batches: list[Batch], number: int) -> StepResult:
+        """Run step `number`; the peak of memory was started anew before it.
+
+        Raises:
+            ConfigError: The step ran out of memory, and the run does not plan again.
+            OutOfMemoryError: It did on one of several ranks; their next start has another plan.
+            PlanError: No plan stays within the budget, with what the step really takes.
+        """
+        result = self._run(micro_batches, number)
+        if not self._is_checked:
+            self._check_budget(number)
+        return result
+
+    def _run(self, micro_batches: list[Batch], number: int) -> StepResult:
+        """One step with its own random stream, repeated with a smaller plan where memory ends."""
+        while True:
+            paddle.seed(step_seed(self._config.train.seed, number, self._rank))
+            try:
+                return self.step(micro_batches)
+            except MemoryError as error:
+                plan = self._smaller_plan(error, number)
+                error.__traceback__ = error.__cause__ = error.__context__ = None  # they hold graphs
+            self._replace(plan, f"Step {number} ran out of memory and is repeated")
+
+    def _smaller_plan(self, error: MemoryError, number: int) -> RecomputePlan:
+        """The plan with which a single process repeats step `number`."""
+        if self.plan is None or self._config.train.on_oom != "replan":
+            held = _memory.format_bytes(_memory.current_bytes()) if _memory.is_counted() else "?"
+            advice = (
+                "set train.on_oom: replan, or lower recompute.memory_budget"
+                if self.plan is not None
+                else "set recompute.policy: budget with recompute.memory_budget at what the device "
+                f"has to give (Paddle holds {held} now), which finds what must be recomputed"
+            )
+            raise ConfigError(f"step {number} ran out of memory ({error}); {advice}") from error
+        if not is_distributed() and getattr(self.step, "is_updating", False):
+            raise ConfigError(
+                f"step {number} ran out of memory in the optimizer's update, so the parameters are "
+                "half updated: continue from the last checkpoint with train.resume=true and a "
+                "lower recompute.memory_budget"
+            ) from error
+        smaller = self.plan.recalibrated(max(1, int(RESERVED_AGAIN * self.plan.memory_budget)))
+        if is_distributed():
+            path = write_smaller_plan(self._config, smaller)
+            raise OutOfMemoryError(
+                f"step {number} ran out of memory ({error}). A smaller plan is in {path}: start "
+                "the run again with train.resume=auto (--max-restart does), and it goes on with "
+                "that plan"
+            ) from error
+        return smaller
+
+    def _check_budget(self, number: int) -> None:
+        """Compare the peak of the third step under the plan with the budget."""
+        assert self.plan is not None
+        self._steps_of_plan += 1
+        if self._steps_of_plan < MEASURED_STEP:
+            return
+        self._peaks.append(largest_of_ranks(_memory.peak_bytes()) or 0)
+        measured, budget = min(self._peaks), self.plan.memory_budget
+        if measured <= budget:
+            self._is_checked = True
+            return
+        if self._config.mode == "static" and len(self._peaks) < PROGRAM_STEPS:
+            return
+        took = f"Step {number} took {_memory.format_bytes(measured)}"
+        if self._corrections == MOST_CORRECTIONS:
+            raise PlanError(
+                f"{took}, more than recompute.memory_budget: {_memory.format_bytes(budget)}, with "
+                f"the last of {MOST_CORRECTIONS} plans that were made while the run went on: "
+                "something else in the process takes more and more memory. Raise the budget"
+            )
+        self._corrections += 1
+        plan = self.plan.recalibrated(measured - self.plan.peak_bytes)
+        self._replace(plan, f"{took}, more than the budget; the next ones are made")
+
+    def _replace(self, plan: RecomputePlan, why: str) -> None:
+        if self._config.mode == "static":
+            state = self.step.state_dict()
+            del self.step  # its Program goes before there is another one
+            self.step = self._build(plan)
+            self.step.set_state_dict(state)
+        else:
+            for parameter in self._model.parameters():  # what a step that failed has left
+                if parameter.grad is not None:
+                    parameter.clear_gradient(False)
+            gc.collect()
+            check_agreed(plan)
+            plan.remove(self._model)
+            plan.apply(self._model)
+        self.plan = plan
+        self._begin_checking()
+        self._replaced(plan, why)
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of the dropout masks of one step on one rank, in [0, 2**32)."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])

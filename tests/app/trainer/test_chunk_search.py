@@ -1,0 +1,238 @@
+"""Chunks for a memory budget: as large as it allows, never larger, and words where none is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_recompute._paddle import memory as _memory
+from paddle_recompute.app.config import Config
+from paddle_recompute.app.report import read_metrics
+from paddle_recompute.app.trainer import Trainer, chunk_search, memory
+from paddle_recompute.app.trainer.chunk_search import CLOSE_ESTIMATE, MemoryProbe, largest_chunks
+from paddle_recompute.app.trainer.memory import Peaks, estimated_peaks, measure_step
+from paddle_recompute.app.trainer.objective import Chunks
+from paddle_recompute.app.trainer.setup import with_recompute
+from paddle_recompute.errors import ConfigError
+from paddle_recompute.planner import Job
+from tests.app.trainer.test_trainer import tiny
+
+LONGEST = 12  # max_positive_tokens of `tiny`
+PAIRS = 64
+ONE_TEXT = Chunks(tokens=LONGEST)
+
+pytestmark = pytest.mark.usefixtures("measured")
+needs_peaks_of_steps = pytest.mark.skipif(
+    not _memory.can_reset_peak(), reason="needs the peak of a step alone (Paddle 3 on a CPU)"
+)
+
+
+def config_of(budget: str | int | None, **changes: Any) -> Config:
+    settings = {"contrastive__global_batch": PAIRS, "contrastive__memory_budget": budget}
+    return tiny(Path("nowhere"), **{**settings, **changes})
+
+
+def probe_of(budget: str | int | None, said: Any = print, **changes: Any) -> MemoryProbe:
+    return MemoryProbe(config_of(budget, **changes), 100, say=said)
+
+
+def found_with(peak_of: Any, budget: int) -> tuple[int | None, list[int]]:
+    """Texts of the largest chunks (0: all at once), and the peaks that were asked for."""
+    asked: list[int] = []
+
+    def noted(chunks: Chunks) -> int | None:
+        peak = peak_of(chunks.tokens // LONGEST if chunks else 0)
+        asked.append(peak or 0)
+        return peak  # type: ignore[no-any-return]
+
+    chunks = largest_chunks(config_of(budget), budget, noted)
+    if chunks is None:
+        return None, asked
+    assert chunks.size is None and (not chunks or chunks.tokens % LONGEST == 0)
+    return (chunks.tokens or 0) // LONGEST, asked
+
+
+@pytest.mark.parametrize(
+    ("budget", "texts"), [(1099, 0), (1100, 1), (1199, 1), (1500, 5), (4700, 37)]
+)
+def test_as_many_texts_as_the_budget_allows(budget: int, texts: int) -> None:
+    found, asked = found_with(lambda texts: 1000 + 100 * texts if texts else 10**6, budget)
+    assert found is None if texts == 0 else texts * 7 // 8 <= (found or 0) <= texts
+    assert max(asked) <= max(budget, 1200)  # hardly ever beyond it
+
+
+@pytest.mark.parametrize(
+    ("peak_of", "budget", "texts"),
+    [
+        (lambda texts: 1000 + 100 * (texts or 190), 20_000, 0),
+        (lambda texts: 1000 + 100 * (texts or 190), 19_999, PAIRS),
+        (lambda texts: 10 if 0 < texts <= 8 else None, 1000, 8),
+        # A jump, as from the loss, which is what takes most, to the chunks.
+        (lambda texts: max(900, 100 * texts) if texts else 10**6, 1000, 10),
+    ],
+    ids=["all at once", "not all at once", "does not fit", "jump"],
+)
+def test_the_search_ends_where_it_must(peak_of: Any, budget: int, texts: int) -> None:
+    assert found_with(peak_of, budget)[0] == texts
+
+
+@pytest.mark.parametrize(
+    ("tile", "words"), [(None, "global_batch, or set contrastive.tile"), (4, "global_batch, or tr")]
+)
+def test_too_small_a_budget(tile: int | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
+    monkeypatch.setattr(chunk_search, "measure_step", lambda *_: 1100)
+    message = rf"memory_budget: 1\.0 KiB is too little; a step .* one text .*1\.1 KiB.*{words}"
+    with pytest.raises(ConfigError, match=message):
+        probe_of(1024, contrastive__tile=tile).choose_chunks()
+
+
+@needs_peaks_of_steps
+def test_measured_peaks_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: None)
+    said: list[str] = []
+    small = {"contrastive__global_batch": 24}
+    config = config_of(None, **small)
+    least, most = (measure_step(config, 100, chunks) for chunks in (ONE_TEXT, Chunks()))
+    assert least < most
+    budget = (least + most) // 2
+    probe = probe_of(budget, said.append, **small)
+    chunks = probe.choose_chunks()
+    assert LONGEST < chunks.tokens < 24 * LONGEST
+    _, peak = probe.measure(chunks)
+    assert least < peak <= budget
+    assert peak > budget * 0.7
+    words = f"each rank encodes {chunks.tokens} tokens at a time (contrastive.chunk_tokens: "
+    assert any("contrastive.memory_budget: " in line and words in line for line in said)
+    assert probe.choose_chunks(Chunks(tokens=24)) == Chunks(tokens=24)
+    assert said[-1].endswith("each rank encodes 24 tokens at a time, as before")
+
+
+@needs_peaks_of_steps
+@pytest.mark.parametrize("policy", ["all", "budget"])
+def test_chunks_are_found_by_estimates_and_verified_by_a_step(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"contrastive__global_batch": 24, "recompute__policy": policy}
+    if policy == "budget":
+        small["recompute__memory_budget"] = "1GiB"
+    config, measured = config_of(None, **small), []
+    for chunks in (ONE_TEXT, Chunks(tokens=6 * LONGEST), Chunks()):
+        peaks = [
+            measure_step(one, 100, chunks) for one in (with_recompute(config, enable=False), config)
+        ]
+        # This step is so small that vectors and identifiers count: 4 KiB.
+        estimated = estimated_peaks(config, 100, chunks)
+        assert estimated == pytest.approx(peaks, rel=CLOSE_ESTIMATE, abs=4096), chunks
+        measured.append(peaks[1])
+    budget, steps = (measured[0] + measured[2]) // 2, []
+
+    def noted(*arguments: Any) -> int:
+        steps.append(measure_step(*arguments))
+        return steps[-1]
+
+    monkeypatch.setattr(chunk_search, "measure_step", noted)
+    chunks = probe_of(budget, **small).choose_chunks()
+    assert LONGEST < chunks.tokens < 24 * LONGEST
+    assert len(steps) == 1 and 0.7 * budget < steps[0] <= budget
+
+
+@needs_peaks_of_steps
+@pytest.mark.parametrize("error", [0.0, 0.005, 0.02])
+def test_the_plain_step_is_run_only_where_the_estimate_of_the_other_is_wrong(
+    error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(config: Config, *_: Any) -> int:
+        runs.append(config.recompute.enable)
+        return 1000 if config.recompute.enable else 3000
+
+    runs: list[bool] = []
+    estimate = Peaks(2999, int(1000 * (1 + error)))
+    monkeypatch.setattr(chunk_search, "measure_step", measured)
+    monkeypatch.setattr(chunk_search, "estimated_peaks", lambda *_: estimate)
+    right = error <= CLOSE_ESTIMATE
+    found = probe_of(None, train__measure_plain=True).measure(Chunks())
+    assert found == (2999 if right else 3000, 1000)
+    assert runs == ([True] if right else [True, False])
+
+
+@needs_peaks_of_steps
+def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # An estimate reads no weights.
+    config = config_of(None, model__init_from="nowhere/model.safetensors")
+    assert estimated_peaks(config, 100, Chunks()) is not None
+
+    def runs_out(job: Job, **_: Any) -> None:
+        raise MemoryError("a block takes more than there is")
+
+    monkeypatch.setattr(Job, "measure", runs_out)
+    assert estimated_peaks(config, 100, Chunks()) is None
+
+
+@needs_peaks_of_steps
+def test_no_batch_takes_more_than_the_dearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of any one length, in chunks of the same tokens."""
+    config, chunks = config_of(None), Chunks(tokens=8 * LONGEST)
+    dearest = measure_step(config, 100, chunks)
+    make = memory.largest_batch
+    for length in (2, 5, 8, LONGEST):
+
+        def of_one_length(*arguments: Any, length: int = length) -> Any:
+            whole = make(arguments[0], arguments[1], Chunks())
+            for ids in whole.values():
+                ids[:, length:] = 0
+            return whole
+
+        monkeypatch.setattr(memory, "largest_batch", of_one_length)
+        # A chunk of lengths that leave no remainder may have a text more.
+        assert measure_step(config, 100, chunks) < 1.02 * dearest, length
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "64 pairs per rank and micro-batch does not fit .*chunk_size or chunk_tokens to enc"),
+        ({"contrastive__chunk_size": 8}, "8 pairs at a time does .*lower contrastive.chunk_si"),
+        ({"contrastive__chunk_tokens": 24}, "24 tokens at a time does .*lower contrastive.chunk"),
+    ],
+)
+def test_a_step_that_does_not_fit(
+    settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*arguments: Any) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(chunk_search, "measure_step", measure)
+    probe = probe_of(None, **settings)
+    with pytest.raises(ConfigError, match=words):
+        probe.measure(probe.choose_chunks())
+
+
+@needs_peaks_of_steps
+@pytest.mark.parametrize("chunks", [{}, {"contrastive__chunk_tokens": 120}])
+def test_training_takes_no_more_than_was_measured(chunks: dict[str, int], tmp_path: Path) -> None:
+    """Long texts, and so many pairs that the batches read ahead are noticed."""
+    random = np.random.default_rng(0)
+    words = {" ".join(random.choice(list("abcdefghij"), size=12)) for _ in range(1200)}
+    other = str.maketrans("abcdefghij", "klmnopqrst")
+    lines = [f"{word}\t{word.translate(other)}\n" for word in sorted(words)]
+    (tmp_path / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
+    config = tiny(
+        tmp_path,
+        **chunks,
+        contrastive__global_batch=256,
+        contrastive__tile=64,
+        contrastive__mask_false_negatives=True,
+        model__num_layers=1,
+        train__max_steps=4,
+        train__eval_before=False,
+    )
+    Trainer(config).run()
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    measured = measure_step(config, 281, Chunks(tokens=chunks.get("contrastive__chunk_tokens")))
+    assert measured * 0.7 < max(step["peak_bytes"] for step in steps) <= measured
