@@ -303,8 +303,8 @@ def overlapped_sends(language: str) -> Picture:
 
 def who_holds_what(language: str) -> Picture:
     """What each of two ranks has of four parts of a model with AdamW; a height is a size."""
-    picture = Picture(808, 276, language)
-    left, cell, top = 112, 23, 70
+    picture = Picture(832, 276, language)
+    left, cell, top = 136, 23, 70
     rows = (("parameters", 30, BLUE), ("gradients", 30, ORANGE), ("moments", 60, GREEN))
     y = top
     for name, height, _ in rows:
