@@ -47,7 +47,7 @@ STATIC_ONLY = {
     "amp_configs.use_optimizer_fp16": True,
 }
 """A configuration in mode dygraph, which the others are here, refuses them itself."""
-O2 = "at level O1, with parameters in float32; set level: O1"
+O2 = "not supported by mode: static, whose parameters are in float32; use level O1"
 REFUSED = {
     "amp_configs.level": ([*BFLOAT16, "amp_configs.level=O2"], O2),
     "amp_configs.use_pure_fp16": ([*AMP, "amp_configs.use_pure_fp16=true"], O2),
