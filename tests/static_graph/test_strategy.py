@@ -139,7 +139,7 @@ def test_field_is_refused(path: str) -> None:
 )
 def test_settings_of_another_synchronization_are_refused(name: str, value: Any) -> None:
     assert name in SyncConfig.model_fields
-    with pytest.raises(ConfigError, match=rf"sync\.{name}: .*without this setting"):
+    with pytest.raises(ConfigError, match=rf"sync\.{name}: .*is not supported by mode: static"):
         strategy_of([], f"sync.{name}={value}")
 
 
