@@ -445,7 +445,7 @@ def test_what_a_program_cannot_honour_is_refused_all_at_once() -> None:
     ("overrides", "options", "words"),
     [
         (["strategy.amp=true", "strategy.amp_configs.dtype=float16"], {}, "received float16"),
-        ([*BFLOAT16_ON, "strategy.amp_configs.level=O2"], {}, "level O1"),
+        ([*BFLOAT16_ON, "strategy.amp_configs.level=O2"], {}, "use level O1"),
         (["recompute.checkpoints=['encoder.*']"], {}, "encoder"),
         ([], {"input_spec": {"x": ANY_SHAPE["x"]}}, r"input_spec describes \['x'\]"),
         (
