@@ -136,8 +136,9 @@ def test_init_fits_the_pairs_and_overwrites_nothing(tmp_path: Path) -> None:
     lines = [f"query {number}\t{'word ' * 30}{number}\n" for number in range(400)]
     pairs.write_text("".join([*lines, "no pair\n"]), encoding="utf-8")
     file = tmp_path / "run.yaml"
-    made = run("init", str(pairs), "--output", str(file))
+    made = run("init", str(pairs), "--output", str(file), "--json")
     assert made.exit_code == 0, made.output
+    assert json.loads(made.stdout)["written"] == str(file)
     config = load_config(file)
     assert config.data.train_file == pairs
     assert config.data.on_bad_line == "skip" and "1 lines are no pairs" in file.read_text("utf-8")

@@ -162,7 +162,8 @@ def test_convert_there_and_back(suffix: str, tmp_path: Path) -> None:
     expected = vectors(start)
     ours, nlp = tmp_path / f"ours{suffix}", tmp_path / f"nlp{suffix}"
     convert(start, ours, "paddle_recompute")
-    convert(ours, nlp, "paddlenlp")
+    told = CliRunner().invoke(main, ["convert", "--to", "paddlenlp", "--json", str(ours), str(nlp)])
+    assert json.loads(told.stdout)["arrays"] == len(hf_arrays())
     convert(nlp, tmp_path / "back.safetensors", "huggingface")
     assert (vectors(ours) == expected).all() and (vectors(nlp) == expected).all()
     back = safetensors.numpy.load_file(tmp_path / "back.safetensors")

@@ -14,7 +14,12 @@ import click
 from tqdm import tqdm
 
 from paddle_recompute._files import written_whole
-from paddle_recompute.app.cli._process import prepare_one_of_ranks, prepare_one_process
+from paddle_recompute.app.cli._process import (
+    prepare_one_of_ranks,
+    prepare_one_process,
+    tell_written,
+    written_as_json,
+)
 from paddle_recompute.app.launch import errors_in_one_paragraph
 from paddle_recompute.errors import ConfigError, DataError
 
@@ -364,8 +369,9 @@ def _whole_text(path: Path) -> Iterator[IO[str]]:
     metavar="FILE|FOLDER",
     help="The file to write; with inference and onnx, the folder.",
 )
+@written_as_json
 @_debug
-def export(folder: str, file_format: str, output: str, debug: bool) -> None:
+def export(folder: str, file_format: str, output: str, as_json: bool, debug: bool) -> None:
     """Write the newest checkpoint of FOLDER for other programs.
 
     For example: paddle-recompute export --model outputs/run --output encoder.pdparams
@@ -385,10 +391,13 @@ def export(folder: str, file_format: str, output: str, debug: bool) -> None:
         encoder = load_encoder(folder)
         if is_program:
             (write_onnx if file_format == "onnx" else write_inference)(encoder, output)
-            click.echo(f"a program of {encoder.folder}, with its tokenizer: {output}")
+            words = f"a program of {encoder.folder}, with its tokenizer: {output}"
+            tell_written(output, words, as_json, checkpoint=str(encoder.folder))
             return
         save_weights(encoder.model, output)
-        click.echo(f"{len(encoder.model.state_dict())} tensors of {encoder.folder}: {output}")
+        count = len(encoder.model.state_dict())
+        words = f"{count} tensors of {encoder.folder}: {output}"
+        tell_written(output, words, as_json, checkpoint=str(encoder.folder), tensors=count)
 
 
 @click.command()
@@ -405,10 +414,18 @@ def export(folder: str, file_format: str, output: str, debug: bool) -> None:
     metavar="PATTERN",
     help="Tensors that TARGET need not have, such as 'cls.*'.",
 )
+@written_as_json
 @_debug
 @click.argument("source")
 @click.argument("target")
-def convert(naming: Any, leave_out: tuple[str, ...], debug: bool, source: str, target: str) -> None:
+def convert(
+    naming: Any,
+    leave_out: tuple[str, ...],
+    as_json: bool,
+    debug: bool,
+    source: str,
+    target: str,
+) -> None:
     """Write the weights in SOURCE to TARGET under other names (.pdparams or .safetensors).
 
     For example: paddle-recompute convert --to huggingface model.pdparams model.safetensors
@@ -432,8 +449,10 @@ def convert(naming: Any, leave_out: tuple[str, ...], debug: bool, source: str, t
                 raise ConfigError("--leave-out: is for files; a folder holds the whole encoder")
             encoder = load_encoder(source)
             write_hugging_face(encoder, target)
-            click.echo(f"model and tokenizer of {encoder.folder}: {target}")
+            words = f"model and tokenizer of {encoder.folder}: {target}"
+            tell_written(target, words, as_json, checkpoint=str(encoder.folder))
             return
         count, unused = convert_weights(source, target, to=naming, leave_out=leave_out)
         without = f", without {', '.join(unused)}" if unused else ""
-        click.echo(f"{count} arrays with the names of {naming}{without}: {target}")
+        words = f"{count} arrays with the names of {naming}{without}: {target}"
+        tell_written(target, words, as_json, arrays=count, left_out=[*unused])

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -16,7 +18,7 @@ import click
 
 import paddle_recompute.app
 from paddle_recompute._files import writing, written_whole
-from paddle_recompute.app.cli._process import prepare_one_process
+from paddle_recompute.app.cli._process import prepare_one_process, tell_written, written_as_json
 from paddle_recompute.app.config import load_config
 from paddle_recompute.app.launch import errors_in_one_paragraph
 from paddle_recompute.errors import ConfigError, DataError
@@ -45,8 +47,9 @@ class _Machine:
     "--from", "name", metavar="NAME", help="Copy a configuration of this package as it is."
 )
 @click.option("--output", default="run.yaml", show_default=True, metavar="FILE")
+@written_as_json
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def init(pairs: str | None, name: str | None, output: str, debug: bool) -> None:
+def init(pairs: str | None, name: str | None, output: str, as_json: bool, debug: bool) -> None:
     """Write a commented configuration for the text pairs in PAIRS and for this machine.
 
     For example: paddle-recompute init pairs.tsv --output run.yaml
@@ -69,8 +72,9 @@ def init(pairs: str | None, name: str | None, output: str, debug: bool) -> None:
             text = _text_of(name)
         else:
             assert pairs is not None
-            click.echo(f"reading {pairs}")
-            text = _fitted(Path(pairs), file)
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                click.echo(f"reading {pairs}")
+                text = _fitted(Path(pairs), file)
         with tempfile.TemporaryDirectory() as folder:
             tried = Path(folder) / "run.yaml"
             tried.write_text(text, encoding="utf-8")
@@ -78,7 +82,8 @@ def init(pairs: str | None, name: str | None, output: str, debug: bool) -> None:
         with writing(file, "name another file with --output"), written_whole(file) as part:
             part.write_text(text, encoding="utf-8")
         quoted = shlex.quote(str(file))
-        click.echo(f"written: {file}; train with: paddle-recompute train --config {quoted}")
+        command = f"paddle-recompute train --config {quoted}"
+        tell_written(file, f"written: {file}; train with: {command}", as_json, train=command)
 
 
 def _shipped() -> dict[str, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
@@ -136,3 +137,13 @@ def run_on_ranks(
         require_paddle_and_devices(config)
         click.echo(start_line(config, chosen))
     return act(config)
+
+
+written_as_json = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object instead of words."
+)
+
+
+def tell_written(path: object, words: str, as_json: bool, **figures: object) -> None:
+    """Print that `path` is written: `words`, or an object with ``written`` and `figures`."""
+    click.echo(json.dumps({"written": str(path), **figures}) if as_json else words)

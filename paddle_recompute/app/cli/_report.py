@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from paddle_recompute.app.cli._process import prepare_one_process
+from paddle_recompute.app.cli._process import prepare_one_process, tell_written, written_as_json
 from paddle_recompute.app.launch import errors_in_one_paragraph
 from paddle_recompute.errors import OutputError
 
@@ -18,9 +18,12 @@ from paddle_recompute.errors import OutputError
     help="A .html file; by default report.html in RUN, or, of several, comparison.html here.",
 )
 @click.option("--follow", is_flag=True, help="Write the page again while a RUN goes on.")
+@written_as_json
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-def report(output: str | None, follow: bool, debug: bool, runs: tuple[str, ...]) -> None:
+def report(
+    output: str | None, follow: bool, as_json: bool, debug: bool, runs: tuple[str, ...]
+) -> None:
     """Write the report of RUN, the train.output_dir of a run; of several, a comparison.
 
     For example: paddle-recompute report outputs/a outputs/b --output both.html
@@ -36,4 +39,4 @@ def report(output: str | None, follow: bool, debug: bool, runs: tuple[str, ...])
 
         write = follow_report if follow else write_report
         path = write([Path(run) for run in runs], Path(output) if output else None)
-        click.echo(f"written: {path}")
+        tell_written(path, f"written: {path}", as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ def test_runs_are_compared_and_keep_their_own_pages(
     monkeypatch.chdir(tmp_path)
     assert report(*runs).stdout == "written: comparison.html\n"
     assert report(*runs, "--output", "new/both.html").stdout == "written: new/both.html\n"
+    told = report(*runs, "--output", "new/both.html", "--json").stdout
+    assert json.loads(told) == {"written": "new/both.html"}
     assert not list(tmp_path.glob("?/report.html"))
     assert "2 runs" in Page(tmp_path / "new/both.html").text
 

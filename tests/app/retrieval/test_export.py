@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -32,8 +33,9 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def export(folder: Path, file_format: str, output: Path) -> Result:
-    arguments = ["export", "--model", str(folder), "--format", file_format, "--output", str(output)]
+def export(folder: Path, file_format: str, output: Path, *more: str) -> Result:
+    of_run = ["export", "--model", str(folder), *more]
+    arguments = [*of_run, "--format", file_format, "--output", str(output)]
     return CliRunner().invoke(cli.main, arguments)
 
 
@@ -46,6 +48,8 @@ def test_the_file_holds_the_weights_under_the_names_of_the_model(
     assert result.exit_code == 0, result.output
     trained = load_encoder(run).model.state_dict()
     assert f"{len(trained)} tensors" in result.output
+    told = json.loads(export(run, file_format, output, "--json").stdout)
+    assert told["written"] == str(output) and told["tensors"] == len(trained)
     found = (
         {name: tensor.numpy() for name, tensor in paddle.load(str(output)).items()}
         if file_format == "pdparams"
