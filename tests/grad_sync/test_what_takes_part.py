@@ -85,6 +85,20 @@ def heads_in_turn(mode: Any, find_unused: bool) -> Steps:
     return steps
 
 
+def used_on_one_rank(mode: Any, find_unused: bool) -> Steps:
+    """Each in a bucket of its own: one rank sends several before the end, the other none."""
+    weights = [weight() for _ in range(3)]
+    sync = GradientSync(weights, mode=mode, find_unused_parameters=find_unused, **EACH_ITS_BUCKET)
+    steps = []
+    for step in range(STEPS):
+        used = weights if step % 2 == 0 or dist.get_rank() == 1 else weights[step : step + 1]
+        with sync.last_backward():
+            if used:
+                backward(*used)
+        steps.append(gradients_of(*weights))
+    return steps
+
+
 def unfrozen_and_frozen(mode: Any, find_unused: bool) -> Steps:
     a, b, c = weight(), weight(), weight()
     b.stop_gradient = True
@@ -208,6 +222,7 @@ WANTED: dict[Callable[[Any, bool], Steps], Steps] = {
     an_empty_last_backward: [[1.5, None]] * STEPS,
     given_by_hand: [[1.5, 1.5]] * STEPS,
     heads_in_turn: [[1.5, 1.5, None], [1.5, None, 1.5], [1.5, 0.5, 1.0], [1.5, None, 1.5]],
+    used_on_one_rank: [[1.5] * 3, [1.0, 1.5, 1.0], [1.5] * 3, [1.0] * 3],
     unfrozen_and_frozen: [
         [1.5, None, 1.5],
         [1.5, 1.5, 1.5],
