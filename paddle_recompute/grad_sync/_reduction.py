@@ -223,8 +223,7 @@ class BucketedReduction:
     def _call_on_additions(self) -> None:
         for index in self._listed.trained:
             parameter = self._parameters[index]
-            # Paddle refuses a hook on what is frozen, though it may still have a gradient.
-            if index in self._hooked or parameter.stop_gradient:
+            if index in self._hooked:
                 continue
             refuse_main_grad(parameter, self._listed.names[index])
             on_gradient_added(parameter, partial(self._order.append, index))

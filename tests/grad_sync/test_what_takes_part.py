@@ -191,8 +191,25 @@ def frozen_with_a_gradient(mode: Any, find_unused: bool) -> Steps:
     return steps
 
 
+def frozen_behind_each_backward(mode: Any, find_unused: bool) -> Steps:
+    """Trained inside of the backward alone, as models that take turns are."""
+    weights = [weight() for _ in range(3)]
+    sync = GradientSync(weights, mode=mode, find_unused_parameters=find_unused, **EACH_ITS_BUCKET)
+    steps = []
+    for step in range(STEPS):
+        with sync.last_backward():
+            for one in weights:
+                one.stop_gradient = False
+            backward(*weights)
+            for one in weights:
+                one.stop_gradient = True
+        assert (sync.num_early_buckets > 0) is (mode == "overlap" and step > 0)
+        steps.append(gradients_of(*weights))
+    return steps
+
+
 def frozen_before_it_is_made(mode: Any, find_unused: bool) -> Steps:
-    """Paddle takes no hook on a parameter that is frozen, though it still has a gradient."""
+    """Frozen when the synchronization is made, with a gradient."""
     a, b = weight(), weight()
     backward(b)
     b.stop_gradient = True
@@ -233,6 +250,7 @@ WANTED: dict[Callable[[Any, bool], Steps], Steps] = {
 }
 WANTED_OF_FROZEN: dict[Callable[[Any, bool], Steps], Steps] = {
     frozen_with_a_gradient: [[1.5, None], *[[1.5, 1.5]] * 3, [1.5, None]],
+    frozen_behind_each_backward: [[1.5] * 3] * STEPS,
     frozen_before_it_is_made: [[1.5, 1.5]],
 }
 ALL_WANTED = {**WANTED, **WANTED_OF_FROZEN}
