@@ -255,7 +255,7 @@ class BucketedReduction:
     @property
     def _num_before_agreement(self) -> int:
         """How many buckets are sent before the ranks agree, where buckets are sent early."""
-        return max(len(self._buckets) - self._all_reducer.is_gloo, 0)
+        return max(len(self._buckets) - int(self._all_reducer.is_gloo), 0)
 
     def _send_to(self, end: int, *, has_met: bool = False) -> None:
         while len(self._under_way) < end:
