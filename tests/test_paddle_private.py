@@ -547,6 +547,20 @@ def test_register_backward_hook_fires_after_the_addition() -> None:
     assert seen == [4, 8]
 
 
+def test_a_hook_on_what_is_frozen_fires_once_it_is_trained() -> None:
+    layer, seen = paddle.nn.Linear(2, 2), []
+    layer.weight.stop_gradient = True
+    with pytest.raises(ValueError, match="Cannot register backward hook"):
+        layer.weight._register_backward_hook(lambda: None)
+    on_gradient_added(layer.weight, lambda: seen.append(layer.weight.grad.sum().item()))
+    assert layer.weight.stop_gradient
+    layer(paddle.ones([1, 2])).sum().backward()
+    assert seen == [] and layer.weight.grad is None
+    layer.weight.stop_gradient = False
+    layer(paddle.ones([1, 2])).sum().backward()
+    assert seen == [4]
+
+
 def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
     """``_share_buffer_to``, ``_C_ops.reshape``, ``_C_ops.concat`` and ``_C_ops.split``."""
     one, other = paddle.randn([2, 3]), paddle.randn([4])

@@ -98,9 +98,13 @@ def on_gradient_added(parameter: paddle.Tensor, call: Callable[[], None]) -> Non
 
     ``_register_backward_hook`` (2.6, 3.x) is what Paddle's own sharding uses; the public
     ``register_hook`` runs *before* the addition and never for the PyLayer form's inner backward.
-    Such a hook cannot be removed: it lives as long as the parameter.
+    Such a hook cannot be removed: it lives as long as the parameter. Paddle refuses it on what is
+    frozen; one that is there fires again after a freeze.
     """
+    is_frozen = parameter.stop_gradient
+    parameter.stop_gradient = False
     parameter._register_backward_hook(call)
+    parameter.stop_gradient = is_frozen
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 `GradientSync.last_backward` arms `BucketedReduction`; hooks note which gradients are complete.
 A bucket (`_buckets`) whose gradients are all complete is joined, encoded (`_codec`) and sent
-(`_all_reduce`) while the backward runs. Then the ranks agree in one small collective (`_agreement`)
-that what was sent is what there is. If not, they learn the order anew and send everything. If so,
-they send the rest. Then the means are written into ``.grad``.
+(`_all_reduce`) while the backward runs; what is left is sent when it ends. In one small collective
+(`_agreement`) the ranks agree that what was sent is what there is. If not, they learn the order
+anew and send everything. Then the means are written into ``.grad``.
 """
 
 from paddle_recompute.grad_sync._agreement import StepReport

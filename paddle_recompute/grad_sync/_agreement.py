@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from paddle_recompute.distributed import (
     reduce_numbers,
     scope_of,
     stop_request,
+    values_of_ranks,
     withdrawals,
 )
 from paddle_recompute.errors import SyncError
@@ -39,6 +41,8 @@ from paddle_recompute.grad_sync._all_reduce import LANE, AllReducer
 from paddle_recompute.grad_sync._parameters import ParameterList, agree_on_trained
 
 _logger = logging.getLogger("paddle_recompute")
+_num_made: Counter[tuple[int, ...]] = Counter()
+"""How many of each group of ranks, which make them in the same order."""
 
 
 class StepFlags(NamedTuple):
@@ -121,6 +125,8 @@ class Agreement:
         self._group = group
         self._scope = scope_of(group)
         self._all_reducer = all_reducer
+        _num_made[self._scope.ranks] += 1
+        self._number = _num_made[self._scope.ranks]
         withdrawals.tell_with(self)
 
     def reach(
@@ -184,9 +190,16 @@ class Agreement:
 
     def _terms(self, report: StepReport) -> str:
         told = json.dumps(dict(report.terms), sort_keys=True)
-        return f"{self._parameters.digest} {report.count is None} {told}"
+        return f"{self._number} {self._parameters.digest} {report.count is None} {told}"
 
     def _explain(self, report: StepReport) -> None:
+        numbers = values_of_ranks(self._number, "which GradientSync", self._group)
+        if len({*numbers}) > 1:
+            raise SyncError(
+                "the ranks are in last_backward() of different GradientSyncs: by rank, of number "
+                f"{', '.join(map(str, numbers))} in the order in which they were made. Every rank "
+                "must call them in the same order"
+            )
         agree_on_trained(self._parameters, self._scope)
         agree_on_options(report.terms, self._scope, of="TrainStep was called")
         raise SyncError(

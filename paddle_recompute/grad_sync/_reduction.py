@@ -5,7 +5,8 @@ how often each gradient was added to, and the order in which they became ready, 
 agree on ("order prediction", Li et al. 2020, arXiv:2006.15704, section 6). From then on a second
 hook, on the parameter that comes last of a bucket, looks whether every member was added to as often
 as expected, and sends the bucket; always in the agreed order, so the ranks cannot meet in different
-buckets. What was not sent when the backward ends is sent then, when the ranks have agreed.
+buckets. What was not sent when the backward ends is sent then, so that all ranks have sent the same
+when they agree; with gloo all but the last bucket, which follows without a meeting of its own.
 
 Recompute needs no special case: with saved-tensor hooks a parameter's hook fires once per backward,
 in the PyLayer form once per recomputed call, and the count that was learnt says which.
@@ -158,8 +159,8 @@ class BucketedReduction:
 
     def _is_next_complete(self) -> bool:
         place, arrived = len(self._under_way), len(self._order)
-        if place >= len(self._buckets) - self._all_reducer.is_gloo:
-            return False  # with gloo, the last one travels at the end without a meeting of its own
+        if place >= self._num_before_agreement:
+            return False
         if self._order == self._usual[:arrived]:
             return arrived >= self._ready[place]
         counted = Counter(self._order)
@@ -168,7 +169,7 @@ class BucketedReduction:
 
     @paddle.no_grad()
     def finish(self, report: StepReport) -> Agreed:
-        """Agree, send what is left, wait for everything, and write the means into ``.grad``.
+        """Send what is left, agree, wait for everything, and write the means into ``.grad``.
 
         In a step that goes well the ranks agree in one small collective.
         """
@@ -178,6 +179,8 @@ class BucketedReduction:
         changed = self._listed.read()
         if self._listed.is_new:
             self._call_on_additions()
+        if self._early:  # other ranks may have sent more
+            self._send_to(self._num_before_agreement)
         own = self._flags()
         flags, agreed = self._agreement.reach(own, report, self._label)
         if flags.changed_by_hand:
@@ -197,8 +200,7 @@ class BucketedReduction:
             )
         if self._order != self._usual:
             self._expect_order()
-        while len(self._under_way) < len(self._buckets):
-            self._send_next()
+        self._send_to(len(self._buckets), has_met=True)
         self._wait()
         times = tuple(one.times(number) for number, one in enumerate(self._under_way))
         self._sent = SentGradients()
@@ -221,8 +223,7 @@ class BucketedReduction:
     def _call_on_additions(self) -> None:
         for index in self._listed.trained:
             parameter = self._parameters[index]
-            # Paddle refuses a hook on what is frozen, though it may still have a gradient.
-            if index in self._hooked or parameter.stop_gradient:
+            if index in self._hooked:
                 continue
             refuse_main_grad(parameter, self._listed.names[index])
             on_gradient_added(parameter, partial(self._order.append, index))
@@ -251,8 +252,17 @@ class BucketedReduction:
         self._codec.begin()
         self._under_way = []
 
+    @property
+    def _num_before_agreement(self) -> int:
+        """How many buckets are sent before the ranks agree, where buckets are sent early."""
+        return max(len(self._buckets) - int(self._all_reducer.is_gloo), 0)
+
+    def _send_to(self, end: int, *, has_met: bool = False) -> None:
+        while len(self._under_way) < end:
+            self._send_next(has_met=has_met)
+
     @paddle.no_grad()
-    def _send_next(self) -> None:
+    def _send_next(self, *, has_met: bool = False) -> None:
         place = len(self._under_way)
         bucket = self._buckets[place]
         if self._armed:  # from here on, they are not to change
@@ -265,7 +275,7 @@ class BucketedReduction:
         flat = self._codec.encode(flat, bucket)
         queued = time.perf_counter()
         label = self._label(f"bucket {place} of {len(self._buckets)}")
-        task = self._all_reducer.send(flat, label, has_met=not self._armed)
+        task = self._all_reducer.send(flat, label, has_met=has_met)
         self._under_way.append(_Sending(bucket, flat, queued, task))
 
     def _wait(self) -> None:

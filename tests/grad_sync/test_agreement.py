@@ -142,6 +142,15 @@ COUNTS = [(4, 4), (3, 1), (1, 3), (2, 2), (4, 4), (5, 2)]
 """Of each step, how many examples the two ranks have."""
 
 
+def other_gradient_sync_on_each_rank() -> str:
+    """Two of them over equal parameters: what one has sent would fit the other."""
+    pairs = [(one, GradientSync(one)) for one in (paddle.nn.Linear(2, 2) for _ in range(2))]
+    model, sync = pairs[dist.get_rank()]
+    with pytest.raises(SyncError) as caught, sync.last_backward():
+        model(paddle.ones([1, 2])).sum().backward()
+    return str(caught.value)
+
+
 def train(mode: str, skip: int = 0) -> list[list[float]]:
     """The gradient of each step, without those of the first `skip`, which are not made."""
     paddle.seed(0)
@@ -245,3 +254,8 @@ def test_another_learning_rate_on_one_rank_is_told_in_the_step() -> None:
             "step 3: TrainStep was called with different options: the learning rate is 0.1 on rank "
             "0, 0.2 on rank 1. Give it the same everywhere."
         )
+
+
+def test_ranks_that_call_different_gradient_syncs_are_told() -> None:
+    for message in results_of(other_gradient_sync_on_each_rank):
+        assert "in last_backward() of different GradientSyncs: by rank, of number 1, 2" in message

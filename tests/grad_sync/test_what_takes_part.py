@@ -85,6 +85,20 @@ def heads_in_turn(mode: Any, find_unused: bool) -> Steps:
     return steps
 
 
+def used_on_one_rank(mode: Any, find_unused: bool) -> Steps:
+    """Each in a bucket of its own: one rank sends several before the end, the other none."""
+    weights = [weight() for _ in range(3)]
+    sync = GradientSync(weights, mode=mode, find_unused_parameters=find_unused, **EACH_ITS_BUCKET)
+    steps = []
+    for step in range(STEPS):
+        used = weights if step % 2 == 0 or dist.get_rank() == 1 else weights[step : step + 1]
+        with sync.last_backward():
+            if used:
+                backward(*used)
+        steps.append(gradients_of(*weights))
+    return steps
+
+
 def unfrozen_and_frozen(mode: Any, find_unused: bool) -> Steps:
     a, b, c = weight(), weight(), weight()
     b.stop_gradient = True
@@ -177,8 +191,25 @@ def frozen_with_a_gradient(mode: Any, find_unused: bool) -> Steps:
     return steps
 
 
+def frozen_behind_each_backward(mode: Any, find_unused: bool) -> Steps:
+    """Trained inside of the backward alone, as models that take turns are."""
+    weights = [weight() for _ in range(3)]
+    sync = GradientSync(weights, mode=mode, find_unused_parameters=find_unused, **EACH_ITS_BUCKET)
+    steps = []
+    for step in range(STEPS):
+        with sync.last_backward():
+            for one in weights:
+                one.stop_gradient = False
+            backward(*weights)
+            for one in weights:
+                one.stop_gradient = True
+        assert (sync.num_early_buckets > 0) is (mode == "overlap" and step > 0)
+        steps.append(gradients_of(*weights))
+    return steps
+
+
 def frozen_before_it_is_made(mode: Any, find_unused: bool) -> Steps:
-    """Paddle takes no hook on a parameter that is frozen, though it still has a gradient."""
+    """Frozen when the synchronization is made, with a gradient."""
     a, b = weight(), weight()
     backward(b)
     b.stop_gradient = True
@@ -208,6 +239,7 @@ WANTED: dict[Callable[[Any, bool], Steps], Steps] = {
     an_empty_last_backward: [[1.5, None]] * STEPS,
     given_by_hand: [[1.5, 1.5]] * STEPS,
     heads_in_turn: [[1.5, 1.5, None], [1.5, None, 1.5], [1.5, 0.5, 1.0], [1.5, None, 1.5]],
+    used_on_one_rank: [[1.5] * 3, [1.0, 1.5, 1.0], [1.5] * 3, [1.0] * 3],
     unfrozen_and_frozen: [
         [1.5, None, 1.5],
         [1.5, 1.5, 1.5],
@@ -218,6 +250,7 @@ WANTED: dict[Callable[[Any, bool], Steps], Steps] = {
 }
 WANTED_OF_FROZEN: dict[Callable[[Any, bool], Steps], Steps] = {
     frozen_with_a_gradient: [[1.5, None], *[[1.5, 1.5]] * 3, [1.5, None]],
+    frozen_behind_each_backward: [[1.5] * 3] * STEPS,
     frozen_before_it_is_made: [[1.5, 1.5]],
 }
 ALL_WANTED = {**WANTED, **WANTED_OF_FROZEN}
