@@ -154,11 +154,26 @@ def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
     assert "Parity." not in result.stdout
 
 
-def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(tmp_path: Path) -> None:
-    result = run(tmp_path, contrastive__memory_budget="1GiB")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"contrastive__memory_budget": "1GiB"}, ["memory_budget", "set contrastive.chunk_tokens"]),
+        ({"recompute__offload": "disk"}, ["a static graph cannot honour", "recompute.offload"]),
+        ({"sync__mode": "fused"}, ["a static graph cannot honour", "sync.mode"]),
+        ({"strategy__sharding": True}, ["strategy.sharding", "leave the setting out"]),
+        ({"recompute__offload_parameters": "disk"}, ["offload_parameters", "leave the setting"]),
+    ],
+)
+def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(
+    changes: dict[str, Any], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: Any) -> None:
+        raise AssertionError("a run has begun")
+
+    monkeypatch.setattr(parity, "_train", train)
+    result = run(tmp_path, **changes)
     assert result.exit_code == 2, result.output
-    assert "contrastive.memory_budget" in result.stderr
-    assert "set contrastive.chunk_tokens" in result.stderr
+    assert all(word in result.stderr for word in words)
     assert "Traceback" not in result.stderr
 
 
