@@ -108,14 +108,19 @@ def plan(config: Config) -> Plan:
             "contrastive.chunk_tokens (a run in this configuration reports them) instead"
         )
     check_in_a_program(config)
-    for path, is_given in (
-        ("strategy.sharding", config.strategy.sharding),
-        ("recompute.offload_parameters", config.recompute.offload_parameters != "none"),
+    strategy, owned = config.strategy, "whose Program owns its parameters and optimizer state"
+    for path, is_given, reason in (
+        ("strategy.sharding: true", strategy.sharding, owned),
+        ("recompute.offload_parameters", config.recompute.offload_parameters != "none", owned),
+        (
+            "strategy.amp_configs.dtype: float16",
+            strategy.amp and strategy.amp_configs.dtype == "float16",
+            "which has no loss scale (bfloat16 needs none)",
+        ),
     ):
         if is_given:
             raise ConfigError(
-                f"{path}: parity compares with a static graph, whose Program owns its parameters "
-                "and optimizer state; leave the setting out"
+                f"{path}: parity compares with a static graph, {reason}; leave the setting out"
             )
     notes = []
     for sentence in config.without_effect():

@@ -161,6 +161,7 @@ def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
         ({"recompute__offload": "disk"}, ["a static graph cannot honour", "recompute.offload"]),
         ({"sync__mode": "fused"}, ["a static graph cannot honour", "sync.mode"]),
         ({"strategy__sharding": True}, ["strategy.sharding", "leave the setting out"]),
+        ({"strategy__amp": True}, ["strategy.amp_configs.dtype: float16", "no loss scale"]),
         ({"recompute__offload_parameters": "disk"}, ["offload_parameters", "leave the setting"]),
     ],
 )
