@@ -175,7 +175,7 @@ def config_for(config: Config, variant: Variant) -> Config:
     """
     tree = config.to_dict()
     tree["mode"] = "dygraph"
-    if not variant.dropout:
+    if not variant.dropout and not config.model.is_own:
         tree["model"] |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     tree["recompute"]["enable"] = variant.recompute
     tree["launch"]["num_ranks"] = variant.ranks
