@@ -109,7 +109,7 @@ def plan(config: Config) -> Plan:
         )
     check_in_a_program(config)
     strategy, owned = config.strategy, "whose Program owns its parameters and optimizer state"
-    for path, is_given, reason in (
+    for path, is_given, why in (
         ("strategy.sharding: true", strategy.sharding, owned),
         ("recompute.offload_parameters", config.recompute.offload_parameters != "none", owned),
         (
@@ -120,7 +120,7 @@ def plan(config: Config) -> Plan:
     ):
         if is_given:
             raise ConfigError(
-                f"{path}: parity compares with a static graph, {reason}; leave the setting out"
+                f"{path}: parity compares with a static graph, {why}; leave the setting out"
             )
     notes = []
     for sentence in config.without_effect():
