@@ -11,7 +11,7 @@ from paddle_recompute.app.config._strategy import (
 )
 from paddle_recompute.app.config._sync import SyncConfig
 from paddle_recompute.app.config._train import TrainConfig
-from paddle_recompute.app.config.library import schedule_of, sync_arguments
+from paddle_recompute.app.config.library import check_in_a_program, schedule_of, sync_arguments
 from paddle_recompute.app.config.loading import Setting, load_config, load_settings, setting_names
 from paddle_recompute.app.config.schema import Config, LaunchConfig
 
@@ -29,6 +29,7 @@ __all__ = [
     "StrategyConfig",
     "SyncConfig",
     "TrainConfig",
+    "check_in_a_program",
     "default_cache_dir",
     "load_config",
     "load_settings",

@@ -17,6 +17,13 @@ def followed_by_a_program(v: Values) -> Iterator[Fault]:
     """What does not go with ``mode: static``."""
     if v["mode"] == "static":
         yield from not_in_a_program(v)
+        if v["strategy.amp"] and v["strategy.amp_configs.dtype"] == "float16":
+            yield Fault(
+                "strategy.amp_configs.dtype",
+                "float16",
+                "is not supported by mode: static: it needs a loss scale, which this mode has not; "
+                "set dtype: bfloat16",
+            )
 
 
 def not_in_a_program(v: Values) -> Iterator[Fault]:

@@ -59,18 +59,26 @@ def sync_arguments(config: Config) -> dict[str, Any]:
     }
 
 
+def check_in_a_program(config: Config) -> None:
+    """Refuse what a static graph cannot honour, as a configuration in ``mode: static`` does itself.
+
+    Raises:
+        ConfigError: There is such a setting; the message lists all.
+    """
+    if faults := list(not_in_a_program(Values(type(config), config.model_dump()))):
+        told = "\n".join(f"  {path}: {given}: {words}" for path, given, words in faults)
+        raise ConfigError(f"a static graph cannot honour:\n{told}")
+
+
 def static_config(config: Config) -> StaticConfig:
     """What a Program follows.
 
     Raises:
-        ConfigError: A setting that a static graph cannot honour; with ``mode: static`` the
-            configuration itself refuses it.
+        ConfigError: As `check_in_a_program` does.
     """
     from paddle_recompute.static_graph import StaticConfig
 
-    if faults := list(not_in_a_program(Values(type(config), config.model_dump()))):
-        told = "\n".join(f"  {path}: {given}: {words}" for path, given, words in faults)
-        raise ConfigError(f"a static graph cannot honour:\n{told}")
+    check_in_a_program(config)
     strategy, sync = config.strategy, config.sync
     return StaticConfig(
         recompute=config.recompute,

@@ -160,7 +160,7 @@ def parsed(
     for number, line in _lines(path, max_line, max_file, read):
         try:
             if len(line) > max_line:
-                raise BadLine(f"longer than {max_line} bytes (data.max_line)")
+                raise BadLine(f"longer than {max_line} bytes (the limit of pairs is data.max_line)")
             found = parse(number, _decoded(line))
         except BadLine as reason:
             refuse(f"{path}:{number}: {reason}")

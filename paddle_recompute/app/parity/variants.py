@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paddle_recompute.app.config import Config
+from paddle_recompute.app.config import Config, check_in_a_program
 from paddle_recompute.errors import ConfigError
 
 Mode = Literal["dygraph", "static"]
@@ -89,7 +89,8 @@ def plan(config: Config) -> Plan:
     """Choose the variants of a configuration.
 
     Raises:
-        ConfigError: It has several machines, or does not enable recompute.
+        ConfigError: It has several machines, does not enable recompute, or has a setting that a
+            static graph cannot honour.
     """
     if config.launch.num_nodes > 1:
         raise ConfigError(
@@ -106,6 +107,21 @@ def plan(config: Config) -> Plan:
             "contrastive.memory_budget: parity does not measure how large the chunks may be; set "
             "contrastive.chunk_tokens (a run in this configuration reports them) instead"
         )
+    check_in_a_program(config)
+    strategy, owned = config.strategy, "whose Program owns its parameters and optimizer state"
+    for path, is_given, why in (
+        ("strategy.sharding: true", strategy.sharding, owned),
+        ("recompute.offload_parameters", config.recompute.offload_parameters != "none", owned),
+        (
+            "strategy.amp_configs.dtype: float16",
+            strategy.amp and strategy.amp_configs.dtype == "float16",
+            "which has no loss scale (bfloat16 needs none)",
+        ),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"{path}: parity compares with a static graph, {why}; leave the setting out"
+            )
     notes = []
     for sentence in config.without_effect():
         notes.append(f"{sentence}.")
@@ -145,10 +161,8 @@ def _what_fleet_has_not(config: Config) -> str | None:
     """A sentence that lists the settings that fleet's recompute lacks; None: there are none."""
     settings = {
         "recompute.policy": config.recompute.policy == "segments" and "segments",
-        "recompute.offload": config.recompute.offload != "none" and config.recompute.offload,
         "contrastive.chunk_size": config.contrastive.chunk_size,
         "contrastive.chunk_tokens": config.contrastive.chunk_tokens,
-        "sync.compression": config.sync.compression != "none" and config.sync.compression,
     }
     given = [f"{path}: {value}" for path, value in settings.items() if value]
     return f"fleet does not support {', '.join(given)}." if given else None
@@ -161,7 +175,7 @@ def config_for(config: Config, variant: Variant) -> Config:
     """
     tree = config.to_dict()
     tree["mode"] = "dygraph"
-    if not variant.dropout:
+    if not variant.dropout and not config.model.is_own:
         tree["model"] |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     tree["recompute"]["enable"] = variant.recompute
     tree["launch"]["num_ranks"] = variant.ranks

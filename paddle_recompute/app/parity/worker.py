@@ -26,6 +26,7 @@ from paddle_recompute.app.parity.outcome import (
     Arrays,
     Outcome,
     disagreement,
+    read_arrays,
     write_arrays,
 )
 from paddle_recompute.app.parity.variants import config_for, plan
@@ -73,12 +74,13 @@ def train_all(folder: Path, config: Config, ranks: int, steps: int) -> None:
     if ranks == 1:
         state = _state(seeded_model(config, vocab_size), Objective(config, Chunks()))
         write_arrays(folder / WEIGHTS, {name: one.numpy() for name, one in state.items()})
+    weights = read_arrays(folder / WEIGHTS)
     for number, (variant, own) in enumerate(zip(variants, configs, strict=True), 1):
         if variant.reference and refusal.exists():
             continue
         print(f"{number}/{len(variants)}  {variant.name} ({variant.case})", flush=True)
         try:
-            outcome = _train(own, loader, rank, vocab_size, steps)
+            outcome = _train(own, weights, loader, rank, vocab_size, steps)
         except (SelectionError, RecomputeError) as error:
             if not variant.reference:
                 raise
@@ -91,11 +93,15 @@ def train_all(folder: Path, config: Config, ranks: int, steps: int) -> None:
             outcome.write(folder / variant.file)
 
 
-def _train(config: Config, loader: PairLoader, rank: int, vocab_size: int, steps: int) -> Outcome:
+def _train(
+    config: Config, weights: Arrays, loader: PairLoader, rank: int, vocab_size: int, steps: int
+) -> Outcome:
     model = seeded_model(config, vocab_size)
     section = config.contrastive
     objective = Objective(config, Chunks(section.chunk_size, section.chunk_tokens))
     state = _state(model, objective)
+    for name, array in weights.items():  # a model may draw its weights from another generator
+        state[name].set_value(array)
     if config.mode == "dygraph":
         wrap(model, config)
     schedule = schedule_of(config, total_steps(config, len(loader)))

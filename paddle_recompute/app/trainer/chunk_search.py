@@ -124,7 +124,8 @@ class MemoryProbe:
         if (chunks, plain) not in self._measured:
             config = self._config
             if plain:
-                config = with_recompute(config, enable=False, offload_parameters="none")
+                off = {"enable": False, "offload_parameters": "none", "num_shards": 1}
+                config = with_recompute(config, **off)
             peak: int | None = None
             with suppress(MemoryError):  # the other ranks wait for the comparison
                 peak = measure_step(config, self._vocab_size, chunks)

@@ -30,12 +30,12 @@ def first_not_finite(model: paddle.nn.Layer) -> str | None:
 
 
 def check_weights(model: paddle.nn.Layer, source: object) -> None:
-    """Refuse weights of the file `source` that cannot be trained; None: there is no file.
+    """Refuse weights of the file `source` that cannot be trained.
 
     Raises:
         CheckpointError: One of them is not finite.
     """
-    name = None if source is None else first_not_finite(model)
+    name = first_not_finite(model)
     if name is not None:
         raise CheckpointError(
             f"model.init_from: {source}: {name} holds NaN or an infinity; the run that wrote the "

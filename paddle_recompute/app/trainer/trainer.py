@@ -176,7 +176,10 @@ class Trainer:
         return record
 
     def _load(self, resumed: Resumed | None) -> tuple[PreparedData, PairLoader]:
-        """The pairs, the same on all ranks and as before, and the batches of this rank."""
+        """The pairs, the same on all ranks and as before, and the batches of this rank.
+
+        The weights to begin with are checked here, before anything that takes long.
+        """
         if resumed is None:
             check_vocabulary(self.config)
 
@@ -198,6 +201,9 @@ class Trainer:
         loader = load_batches(self.config, data, self._rank)
         self._events.say(*loader.notes(), indent="  ")
         self._events.note("data", **data_figures(data, loader))
+        if resumed is None and self.config.model.init_from is not None:
+            model = seeded_model(self.config, data.tokenizer.vocab_size)
+            check_weights(model, self.config.model.init_from)  # the measurement takes minutes
         return data, loader
 
     def _what_is_left(self, resumed: Resumed | None, steps_per_epoch: int) -> tuple[Best, int]:
@@ -236,7 +242,6 @@ class Trainer:
     def _build_model(self, vocab_size: int, plan: RecomputePlan | None) -> paddle.nn.Layer:
         self._events.begin("model", "Building the model")
         model = seeded_model(self.config, vocab_size)
-        check_weights(model, self.config.model.init_from)
         broadcast_from_rank0(model)
         if self.config.world_size > 1 and (names := equal_buffers(model)):
             self._events.say(

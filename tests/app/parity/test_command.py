@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 from click.testing import CliRunner, Result
 
@@ -15,7 +16,9 @@ from paddle_recompute.app import cli, parity
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.parity.outcome import WEIGHTS, Outcome, write_arrays
 from paddle_recompute.app.parity.variants import Variant, plan
+from tests.app.encoder.test_own import Mean
 from tests.app.trainer.test_trainer import tiny, write_pairs
+from tests.ranks import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +104,29 @@ def test_a_model_that_fleets_recompute_refuses_is_compared_without_it(tmp_path: 
     assert "5/5  static recompute, 1 process (no dropout)" in result.stderr
 
 
+class DrawnByNumPy(Mean):
+    """`train.seed` does not reach NumPy: each model draws other weights."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        drawn = np.random.standard_normal([vocab_size, 8]).astype("float32")
+        attr = paddle.ParamAttr(initializer=paddle.nn.initializer.Assign(drawn))
+        self.words = paddle.nn.Embedding(vocab_size, 8, weight_attr=attr)
+
+
+@pytest.mark.timeout(300)  # a process that trains five runs
+def test_all_runs_of_a_model_of_ones_own_start_from_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    model = {"name": f"{DrawnByNumPy.__module__}:DrawnByNumPy"}
+    result = run(tmp_path, "--steps", "1", "--json", model=model)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert len(record["runs"]) >= 4 and record["parity"] is True
+    assert len({tuple(one["losses"]) for one in record["runs"] if one["mode"] == "dygraph"}) == 1
+
+
 def fake_runs(spoil: Variant | None) -> Any:
     """In place of the ranks: every run has the same numbers, but for one of `spoil`."""
 
@@ -154,11 +180,27 @@ def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
     assert "Parity." not in result.stdout
 
 
-def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(tmp_path: Path) -> None:
-    result = run(tmp_path, contrastive__memory_budget="1GiB")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"contrastive__memory_budget": "1GiB"}, ["memory_budget", "set contrastive.chunk_tokens"]),
+        ({"recompute__offload": "disk"}, ["a static graph cannot honour", "recompute.offload"]),
+        ({"sync__mode": "fused"}, ["a static graph cannot honour", "sync.mode"]),
+        ({"strategy__sharding": True}, ["strategy.sharding", "leave the setting out"]),
+        ({"strategy__amp": True}, ["strategy.amp_configs.dtype: float16", "no loss scale"]),
+        ({"recompute__offload_parameters": "disk"}, ["offload_parameters", "leave the setting"]),
+    ],
+)
+def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(
+    changes: dict[str, Any], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: Any) -> None:
+        raise AssertionError("a run has begun")
+
+    monkeypatch.setattr(parity, "_train", train)
+    result = run(tmp_path, **changes)
     assert result.exit_code == 2, result.output
-    assert "contrastive.memory_budget" in result.stderr
-    assert "set contrastive.chunk_tokens" in result.stderr
+    assert all(word in result.stderr for word in words)
     assert "Traceback" not in result.stderr
 
 

@@ -195,11 +195,9 @@ def test_the_order_of_three_ranks_depends_on_the_buffers() -> None:
             {"recompute": {"policy": "segments"}},
             "fleet does not support recompute.policy: segments.",
         ),
-        ({"recompute": {"offload": "host"}}, "fleet does not support recompute.offload: host."),
-        ({"sync": {"compression": "bf16"}}, "fleet does not support sync.compression: bf16."),
         (
-            {"recompute": {"policy": "segments", "offload": "disk"}},
-            "fleet does not support recompute.policy: segments, recompute.offload: disk.",
+            {"recompute": {"policy": "segments"}, "contrastive": {"chunk_size": 4}},
+            "fleet does not support recompute.policy: segments, contrastive.chunk_size: 4.",
         ),
     ],
 )

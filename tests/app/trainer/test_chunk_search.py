@@ -159,6 +159,22 @@ def test_the_plain_step_is_run_only_where_the_estimate_of_the_other_is_wrong(
     assert runs == ([True] if right else [True, False])
 
 
+def test_the_plain_step_of_a_run_with_offloaded_parameters_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured(config: Config, *_: Any) -> int:
+        section = config.recompute
+        measured_steps.append((section.enable, section.offload_parameters, section.num_shards))
+        return 1000
+
+    measured_steps: list[Any] = []
+    monkeypatch.setattr(chunk_search, "measure_step", measured)
+    offloaded = {"recompute__offload_parameters": "host", "recompute__num_shards": 2}
+    found = probe_of(None, train__measure_plain=True, **offloaded).measure(Chunks())
+    assert found == (1000, 1000)
+    assert measured_steps == [(True, "host", 2), (False, "none", 1)]
+
+
 @needs_peaks_of_steps
 def test_a_block_that_does_not_fit_leaves_the_chunks_to_steps(
     monkeypatch: pytest.MonkeyPatch,

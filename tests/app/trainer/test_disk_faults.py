@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_recompute.app.report import read_metrics
-from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.app.trainer import Trainer, chunk_search
 from paddle_recompute.app.trainer.recorder import MetricsLog
 from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import CheckpointError, ConfigError, DivergenceError, OutputError
@@ -98,8 +98,15 @@ def test_damaged_metrics(tmp_path: Path, text: str) -> None:
 # --------------------------------------------------------------------------------------------- NaN
 
 
-def test_weights_with_nan_are_refused_by_name(folder: Path) -> None:
+def test_weights_with_nan_are_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Trainer(tiny(folder, train__max_steps=1)).run()
+
+    def measure(*_: Any) -> int:
+        raise AssertionError("the memory of a step is measured, which takes minutes")
+
+    monkeypatch.setattr(chunk_search, "measure_step", measure)
     weights = load_file(find_checkpoint(folder / "run" / "checkpoint").weights_file)
     name = sorted(weights)[3]
     weights[name] = np.full_like(weights[name], np.nan)
