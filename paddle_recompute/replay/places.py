@@ -71,7 +71,15 @@ class Entries:
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        return _put_back(self._entries, self._before, self._changed())
+        entries, changed = self._entries, self._changed()
+        if not changed:
+            return None
+        # Of the unchanged ones, too: the second forward may change what was put back by the user.
+        names = (self._before.keys() | self._names) - self._left
+        now = {name: entries.get(name, _ABSENT) for name in names}
+        before = self._before
+        _assign(entries, {name: content_of(before.get(name, _ABSENT)) for name in changed})
+        return lambda: _assign(entries, now)
 
     def is_unchanged(self) -> bool:
         """See `Place`."""
@@ -91,17 +99,6 @@ class Entries:
 def _are(some: Iterable[Any], others: Iterable[Any]) -> bool:
     """Whether two iterables of equal length hold the same objects."""
     return all(map(operator.is_, some, others))
-
-
-def _put_back(
-    entries: dict[str, Any] | Attributes, before: dict[str, Any], changed: list[str]
-) -> Callable[[], None] | None:
-    """`Place.put_back` of the entries named `changed`."""
-    if not changed:
-        return None
-    now = {name: entries.get(name, _ABSENT) for name in changed}
-    _assign(entries, {name: content_of(before.get(name, _ABSENT)) for name in changed})
-    return lambda: _assign(entries, now)
 
 
 def _assign(entries: dict[str, Any] | Attributes, values: dict[str, Any]) -> None:

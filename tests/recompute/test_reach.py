@@ -403,6 +403,24 @@ def test_recurrent_state(run: Run, place: str) -> Seen:
     return backward(y, x, net)
 
 
+@case("a state of which the user resets {reset} before the backward", reset=["state", "length"])
+def test_state_reset_before_the_backward(run: Run, reset: str) -> Seen:
+    holder, net, found = types.SimpleNamespace(state=None, length=0), linear(), []
+
+    def block(h: Tensor) -> Tensor:
+        if holder.length and holder.state is not None:
+            h = h + holder.state
+        holder.state, holder.length = net(h).detach(), holder.length + 1
+        return net(h).tanh()
+
+    for _ in range(2):
+        x = leaf(3, 4)
+        y = run(block, x * 2)
+        setattr(holder, reset, None if reset == "state" else 0)
+        found.append({**backward(y, x, net), "state": holder.state, "length": holder.length})
+    return {"step": found}
+
+
 @case("a Layer that the first forward builds")
 def test_built_in_the_forward(run: Run) -> Seen:
     class Late(paddle.nn.Layer):
