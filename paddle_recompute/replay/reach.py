@@ -35,6 +35,7 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import (
+    STATISTICS,
     attributes_of_every_layer,
     is_parameter,
     layers_below,
@@ -91,7 +92,7 @@ def names_read(layer: paddle.nn.Layer) -> frozenset[str] | None:
     of Paddle; None: any.
     """
     search = _Search.of(layer, ())
-    return None if search._any_name else frozenset(search._names)
+    return None if search._any_name else frozenset(search.names)
 
 
 class Reach:
@@ -102,16 +103,20 @@ class Reach:
         may_draw: Whether the call may draw from NumPy's stream or Python's. Not before it calls a
             Layer that is not among the Layers.
         may_seed: Whether it may set a stream, which then may end where it began.
+        reads_statistics: Whether code of the user may read the statistics of a BatchNorm.
         is_settled: Whether another search, right after the last forward, would find the same.
     """
 
-    __slots__ = ("_tensors", "is_settled", "may_draw", "may_seed", "snapshot")
+    __slots__ = (
+        "_tensors", "is_settled", "may_draw", "may_seed", "reads_statistics", "snapshot",
+    )  # fmt: skip
 
     def __init__(self, function: Any, arguments: Any) -> None:
         search = _Search.of(function, arguments)
         self.snapshot = search.snapshot
         self.snapshot.capture()
         self.may_draw, self.may_seed = search.may_draw, search.may_seed
+        self.reads_statistics = search.is_dynamic or not search.names.isdisjoint(STATISTICS)
         self._tensors = search.tensors
 
     def after_forward(self) -> None:
@@ -190,12 +195,12 @@ class _Search:
     def __init__(self) -> None:
         self.layers: dict[int, paddle.nn.Layer] = {}
         self.snapshot = Snapshot()
-        self.may_draw = self.may_seed = False
+        self.may_draw = self.may_seed = self.is_dynamic = False
         self.tensors: list[_Captured] = []
         # By id, with a reference: the id of a temporary tuple would be used again.
         self._seen: dict[int, Any] = {}
         self._objects: list[tuple[Any, set[str]]] = []  # with the names looked up so far
-        self._names: set[str] = set(UNNAMED)
+        self.names: set[str] = set(UNNAMED)
         self._any_name = False
         self._owner: paddle.nn.Layer | None = None
         self._kinds: dict[type, Kind] = {}
@@ -297,7 +302,7 @@ class _Search:
             return
         code = function.__code__
         names = names_in(code)
-        self._names |= names.attributes
+        self.names |= names.attributes
         self._any_name |= names.is_dynamic and self._owner is None
         self.may_seed |= names.may_seed
         defaults = function.__defaults__, function.__kwdefaults__
@@ -312,6 +317,7 @@ class _Search:
                 self.snapshot.places.append(of_attributes(cell, ("cell_contents",), (content,)))
                 self._visit(content, variable)
         if str(module).partition(".")[0] != OURS:
+            self.is_dynamic |= names.is_dynamic
             self.may_draw |= names.may_draw or names.is_dynamic
             self._visit_globals(function.__globals__, names.globals)
             for owner in _PADDLE:  # whose functions somebody may have replaced
@@ -361,7 +367,7 @@ class _Search:
         while not is_done:
             is_done = not self._look_up_in_layers()
             for value, known in list(self._objects):
-                new = self._names - known
+                new = self.names - known
                 if self._any_name and not isinstance(value, types.ModuleType):
                     new |= getattr(value, "__dict__", {}).keys() - known
                 if new:
@@ -371,7 +377,7 @@ class _Search:
 
     def _look_up_in_layers(self) -> bool:
         """Returns whether there was something new."""
-        names = self._names - UNNAMED - attributes_of_every_layer()
+        names = self.names - UNNAMED - attributes_of_every_layer()
         if not names:
             return False
         unread: dict[type, AbstractSet[str]] = {}
