@@ -7,7 +7,7 @@ replaced. `Reach` records each such *place* and its content. During the second f
 places hold their old content again, afterwards the new one.
 
 **What is searched.** The function, its ``__self__``, its closure, defaults and the globals that it
-names; from there functions, partials, methods, lists, tuples, sets, dicts and hooks; of plain
+names; from there functions, partials, methods, lists, deques, tuples, sets, dicts, hooks; of plain
 objects at any depth, the attributes that the code found so far looks up by name (all attributes if
 it uses ``getattr``); Layers with their sublayers, parameters and attributes. The search ends after
 `MOST_SEARCHED` objects and skips containers of more than `LONGEST_SEARCHED` items, which hold data.
@@ -27,6 +27,7 @@ import functools
 import operator
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -57,7 +58,7 @@ from paddle_recompute.replay.names import (
     names_in,
     reader_of,
 )
-from paddle_recompute.replay.places import Entries, Items, items_of, of_attributes
+from paddle_recompute.replay.places import ABSENT, Entries, Items, items_of, of_attributes
 from paddle_recompute.replay.snapshot import Snapshot, Undo
 
 LONGEST_SEARCHED = 1000
@@ -237,7 +238,7 @@ class _Search:
             self._visit_layer(value)
         elif isinstance(value, paddle.Tensor):
             self.tensors.append(_Captured(value, name, self._owner))
-        elif isinstance(value, (list, tuple, set, frozenset, dict)):
+        elif isinstance(value, (list, tuple, set, frozenset, dict, deque)):
             if len(value) <= LONGEST_SEARCHED:
                 self._visit_container(value, name)
             else:
@@ -260,11 +261,11 @@ class _Search:
             self.may_draw |= getattr(value, "__module__", "") not in _WITHOUT_STREAMS
 
     def _visit_container(self, value: Any, name: str) -> None:
-        if isinstance(value, (list, dict)):
+        if isinstance(value, (list, deque, dict)):
             items = items_of(value)
             held = [hold(item) for item in items]
             if all(map(operator.is_, held, items)):
-                self.snapshot.add(value, _ITEMS[isinstance(value, list)], (*items,))
+                self.snapshot.add(value, _ITEMS[not isinstance(value, dict)], (*items,))
             else:
                 self.snapshot.places.append(Items(value, held))
             if _LEAVES.issuperset(map(type, items)):
@@ -415,8 +416,12 @@ class _Search:
             return
         if isinstance(entries, dict):
             self._watch(entries, reader_of(entries, names))
-        for name in names.intersection(_slots(type(value))):
-            self._visit(getattr(value, name, None), name)
+        slots = names.intersection(_slots(type(value)))
+        if slots:
+            values = [getattr(value, name, ABSENT) for name in slots]
+            self.snapshot.places.append(of_attributes(value, slots, values))
+            for name, one in zip(slots, values, strict=True):
+                self._visit(one, name)
         for name in names:
             for function in methods(type(value), name):
                 self._visit(function, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import sys
@@ -368,7 +369,8 @@ def test_cache(run: Run, place: str) -> Seen:
 
 
 @case(
-    "a state that goes from call to call, in {place}", place=["a closure", "a Layer", "an object"]
+    "a state that goes from call to call, in {place}",
+    place=["a closure", "a Layer", "an object", "slots", "a deque"],
 )
 def test_recurrent_state(run: Run, place: str) -> Seen:
     class Recurrent(paddle.nn.Layer):
@@ -396,6 +398,26 @@ def test_recurrent_state(run: Run, place: str) -> Seen:
         def function(h: Tensor) -> Tensor:
             holder.state = (holder.cell(h) + holder.state).tanh().detach()
             return holder.cell(h) * holder.state
+
+    elif place == "slots":
+
+        class Slots:
+            __slots__ = ("cell", "state")
+
+        slots = Slots()
+        slots.cell = net.cell
+
+        def function(h: Tensor) -> Tensor:
+            before = getattr(slots, "state", 0.0)
+            slots.state = (slots.cell(h) + before).tanh().detach()
+            return slots.cell(h) * slots.state
+
+    elif place == "a deque":
+        memory = collections.deque([paddle.ones([3, 4])] * 2, maxlen=2)
+
+        def function(h: Tensor) -> Tensor:
+            memory.append((net.cell(h) + memory[0]).tanh().detach())
+            return net.cell(h) * memory[0]
 
     y = run(function, x * 2)
     for _ in range(2):
