@@ -6,12 +6,13 @@ rebound a variable of the closure, or a sublayer, parameter, attribute or global
 replaced. `Reach` records each such *place* and its content. During the second forward the changed
 places hold their old content again, afterwards the new one.
 
-**What is searched.** The function, its ``__self__``, its closure, defaults and the globals that it
-names; from there functions, partials, methods, lists, deques, tuples, sets, dicts, hooks; of plain
-objects at any depth, the attributes that the code found so far looks up by name (all attributes if
-it uses ``getattr``); Layers with their sublayers, parameters and attributes. The search ends after
-`MOST_SEARCHED` objects and skips containers of more than `LONGEST_SEARCHED` items, which hold data.
-Objects of libraries and of Python itself (locks, barriers, loggers) are skipped.
+**What is searched.** The function, its ``__self__``, its closure, its defaults, and the attributes
+and globals that it names; from there functions, partials, methods, lists, deques, tuples, sets,
+dicts and hooks; of plain objects at any depth, the attributes that the code found so far looks up
+by name (all attributes if it uses ``getattr``); Layers with their sublayers, parameters and
+attributes. The search ends after `MOST_SEARCHED` objects and skips containers of more than
+`LONGEST_SEARCHED` items, which hold data. Objects of libraries and of Python itself (locks,
+barriers, loggers) are skipped.
 
 **What the forward itself changes.** A number that it rebinds and a list or dict of data that it
 changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other object that
@@ -306,6 +307,8 @@ class _Search:
         self.names |= names.attributes
         self._any_name |= names.is_dynamic and self._owner is None
         self.may_seed |= names.may_seed
+        if function.__dict__:
+            self._watch(function.__dict__, reader_of(function.__dict__, names.attributes))
         defaults = function.__defaults__, function.__kwdefaults__
         if any(defaults):
             names_of_defaults = ("__defaults__", "__kwdefaults__")

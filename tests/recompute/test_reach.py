@@ -269,6 +269,18 @@ def test_number(run: Run) -> Seen:
     return {**backward(y, x, net), "scale": net.scale}
 
 
+@case("a number in an attribute of the function that is changed between forward and backward")
+def test_attribute_of_a_function(run: Run) -> Seen:
+    def scaled(h: Tensor) -> Tensor:
+        return (h * scaled.scale).tanh()  # type: ignore[attr-defined]
+
+    x = leaf(3, 4)
+    scaled.scale = 2.0  # type: ignore[attr-defined]
+    y = run(scaled, x * 2)
+    scaled.scale = 3.0  # type: ignore[attr-defined]
+    return {**backward(y, x), "scale": scaled.scale}  # type: ignore[attr-defined]
+
+
 @case("a forward hook that is {change} before the backward", change=["removed", "registered"])
 def test_hook(run: Run, change: str) -> Seen:
     net, x = linear(), leaf(3, 4)
