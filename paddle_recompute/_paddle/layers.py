@@ -119,6 +119,13 @@ def statistics_among_parameters(layer: paddle.nn.Layer) -> list[str]:
     return [*STATISTICS] if isinstance(layer, BATCH_NORMS) else []
 
 
+def kernel_reads_statistics(layer: Any) -> bool:
+    """Whether the kernel of a BatchNorm reads its statistics, not those of the batch alone
+    (``_use_global_stats``; 2.6, 3.x).
+    """
+    return not layer.training or bool(layer._use_global_stats)
+
+
 def saved_buffers(layer: paddle.nn.Layer) -> dict[str, paddle.Tensor]:
     """What `layer` itself (not its sublayers) keeps besides its parameters and saves, by name.
 

@@ -62,6 +62,10 @@ class FrameTicket:
     def __init__(self, frame: Frame, number: int, look: Look) -> None:
         self.frame, self.number, self.look = frame, number, look
 
+    def __del__(self) -> None:
+        """Nobody will ask: the output was dropped, and another output may keep the frame alive."""
+        self.frame.values[self.number] = None
+
     def value(self) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
         frame, number, is_last = self.frame, self.number, is_last_backward()

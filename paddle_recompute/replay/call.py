@@ -116,7 +116,8 @@ class Call:
             self._layers = like._layers
         else:
             members = reach.snapshot.layers
-            self._layers = LayerState(members, with_statistics=self.compare_values)
+            with_statistics = self.compare_values or reach.reads_statistics
+            self._layers = LayerState(members, with_statistics=with_statistics)
         draws = self._draws = None
         if self.preserve_rng_state:
             of_the_host = reach.may_draw

@@ -22,6 +22,7 @@ from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
     STATISTICS,
     is_initialized,
+    kernel_reads_statistics,
     layers_below,
     non_trained_state,
     own_parameters,
@@ -173,7 +174,7 @@ class LayerState:
         next.
 
         A training BatchNorm does not read its statistics, so they are copied only
-        `with_statistics`: the kernel saves them for the backward nevertheless.
+        `with_statistics`: other code reads them, or what the kernel saves is compared.
         """
         self._with_statistics = with_statistics
         self.known: dict[int, paddle.nn.Layer] = {}
@@ -224,7 +225,8 @@ class LayerState:
         self._stamps.append(_writes.Stamps([one for one in trained if one is not None]))
 
     def _add_buffers(self, layer: paddle.nn.Layer, *, is_norm: bool) -> None:
-        unread = () if self._with_statistics or not (is_norm and layer.training) else STATISTICS
+        is_read = not is_norm or self._with_statistics or kernel_reads_statistics(layer)
+        unread = () if is_read else STATISTICS
         for tensors, names in non_trained_state(layer):
             before = {
                 name: _Buffer(tensors[name], layer.training)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
-import types
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
@@ -14,7 +14,8 @@ import paddle
 from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute.replay.contents import Held, HeldTuple, content_of, hold, is_same
 
-_ABSENT = object()
+ABSENT = object()
+Container = list[Any] | deque[Any] | dict[Any, Any]
 _NUMBERS = (int, float, str, bytes, complex)  # bool is an int
 
 
@@ -71,7 +72,15 @@ class Entries:
 
     def put_back(self) -> Callable[[], None] | None:
         """See `Place`."""
-        return _put_back(self._entries, self._before, self._changed())
+        entries, changed = self._entries, self._changed()
+        if not changed:
+            return None
+        # Of the unchanged ones, too: the second forward may change what was put back by the user.
+        names = (self._before.keys() | self._names) - self._left
+        now = {name: entries.get(name, ABSENT) for name in names}
+        before = self._before
+        _assign(entries, {name: content_of(before.get(name, ABSENT)) for name in changed})
+        return lambda: _assign(entries, now)
 
     def is_unchanged(self) -> bool:
         """See `Place`."""
@@ -82,7 +91,7 @@ class Entries:
         if len(entries) == self._size and _are(before.values(), map(entries.get, before)):
             return []  # nearly always
         changed = [
-            name for name, held in before.items() if not is_same(held, entries.get(name, _ABSENT))
+            name for name, held in before.items() if not is_same(held, entries.get(name, ABSENT))
         ]
         changed += (self._names & entries.keys()) - before.keys()
         return [name for name in changed if name not in self._left]
@@ -93,20 +102,9 @@ def _are(some: Iterable[Any], others: Iterable[Any]) -> bool:
     return all(map(operator.is_, some, others))
 
 
-def _put_back(
-    entries: dict[str, Any] | Attributes, before: dict[str, Any], changed: list[str]
-) -> Callable[[], None] | None:
-    """`Place.put_back` of the entries named `changed`."""
-    if not changed:
-        return None
-    now = {name: entries.get(name, _ABSENT) for name in changed}
-    _assign(entries, {name: content_of(before.get(name, _ABSENT)) for name in changed})
-    return lambda: _assign(entries, now)
-
-
 def _assign(entries: dict[str, Any] | Attributes, values: dict[str, Any]) -> None:
     for name, value in values.items():
-        if value is not _ABSENT:
+        if value is not ABSENT:
             entries[name] = value
         else:
             entries.pop(name, None)
@@ -141,11 +139,11 @@ def fill_dict(entries: dict[Any, Any], values: dict[Any, Any]) -> None:
 
 
 class Items:
-    """The items of a list, or of a dict that is not a `__dict__`."""
+    """The items of a list or deque, or of a dict that is not a `__dict__`."""
 
     __slots__ = ("_before", "_container", "_is_own")
 
-    def __init__(self, container: list[Any] | dict[Any, Any], before: list[Any]) -> None:
+    def __init__(self, container: Container, before: list[Any]) -> None:
         """`container` held (`contents.hold`) `before`, in the order of `items_of`."""
         self._container = container
         self._before = before
@@ -181,33 +179,34 @@ class Items:
         )
 
 
-def items_of(container: list[Any] | dict[Any, Any]) -> list[Any]:
-    """The items of a list; of a dict, its keys and then its values."""
+def items_of(container: Container) -> list[Any]:
+    """The items of a list or deque; of a dict, its keys and then its values."""
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
     return list(container)
 
 
-def _fill(container: list[Any] | dict[Any, Any], items: list[Any]) -> None:
+def _fill(container: Container, items: list[Any]) -> None:
     if isinstance(container, dict):
         half = len(items) // 2
         fill_dict(container, dict(zip(items[:half], items[half:], strict=True)))
     else:
-        container[:] = items
+        container.clear()
+        container.extend(items)
 
 
 class Attributes:
-    """Attributes of a cell or of a function, as `Entries` reads and writes a dict."""
+    """Attributes of a cell, of a function or in slots, as `Entries` reads and writes a dict."""
 
     __slots__ = ("_owner",)
 
-    def __init__(self, owner: types.CellType | types.FunctionType) -> None:
+    def __init__(self, owner: Any) -> None:
         self._owner = owner
 
     def get(self, name: str, default: Any = None) -> Any:
         try:
             return getattr(self._owner, name)
-        except ValueError:  # an empty cell
+        except (ValueError, AttributeError):  # an empty cell, an empty slot
             return default
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -223,9 +222,7 @@ class Attributes:
         return 0
 
 
-def of_attributes(
-    owner: types.CellType | types.FunctionType, names: tuple[str, ...], values: tuple[Any, ...]
-) -> Entries:
-    """The attributes `names`, which have `values`."""
+def of_attributes(owner: Any, names: Iterable[str], values: Iterable[Any]) -> Entries:
+    """The attributes `names`, which have `values`; `ABSENT`: none."""
     before = {name: hold(value) for name, value in zip(names, values, strict=True)}
     return Entries(Attributes(owner), frozenset(), before, 0)

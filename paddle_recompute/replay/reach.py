@@ -6,12 +6,13 @@ rebound a variable of the closure, or a sublayer, parameter, attribute or global
 replaced. `Reach` records each such *place* and its content. During the second forward the changed
 places hold their old content again, afterwards the new one.
 
-**What is searched.** The function, its ``__self__``, its closure, defaults and the globals that it
-names; from there functions, partials, methods, lists, tuples, sets, dicts and hooks; of plain
-objects at any depth, the attributes that the code found so far looks up by name (all attributes if
-it uses ``getattr``); Layers with their sublayers, parameters and attributes. The search ends after
-`MOST_SEARCHED` objects and skips containers of more than `LONGEST_SEARCHED` items, which hold data.
-Objects of libraries and of Python itself (locks, barriers, loggers) are skipped.
+**What is searched.** The function, its ``__self__``, its closure, its defaults, and the attributes
+and globals that it names; from there functions, partials, methods, lists, deques, tuples, sets,
+dicts and hooks; of plain objects at any depth, the attributes that the code found so far looks up
+by name (all attributes if it uses ``getattr``); Layers with their sublayers, parameters and
+attributes. The search ends after `MOST_SEARCHED` objects and skips containers of more than
+`LONGEST_SEARCHED` items, which hold data. Objects of libraries and of Python itself (locks,
+barriers, loggers) are skipped.
 
 **What the forward itself changes.** A number that it rebinds and a list or dict of data that it
 changes stay as they are: a counter counts both forwards. A Layer, tensor, None or other object that
@@ -27,6 +28,7 @@ import functools
 import operator
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -35,6 +37,7 @@ import paddle
 
 from paddle_recompute import _nested
 from paddle_recompute._paddle.layers import (
+    STATISTICS,
     attributes_of_every_layer,
     is_parameter,
     layers_below,
@@ -56,7 +59,7 @@ from paddle_recompute.replay.names import (
     names_in,
     reader_of,
 )
-from paddle_recompute.replay.places import Entries, Items, items_of, of_attributes
+from paddle_recompute.replay.places import ABSENT, Entries, Items, items_of, of_attributes
 from paddle_recompute.replay.snapshot import Snapshot, Undo
 
 LONGEST_SEARCHED = 1000
@@ -91,7 +94,7 @@ def names_read(layer: paddle.nn.Layer) -> frozenset[str] | None:
     of Paddle; None: any.
     """
     search = _Search.of(layer, ())
-    return None if search._any_name else frozenset(search._names)
+    return None if search._any_name else frozenset(search.names)
 
 
 class Reach:
@@ -102,16 +105,20 @@ class Reach:
         may_draw: Whether the call may draw from NumPy's stream or Python's. Not before it calls a
             Layer that is not among the Layers.
         may_seed: Whether it may set a stream, which then may end where it began.
+        reads_statistics: Whether code of the user may read the statistics of a BatchNorm.
         is_settled: Whether another search, right after the last forward, would find the same.
     """
 
-    __slots__ = ("_tensors", "is_settled", "may_draw", "may_seed", "snapshot")
+    __slots__ = (
+        "_tensors", "is_settled", "may_draw", "may_seed", "reads_statistics", "snapshot",
+    )  # fmt: skip
 
     def __init__(self, function: Any, arguments: Any) -> None:
         search = _Search.of(function, arguments)
         self.snapshot = search.snapshot
         self.snapshot.capture()
         self.may_draw, self.may_seed = search.may_draw, search.may_seed
+        self.reads_statistics = search.is_dynamic or not search.names.isdisjoint(STATISTICS)
         self._tensors = search.tensors
 
     def after_forward(self) -> None:
@@ -190,12 +197,12 @@ class _Search:
     def __init__(self) -> None:
         self.layers: dict[int, paddle.nn.Layer] = {}
         self.snapshot = Snapshot()
-        self.may_draw = self.may_seed = False
+        self.may_draw = self.may_seed = self.is_dynamic = False
         self.tensors: list[_Captured] = []
         # By id, with a reference: the id of a temporary tuple would be used again.
         self._seen: dict[int, Any] = {}
         self._objects: list[tuple[Any, set[str]]] = []  # with the names looked up so far
-        self._names: set[str] = set(UNNAMED)
+        self.names: set[str] = set(UNNAMED)
         self._any_name = False
         self._owner: paddle.nn.Layer | None = None
         self._kinds: dict[type, Kind] = {}
@@ -232,7 +239,7 @@ class _Search:
             self._visit_layer(value)
         elif isinstance(value, paddle.Tensor):
             self.tensors.append(_Captured(value, name, self._owner))
-        elif isinstance(value, (list, tuple, set, frozenset, dict)):
+        elif isinstance(value, (list, tuple, set, frozenset, dict, deque)):
             if len(value) <= LONGEST_SEARCHED:
                 self._visit_container(value, name)
             else:
@@ -255,11 +262,11 @@ class _Search:
             self.may_draw |= getattr(value, "__module__", "") not in _WITHOUT_STREAMS
 
     def _visit_container(self, value: Any, name: str) -> None:
-        if isinstance(value, (list, dict)):
+        if isinstance(value, (list, deque, dict)):
             items = items_of(value)
             held = [hold(item) for item in items]
             if all(map(operator.is_, held, items)):
-                self.snapshot.add(value, _ITEMS[isinstance(value, list)], (*items,))
+                self.snapshot.add(value, _ITEMS[not isinstance(value, dict)], (*items,))
             else:
                 self.snapshot.places.append(Items(value, held))
             if _LEAVES.issuperset(map(type, items)):
@@ -297,9 +304,11 @@ class _Search:
             return
         code = function.__code__
         names = names_in(code)
-        self._names |= names.attributes
+        self.names |= names.attributes
         self._any_name |= names.is_dynamic and self._owner is None
         self.may_seed |= names.may_seed
+        if function.__dict__:
+            self._watch(function.__dict__, reader_of(function.__dict__, names.attributes))
         defaults = function.__defaults__, function.__kwdefaults__
         if any(defaults):
             names_of_defaults = ("__defaults__", "__kwdefaults__")
@@ -312,6 +321,7 @@ class _Search:
                 self.snapshot.places.append(of_attributes(cell, ("cell_contents",), (content,)))
                 self._visit(content, variable)
         if str(module).partition(".")[0] != OURS:
+            self.is_dynamic |= names.is_dynamic
             self.may_draw |= names.may_draw or names.is_dynamic
             self._visit_globals(function.__globals__, names.globals)
             for owner in _PADDLE:  # whose functions somebody may have replaced
@@ -361,7 +371,7 @@ class _Search:
         while not is_done:
             is_done = not self._look_up_in_layers()
             for value, known in list(self._objects):
-                new = self._names - known
+                new = self.names - known
                 if self._any_name and not isinstance(value, types.ModuleType):
                     new |= getattr(value, "__dict__", {}).keys() - known
                 if new:
@@ -371,7 +381,7 @@ class _Search:
 
     def _look_up_in_layers(self) -> bool:
         """Returns whether there was something new."""
-        names = self._names - UNNAMED - attributes_of_every_layer()
+        names = self.names - UNNAMED - attributes_of_every_layer()
         if not names:
             return False
         unread: dict[type, AbstractSet[str]] = {}
@@ -409,8 +419,12 @@ class _Search:
             return
         if isinstance(entries, dict):
             self._watch(entries, reader_of(entries, names))
-        for name in names.intersection(_slots(type(value))):
-            self._visit(getattr(value, name, None), name)
+        slots = names.intersection(_slots(type(value)))
+        if slots:
+            values = [getattr(value, name, ABSENT) for name in slots]
+            self.snapshot.places.append(of_attributes(value, slots, values))
+            for name, one in zip(slots, values, strict=True):
+                self._visit(one, name)
         for name in names:
             for function in methods(type(value), name):
                 self._visit(function, name)

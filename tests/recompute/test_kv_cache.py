@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import paddle
@@ -80,6 +80,23 @@ class Dict(dict):
         return k, v
 
 
+class Slotted:
+    """Keys and values of one block, in an object without a ``__dict__``."""
+
+    __slots__ = ("content",)
+
+    def __init__(self) -> None:
+        self.content: dict[int, tuple[Tensor, Tensor]] | None = None
+
+    def update(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        content = self.content or {}
+        if index in content:
+            old = content[index]
+            k, v = paddle.concat([old[0], k], axis=1), paddle.concat([old[1], v], axis=1)
+        self.content = {**content, index: (k, v)}
+        return k, v
+
+
 class Block(paddle.nn.Layer):
     def __init__(self, index: int, attention: str) -> None:
         super().__init__()
@@ -105,6 +122,7 @@ CACHES: dict[str, Callable[[], Any]] = {
     "objects": Slots,
     "lists": Lists,
     "a dict": Dict,
+    "slots": Slotted,
     "a namespace": lambda: types.SimpleNamespace(update=Lists().update),
 }
 
@@ -130,19 +148,21 @@ def test_the_gradients_are_those_of_the_plain_run(cache: str, attention: str) ->
 
 
 class Hidden:
-    """A cache that nobody can look into: its content is in a closure of a C function's key."""
-
-    __slots__ = ("content",)
+    """A cache that nobody can look into: its content is in the variables of a generator."""
 
     def __init__(self) -> None:
-        self.content: tuple[Tensor, Tensor] | None = None
+        self.filled = filled()
+        next(self.filled)
 
     def update(self, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        if self.content is not None:
-            old = self.content
-            k, v = paddle.concat([old[0], k], axis=1), paddle.concat([old[1], v], axis=1)
-        self.content = k, v
-        return k, v
+        return self.filled.send((k, v))
+
+
+def filled() -> Generator[Any, Any, None]:
+    k, v = yield None
+    while True:
+        more = yield k, v
+        k, v = paddle.concat([k, more[0]], axis=1), paddle.concat([v, more[1]], axis=1)
 
 
 @pytest.mark.parametrize("check", ["default", "values", "none"])

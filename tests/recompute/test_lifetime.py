@@ -105,6 +105,22 @@ def test_without_a_backward_everything_is_gone(way: Callable[..., Any]) -> None:
     assert _memory.current_bytes() == before
 
 
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_what_was_recomputed_for_an_output_goes_with_it(retain_graph: bool) -> None:
+    held = []
+    for run in (plain, recompute):
+        x = input_tensor()
+        before = _memory.current_bytes()
+        y, z = run(lambda h: (h.exp().exp(), h.tanh().tanh().tanh()), x)
+        y.sum().backward(retain_graph=retain_graph)
+        del z
+        if retain_graph:
+            y.sum().backward()
+        held.append(_memory.current_bytes() - before)
+        del y
+    assert held[1] <= held[0]
+
+
 @all_ways
 def test_after_a_backward_nothing_is_kept_for_the_output(way: Callable[..., Any]) -> None:
     held = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import sys
@@ -268,6 +269,18 @@ def test_number(run: Run) -> Seen:
     return {**backward(y, x, net), "scale": net.scale}
 
 
+@case("a number in an attribute of the function that is changed between forward and backward")
+def test_attribute_of_a_function(run: Run) -> Seen:
+    def scaled(h: Tensor) -> Tensor:
+        return (h * scaled.scale).tanh()  # type: ignore[attr-defined]
+
+    x = leaf(3, 4)
+    scaled.scale = 2.0  # type: ignore[attr-defined]
+    y = run(scaled, x * 2)
+    scaled.scale = 3.0  # type: ignore[attr-defined]
+    return {**backward(y, x), "scale": scaled.scale}  # type: ignore[attr-defined]
+
+
 @case("a forward hook that is {change} before the backward", change=["removed", "registered"])
 def test_hook(run: Run, change: str) -> Seen:
     net, x = linear(), leaf(3, 4)
@@ -368,7 +381,8 @@ def test_cache(run: Run, place: str) -> Seen:
 
 
 @case(
-    "a state that goes from call to call, in {place}", place=["a closure", "a Layer", "an object"]
+    "a state that goes from call to call, in {place}",
+    place=["a closure", "a Layer", "an object", "slots", "a deque"],
 )
 def test_recurrent_state(run: Run, place: str) -> Seen:
     class Recurrent(paddle.nn.Layer):
@@ -397,10 +411,48 @@ def test_recurrent_state(run: Run, place: str) -> Seen:
             holder.state = (holder.cell(h) + holder.state).tanh().detach()
             return holder.cell(h) * holder.state
 
+    elif place == "slots":
+
+        class Slots:
+            __slots__ = ("cell", "state")
+
+        slots = Slots()
+        slots.cell = net.cell
+
+        def function(h: Tensor) -> Tensor:
+            before = getattr(slots, "state", 0.0)
+            slots.state = (slots.cell(h) + before).tanh().detach()
+            return slots.cell(h) * slots.state
+
+    elif place == "a deque":
+        memory = collections.deque([paddle.ones([3, 4])] * 2, maxlen=2)
+
+        def function(h: Tensor) -> Tensor:
+            memory.append((net.cell(h) + memory[0]).tanh().detach())
+            return net.cell(h) * memory[0]
+
     y = run(function, x * 2)
     for _ in range(2):
         y = run(function, y)
     return backward(y, x, net)
+
+
+@case("a state of which the user resets {reset} before the backward", reset=["state", "length"])
+def test_state_reset_before_the_backward(run: Run, reset: str) -> Seen:
+    holder, net, found = types.SimpleNamespace(state=None, length=0), linear(), []
+
+    def block(h: Tensor) -> Tensor:
+        if holder.length and holder.state is not None:
+            h = h + holder.state
+        holder.state, holder.length = net(h).detach(), holder.length + 1
+        return net(h).tanh()
+
+    for _ in range(2):
+        x = leaf(3, 4)
+        y = run(block, x * 2)
+        setattr(holder, reset, None if reset == "state" else 0)
+        found.append({**backward(y, x, net), "state": holder.state, "length": holder.length})
+    return {"step": found}
 
 
 @case("a Layer that the first forward builds")

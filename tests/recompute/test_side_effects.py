@@ -66,6 +66,61 @@ def test_batch_norm_in_eval(run: Run) -> Seen:
     return step(run, block, leaf(6, 4))
 
 
+class ReadsItsStatistics(paddle.nn.BatchNorm1D):
+    """Normalizes by the running mean, in training too."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        y = (x - self._mean) * self.weight
+        with paddle.no_grad():
+            self._mean.set_value(0.9 * self._mean + 0.1 * x.mean(0))
+        return y
+
+
+class ReadsStatisticsOfItsNorm(paddle.nn.Layer):
+    def __init__(self, name: str = "") -> None:
+        super().__init__()
+        self.norm, self.name = paddle.nn.BatchNorm1D(4), name
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        y = self.norm(x)
+        return y * (x - (getattr(self.norm, self.name) if self.name else self.norm._mean))
+
+
+def norm_with_a_hook() -> paddle.nn.Layer:
+    norm = paddle.nn.BatchNorm1D(4)
+    norm.register_forward_post_hook(lambda layer, inputs, y: y * (inputs[0] - layer._variance))
+    return norm
+
+
+READERS_OF_STATISTICS: dict[str, Any] = {
+    "a subclass": lambda: ReadsItsStatistics(4),
+    "the Layer around it": ReadsStatisticsOfItsNorm,
+    "getattr": lambda: ReadsStatisticsOfItsNorm("_mean"),
+    "a hook": norm_with_a_hook,
+}
+
+
+@case("statistics of a training BatchNorm that {who} reads", who=list(READERS_OF_STATISTICS))
+def test_statistics_read_in_training(run: Run, who: str) -> Seen:
+    block = paddle.nn.Sequential(READERS_OF_STATISTICS[who](), paddle.nn.Tanh())
+    return two_calls(run, block, leaf(6, 4), again=leaf(6, 4))
+
+
+def test_global_statistics_changed_before_the_backward() -> None:
+    """The plain backward would read the new ones; the second forward has those of the first."""
+    gradients = []
+    for call in (lambda block, x: block(x), recompute):
+        norm, x = paddle.nn.BatchNorm1D(4, use_global_stats=True), paddle.full([6, 4], 0.5)
+        x.stop_gradient = False
+        y = call(paddle.nn.Sequential(norm, paddle.nn.Tanh()), x * 2)
+        if call is recompute:
+            norm._mean.set_value(paddle.full([4], 0.3))
+            norm._variance.set_value(paddle.full([4], 5.0))
+        y.sum().backward()
+        gradients.append(x.grad.tolist())
+    assert gradients[0] == gradients[1]
+
+
 @case("BatchNorm that goes to eval mode between forward and backward")
 def test_eval_before_the_backward(run: Run) -> Seen:
     block, x = paddle.nn.Sequential(paddle.nn.BatchNorm1D(4), paddle.nn.Dropout(0.5)), leaf(6, 4)
