@@ -67,6 +67,17 @@ class _Sending(NamedTuple):
         return BucketTimes(number, num_bytes, self.queued, self.task.started, self.task.ended)
 
 
+class _Order(list[int]):
+    """The parameters, as backwards have added to their gradients."""
+
+    is_read = False
+    """Whether a step goes on; a backward of another thread may end meanwhile."""
+
+    def clear_if_unread(self) -> None:
+        if not self.is_read:
+            self.clear()
+
+
 class BucketedReduction:
     """The mean over the ranks of the gradients of `listed`, one call of `finish` per step."""
 
@@ -95,8 +106,8 @@ class BucketedReduction:
         self._buckets: list[Bucket] = []
         """In the order in which they are sent; none before the first step has ended."""
         self._bucket_of: dict[int, int] = {}
-        self._order: list[int] = []
-        """The parameters, as this step's last backward has added to their gradients."""
+        self._order = _Order()
+        """Of this step's last backward."""
         self._usual: list[int] = []
         """The same of the step before."""
         self._ready: list[float] = []
@@ -104,7 +115,7 @@ class BucketedReduction:
         self._armed = False
         watch_backward()
         # Outside of a step nobody reads the order; the hooks may outlive this object.
-        self._end_clearing = after_each_backward(self._order.clear)
+        after_each_backward(self._order.clear_if_unread)
         if early:
             make_unscaling_visible()
         self._hooked: set[int] = set()
@@ -140,7 +151,7 @@ class BucketedReduction:
         self._first: float | None = None
         self._sent = SentGradients()
         self._begin_sending()
-        self._end_clearing()
+        self._order.is_read = True
         self._order.clear()
         if self._early and not self._buckets:
             self._end_reading = after_each_backward(
@@ -173,7 +184,8 @@ class BucketedReduction:
 
         In a step that goes well the ranks agree in one small collective.
         """
-        self.disarm()
+        self._armed = False
+        self._end_reading()
         backward_ended = time.perf_counter()
         self.num_early = len(self._under_way)
         changed = self._listed.read()
@@ -209,14 +221,13 @@ class BucketedReduction:
         self._codec.commit(without_gradient)
         ended = time.perf_counter()
         self.timeline = Timeline(self._began, self._first, backward_ended, ended, times)
+        self.disarm()
         return agreed
 
     def disarm(self) -> None:
-        """The backward has ended, or failed."""
-        if self._armed:
-            self._armed = False
-            self._end_reading()
-            self._end_clearing = after_each_backward(self._order.clear)
+        """The step has ended, or failed."""
+        self._armed = self._order.is_read = False
+        self._end_reading()
 
     # ------------------------------------------------------------------------------ sending
 

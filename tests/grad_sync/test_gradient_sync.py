@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import threading
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,31 @@ def train_in_another_order(mode: str) -> tuple[list[np.ndarray], list[int]]:
 def orders() -> dict[str, Any]:
     (fused, _), (overlap, early) = map(train_in_another_order, ("fused", "overlap"))
     return {"same": same(fused, overlap), "early": early}
+
+
+def beside_another_thread() -> dict[str, Any]:
+    """The early buckets of each step, while another thread trains a model of its own."""
+    paddle.seed(5)
+    layers = paddle.nn.LayerList([paddle.nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+    sync = GradientSync(layers, mode="overlap", **SMALL)
+    other, has_ended = paddle.create_parameter([2], "float32"), threading.Event()
+
+    def run() -> None:
+        while not has_ended.is_set():
+            other.sum().backward()
+            other.clear_gradient(False)
+
+    thread, early = threading.Thread(target=run), []
+    thread.start()
+    try:
+        for step in range(STEPS):
+            with sync.last_backward():
+                paddle.add_n([layer(batch(step, 0)).sum() for layer in layers]).backward()
+            early.append(sync.num_early_buckets)
+    finally:
+        has_ended.set()
+        thread.join()
+    return {"early": early, "buckets": len(sync.timeline.buckets)}
 
 
 def compare_with_paddle() -> dict[str, bool]:
@@ -307,6 +333,7 @@ def every_case() -> dict[str, Any]:
     return {
         "every way": train_every_way(),
         "orders": orders(),
+        "thread": beside_another_thread(),
         "paddle": compare_with_paddle(),
         "wrapped": wrapped_and_grouped(),
         "sent": elements_sent(),
@@ -339,6 +366,12 @@ def test_another_order_of_gradients_is_exact_and_learnt_in_one_step(seen: Seen) 
         assert one["orders"]["same"]
         first, second, _, fourth, _, sixth = one["orders"]["early"]
         assert first == 0 and min(second, fourth, sixth) >= 4, one["orders"]["early"]
+
+
+def test_backwards_of_another_thread_do_not_end_the_overlap(seen: Seen) -> None:
+    for one in seen:
+        first, *later = one["thread"]["early"]
+        assert first == 0 and min(later) >= one["thread"]["buckets"] - 1 > 1, one["thread"]
 
 
 def test_it_gives_the_bits_of_data_parallel_and_of_fleet(seen: Seen) -> None:
