@@ -24,6 +24,11 @@ EACH_ITS_BUCKET = {"bucket_bytes": 1, "first_bucket_bytes": 1}
 SETTINGS = list(itertools.product(("fused", "overlap"), (False, True)))
 
 
+def each_its_bucket(weights: list[paddle.Tensor], mode: Any, find_unused: bool) -> GradientSync:
+    sizes = {} if mode == "fleet" else EACH_ITS_BUCKET  # Paddle's own are not to be chosen
+    return GradientSync(weights, mode=mode, find_unused_parameters=find_unused, **sizes)
+
+
 def weight(size: int = 2, dtype: str = "float32") -> paddle.Tensor:
     made = paddle.base.framework.EagerParamBase.from_tensor(paddle.ones([size]).astype(dtype))
     made.stop_gradient = False
@@ -88,7 +93,7 @@ def heads_in_turn(mode: Any, find_unused: bool) -> Steps:
 def used_on_one_rank(mode: Any, find_unused: bool) -> Steps:
     """Each in a bucket of its own: one rank sends several before the end, the other none."""
     weights = [weight() for _ in range(3)]
-    sync = GradientSync(weights, mode=mode, find_unused_parameters=find_unused, **EACH_ITS_BUCKET)
+    sync = each_its_bucket(weights, mode, find_unused)
     steps = []
     for step in range(STEPS):
         used = weights if step % 2 == 0 or dist.get_rank() == 1 else weights[step : step + 1]
@@ -194,7 +199,7 @@ def frozen_with_a_gradient(mode: Any, find_unused: bool) -> Steps:
 def frozen_behind_each_backward(mode: Any, find_unused: bool) -> Steps:
     """Trained inside of the backward alone, as models that take turns are."""
     weights = [weight() for _ in range(3)]
-    sync = GradientSync(weights, mode=mode, find_unused_parameters=find_unused, **EACH_ITS_BUCKET)
+    sync = each_its_bucket(weights, mode, find_unused)
     steps = []
     for step in range(STEPS):
         with sync.last_backward():
