@@ -31,9 +31,11 @@ from tests.ranks import run_ranks
 # The operators of a Program are dygraph's, in an order of their own. Seen after 6 steps at a high
 # rate: nothing with Paddle 3.3.1, 1.5e-6 with 2.6.2.
 LOSS = 1e-5
-# 1.7e-6 with 2.6.2, where the true gradient is 0 (the bias of an attention's keys) and AdamW makes
-# a step of the noise in it; 2.6e-7 elsewhere. A step is 1e-2.
+# 2.6e-7 with 2.6.2. A step is 1e-2.
 WEIGHT = 1e-5
+# The true gradient of the bias of an attention's keys is 0, and AdamW makes a step of the noise in
+# it: 2.3e-5 with 2.6.2.
+BIAS_OF_KEYS = 2e-4
 # On two ranks the sums have another order. AdamW's first step is g / (|g| + 1e-8): where a gradient
 # is about 1e-7, the rounding in it is a percent of the step. Seen: 1e-4 in 3 to 10 of 512 weights.
 WEIGHT_ON_RANKS = 5e-4
@@ -158,7 +160,9 @@ def assert_close(one: Path, other: Path, *, loss: float = LOSS, weight: float = 
         for name, value in left.items():
             assert value.size == right[name].size
             expected = right[name].reshape(value.shape)
-            np.testing.assert_allclose(value, expected, rtol=0, atol=weight, err_msg=name)
+            of_keys = weight and "k_proj.bias" in name
+            atol = max(weight, BIAS_OF_KEYS) if of_keys else weight
+            np.testing.assert_allclose(value, expected, rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("way", WAYS)
