@@ -111,7 +111,25 @@ def test_an_update_before_the_backward_is_refused(wiring: str) -> None:
         y.backward()
 
 
-@pytest.mark.parametrize("wiring", [one for one in WIRINGS if one not in ("weak", "method")])
+def test_a_deque_holds_the_layer_of_the_first_forward_again() -> None:
+    found = []
+    for run in (lambda f, x: f(x), recompute):
+        setting = Setting("deque")
+        first, x = setting.layer, leaf(6, 4)
+        paddle.seed(7)
+        y = run(setting.function, x * 2).square().sum()
+        setting.put(network())
+        y.backward()
+        assert setting.layer[0].weight.grad is None
+        found.append([x.grad, first[0].weight.grad])
+    for plain, ours in zip(*found, strict=True):
+        np.testing.assert_array_equal(plain.numpy(), ours.numpy())
+
+
+NOT_REFUSED = ("weak", "method", "deque")
+
+
+@pytest.mark.parametrize("wiring", [one for one in WIRINGS if one not in NOT_REFUSED])
 def test_another_layer_in_its_place_is_refused(wiring: str) -> None:
     setting = Setting(wiring)
     y = recompute(setting.function, leaf(6, 4) * 2).square().sum()
