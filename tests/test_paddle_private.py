@@ -63,6 +63,7 @@ from paddle_recompute._paddle.layers import (
     clip_of_optimizer,
     forward_post_hooks,
     forward_pre_hooks,
+    kernel_reads_statistics,
     layers_below,
     non_trained_state,
     own_parameters,
@@ -264,6 +265,29 @@ def test_batch_norm_writes_statistics_and_raises_no_version() -> None:
     assert (mean.inplace_version, variance.inplace_version) == versions
     assert float(mean.abs().sum()) > 0
     assert written_by(lambda: normalize(False)) == []
+
+
+@pytest.mark.parametrize(
+    ("use_global_stats", "in_training", "in_evaluation"),
+    [(None, False, True), (False, False, False), (True, True, True)],
+)
+def test_batch_norm_use_global_stats(
+    use_global_stats: bool | None, in_training: bool, in_evaluation: bool
+) -> None:
+    """``_use_global_stats`` and the mode decide whether the kernel reads the statistics.
+
+    With False, evaluation reads those of the batch too; it is treated as if it did not.
+    """
+    norm = paddle.nn.BatchNorm1D(3, use_global_stats=use_global_stats)
+    x = paddle.randn([4, 3])
+    assert norm._use_global_stats is use_global_stats
+    for mode, reads in ((norm.train, in_training), (norm.eval, in_evaluation)):
+        mode()
+        assert kernel_reads_statistics(norm) is (reads or not norm.training)
+        norm._mean.set_value(paddle.zeros([3]))
+        before = norm(x)
+        norm._mean.set_value(paddle.full([3], 5.0))
+        assert (before.numpy() != norm(x).numpy()).any() == reads
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Momentum", "Adam", "AdamW"])
