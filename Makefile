@@ -129,6 +129,13 @@ SAME_ON_BOTH := $(addprefix --ignore=tests/,\
 test26: venv26
 	.venv26/bin/python -m pytest $(PARALLEL) $(SAME_ON_BOTH) $(ARGS)
 
+# The rest of the long tables, of which `make test` runs a sample.
+bench-matrix: venv
+	.venv/bin/python -m pytest $(PARALLEL) -m matrix $(ARGS)
+
+bench26-matrix: venv26
+	.venv26/bin/python -m pytest $(PARALLEL) -m matrix $(ARGS)
+
 # Random programs against plain Paddle: rounds of FUZZ_PROGRAMS of each kind, from FUZZ_SEED on, until
 # FUZZ_SECONDS are over; the first program that differs ends it. For a night:
 # make fuzz FUZZ_SECONDS=28800. One kind: make fuzz ARGS=tests/fuzz/test_dygraph.py
@@ -199,7 +206,8 @@ bench: venv
 # One of them: make bench-contrastive (peak memory and time per pair of large batches),
 # bench-control_plane, bench-failures,
 # bench-batch_size_study, bench-compile, bench-peers_that_die, bench-static_graph, bench26-static_graph,
-# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-mine, bench-offload,
+# bench-contrastive_loss, bench-contrastive_matrix, bench-correctness, bench-host, bench26-host, bench-matrix,
+# bench26-matrix, bench-mine, bench-offload,
 # bench-paddle_restart,
 # bench-real_models, bench-recompute_cost, bench-sharding, bench-sharding_parameters, bench-sharding_runs, bench-sync, bench-sync_matrix, bench-sync_scaling, bench-third_party, bench-peers; with Paddle 2.6:
 # make bench26-sync_matrix
