@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paddle_recompute.app.retrieval.evaluation import encode_batches, retrieval_metrics
 from paddle_recompute.app.retrieval.metrics import Judgements
 from paddle_recompute.errors import DataError, SyncError
-from tests.ranks import run_ranks
+from tests.distributed.mortal_ranks import results_of
 
 Array = NDArray[Any]
 
@@ -302,8 +302,8 @@ def results_of_a_rank() -> dict[str, Any]:
 
 
 def test_ranks_share_the_work_and_have_what_one_process_has() -> None:
-    # fresh: in a process that has done other work the last bits were others (3.3.1, on a CPU).
-    for rank, found in enumerate(run_ranks(results_of_a_rank, 2, fresh=True)):
+    # New ones: in a process that has done other work the last bits were others (3.3.1, on a CPU).
+    for rank, found in enumerate(results_of(results_of_a_rank)):
         for batch_size, vectors in found["encoded"].items():
             alone = encode_batches(
                 SumOfLetters(), Letters(), TEXTS, max_tokens=8, batch_size=batch_size

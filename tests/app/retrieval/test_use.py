@@ -5,16 +5,16 @@ from __future__ import annotations
 import doctest
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner, Result
 from safetensors.numpy import load_file
 
 import paddle_recompute
+from paddle_recompute.app import cli
 from paddle_recompute.app.config import DataConfig
 from paddle_recompute.app.data import load_tokenizer, train_tokenizer
 from paddle_recompute.app.data.loader import build_loader
@@ -33,7 +33,8 @@ from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import DataError, SyncError
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
-from tests.ranks import ROOT, run_ranks
+from tests.distributed.mortal_ranks import results_of
+from tests.processes import python
 
 PROMPTS = {"model__query_prompt": "big query ", "model__document_prompt": "stone "}
 
@@ -211,7 +212,7 @@ def test_ranks_write_the_bytes_of_one_process(
     # Begun by one process, continued by two ranks. The last block has one batch, one rank none.
     with pytest.raises(KeyboardInterrupt):
         encode_file(encoder, folder / "texts.txt", shared, batch_size=3, progress=stop)
-    records = run_ranks(encode_on_a_rank, 2, fresh=True, folder=folder, output=shared, stop_at=None)
+    records = results_of(encode_on_a_rank, folder=folder, output=shared, stop_at=None)
     record = encode_file(encoder, folder / "texts.txt", alone, batch_size=3)
     assert (record["cut"], record["unknown"]) == (1, 1)
     assert records[0] == records[1]
@@ -221,9 +222,7 @@ def test_ranks_write_the_bytes_of_one_process(
 
 
 def test_ranks_with_other_texts_are_refused(folder: Path, tmp_path: Path) -> None:
-    told = run_ranks(
-        ranks_that_read_other_texts, 2, fresh=True, folder=folder, output=tmp_path / "pool.npy"
-    )
+    told = results_of(ranks_that_read_other_texts, folder=folder, output=tmp_path / "pool.npy")
     assert all(one.startswith("the ranks' texts differ") for one in told)
 
 
@@ -235,40 +234,34 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
     encode_file(load_encoder(folder / "run"), folder / "texts.txt", index)
     queries = [*texts(30), "big dog"]
     (tmp_path / "queries.txt").write_text("\n".join(queries) + "\n\n")
-    command = [sys.executable, "-m", "paddle_recompute", "search", "--index", str(index)]
-    command += ["--top-k", "2", "--queries"]
 
-    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            [*command, *arguments], cwd=ROOT, capture_output=True, timeout=120, **options
-        )
+    def run(*arguments: str, given: str = "", code: int = 0) -> Result:
+        command = ["search", "--index", str(index), "--top-k", "2", "--queries", *arguments]
+        done = CliRunner().invoke(cli.main, command, input=given.encode())
+        assert done.exit_code == code, done.output
+        return done
 
     output = tmp_path / "found.jsonl"
-    done = run(str(tmp_path / "queries.txt"), "--output", str(output), check=True)
-    assert done.stdout == b""
+    assert run(str(tmp_path / "queries.txt"), "--output", str(output)).stdout_bytes == b""
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [line["query"] for line in lines] == queries
     expected = Index.load(index).search(queries, top_k=2)
     for line, hits in zip(lines, expected, strict=True):
         assert [hit["row"] for hit in line["results"]] == [hit.row for hit in hits]
         assert [hit["text"] for hit in line["results"]] == [hit.text for hit in hits]
-        # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
-        scores = [hit["score"] for hit in line["results"]]
-        assert scores == pytest.approx([hit.score for hit in hits], abs=1e-6)
-    piped = run("-", "--json", input="\n".join(queries).encode(), check=True)
-    assert piped.stdout == output.read_bytes()
+        assert [hit["score"] for hit in line["results"]] == [hit.score for hit in hits]
+    piped = run("-", "--json", given="\n".join(queries))
+    assert piped.stdout_bytes == output.read_bytes()
     link = tmp_path / "link.jsonl"
     link.symlink_to(tmp_path / "behind.jsonl")
-    run("-", "--output", str(link), input=b"cat\n", check=True)
+    run("-", "--output", str(link), given="cat\n")
     assert link.is_symlink() and (tmp_path / "behind.jsonl").stat().st_size > 0
     os.mkfifo(tmp_path / "pipe")
-    pipe = run("-", "--output", str(tmp_path / "pipe"), input=b"cat\n")
-    assert pipe.returncode == 2 and b"is no plain file" in pipe.stderr
-    both = run("-", "cat", input=b"")
-    assert both.returncode == 2
-    assert b"search needs either queries or --queries FILE" in both.stderr
-    none = run("-", "--output", str(tmp_path / "none.jsonl"), input=b" \n\n")
-    assert none.returncode == 2 and b"contains no query" in none.stderr
+    pipe = run("-", "--output", str(tmp_path / "pipe"), given="cat\n", code=2)
+    assert "is no plain file" in pipe.stderr
+    assert "search needs either queries or --queries FILE" in run("-", "cat", code=2).stderr
+    none = run("-", "--output", str(tmp_path / "none.jsonl"), given=" \n\n", code=2)
+    assert "contains no query" in none.stderr
     assert not (tmp_path / "none.jsonl").exists()
 
 
@@ -276,19 +269,16 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
 def test_encode_under_fleetrun(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "command.py"
     script.write_text("from paddle_recompute.app.cli import main\n\nmain()\n")
-    words = ["encode", "--model", str(folder / "run"), str(folder / "texts.txt"), "--output"]
-    fleetrun = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
-    fleetrun += ["--log_dir", str(tmp_path / "logs")]
-    for name, launcher in (("alone", []), ("shared", fleetrun)):
-        output = tmp_path / f"{name}.npy"
-        command = [sys.executable, *launcher, str(script), *words, str(output)]
-        own = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=170
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count(f"texts, vectors of 16 numbers: {output}") == 1
-    assert (tmp_path / "alone.npy").read_bytes() == (tmp_path / "shared.npy").read_bytes()
+    output = tmp_path / "shared.npy"
+    command = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
+    command += ["--log_dir", str(tmp_path / "logs"), str(script)]
+    command += ["encode", "--model", str(folder / "run"), str(folder / "texts.txt"), "--output"]
+    done = python(*command, output, timeout=170)
+    assert done.stdout.count(f"texts, vectors of 16 numbers: {output}") == 1
+    encode_file(load_encoder(folder / "run"), folder / "texts.txt", tmp_path / "alone.npy")
+    # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
+    alone, shared = np.load(tmp_path / "alone.npy"), np.load(output)
+    np.testing.assert_allclose(shared, alone, atol=1e-6)
 
 
 def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import paddle.distributed as dist
+import pytest
 
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.checkpoint import find_checkpoint
@@ -56,17 +57,25 @@ def train_and_be_killed(folder: str, place: str) -> None:
         train(folder, "run")
 
 
-def test_the_trainer_has_the_bits_of_the_plain_run_and_resumes(tmp_path: Path) -> None:
-    folder = str(tmp_path)
+def train_both(folder: str) -> None:
+    train(folder, "plain", on_ranks=False)
+    train(folder, "spread")
+
+
+def resume_both(folder: str) -> None:
+    """The run as it was, and as a plain one."""
+    train(folder, "run", train__resume=True)
+    train(folder, "unspread", on_ranks=False, train__resume=True)
+
+
+@pytest.mark.parametrize("place", ["bring", pytest.param("fetch", marks=pytest.mark.matrix)])
+def test_the_trainer_has_the_bits_of_the_plain_run_and_resumes(place: str, tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.tsv")
-    run_ranks(train, 2, folder=folder, name="plain", on_ranks=False)
-    run_ranks(train, 2, folder=folder, name="spread")
+    run_ranks(train_both, 2, folder=str(tmp_path))
     assert_same_run(tmp_path / "spread", tmp_path / "plain")
-    for place in ("bring", "fetch"):
-        assert_rank_0_names_killed_rank_1(train_and_be_killed, folder=folder, place=place)
-        assert find_checkpoint(tmp_path / "run" / "checkpoint").step == 2
-        # A plain run goes on from a spread one and the other way around.
-        again = {"on_ranks": place == "bring", "train__resume": True}
-        run_ranks(train, 2, folder=folder, name="run", **again)
-        assert_same_run(tmp_path / "run", tmp_path / "plain")
-        shutil.rmtree(tmp_path / "run")
+    assert_rank_0_names_killed_rank_1(train_and_be_killed, folder=str(tmp_path), place=place)
+    assert find_checkpoint(tmp_path / "run" / "checkpoint").step == 2
+    shutil.copytree(tmp_path / "run", tmp_path / "unspread")
+    run_ranks(resume_both, 2, folder=str(tmp_path))
+    assert_same_run(tmp_path / "unspread", tmp_path / "plain")
+    assert_same_run(tmp_path / "run", tmp_path / "plain")
