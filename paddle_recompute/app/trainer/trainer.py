@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import paddle
@@ -53,9 +52,6 @@ from paddle_recompute.app.trainer.step import build_step, check_mode, compile_as
 from paddle_recompute.distributed import barrier, broadcast_from_rank0, equal_buffers
 from paddle_recompute.errors import OutputError
 from paddle_recompute.planner import RecomputePlan
-
-UNTRAINED = ("recall@1", "recall@10", "mrr")
-"""Metrics before training that the final record has."""
 
 
 class Trainer:
@@ -278,12 +274,12 @@ class Trainer:
                 f"{total} steps, which ends below its learning rate; train.decay has no effect here"
             )
         schedule = schedule_of(config, total)
-        build = partial(build_step, config, objective, model, schedule, data.tokenizer.vocab_size)
-        steps = PlannedSteps(config, build, plan, model, rank=rank, replaced=self._replan)
-        compiled = compile_as_configured(config, model, steps.step)
+        step = build_step(config, objective, model, schedule, data.tokenizer.vocab_size, plan)
+        steps = PlannedSteps(config, step, plan, model, rank=rank, say=say, replaced=self._replan)
+        compiled = compile_as_configured(config, model, step)
         if compiled is not None:
             say(f"The model is {compiled}")
-        say(f"Gradient synchronization: {steps.step.synchronization}")
+        say(f"Gradient synchronization: {step.synchronization}")
         if objective.chunks:
             say(f"Gradient cache: each rank encodes {objective.chunks}")
         if config.strategy.amp:

@@ -248,12 +248,12 @@ ON_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "learned": ("learned temperature", {"contrastive__chunk_tokens": 30}),
     "learned Program": ("learned temperature", {"mode": "static"}),
     "hard in chunks": ("hard negatives", {"contrastive__chunk_size": 3, "contrastive__tile": 5}),
-    "hard Program": ("hard negatives", {"mode": "static"}),
     "no duplicates": ("no duplicates", {}),
 }
 REST_ON_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain Program": ("plain", {"mode": "static"}),
     "hard": ("hard negatives", {}),
+    "hard Program": ("hard negatives", {"mode": "static"}),
     "no duplicates Program": ("no duplicates", {"mode": "static"}),
 }
 
