@@ -27,7 +27,6 @@ from paddle_recompute.app.trainer.budget_plan import earlier_plan, make_budget_p
 from paddle_recompute.app.trainer.checkpoints import (
     Resumed,
     RunCheckpoints,
-    check_same_data_on_ranks,
     chunks_of,
     write_record,
 )
@@ -40,6 +39,7 @@ from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, train
 from paddle_recompute.app.trainer.objective import Objective
 from paddle_recompute.app.trainer.recorder import Recorder
 from paddle_recompute.app.trainer.replanning import PlannedSteps
+from paddle_recompute.app.trainer.same_data import check_same_as_before, check_same_on_ranks
 from paddle_recompute.app.trainer.setup import (
     join_ranks,
     load_batches,
@@ -180,9 +180,11 @@ class Trainer:
             check_vocabulary(self.config)
 
         def compare(sources: Mapping[str, Source]) -> None:
-            check_same_data_on_ranks(sources)
+            check_same_on_ranks(sources)
             if resumed is not None:
-                resumed.check_same_data(sources)
+                checkpoint = resumed.checkpoint
+                saved = resumed.state.data or {}
+                check_same_as_before(sources, saved, checkpoint.folder, checkpoint.weights_file)
 
         self._events.begin("data", "Preparing the data")
         # The cache may have been emptied, and a new vocabulary would be different.

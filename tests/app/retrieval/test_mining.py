@@ -22,7 +22,7 @@ from paddle_recompute.app.retrieval import (
     mine,
 )
 from paddle_recompute.app.retrieval import mining as module
-from paddle_recompute.app.retrieval.index import top_of_tiles
+from paddle_recompute.app.retrieval.nearest import top_of_tiles
 from paddle_recompute.errors import DataError
 from tests.app.trainer.trained_run import make_run, texts
 
