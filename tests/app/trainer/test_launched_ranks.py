@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from paddle_recompute.app.launch import launch
-from tests.app.trainer.test_shards_of_ranks import ON_RANKS, RUN
+from tests.app.trainer.test_offloaded_runs import ON_RANKS, RUN
 from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
 from tests.ranks import ROOT
 
-ALL = {**RUN, "train__eval_before": False, "train__save_every": None}
+ALL = {**RUN, "train__save_every": None}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "stage 1": {"strategy__sharding": True},
