@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.app.trainer.setup import load_batches, load_data
 from paddle_recompute.checkpoint import find_checkpoint
 from tests.app.trainer.test_trainer import (
     assert_same_run,
@@ -193,6 +194,21 @@ def test_a_program_trains_what_dygraph_trains(tmp_path: Path, way: str) -> None:
     if "contrastive__learnable_temperature" in WAYS[way][1]:
         assert "loss/logit_scale:moment1" in moments_of(static)
         assert len(set(temperatures_of(static))) == STEPS
+
+
+def test_no_batch_of_a_run_has_duplicates(tmp_path: Path) -> None:
+    write_duplicates(tmp_path / "pairs.tsv")
+    config = tiny(tmp_path, **{**held_out(tmp_path), **DISTINCT})
+    data, size = load_data(config, 0), config.contrastive.global_batch
+    loader = load_batches(config, data, 0)
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            pairs = [data.train[place] for place in batch["index"].tolist()]
+            assert len({pair.query for pair in pairs}) == len({p.positive for p in pairs}) == size
+    left_out = len(data.train) - size * len(loader)
+    assert left_out > 0
+    assert any(f"{left_out} of {len(data.train)} training" in note for note in loader.notes())
 
 
 MERGED = {"strategy__gradient_merge": True, "strategy__gradient_merge_configs__k_steps": 2}

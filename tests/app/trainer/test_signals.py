@@ -79,7 +79,7 @@ class Asking(Callback):
 
 @unmeasured
 def train_until_asked(folder: str) -> tuple[int, str]:
-    settings = {"train__max_steps": ENDLESS, "train__eval_before": False, "mode": "static", **TWO}
+    settings = {"train__max_steps": 40, "train__eval_before": False, "mode": "static", **TWO}
     with pytest.raises(StoppedError) as caught:
         Trainer(tiny(Path(folder), **settings), callbacks=[Asking()]).run()
     return caught.value.code, str(caught.value)

@@ -314,6 +314,11 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         {"train__output_dir": "/dev/null/run"},
     ),
     "too few pairs": (DataError, "global_batch", {"contrastive__global_batch": 64}),
+    "too few distinct pairs": (
+        DataError,
+        r"do not fill one batch.*data\.no_duplicates: true puts no query or positive into a batch",
+        {"contrastive__global_batch": 64, "data__no_duplicates": True},
+    ),
     "no mixed precision on a CPU": (
         ConfigError,
         "would silently compute in float32.*strategy.amp: fal",
