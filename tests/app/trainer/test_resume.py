@@ -80,6 +80,7 @@ def test_moments_without_a_tensor_are_refused(folder: Path) -> None:
             Trainer(tiny(folder, train__max_steps=3, train__resume=True)).run()
 
 
+GOOD_BEST = {"metric": "mrr", "best": 0.3, "best_step": 1, "since": 0}
 BAD_STATES: dict[str, Any] = {
     "model is null": {"config": {"model": None}},
     "config is a list": {"config": []},
@@ -91,19 +92,26 @@ BAD_STATES: dict[str, Any] = {
     "train_step is a list": {"train_step": []},
     "no ranks": {"world_size": 0},
     "ranks in words": {"world_size": "two"},
+    "best in words": {"validation": {**GOOD_BEST, "best": "0.3"}},
+    "best is no number": {"validation": {**GOOD_BEST, "best": float("nan")}},
+    "no best step": {"validation": {**GOOD_BEST, "best_step": None}},
+    "fewer than no evaluations": {"validation": {**GOOD_BEST, "since": -1}},
 }
 
 
 def test_bad_state_is_refused(folder: Path) -> None:
     Trainer(tiny(folder, train__max_steps=1)).run()
     file = find_checkpoint(folder / "run" / "checkpoint").folder / "state.json"
-    good = json.loads(file.read_text())
+    good = {**json.loads(file.read_text()), "validation": GOOD_BEST}
     for name, change in BAD_STATES.items():
         file.write_text(json.dumps({**good, **change}))
         write_manifest(file.parent)
         with pytest.raises(CheckpointError, match=r"state\.json: is damaged"):
             Trainer(tiny(folder, train__max_steps=2, train__resume=True)).run()
             pytest.fail(name)
+    file.write_text(json.dumps(good))
+    write_manifest(file.parent)
+    assert Trainer(tiny(folder, train__max_steps=2, train__resume=True)).run()["steps"] == 2
 
 
 # ------------------------------------------------------------------------------------- two ranks
