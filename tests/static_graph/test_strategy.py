@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import AmpConfigs, RecomputeConfig, apply_recompute
+from paddle_recompute import AmpConfigs, RecomputeConfig, apply_recompute, static_graph
 from paddle_recompute.app.config import StrategyConfig, SyncConfig
 from paddle_recompute.app.config._section import Section, subsection
 from paddle_recompute.errors import ConfigError, StaticGraphError
@@ -215,3 +215,9 @@ def test_buffers_of_so_many_gradients_hold_about_so_many_bytes() -> None:
     model = paddle.nn.Sequential(*[paddle.nn.Linear(512, 512, bias_attr=False) for _ in range(8)])
     config = config_of("strategy.fuse_grad_size_in_MB=2", recompute=False)  # 1 MiB each
     assert distributed_strategy(config, model).fuse_grad_size_in_num == 2
+
+
+def test_a_name_that_has_gone_is_refused_and_says_what_to_use() -> None:
+    with pytest.raises(StaticGraphError, match="measure a step of a StaticTrainStep"):
+        from paddle_recompute.static_graph import ProgramCalls  # noqa: F401
+    assert not hasattr(static_graph, "never_there")
