@@ -52,8 +52,7 @@ class RecomputeSection(Section):
     offload: Literal["none", "host", "disk"] = Field(
         "none",
         description="where the inputs of recomputed parts are kept until the backward; none: on "
-        "the device; host: pinned memory; disk: a temporary file. With policy: budget, of those "
-        "parts for which it pays",
+        "the device; host: pinned memory; disk: a temporary file; not with policy: budget",
     )
     offload_parameters: Literal["none", "host", "disk", "ranks"] = Field(
         "none",
