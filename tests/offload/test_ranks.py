@@ -336,7 +336,7 @@ def test_a_rank_has_its_shards_and_their_state() -> None:
     assert all(moments == 2 * owned for _, _, owned, moments in found)
 
 
-BLOCKS, SIDE = 16, 256
+BLOCKS, SIDE = 8, 200
 
 
 def _bytes() -> tuple[int, int | None] | None:
