@@ -144,12 +144,6 @@ def test_merging_with_recompute_and_dropout() -> None:
     )
 
 
-def test_parameters_change_in_every_third_run_only() -> None:
-    losses = train(without_dropout, (), steps=6, runs_per_step=6, **merged(3)).losses
-    assert losses[0] == losses[1] == losses[2] != losses[3]
-    assert losses[3] == losses[4] == losses[5]
-
-
 def test_merging_follows_a_learning_rate_scheduler() -> None:
     def scheduled() -> Any:
         return paddle.optimizer.SGD(paddle.optimizer.lr.StepDecay(0.1, 1))

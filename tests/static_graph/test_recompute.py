@@ -136,13 +136,12 @@ def peak_of(recompute: bool) -> int:
 def test_memory_falls_under_the_default_executor() -> None:
     """Only if the copies wait for their gradient: without the tie the peak is the plain one."""
 
-    def least(recompute: bool) -> int:
-        if memory.can_reset_peak():
-            return peak_of(recompute)
-        # A process of its own for each; the executor frees late on a loaded machine.
-        return min(run_ranks(peak_of, 1, recompute=recompute)[0] for _ in range(3))
-
-    assert least(True) < (0.5 if IS_26 else 0.6) * least(False)
+    if memory.can_reset_peak():
+        assert peak_of(True) < 0.6 * peak_of(False)
+        return
+    # A process of its own for each; the executor frees late on a loaded machine.
+    plain = run_ranks(peak_of, 1, recompute=False)[0]
+    assert any(run_ranks(peak_of, 1, recompute=True)[0] < 0.5 * plain for _ in range(3))
 
 
 # ------------------------------------------------------------------------------- odd graphs
