@@ -211,8 +211,6 @@ def test_the_command_runs_a_script_unchanged(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
     (tmp_path / "scripts" / "beside.py").write_text(BESIDE)
-    plain = run("scripts/train.py", "--steps", "3", folder=tmp_path)
-    assert "ours: [False, False]" in plain.stdout, plain.stderr
     ours = run("-m", "paddle_recompute.patch", "scripts/train.py", "--steps", "3", folder=tmp_path)
     assert "ours: [False, True]" in ours.stdout, ours.stderr
     assert "paddle.distributed.fleet.utils.recompute" in ours.stderr

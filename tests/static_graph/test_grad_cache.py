@@ -276,7 +276,7 @@ class Deep(Encoder):
 
     def __init__(self) -> None:
         super().__init__(0.1)
-        self.layers = Stack(6, 0.1).layers
+        self.layers = Stack(12, 0.1).layers
 
 
 def peaks_of(rows: int, chunk: int, steps: int) -> Iterator[int]:
