@@ -9,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import paddle
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from paddle_recompute import is_recomputing
 from paddle_recompute.app import cli, parity
+from paddle_recompute.doctor import self_test
 from tests.app.parity.test_command import fake_runs
 from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.processes import outside_of_ranks, python
@@ -170,8 +173,22 @@ def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
     assert json.loads(result.output.splitlines()[-1]) == report
     assert report["ok"]
     assert {"paddle", "python", "device", "machine", "seconds", "cases"} <= report.keys()
-    assert len(report["cases"]) > 10
+    assert len(report["cases"]) == 5
     assert all({"title", "ok", "seconds", "fault"} <= case.keys() for case in report["cases"])
+
+
+def test_the_self_test_names_what_is_wrong_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = paddle.nn.Linear.forward
+
+    def other_when_repeated(self: Any, x: Any) -> Any:
+        return forward(self, x) * (1.5 if is_recomputing() else 1.0)
+
+    monkeypatch.setattr(paddle.nn.Linear, "forward", other_when_repeated)
+    report = self_test()
+    faults = {case["title"]: case["fault"] for case in report["cases"]}
+    assert not report["ok"]
+    assert "second_forward_differs" in faults["an encoder of three layers"]
+    assert not faults["an embedding and an LSTM, whose first inputs need no gradient"]
 
 
 @pytest.mark.parametrize(
