@@ -89,8 +89,8 @@ def doctor(
     For example: paddle-recompute doctor --config run.yaml
 
     Names the first sublayer that differs. Exits with code 1 if a fault is found. A warning, such as
-    a parameter that the loss does not use, leaves the code 0. --self-test examines models of its own
-    on this device and writes paddle_recompute_self_test.json.
+    a parameter that the loss does not use, leaves the code 0. --self-test examines models of its
+    own on this device and writes paddle_recompute_self_test.json.
     """
     if is_launched():
         prepare_rank()
