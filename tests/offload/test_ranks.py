@@ -272,23 +272,21 @@ STRIDES = "FLAGS_use_stride_kernel"
 
 
 def _without_strides() -> dict[str, Any]:
-    assert not paddle.get_flags(STRIDES)[STRIDES]
+    assert paddle.get_flags(STRIDES)[STRIDES]
+    paddle.set_flags({STRIDES: False})
     return {"bytes": _bytes(), "plain": _train("plain"), "ranks": _train("ranks")}
 
 
 @pytest.fixture(scope="module")
 def without_strides() -> list[dict[str, Any]]:
     """Two ranks where slices are no views, as ``train`` starts ranks on CPUs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(STRIDES, "0")
-        return run_ranks(_without_strides, 2, fresh=True)
+    return run_ranks(_without_strides, 2, fresh=True)
 
 
 def test_the_bits_do_not_depend_on_whether_slices_are_views(
     without_strides: list[dict[str, Any]],
 ) -> None:
     """It trained zeros where they are none; in the other tests here they are."""
-    assert paddle.get_flags(STRIDES)[STRIDES]
     plain, ranks = ([one[way] for one in without_strides] for way in ("plain", "ranks"))
     assert_same_runs(plain, ranks)
 
