@@ -65,8 +65,9 @@ def check_in_a_program(config: Config) -> None:
     Raises:
         ConfigError: There is such a setting; the message lists all.
     """
-    if faults := list(not_in_a_program(Values(type(config), config.model_dump()))):
-        told = "\n".join(f"  {path}: {given}: {words}" for path, given, words in faults)
+    values = Values(type(config), config.model_dump())
+    if faults := list(not_in_a_program(values)):
+        told = "\n".join(f"  {path}: {values[path]}: {words}" for path, words in faults)
         raise ConfigError(f"a static graph cannot honour:\n{told}")
 
 
