@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.app.report import MIB, Curve, Page, Part, chart, level_curves, timeline_chart
+from paddle_recompute.app.report import Page, Part, timeline_chart
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
     PLAIN,
     WHOLE,
     Choice,
-    Solution,
     StepCosts,
     Timeline,
     every,
@@ -41,7 +39,6 @@ CARDS = {
 """Memory of cards by name, in GiB."""
 RESERVED = 3 * 2**29
 """Bytes of a card that the driver and the libraries take, about 1.5 GiB."""
-FRONT_POINTS = 24
 
 
 @dataclass(frozen=True)
@@ -146,18 +143,6 @@ def table(rows: Sequence[Row], budget: int | None) -> str:
     )
 
 
-def front(costs: StepCosts) -> list[Solution]:
-    """The fastest solutions of budgets between the smallest and the plain peak."""
-    low = smallest(costs)
-    high = simulate(costs, uniform(costs, PLAIN)).peak.bytes
-    found = [low]
-    for number in range(1, FRONT_POINTS + 1):
-        one = solve(costs, low.peak + (high - low.peak) * number // FRONT_POINTS)
-        if one is not None:
-            found.append(one)
-    return found
-
-
 def write(
     folder: Path,
     costs: StepCosts,
@@ -186,34 +171,8 @@ def write(
     parts = [
         Part("Policies", head=head, rows=lines, numbers=(1, 2, 4), is_wide=True),
         Part("Memory over one step", chart=timeline_chart(shown, {"budget": budget})),
-        Part("Peak against time", chart=_against_time(costs, rows, budget)),
         *([Part("In words", text=words, is_wide=True)] if words else []),
     ]
     path = folder / "memory.html"
     Page("Memory of a step", title, parts=parts).write(path)
     return path
-
-
-def _against_time(costs: StepCosts, rows: Sequence[Row], budget: int | None) -> Any:
-    plain = simulate(costs, uniform(costs, PLAIN)).seconds
-    solutions = front(costs) if plain else []
-    by_hand = [row for row in rows if not row.policy.startswith(("plan for", "smallest"))]
-    planner = Curve(
-        "planner",
-        [one.seconds / plain for one in solutions],
-        [one.peak / MIB for one in solutions],
-    )
-    hand = Curve(
-        "by hand",
-        [1 + row.extra for row in by_hand],
-        [row.timeline.peak.bytes / MIB for row in by_hand],
-        labels=[row.policy for row in by_hand],
-        joined=False,
-    )
-    times = [*planner.x, *hand.x]
-    return chart(
-        [planner, hand, *level_curves({"budget": budget}, min(times), max(times))],
-        x_label="time of a step, to the plain one",
-        y_label="peak, MiB",
-        from_zero=True,
-    )

@@ -108,13 +108,6 @@ def test_validate_notes_a_file_that_is_not_here() -> None:
         assert f"note: data.train_file: {name}: there is no such file" in found.stdout
 
 
-@pytest.mark.parametrize("command", [("train",), ("config", "show"), ("plan",)])
-def test_a_missing_configuration_is_told_with_the_whole_command(command: tuple[str, ...]) -> None:
-    refused = run(*command, "run.yaml")
-    assert refused.exit_code == 2
-    assert f"as in: main {' '.join(command)} --config run.yaml" in refused.stderr
-
-
 def test_the_list_of_commands_is_whole_and_in_the_order_of_use() -> None:
     shown = run("--help").stdout
     assert "..." not in shown.partition("Commands:")[2]
@@ -164,13 +157,6 @@ def test_init_trains_with_the_negatives(
     config, data = trained_with(tmp_path / "run.yaml")
     assert config.contrastive.hard_negatives == hard_negatives and config.contrastive.fill == fill
     assert len(data.train) + len(data.valid) == 80
-
-
-def test_init_tells_of_a_stray_column(tmp_path: Path) -> None:
-    lines = [[f"q {n}", f"p {n}"] + ["stray"] * (n == 7) for n in range(80)]
-    pairs = write_pairs(tmp_path / "pairs.tsv", lines)
-    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
-    assert "only 1 of 80 pairs have hard negatives" in made.output
 
 
 @pytest.mark.parametrize(

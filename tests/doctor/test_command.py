@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from paddle_recompute.app import cli, parity
-from tests.app.parity.test_command import fake_runs
+from paddle_recompute.app import cli
 from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.processes import outside_of_ranks, python
 
@@ -119,28 +117,6 @@ def test_a_warning_is_shown_and_the_exit_code_is_0(ranks: int, tmp_path: Path) -
     assert "ok: no fault found" in output
 
 
-@pytest.mark.parametrize("spoiled", [None, ("static", True, 1)])
-def test_the_two_modes_are_compared_on_request(
-    spoiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The runs of parity are replaced; tests/app/parity trains them."""
-    monkeypatch.setattr(os, "environ", {**os.environ})
-    monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
-    monkeypatch.setattr(parity, "_train", fake_runs(spoiled))
-    write_pairs(tmp_path / "pairs.tsv")
-    file, output = tmp_path / "run.yaml", tmp_path / "report.json"
-    file.write_text(yaml.safe_dump(tiny(tmp_path).to_dict()))
-    arguments = ["doctor", "--config", str(file), "--output", str(output), "--parity", "--json"]
-    result = CliRunner().invoke(cli.main, arguments)
-    assert result.exit_code == (0 if spoiled is None else 1), result.output
-    assert "ok: no fault found" in result.output
-    assert ("gradient of pooler.weight" in result.output) == (spoiled is not None)
-    report = json.loads(output.read_text())
-    assert json.loads(result.output.splitlines()[-1]) == report
-    assert report["findings"] == []
-    assert report["ok"] == report["parity"]["parity"] == (spoiled is None)
-
-
 def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
     file = tmp_path / "self_test.json"
     result = CliRunner().invoke(
@@ -160,7 +136,6 @@ def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
     [
         ([], "--config FILE, or --self-test"),
         (["--self-test", "--config", "a.yaml"], "--config: has no effect with --self-test"),
-        (["--self-test", "--parity"], "--parity: has no effect with --self-test"),
         (["--self-test", "train.max_steps=1"], "train.max_steps=1: has no effect"),
         (["--config", "a.yaml", "--device", "cpu"], "--device is for --self-test"),
         (["--config", "a.yaml", "--output", "a.yaml"], "--output a.yaml: must end in .json"),

@@ -63,14 +63,6 @@ def _settings_are_of_the_model(v: Values) -> Broken:
             )
 
 
-def _with_dimensions(given: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the dimensions of the preset; dimensions in the file override them."""
-    if ":" in str(given.get("name", "")):
-        return {**_OWN_MODEL, **given}
-    preset = given.get("preset")
-    return {**PRESETS.get(preset, {}), **given} if isinstance(preset, str) else given
-
-
 class ModelConfig(Section):
     """The encoder. A preset sets every dimension that is not given.
 
@@ -102,7 +94,6 @@ class ModelConfig(Section):
     """
 
     rules = (_heads_divide, _settings_are_of_the_model)
-    complete = staticmethod(_with_dimensions)
     completed_by = "preset"
 
     name: str = Field("ernie", pattern=r"^(ernie|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
@@ -135,3 +126,11 @@ class ModelConfig(Section):
     def is_own(self) -> bool:
         """Whether it is a Layer of the user's."""
         return ":" in self.name
+
+    @staticmethod
+    def complete(given: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the dimensions of the preset; dimensions in the file override them."""
+        if ":" in str(given.get("name", "")):
+            return {**_OWN_MODEL, **given}
+        preset = given.get("preset")
+        return {**PRESETS.get(preset, {}), **given} if isinstance(preset, str) else given

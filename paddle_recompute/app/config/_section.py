@@ -72,10 +72,6 @@ class FaultyValue(Exception):
     """A rule asked for a value that is itself at fault."""
 
 
-def _as_given(given: dict[str, Any]) -> dict[str, Any]:
-    return given
-
-
 class Section(BaseModel):
     """One mapping of the configuration file: typed, frozen, unknown keys refused."""
 
@@ -89,9 +85,13 @@ class Section(BaseModel):
     refused_keys: ClassVar[Mapping[str, str]] = {}
     # The same for values: {field: {value: words}}.
     refused_values: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
-    # Fills in what follows from other values, and the field to blame while that cannot be done.
-    complete: ClassVar[Completion] = staticmethod(_as_given)
+    # The field from which others follow: while it is faulty, nobody is told that those are missing.
     completed_by: ClassVar[str | None] = None
+
+    @staticmethod
+    def complete(given: dict[str, Any]) -> dict[str, Any]:
+        """Fill in what follows from other values (a preset); the identity in most sections."""
+        return given
 
     @model_validator(mode="wrap")
     @classmethod
@@ -170,7 +170,7 @@ class Section(BaseModel):
 
 
 def section_of(
-    options: type[Options], complete: Completion = _as_given, **kinds: Any
+    options: type[Options], complete: Completion = Section.complete, **kinds: Any
 ) -> type[Section]:
     """What YAML may hold for options of the library: the same names, defaults, limits and rules.
 
@@ -189,7 +189,8 @@ def section_of(
             default = Field(default_factory=one.default_factory)  # type: ignore[arg-type]
         fields[one.name] = (kinds.get(one.name, kind), default)
     section = create_model(options.__name__, __base__=Section, __doc__=options.__doc__, **fields)
-    section.rules, section.complete = options.rules, staticmethod(complete)
+    section.rules = options.rules
+    section.complete = staticmethod(complete)  # type: ignore[assignment, method-assign]
     return section
 
 

@@ -14,7 +14,7 @@ from paddle_recompute.app.report._curves import curves_of
 from paddle_recompute.app.report._files import RunFiles, flat
 from paddle_recompute.app.report._lanes import lanes_of
 from paddle_recompute.app.report._page import Page, Part
-from paddle_recompute.app.report._results import best_recall, retrieval_rows
+from paddle_recompute.app.report._results import retrieval_rows
 from paddle_recompute.planner import PLAIN, simulate, uniform
 
 _MEASURED_ON = (
@@ -106,14 +106,12 @@ def _retrieval(record: dict[str, Any]) -> Iterator[Part]:
         for name, before, after in retrieval_rows(record)
     ]
     if rows:
-        pool = f"{record['queries']:,} held-out queries, {record['pool_size']:,} candidates"
-        best = best_recall(record)
         yield Part(
             "Retrieval on held-out pairs",
             head=("", "untrained", "trained"),
             rows=rows,
             numbers=(1, 2),
-            note=f"{pool}; {best}" if best else pool,
+            note=f"{record['queries']:,} held-out queries, {record['pool_size']:,} candidates",
         )
 
 

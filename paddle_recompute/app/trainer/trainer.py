@@ -325,7 +325,6 @@ class Trainer:
                 f"untrained_{key}": run.untrained.get(key)
                 for key in ("recall@1", "recall@10", "mrr")
             },
-            **run.data.ceiling.to_dict(),
             "steps": run.step,
             "skipped_steps": run.steps.step.num_skipped,
             **run.figures,
