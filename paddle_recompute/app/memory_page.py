@@ -8,7 +8,6 @@ from pathlib import Path
 
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.app.report import Page, Part, timeline_chart
-from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
     PLAIN,
     WHOLE,
@@ -22,23 +21,6 @@ from paddle_recompute.planner import (
     solve,
     uniform,
 )
-
-CARDS = {
-    "V100-16G": 16,
-    "V100-32G": 32,
-    "T4-16G": 16,
-    "A10-24G": 24,
-    "RTX3090-24G": 24,
-    "RTX4090-24G": 24,
-    "A100-40G": 40,
-    "A100-80G": 80,
-    "H100-80G": 80,
-    "H800-80G": 80,
-    "L40S-48G": 48,
-}
-"""Memory of cards by name, in GiB."""
-RESERVED = 3 * 2**29
-"""Bytes of a card that the driver and the libraries take, about 1.5 GiB."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +38,6 @@ class Row:
     timeline: Timeline
     extra: float
     largest_batch: int | None = None
-
-
-def budget_of_card(name: str) -> int:
-    """The bytes that a step may take on the card `name`.
-
-    Raises:
-        PlanError: The card is not known.
-    """
-    sizes = {card.lower(): size for card, size in CARDS.items()}
-    if name.lower() not in sizes:
-        raise PlanError(
-            f"the card {name!r} is not known; give bytes, as in 8GiB, or one of {', '.join(CARDS)}"
-        )
-    return sizes[name.lower()] * 2**30 - RESERVED
 
 
 def hand_policies(costs: StepCosts) -> dict[str, tuple[Choice, ...]]:
@@ -145,7 +113,6 @@ def table(rows: Sequence[Row], budget: int | None) -> str:
 
 def write(
     folder: Path,
-    costs: StepCosts,
     rows: Sequence[Row],
     budget: int | None,
     title: str,
@@ -155,7 +122,6 @@ def write(
 
     Args:
         folder: Is made.
-        costs: Of the step.
         rows: Of the table.
         budget: In bytes.
         title: Which step.

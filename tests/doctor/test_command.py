@@ -137,6 +137,7 @@ def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
         ([], "--config FILE, or --self-test"),
         (["--self-test", "--config", "a.yaml"], "--config: has no effect with --self-test"),
         (["--self-test", "train.max_steps=1"], "train.max_steps=1: has no effect"),
+        (["--config", "a.yaml", "--parity"], "--parity is gone: call paddle-recompute parity"),
         (["--config", "a.yaml", "--device", "cpu"], "--device is for --self-test"),
         (["--config", "a.yaml", "--output", "a.yaml"], "--output a.yaml: must end in .json"),
     ],

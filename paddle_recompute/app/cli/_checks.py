@@ -17,6 +17,7 @@ from paddle_recompute.app.cli._process import (
     is_main_rank,
     number,
     prepare_one_process,
+    refused,
     run_on_ranks,
 )
 from paddle_recompute.app.config import Config, load_config
@@ -57,6 +58,7 @@ def parity(config_file: str, steps: int, as_json: bool, overrides: tuple[str, ..
     click.option("--self-test", "runs_self_test", is_flag=True, help="Test the library instead."),
     click.option("--output", metavar="FILE", help="Where the report goes, a .json file."),
     click.option("--device", default=None, help="With --self-test: gpu, cpu, ..."),
+    refused("--parity", "is gone: call paddle-recompute parity, too"),
     click.option("--json", "as_json", is_flag=True, help="The report too, as the last line."),
     required=False,
     interrupted="interrupted; all ranks have ended",

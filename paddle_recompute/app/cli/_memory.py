@@ -7,24 +7,26 @@ from pathlib import Path
 
 import click
 
-from paddle_recompute.app.cli._process import as_json, configured, prepare_one_process, progress
+from paddle_recompute.app.cli._process import (
+    as_json,
+    configured,
+    prepare_one_process,
+    progress,
+    refused,
+)
 from paddle_recompute.app.config import load_config
 from paddle_recompute.errors import ConfigError
-from paddle_recompute.options import RecomputeConfig, byte_count
+from paddle_recompute.options import byte_count
 
 _memory_options = configured(
     click.option(
         "--memory-budget",
-        metavar="BYTES|CARD",
-        help="8GiB, or a card such as A100-40G, less 1.5 GiB for driver and libraries.",
+        metavar="BYTES",
+        help="As in 8GiB: the memory of a card, less 1.5 GiB for driver and libraries.",
     ),
-    click.option(
+    refused(
         "--what-if",
-        "changes",
-        default="",
-        metavar="NAME=N,...",
-        help="Another step: batch (pairs of all ranks), gpus (ranks), length (tokens of a "
-        "positive), layers, sharding (true: the optimizer state is spread over the ranks).",
+        "is gone: override the settings, as in contrastive.global_batch=4096 launch.num_ranks=8",
     ),
     click.option(
         "--output",
@@ -39,7 +41,7 @@ _memory_options = configured(
 def estimate(**options: object) -> None:
     """Show the memory of a step under each policy.
 
-    For example: paddle-recompute estimate --config run.yaml --what-if batch=4096,gpus=8
+    For example: paddle-recompute estimate --config run.yaml launch.num_ranks=8
 
     Peak, extra time and largest batch of a step of FILE. The calls of the blocks are measured on
     small batches in this process; no data is read.
@@ -61,23 +63,28 @@ def plan(**options: object) -> None:
 def _show_memory(
     config_file: str,
     memory_budget: str | None,
-    changes: str,
     output: str | None,
     as_json: bool,
     overrides: tuple[str, ...],
     needs_budget: bool,
 ) -> None:
-    if needs_budget:
-        _require_plannable(load_config(config_file, overrides).recompute, memory_budget)
-    prepare_one_process(f"Measuring the blocks of {config_file} in this process")
-    from paddle_recompute.app.memory_page import budget_of_card
-    from paddle_recompute.app.trainer import memory_report, what_if
-
-    config = load_config(config_file, [*overrides, *what_if(changes)])
+    config = load_config(config_file, overrides)
     budget = config.recompute.memory_budget
     if memory_budget is not None:
-        is_size = memory_budget.strip()[:1].isdigit()
-        budget = byte_count(memory_budget) if is_size else budget_of_card(memory_budget)
+        budget = byte_count(memory_budget)
+    place = config.recompute.offload_parameters
+    if needs_budget and budget is None:
+        raise ConfigError(
+            "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
+        )
+    if needs_budget and place != "none":
+        raise ConfigError(
+            f"plan chooses what is recomputed, and recompute.offload_parameters: {place} "
+            "recomputes every block; use paddle-recompute estimate, or remove that setting"
+        )
+    prepare_one_process(f"Measuring the blocks of {config_file} in this process")
+    from paddle_recompute.app.trainer import memory_report
+
     with progress("call", "measure") as show:
         folder = Path(output) if output is not None else None
         report = memory_report(config, budget=budget, folder=folder, progress=show)
@@ -87,16 +94,3 @@ def _show_memory(
     click.echo(report.text)
     for path in report.files:
         click.echo(f"written: {path}")
-
-
-def _require_plannable(recompute: RecomputeConfig, memory_budget: str | None) -> None:
-    place = recompute.offload_parameters
-    if memory_budget is None and recompute.memory_budget is None:
-        raise ConfigError(
-            "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
-        )
-    if place != "none":
-        raise ConfigError(
-            f"plan chooses what is recomputed, and recompute.offload_parameters: {place} "
-            "recomputes every block; use paddle-recompute estimate, or remove that setting"
-        )

@@ -74,6 +74,16 @@ def number(name: str, default: int | None, words: str, *, least: int = 1) -> Opt
     )
 
 
+def refused(name: str, words: str) -> Option:
+    """An option that is gone, or another command's; the error says what to do instead."""
+
+    def refuse(context: click.Context, option: click.Parameter, is_given: bool) -> None:
+        if is_given:
+            raise click.UsageError(f"{name} {words}", context)
+
+    return click.option(name, is_flag=True, hidden=True, expose_value=False, callback=refuse)
+
+
 def _settings(context: click.Context, argument: click.Parameter, begun: str) -> list[str]:
     """The settings that begin so, for the completion of a shell."""
     return [f"{name}=" for name in setting_names() if name.startswith(begun)]

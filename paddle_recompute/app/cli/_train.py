@@ -9,23 +9,25 @@ from typing import Any
 import click
 
 from paddle_recompute._run_folder import RECORD
-from paddle_recompute.app.cli._process import configured, is_main_rank, number, run_on_ranks
+from paddle_recompute.app.cli._process import (
+    configured,
+    is_main_rank,
+    number,
+    refused,
+    run_on_ranks,
+)
 from paddle_recompute.app.config import Config, load_config, load_settings
 from paddle_recompute.app.launch import is_launched, launch_with_restarts
 
-
-def _refuse(context: click.Context, option: click.Parameter, value: object) -> None:
-    if value is not None:
-        raise click.UsageError(
-            f"{option.opts[0]} is an option of Paddle's launcher, which starts runs on several "
-            "machines: fleetrun --master HOST:PORT --nnodes NODES --rank N --nproc_per_node RANKS "
-            "paddle-recompute train --config FILE"
-        )
+_OF_PADDLE = (
+    "is an option of Paddle's launcher, which starts runs on several machines: fleetrun --master "
+    "HOST:PORT --nnodes NODES --rank N --nproc_per_node RANKS paddle-recompute train --config FILE"
+)
 
 
 @configured(
-    click.option("--master", hidden=True, expose_value=False, callback=_refuse),
-    click.option("--rank", hidden=True, expose_value=False, callback=_refuse),
+    refused("--master", _OF_PADDLE),
+    refused("--rank", _OF_PADDLE),
     number(
         "--max-restart",
         0,

@@ -13,10 +13,12 @@ import shutil
 import sys
 from pathlib import Path
 
+from safetensors.numpy import load_file
+
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.launch import launch
 from paddle_recompute.app.parity.comparison import compare, pairs
-from paddle_recompute.app.parity.outcome import NO_REFERENCE, WEIGHTS, Outcome, read_arrays
+from paddle_recompute.app.parity.outcome import NO_REFERENCE, WEIGHTS, Outcome
 from paddle_recompute.app.parity.report import ParityReport
 from paddle_recompute.app.parity.variants import Plan, plan
 from paddle_recompute.errors import ConfigError
@@ -70,7 +72,7 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
             planned = planned.without_reference(refusal.read_text("utf-8"))
         return _judge(folder, planned)
     finally:
-        for path in folder.rglob("*.npz"):
+        for path in folder.rglob("*.safetensors"):
             path.unlink()
 
 
@@ -92,7 +94,7 @@ def _train(folder: Path, config: Config, steps: int, ranks: int, show_progress: 
 
 
 def _judge(folder: Path, planned: Plan) -> ParityReport:
-    initial = read_arrays(folder / WEIGHTS)
+    initial = load_file(folder / WEIGHTS)
     verdicts = []
     for pair in pairs(planned):
         left, right = (Outcome.read(folder / one.file) for one in pair[:2])

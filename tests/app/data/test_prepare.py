@@ -133,9 +133,7 @@ def test_what_is_left_out_is_told(folder: Path) -> None:
         f"{67 - len({*data.train, *data.valid})} duplicates removed",
         "10 held-out queries are cut at data.max_query_tokens",
         "30 candidates are cut at data.max_positive_tokens",
-        *data.ceiling.notes(),
     ]
-    assert data.ceiling.equal_answers > 0  # one token is left of each
 
 
 def test_negatives_that_are_answers_are_told(folder: Path) -> None:
@@ -171,9 +169,7 @@ def test_cedict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     data = prepared(tmp_path, source="cedict", train_file=None)
     assert (len(data.train), len(data.valid), len(data.pool)) == (54, 10, 30)
-    assert len(data.notes) == 1
-    assert "64 pairs of 65 entries" in data.notes[0]
-    assert "words that only refer to others: 1" in data.notes[0]
+    assert data.notes == [cedict.LICENSE]
 
 
 def split_of(train: list[str], valid: list[str]) -> Split:
@@ -274,6 +270,6 @@ def prepare_on_this_rank(folder: str, late: float) -> dict[str, Any]:
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Rank 0 makes the files, rank 1 waits for it and has the same data."""
-    first, second = run_ranks(prepare_on_this_rank, 2, folder=str(tmp_path), late=1.0)
+    first, second = run_ranks(prepare_on_this_rank, 2, folder=str(tmp_path), late=0.5)
     assert (first["trained"], second["trained"]) == (1, 0)
     assert first["data"] == second["data"]
