@@ -108,24 +108,8 @@ def plan(config: Config) -> Plan:
             "contrastive.memory_budget: parity does not measure how large the chunks may be; set "
             "contrastive.chunk_tokens (a run in this configuration reports them) instead"
         )
-    check_in_a_program(config)
-    strategy, owned = config.strategy, "whose Program owns its parameters and optimizer state"
-    for path, is_given, why in (
-        ("strategy.sharding: true", strategy.sharding, owned),
-        ("recompute.offload_parameters", config.recompute.offload_parameters != "none", owned),
-        (
-            "strategy.amp_configs.dtype: float16",
-            strategy.amp and strategy.amp_configs.dtype == "float16",
-            "which has no loss scale (bfloat16 needs none)",
-        ),
-    ):
-        if is_given:
-            raise ConfigError(
-                f"{path}: parity compares with a static graph, {why}; leave the setting out"
-            )
-    notes = []
-    for sentence in config.without_effect():
-        notes.append(f"{sentence}.")
+    check_in_a_program(config, is_trained=True)
+    notes = [f"{sentence}." for sentence in config.without_effect()]
     has_dropout = bool(config.model.hidden_dropout or config.model.attention_dropout)
     if config.model.is_own:
         has_dropout = False

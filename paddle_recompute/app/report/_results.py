@@ -7,18 +7,18 @@ from typing import Any
 BEFORE = "untrained_"
 
 
-def retrieval_rows(record: dict[str, Any]) -> list[tuple[str, float | None, float]]:
-    """(name, before, after) of every retrieval metric; before is None if not measured."""
+def retrieval_rows(record: dict[str, Any], form: str = ".4f") -> list[tuple[str, str, str]]:
+    """(name, before, after) of every retrieval metric; before is a dash if not measured."""
     names = [name.removeprefix(BEFORE) for name in record if name.startswith(BEFORE)]
-    return [(name, record[f"{BEFORE}{name}"], record[name]) for name in names]
+    both = [(name, record[f"{BEFORE}{name}"], record[name]) for name in names]
+    return [
+        (name, "-" if before is None else format(before, form), format(after, form))
+        for name, before, after in both
+    ]
 
 
 def retrieval_table(record: dict[str, Any]) -> str:
     """The retrieval metrics as plain text, for a terminal."""
-    rows = [
-        (name, "-" if before is None else f"{before:.4f}", f"{after:.4f}")
-        for name, before, after in retrieval_rows(record)
-    ]
     head = f"{record['queries']} held-out queries, {record['pool_size']} candidates for each"
-    lines = [f"{name:<12}{before:>12}{after:>12}" for name, before, after in rows]
+    lines = [f"{name:<12}{before:>12}{after:>12}" for name, before, after in retrieval_rows(record)]
     return "\n".join([head, f"{'':<12}{'untrained':>12}{'trained':>12}", *lines])

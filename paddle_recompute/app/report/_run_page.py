@@ -82,9 +82,8 @@ def _subtitle(run: RunFiles) -> str:
 
 def _tiles(run: RunFiles) -> Iterator[tuple[str, str]]:
     record = run.record
-    for name, before, after in retrieval_rows(record)[:2]:
-        was = "" if before is None else f", {before:.1%} untrained"
-        yield f"{after:.1%}", f"{name}{was}"
+    for name, before, after in retrieval_rows(record, ".1%")[:2]:
+        yield after, name if before == "-" else f"{name}, {before} untrained"
     losses = [one["loss"] for one in run.metrics if one.get("loss") is not None]
     if losses:
         yield f"{losses[-1]:.4g}", f"loss, {losses[0]:.4g} at first"
@@ -101,11 +100,7 @@ def _tiles(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _retrieval(record: dict[str, Any]) -> Iterator[Part]:
-    rows = [
-        (name, "-" if before is None else f"{before:.4f}", f"{after:.4f}")
-        for name, before, after in retrieval_rows(record)
-    ]
-    if rows:
+    if rows := retrieval_rows(record):
         yield Part(
             "Retrieval on held-out pairs",
             head=("", "untrained", "trained"),
