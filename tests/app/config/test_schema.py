@@ -160,18 +160,6 @@ def test_dtype_and_level_of_mixed_precision(given: dict[str, Any], dtype: str, l
     assert Config.model_validate(config.to_dict()) == config
 
 
-def test_sync_settings() -> None:
-    given = {
-        "compression": "bf16",
-        "error_feedback": False,
-        "check_every": 3,
-        "peer_timeout": 5.0,
-        "stall_timeout": 60.0,
-    }
-    sync = Config.model_validate(tree(sync=given)).sync
-    assert {name: getattr(sync, name) for name in given} == given
-
-
 def test_one_pair_per_rank_has_the_other_ranks_pairs_as_negatives() -> None:
     assert Config.model_validate(tree(launch={"num_ranks": 8})).micro_batch == 1
 
@@ -186,20 +174,10 @@ def test_memory_budget(given: str | int, count: int) -> None:
     assert Config.model_validate(config.to_dict()) == config
 
 
-def test_contrastive_settings() -> None:
-    given = {
-        "negatives": "local",
-        "learnable_temperature": True,
-        "label_smoothing": 0.1,
-        "mask_false_negatives": True,
-        "tile": 512,
-        "chunk_size": 4,
-    }
-    contrastive = Config.model_validate(tree(contrastive=given)).contrastive
-    assert {name: getattr(contrastive, name) for name in given} == given
-    assert contrastive.is_chunked
-    default = Config.model_validate(tree()).contrastive
-    assert (default.negatives, default.is_chunked) == ("global", False)
+@pytest.mark.parametrize("name", ["chunk_size", "chunk_tokens", "memory_budget", None])
+def test_what_turns_the_gradient_cache_on(name: str | None) -> None:
+    config = Config.model_validate(tree(contrastive={name: 100} if name else {}))
+    assert config.contrastive.is_chunked == (name is not None)
 
 
 def test_smallest_learned_temperature_is_that_of_the_loss() -> None:
@@ -276,10 +254,8 @@ def test_batches_and_learning_rate() -> None:
     )
     assert (config.world_size, config.local_batch, config.micro_batch) == (4, 24, 8)
     assert config.learning_rate == pytest.approx(0.3)
-
-
-def test_learning_rate_is_not_scaled_unless_asked() -> None:
-    assert Config.model_validate(tree(contrastive={"global_batch": 96})).learning_rate == 0.1
+    not_scaled = Config.model_validate(tree(contrastive={"global_batch": 96}))
+    assert not_scaled.learning_rate == 0.1
 
 
 def test_cache_dir_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
