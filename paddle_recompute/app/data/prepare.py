@@ -51,7 +51,6 @@ class PreparedData:
         pool: Candidates, all different: the positives of `valid` first, then some of `train`.
         target: For each pair of `valid`, the row of its positive in `pool`.
         tokenizer: Trained on `train`, that of the file, or that of the resumed run.
-        skipped: ``"file:line: what is wrong"`` for every line that was skipped.
         notes: Sentences for the user about what was left out, with numbers.
         sources: Of the files (``data.train_file``, ``data.valid_file``), ``split`` and
             ``tokenizer``.
@@ -62,7 +61,6 @@ class PreparedData:
     pool: list[str]
     target: list[int]
     tokenizer: PairTokenizer
-    skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sources: dict[str, Source] = field(default_factory=dict)
 
@@ -161,7 +159,6 @@ def prepare_data(
         pool,
         [place[pair.positive] for pair in split.valid],
         tokenizer,
-        account.skipped,
         account.notes,
         account.sources,
     )
@@ -194,7 +191,6 @@ def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
 class _Account:
     """What was read, and sentences about what is left out."""
 
-    skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sources: dict[str, Source] = field(default_factory=dict)
 
@@ -270,7 +266,6 @@ def _read(
         negatives=(least if name == "train_file" else 0, most),
     )
     account.sources[f"data.{name}"] = Source(str(path), found.sha256)
-    account.skipped += found.skipped
     shown = "; ".join(found.skipped[:_SHOWN_REASONS])
     more = len(found.skipped) - _SHOWN_REASONS
     account.note(

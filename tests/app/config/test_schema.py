@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from paddle_recompute.app.config import PRESETS, Config, ModelConfig, load_config
+from paddle_recompute.app.config import Config, ModelConfig, load_config
 from paddle_recompute.app.config._contrastive import SMALLEST_LEARNED_TEMPERATURE
+from paddle_recompute.app.config._model import PRESETS
 from paddle_recompute.app.config._section import Section, Values, subsection
 from paddle_recompute.contrastive.loss import MAX_SCALE
 from paddle_recompute.errors import ConfigError

@@ -9,14 +9,15 @@ import paddle
 import pytest
 from pydantic import ValidationError
 
-from paddle_recompute.app.config import (
+from paddle_recompute.app.config import StrategyConfig
+from paddle_recompute.app.config._section import subsection
+from paddle_recompute.app.config._strategy import (
+    _REFUSED,
+    AmpSection,
     GradientMergeConfigs,
     LambConfigs,
     LarsConfigs,
-    StrategyConfig,
 )
-from paddle_recompute.app.config._section import subsection
-from paddle_recompute.app.config._strategy import _REFUSED, AmpSection
 
 # The message has no field for bfloat16 at level O1; `paddle.amp.auto_cast` has.
 FROM_AUTO_CAST = ["dtype", "level"]

@@ -113,7 +113,7 @@ def test_a_model_of_ones_own_with_the_gradient_cache_starts_from_the_same_weight
 def fake_runs(spoil: Variant | None) -> Any:
     """In place of the ranks: every run has the same numbers, but for one of `spoil`."""
 
-    def train(folder: Path, config: Config, steps: int, ranks: int, show_progress: bool) -> None:
+    def train(folder: Path, config: Config, steps: int, ranks: int) -> None:
         weights = {name: np.ones([2, 2], "float32") for name in ("embedding", "pooler.weight")}
         save_file(weights, folder / WEIGHTS)
         for variant in plan(config).variants:
@@ -171,7 +171,10 @@ def test_a_run_that_differs_ends_with_1_and_the_name_of_the_parameter(
         ({"sync__mode": "fused"}, ["a static graph cannot honour", "sync.mode"]),
         ({"strategy__sharding": True}, ["strategy.sharding", "not supported by mode: static"]),
         ({"strategy__amp": True}, ["strategy.amp_configs.dtype: float16", "loss scale, which"]),
-        ({"recompute__offload_parameters": "disk"}, ["offload_parameters", "not supported by mode: static"]),
+        (
+            {"recompute__offload_parameters": "disk"},
+            ["offload_parameters", "not supported by mode: static"],
+        ),
     ],
 )
 def test_what_a_mode_cannot_honour_is_one_paragraph_and_code_2(
