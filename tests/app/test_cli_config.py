@@ -12,7 +12,8 @@ from paddle_recompute import Config, load_config
 from paddle_recompute.app.cli import _init as module
 from paddle_recompute.app.cli import main
 from paddle_recompute.app.cli._init import _Machine, _shipped
-from paddle_recompute.app.data import PreparedData, loader_for, prepare_data
+from paddle_recompute.app.data import PreparedData
+from paddle_recompute.app.trainer import load_batches, load_data
 from tests.ranks import ROOT
 
 TINY = str(ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml")
@@ -30,16 +31,8 @@ def write_pairs(file: Path, lines: list[list[str]]) -> str:
 def trained_with(file: Path) -> tuple[Config, PreparedData]:
     """The configuration, and the data as training reads them; there is a batch."""
     config = load_config(file, [f"data.cache_dir={json.dumps(str(file.parent / 'cache'))}"])
-    data = prepare_data(
-        config.data,
-        seed=config.train.seed,
-        is_main_rank=True,
-        barrier=lambda: None,
-        negatives=config.contrastive.negatives_of_a_line,
-    )
-    batch = config.local_batch
-    loader = loader_for(config, data.train, data.tokenizer, local_batch=batch, rank=0, num_ranks=1)
-    assert len(loader)
+    data = load_data(config, 0)
+    assert len(load_batches(config, data, 0))
     return config, data
 
 

@@ -2,7 +2,7 @@
 
 from paddle_recompute.app.data.cedict import mine_cedict
 from paddle_recompute.app.data.judged import JudgedQueries, read_judged
-from paddle_recompute.app.data.loader import PairLoader, build_loader, loader_for
+from paddle_recompute.app.data.loader import PairLoader, build_loader
 from paddle_recompute.app.data.negatives import HardNegatives
 from paddle_recompute.app.data.pairs import Pair, PairFile, parsed, read_pairs
 from paddle_recompute.app.data.prepare import PreparedData, Source, check_files, prepare_data
@@ -22,7 +22,6 @@ __all__ = [
     "build_loader",
     "check_files",
     "load_tokenizer",
-    "loader_for",
     "mine_cedict",
     "normal_form",
     "parsed",
