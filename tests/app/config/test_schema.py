@@ -51,6 +51,7 @@ FAULTS = {
     "recompute.policy=budget": "recompute.memory_budget: required with",
     "recompute.memory_budget=1GiB; recompute.engine=fleet; recompute.policy=budget": "all, every_n",
     "recompute.policy=al": "did you mean all?",
+    "recompute.policy=every_n; recompute.every_n=0": "greater than or equal to 1",
     "recompute.every_n=3": "no effect with policy: all",
     "recompute.memory_budget=1": "no effect with",
     "recompute.segments=3": "set policy: segments",
@@ -66,6 +67,9 @@ FAULTS = {
     "strategy.amp_configs.init_loss_scaling=2.0": "needs no loss scale",
     "strategy.amp=true; strategy.amp_configs.use_dynamic_loss_scaling=false; "
     "strategy.amp_configs.incr_ratio=4.0": "no effect with use_dynamic_loss_scaling: false",
+    "strategy.amp=true; strategy.amp_configs.decr_ratio=1.0": "must be less than 1",
+    "strategy.amp=true; strategy.amp_configs.incr_ratio=1.0": "must be greater than 1",
+    "strategy.amp=true; strategy.amp_configs.incr_every_n_steps=0": "greater than or equal to 1",
     'strategy.amp=true; strategy.amp_configs.custom_white_list=["exp"]; '
     'strategy.amp_configs.custom_black_list=["tanh", "exp"]': "contains exp, as does",
     'strategy.amp=true; strategy.amp_configs.custom_black_varnames=["x"]': "static graph",

