@@ -15,9 +15,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from paddle_recompute import is_recomputing
-from paddle_recompute.app import cli, parity
+from paddle_recompute.app import cli
 from paddle_recompute.doctor import self_test
-from tests.app.parity.test_command import fake_runs
 from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.processes import outside_of_ranks, python
 
@@ -147,22 +146,6 @@ def test_two_ranks_with_a_warning_are_sound_and_the_exit_code_is_0(tmp_path: Pat
     assert "ok: no fault found" in output
 
 
-@pytest.mark.parametrize("spoiled", [None, ("static", True, 1)])
-def test_the_two_modes_are_compared_on_request(
-    spoiled: Any, called: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The runs of parity are replaced; tests/app/parity trains them."""
-    monkeypatch.setattr(parity, "_train", fake_runs(spoiled))
-    result = called("--parity", "--json")
-    assert result.exit_code == (0 if spoiled is None else 1), result.output
-    assert "ok: no fault found" in result.output
-    assert ("gradient of pooler.weight" in result.output) == (spoiled is not None)
-    report = json.loads(Path("report.json").read_text())
-    assert json.loads(result.output.splitlines()[-1]) == report
-    assert report["findings"] == []
-    assert report["ok"] == report["parity"]["parity"] == (spoiled is None)
-
-
 def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
     file = tmp_path / "self_test.json"
     result = CliRunner().invoke(
@@ -196,8 +179,8 @@ def test_the_self_test_names_what_is_wrong_on_a_device(monkeypatch: pytest.Monke
     [
         ([], "--config FILE, or --self-test"),
         (["--self-test", "--config", "a.yaml"], "--config: has no effect with --self-test"),
-        (["--self-test", "--parity"], "--parity: has no effect with --self-test"),
         (["--self-test", "train.max_steps=1"], "train.max_steps=1: has no effect"),
+        (["--config", "a.yaml", "--parity"], "--parity is gone: call paddle-recompute parity"),
         (["--config", "a.yaml", "--device", "cpu"], "--device is for --self-test"),
         (["--config", "a.yaml", "--output", "a.yaml"], "--output a.yaml: must end in .json"),
     ],
