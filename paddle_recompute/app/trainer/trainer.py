@@ -91,9 +91,7 @@ class Trainer:
             The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` (also
             ``precision@1``, ``precision@10``, ``ndcg@10``, ``map``) and the first three of them
             before training with the prefix ``untrained_`` (None with
-            ``train.eval_before: false``); ``pool_size``, ``queries``; ``recall@1_ceiling``,
-            ``unknown_queries``, ``equal_queries`` and ``equal_answers`` (what the tokens of the
-            held-out texts allow at best, see `data.Ceiling`); ``peak_bytes`` (the largest
+            ``train.eval_before: false``); ``pool_size``, ``queries``; ``peak_bytes`` (the largest
             of all steps and ranks), ``plain_peak_bytes`` (of the step without recompute that needs
             most; None if it does not fit or ``train.measure_plain`` is false);
             ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (steps that
@@ -323,7 +321,6 @@ class Trainer:
                 f"untrained_{key}": run.untrained.get(key)
                 for key in ("recall@1", "recall@10", "mrr")
             },
-            **run.data.ceiling.to_dict(),
             "steps": run.step,
             "skipped_steps": run.steps.step.num_skipped,
             **run.figures,

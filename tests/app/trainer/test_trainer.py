@@ -152,10 +152,6 @@ def test_run_returns_and_writes_what_it_promises(
         "steps": 10,
         "pool_size": 50,
         "queries": 20,
-        "recall@1_ceiling": 1.0,
-        "unknown_queries": 0,
-        "equal_queries": 0,
-        "equal_answers": 0,
         "plain_peak_bytes": None,  # it need not be measured
         "output_dir": str(output),
     }
