@@ -132,7 +132,7 @@ def test_launched_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder = tmp_path / "run"
     settings = {"train__max_steps": ENDLESS, "train__save_every": 4, "train__resume": "auto"}
     config = write_config(tmp_path, "run", **TWO, **settings)
-    with started(config, "--max_restart", "1") as run:
+    with started(config, "--max-restart", "1") as run:
         wait_for(run, lambda: newest(folder) >= 4)
         # Another command is refused before it starts a rank, and touches nothing.
         logs = sorted((folder / "logs").iterdir())
