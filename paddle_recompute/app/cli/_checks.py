@@ -77,7 +77,7 @@ def doctor(
 
     Trains a few steps on one batch, and names the first sublayer that differs. Exits with code 1 if
     a fault is found. A warning, such as a parameter that the loss does not use, leaves the code 0.
-    --self-test runs the library's contract on this device and writes
+    --self-test examines models of its own on this device and writes
     paddle_recompute_self_test.json.
     """
     if output is not None and Path(output).suffix != ".json":

@@ -12,7 +12,6 @@ from paddle_recompute.app.cli._process import (
     configured,
     prepare_one_process,
     progress,
-    refused,
 )
 from paddle_recompute.app.config import load_config
 from paddle_recompute.errors import ConfigError
@@ -24,9 +23,13 @@ _memory_options = configured(
         metavar="BYTES",
         help="As in 8GiB: the memory of a card, less 1.5 GiB for driver and libraries.",
     ),
-    refused(
+    click.option(
         "--what-if",
-        "is gone: override the settings, as in contrastive.global_batch=4096 launch.num_ranks=8",
+        "changes",
+        default="",
+        metavar="NAME=N,...",
+        help="Another step: batch (pairs of all ranks), gpus (ranks), length (tokens of a "
+        "positive), layers, sharding (true: the optimizer state is spread over the ranks).",
     ),
     click.option(
         "--output",
@@ -41,7 +44,7 @@ _memory_options = configured(
 def estimate(**options: object) -> None:
     """Show the memory of a step under each policy.
 
-    For example: paddle-recompute estimate --config run.yaml launch.num_ranks=8
+    For example: paddle-recompute estimate --config run.yaml --what-if batch=4096,gpus=8
 
     Peak, extra time and largest batch of a step of FILE. The calls of the blocks are measured on
     small batches in this process; no data is read.
@@ -63,12 +66,13 @@ def plan(**options: object) -> None:
 def _show_memory(
     config_file: str,
     memory_budget: str | None,
+    changes: str,
     output: str | None,
     as_json: bool,
     overrides: tuple[str, ...],
     needs_budget: bool,
 ) -> None:
-    config = load_config(config_file, overrides)
+    config = load_config(config_file, [*overrides, *_what_if(changes)])
     budget = config.recompute.memory_budget
     if memory_budget is not None:
         budget = byte_count(memory_budget)
@@ -94,3 +98,19 @@ def _show_memory(
     click.echo(report.text)
     for path in report.files:
         click.echo(f"written: {path}")
+
+
+def _what_if(text: str) -> list[str]:
+    """Overrides of the configuration that ``batch=512,gpus=8,sharding=true`` stands for."""
+    names = {"batch": "contrastive.global_batch", "gpus": "launch.num_ranks"}
+    names |= {"length": "data.max_positive_tokens", "layers": "model.num_layers"}
+    names |= {"sharding": "strategy.sharding"}
+    overrides = []
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name.strip() not in names or not value:
+            raise ConfigError(
+                f"--what-if {part!r} is not known; allowed are {', '.join(f'{n}=N' for n in names)}"
+            )
+        overrides.append(f"{names[name.strip()]}={value.strip()}")
+    return overrides
