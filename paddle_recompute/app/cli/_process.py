@@ -66,11 +66,16 @@ def configured(
     return command(config, *options, overrides, interrupted=interrupted)
 
 
-def number(name: str, default: int | None, words: str, *, least: int = 1) -> Option:
+def number(
+    name: str, default: int | None, words: str, *, least: int = 1, alias: str | None = None
+) -> Option:
     """An option that is a whole number, at least `least`."""
-    kind = click.IntRange(min=least)
     return click.option(
-        name, type=kind, default=default, show_default=default is not None, help=words
+        *filter(None, (name, alias)),
+        type=click.IntRange(min=least),
+        default=default,
+        show_default=default is not None,
+        help=words,
     )
 
 

@@ -33,6 +33,7 @@ _OF_PADDLE = (
         0,
         "How often to start the ranks again, from the last checkpoint, when one of them died.",
         least=0,
+        alias="--max_restart",  # as Paddle's launcher spells it
     ),
     interrupted="interrupted; all ranks have ended",
 )

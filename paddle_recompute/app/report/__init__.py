@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paddle_recompute.app.report._charts import MIB, Curve, chart, level_curves, timeline_chart
+from paddle_recompute.app.report._charts import timeline_chart
 from paddle_recompute.app.report._files import flat
 from paddle_recompute.app.report._lines import (
     Journal,
@@ -20,16 +20,12 @@ from paddle_recompute.app.report._written import (
 )
 
 __all__ = [
-    "MIB",
-    "Curve",
     "Journal",
     "Page",
     "Part",
     "append_record",
-    "chart",
     "flat",
     "follow_report",
-    "level_curves",
     "line_of",
     "read_metrics",
     "read_records",

@@ -79,40 +79,42 @@ def test_rank_zero_is_shown_and_gets_its_share_of_the_cores(
     assert "do not write me down" not in "".join(logs.values())
 
 
-def test_settings_of_the_user_win(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(_rank_settings, "available_cores", lambda: 8)
-    monkeypatch.setattr(_rank_settings, "is_amd_on_linux", lambda: True)
-    assert _rank_settings.speed_settings(2, {}) == {
-        "OMP_NUM_THREADS": "4",
-        "MKL_DEBUG_CPU_TYPE": "5",
-    }
-    assert _rank_settings.speed_settings(2, {}, device="cpu")["FLAGS_use_stride_kernel"] == "0"
-    assert "FLAGS_use_stride_kernel" not in _rank_settings.speed_settings(2, {}, device="gpu")
-    own = {
-        "OMP_NUM_THREADS": "1",
-        "MKL_DEBUG_CPU_TYPE": "4",
-        "GLOG_minloglevel": "0",
-        "FLAGS_use_stride_kernel": "1",
-    }
-    assert _rank_settings.speed_settings(2, own, device="cpu") == {}
-    assert "GLOG_minloglevel" not in _rank_settings.quiet_settings(own)
-    assert _rank_settings.speed_settings(16, {})["OMP_NUM_THREADS"] == "1"
+AMD = {"MKL_DEBUG_CPU_TYPE": "5"}
+CONTIGUOUS = {"FLAGS_use_stride_kernel": "0"}
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)]
+    ("ranks", "own", "device", "chosen"),
+    [
+        (2, {}, None, {"OMP_NUM_THREADS": "4", **AMD}),
+        (2, {}, "cpu", {"OMP_NUM_THREADS": "4", **AMD, **CONTIGUOUS}),
+        (2, {}, "gpu", {"OMP_NUM_THREADS": "4", **AMD}),
+        (16, AMD, None, {"OMP_NUM_THREADS": "1"}),
+        (2, {"OMP_NUM_THREADS": "1", **AMD, "FLAGS_use_stride_kernel": "1"}, "cpu", {}),
+    ],
 )
-def test_a_container_has_the_cores_of_its_quota(
-    quota: str, cores: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_settings_of_the_user_win(
+    ranks: int,
+    own: dict[str, str],
+    device: str | None,
+    chosen: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_rank_settings, "available_cores", lambda: 8)
+    monkeypatch.setattr(_rank_settings, "is_amd_on_linux", lambda: True)
+    assert _rank_settings.speed_settings(ranks, own, device=device) == chosen
+    assert "GLOG_minloglevel" not in _rank_settings.quiet_settings({"GLOG_minloglevel": "0"})
+
+
+def test_cores_and_the_cpu_are_those_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(_rank_settings, "CPU_QUOTA", tmp_path / "cpu.max")
     assert _rank_settings.available_cores() == 8
-    (tmp_path / "cpu.max").write_text(quota)
-    assert _rank_settings.available_cores() == cores
-
-
-def test_mkl_is_told_about_amd_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for quota, cores in (("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)):
+        (tmp_path / "cpu.max").write_text(quota)
+        assert _rank_settings.available_cores() == cores
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(_rank_settings, "CPU_INFO", tmp_path / "cpuinfo")
     assert not _rank_settings.is_amd_on_linux()
