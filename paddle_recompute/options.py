@@ -206,7 +206,8 @@ class RecomputeConfig(Options):
         memory_budget: With policy ``"budget"``: the most bytes on the device, all in all.
         every_n: The n of policy ``"every_n"``, in selected sublayers.
         segments: Their number; ``"auto"``: the square root of the number of selected sublayers.
-        offload: Where the inputs of recomputed parts wait for the backward.
+        offload: Where the inputs of recomputed parts wait for the backward; not with policy
+            ``"budget"``, whose plans keep them on the device.
         offload_parameters: Where parameters, gradients and optimizer state of the selected
             sublayers are while others compute; ``"ranks"``: each part on one rank.
         num_shards: With `offload_parameters`: one of so many parts is on the device at a time.
