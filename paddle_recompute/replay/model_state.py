@@ -12,6 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import paddle
@@ -209,7 +210,7 @@ class ModelStamp:
 
         Where every entry is the object that it was, which is compared in C, no place is looked at.
         """
-        if self._ids() == self._seen:
+        if all(map(is_, self._entries_now(), self._seen)):
             return ""
         then = self._held
         self._look()
@@ -223,8 +224,8 @@ class ModelStamp:
     def _look(self) -> None:
         values = [*chain.from_iterable(map(dict.values, self._entries))]
         self._lists = [value for value in values if type(value) is list]
-        self._seen = self._ids()
-        # Held, or their ids could be used again; but not a tensor with its graph.
+        # Not a tensor with its graph: where there is one, each place is looked at each time.
+        self._seen = [None if _has_graph(one) else one for one in self._entries_now()]
         self._held = {
             (number, key, at): None if _has_graph(one) else one
             for number, (_, entries, matters) in enumerate(self._places)
@@ -233,9 +234,13 @@ class ModelStamp:
             for at, one in enumerate([value, *value] if type(value) is list else [value])
         }
 
-    def _ids(self) -> tuple[list[Any], list[int]]:
-        values = chain.from_iterable(map(dict.values, self._entries))
-        return [*chain.from_iterable(self._entries)], [*map(id, chain(values, *self._lists))]
+    def _entries_now(self) -> Iterator[Any]:
+        """Keys, values, elements of lists, and `_ABSENT`, so that the shorter of two such is not
+        the beginning of the other.
+        """
+        entries = [*filter(None, self._entries)]
+        values = chain.from_iterable(map(dict.values, entries))
+        return chain(chain.from_iterable(entries), values, *self._lists, [_ABSENT])
 
 
 def _read_by(layer: paddle.nn.Layer, others: frozenset[str] | None) -> Callable[[str], bool]:

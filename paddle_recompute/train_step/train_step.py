@@ -1,8 +1,4 @@
-"""`TrainStep`: one optimizer step from several micro-batches, on one or many ranks.
-
-The modules beside it do each part. The order of the parts is one class, whose docstrings make it
-longer than 500 lines.
-"""
+"""`TrainStep`: one optimizer step from several micro-batches, on one or many ranks."""
 
 from __future__ import annotations
 
@@ -40,6 +36,7 @@ from paddle_recompute.train_step.optimizer_state import (
     state_of,
     structured_parameters,
 )
+from paddle_recompute.train_step.options import check_options
 from paddle_recompute.train_step.parameters import (
     check_all_synchronized,
     check_sharded,
@@ -158,22 +155,7 @@ class TrainStep:
                 this device.
             SyncError: The ranks' parameters differ.
         """
-        if accumulate_steps < 1:
-            raise ConfigError(f"accumulate_steps is {accumulate_steps}; it must be at least 1")
-        if clip_grad_norm is not None and not clip_grad_norm > 0:
-            raise ConfigError(
-                f"clip_grad_norm is {clip_grad_norm}; it must be positive, or None for no clipping"
-            )
-        if (loss_fn is None) == (grad_cache is None):
-            raise ConfigError(
-                f"received {'neither' if loss_fn is None else 'both'} of loss_fn and grad_cache; "
-                "give one of them: a gradient cache has a loss of its own"
-            )
-        if isinstance(optimizer, paddle.optimizer.LBFGS):
-            raise ConfigError(
-                "the optimizer is LBFGS, whose step() runs forward and backward itself, several "
-                "times; TrainStep makes one of each. Use another optimizer, or call LBFGS yourself"
-            )
+        check_options(accumulate_steps, clip_grad_norm, loss_fn, grad_cache, optimizer)
         self._model = model
         self._optimizer = optimizer
         self._offloaded = offload_optimizer(model, optimizer)

@@ -65,3 +65,22 @@ def every_number(
             print(f"seeds {seed()} to {number}: {dict(found)}", flush=True)
     assert not wrong, "\n".join(wrong)
     return found
+
+
+def each_program(
+    draw: Callable[[int], Any], run: Callable[[Any], None], first: int, count: int, tell_every: int
+) -> int:
+    """Run the programs of `count` seeds from `first` on, on a rank; returns `count`.
+
+    A program that fails is printed, with its seed.
+    """
+    for number in range(first, first + count):
+        program = draw(number)
+        try:
+            run(program)
+        except BaseException:
+            print(f"FUZZ_SEED={number} FUZZ_PROGRAMS=1\n{program}", flush=True)
+            raise
+        if (number + 1) % tell_every == 0:
+            print(f"{number + 1 - first} programs", flush=True)
+    return count

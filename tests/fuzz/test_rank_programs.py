@@ -259,16 +259,8 @@ def run_program(program: Program) -> None:
 
 
 def run_programs(first: int, count: int) -> int:
-    for seed in range(first, first + count):
-        program = draw(seed, dist.get_world_size())
-        try:
-            run_program(program)
-        except BaseException:
-            print(f"FUZZ_SEED={seed} FUZZ_PROGRAMS=1\n{program}", flush=True)
-            raise
-        if seed % 100 == 99:
-            print(f"{seed + 1 - first} programs", flush=True)
-    return count
+    num_ranks = dist.get_world_size()
+    return budget.each_program(lambda seed: draw(seed, num_ranks), run_program, first, count, 100)
 
 
 @pytest.mark.timeout(24 * 3600)

@@ -343,18 +343,13 @@ def fault_of(program: Program) -> str:
     return ""
 
 
+def run_program(program: Program) -> None:
+    fault = fault_of(program)
+    assert not fault, fault
+
+
 def run_programs(first: int, count: int) -> int:
-    for seed in range(first, first + count):
-        program = draw(seed)
-        try:
-            fault = fault_of(program)
-            assert not fault, fault
-        except BaseException:
-            print(f"FUZZ_SEED={seed} FUZZ_PROGRAMS=1\n{program}", flush=True)
-            raise
-        if seed % 20 == 19:
-            print(f"{seed + 1 - first} programs", flush=True)
-    return count
+    return budget.each_program(draw, run_program, first, count, 20)
 
 
 @pytest.mark.timeout(24 * 3600)
