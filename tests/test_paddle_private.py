@@ -41,7 +41,7 @@ from paddle_recompute._paddle.distributed import (
     store_publish,
     without_own_flags,
 )
-from paddle_recompute._paddle.flat import empty, joined, parted, replace_memory
+from paddle_recompute._paddle.flat import joined, parted, replace_memory
 from paddle_recompute._paddle.fleet_recompute import (
     FORWARDS_TO_FLEET,
     custom_state_functions,
@@ -50,6 +50,7 @@ from paddle_recompute._paddle.fleet_recompute import (
     holders_of,
 )
 from paddle_recompute._paddle.gradients import (
+    end_hook,
     has_unwatched_hooks,
     keeps_main_grad,
     make_unscaling_visible,
@@ -589,13 +590,27 @@ def test_flat_tensors_share_memory_with_tensors_of_another_shape() -> None:
     """``_share_buffer_to``, ``_C_ops.reshape``, ``_C_ops.concat`` and ``_C_ops.split``."""
     one, other = paddle.randn([2, 3]), paddle.randn([4])
     wanted = np.concatenate([one.numpy().ravel(), other.numpy()])
-    flat = joined([one, other])
-    shells = parted(flat, (6, 4))
-    assert [tensor.numpy().tolist() for tensor in shells] == [*map(list, np.split(wanted, [6]))]
-    replace_memory([one, other], shells)
-    assert one.data_ptr() == shells[0].data_ptr() and one.shape == [2, 3]
-    empty(shells)
-    assert np.array_equal(joined([one, other], shells).numpy(), wanted)
+    shells: list[paddle.Tensor] = []
+    for _ in range(2):
+        flat = joined([one, other], shells)
+        assert np.array_equal(flat.numpy(), wanted)
+        assert len(shells) == 2 and not one._is_shared_buffer_with(shells[0])
+    pieces = parted(flat, (6, 4))
+    assert [tensor.numpy().tolist() for tensor in pieces] == [*map(list, np.split(wanted, [6]))]
+    replace_memory([one, other], pieces)
+    assert one.data_ptr() == pieces[0].data_ptr() and one.shape == [2, 3]
+    turned = paddle.randn([2, 3]).transpose([1, 0])
+    assert np.array_equal(joined([turned, other], shells)[:6].numpy(), turned.numpy().ravel())
+
+
+def test_a_hook_that_has_ended_calls_nothing() -> None:
+    """``_register_backward_hook`` calls a ``functools.partial``, which can be changed."""
+    layer, seen = paddle.nn.Linear(1, 1), []
+    hook = on_gradient_added(layer.weight, seen.append, 1)
+    for _ in range(2):
+        layer(paddle.ones([1, 1])).sum().backward()
+        end_hook(hook)
+    assert seen == [1]
 
 
 def test_unscaling_raises_the_version_when_it_is_made_visible() -> None:

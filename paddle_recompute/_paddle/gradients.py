@@ -93,18 +93,32 @@ def muted_leaf_hooks(tensors: list[paddle.Tensor]) -> Iterator[None]:
         _muted.keys = before
 
 
-def on_gradient_added(parameter: paddle.Tensor, call: Callable[[], None]) -> None:
-    """Call `call` after each time that a backward has added to ``parameter.grad``.
+GradientHook = functools.partial[Any]
+"""What Paddle calls; see `on_gradient_added`."""
+
+
+def on_gradient_added(
+    parameter: paddle.Tensor, call: Callable[..., object], *args: object
+) -> GradientHook:
+    """Call ``call(*args)`` after each time that a backward has added to ``parameter.grad``.
 
     ``_register_backward_hook`` (2.6, 3.x) is what Paddle's own sharding uses; the public
     ``register_hook`` runs *before* the addition and never for the PyLayer form's inner backward.
-    Such a hook cannot be removed: it lives as long as the parameter. Paddle refuses it on what is
-    frozen; one that is there fires again after a freeze.
+    Such a hook cannot be removed, but by `end_hook` it calls nothing any more. Paddle refuses it on
+    what is frozen; one that is there fires again after a freeze.
     """
+    hook = functools.partial(call, *args)
     is_frozen = parameter.stop_gradient
     parameter.stop_gradient = False
-    parameter._register_backward_hook(call)
+    parameter._register_backward_hook(hook)
     parameter.stop_gradient = is_frozen
+    return hook
+
+
+def end_hook(hook: GradientHook) -> None:
+    """Let `hook` call nothing of ours any more, nor keep anything alive."""
+    # A partial can be changed, the list of Paddle's hooks cannot.
+    hook.__setstate__((int, (), {}, {}))  # type: ignore[attr-defined]
 
 
 @functools.cache

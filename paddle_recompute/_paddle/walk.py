@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import paddle
 
 _OWN = itemgetter("_parameters", "_sub_layers")
+_END = object()
 _METHODS = ("parameters", "named_parameters", "sublayers", "named_sublayers")
 
 
@@ -30,9 +32,7 @@ class ParameterWalk:
 
     def __call__(self) -> tuple[list[str], list[paddle.Tensor]]:
         """Names and parameters; the same lists as before, if nothing has changed."""
-        values = self._values_now()
-        is_same = len(values) == len(self._values) and all(map(is_, values, self._values))
-        if not (is_same and self.layers):
+        if not (self.layers and all(map(is_, self._values_now(), self._values))):
             self._walk()
         return self._names, self._parameters
 
@@ -45,11 +45,14 @@ class ParameterWalk:
         self._names, self._parameters = [name for name, _ in named], [one for _, one in named]
         layers = self._model.sublayers(include_self=True)
         self.layers = layers if all(map(_is_plain, {*map(type, layers)})) else []
-        self._values = self._values_now()
+        self._values = [*self._values_now()]
 
-    def _values_now(self) -> list[Any]:
+    def _values_now(self) -> Iterator[Any]:
+        """One by one, so that each Layer is looked at while its memory is near; most dicts are
+        empty. The last one is `_END`, so that the two lists cannot agree in a part only.
+        """
         own = chain.from_iterable(map(_OWN, map(vars, self.layers)))
-        return [*chain.from_iterable(map(dict.values, own))]
+        return chain(chain.from_iterable(map(dict.values, filter(None, own))), [_END])
 
 
 def _is_plain(kind: type) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_recompute._paddle.flat import empty, joined, parted, replace_memory
+from paddle_recompute._paddle.flat import joined, parted, replace_memory
 from paddle_recompute.errors import SyncError
 
 
@@ -70,7 +70,7 @@ class Bucket:
             flat: The content of this bucket, not used afterwards.
             skip: Indices of parameters without a gradient.
         """
-        pieces = self._shells[:] = self.split(flat)
+        pieces = self.split(flat)
         taken = [*map(gradients.__getitem__, self.members)]
         absent = [*map(is_, taken, repeat(None))]
         if any(absent):
@@ -80,7 +80,6 @@ class Bucket:
             present = [*map(not_, absent)]
             taken, pieces = [*compress(taken, present)], [*compress(pieces, present)]
         replace_memory(taken, pieces)
-        empty(self._shells)
 
 
 def plan_buckets(

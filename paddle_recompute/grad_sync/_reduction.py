@@ -30,7 +30,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from itertools import compress, repeat
 from operator import is_
 from typing import Any, NamedTuple
@@ -40,7 +39,12 @@ from paddle.distributed.communication.group import Group
 
 from paddle_recompute._paddle.backward import after_each_backward, watch_backward
 from paddle_recompute._paddle.flat import gradient_of
-from paddle_recompute._paddle.gradients import make_unscaling_visible, on_gradient_added
+from paddle_recompute._paddle.gradients import (
+    GradientHook,
+    end_hook,
+    make_unscaling_visible,
+    on_gradient_added,
+)
 from paddle_recompute.distributed import peers, scope_of
 from paddle_recompute.grad_sync._agreement import Agreed, Agreement, StepFlags, StepReport
 from paddle_recompute.grad_sync._all_reduce import AllReducer, AllReduceTask
@@ -78,6 +82,12 @@ class _Order(list[int]):
             self.clear()
 
 
+def _let_go(forget: Callable[[], None], hooks: dict[int, GradientHook]) -> None:
+    forget()
+    for hook in hooks.values():
+        end_hook(hook)
+
+
 class BucketedReduction:
     """The mean over the ranks of the gradients of `listed`, one call of `finish` per step."""
 
@@ -113,12 +123,13 @@ class BucketedReduction:
         self._ready: list[float] = []
         """By bucket: after how many additions of `_usual` it is complete."""
         self._armed = False
+        self._hooked: dict[int, GradientHook] = {}
         watch_backward()
-        # Outside of a step nobody reads the order; the hooks may outlive this object.
-        after_each_backward(self._order.clear_if_unread)
+        # Outside of a step nobody reads the order.
+        forget = after_each_backward(self._order.clear_if_unread)
+        weakref.finalize(self, _let_go, forget, self._hooked)  # Paddle's hooks outlive it
         if early:
             make_unscaling_visible()
-        self._hooked: set[int] = set()
         self._asking: set[int] = set()
         """The parameters whose hooks look for complete buckets."""
         self._call_on_additions()
@@ -237,8 +248,7 @@ class BucketedReduction:
             if index in self._hooked:
                 continue
             refuse_main_grad(parameter, self._listed.names[index])
-            on_gradient_added(parameter, partial(self._order.append, index))
-            self._hooked.add(index)
+            self._hooked[index] = on_gradient_added(parameter, self._order.append, index)
 
     def _expect_order(self) -> None:
         """Take the order of this step for that of the next: let the last gradient of each bucket
@@ -256,8 +266,7 @@ class BucketedReduction:
         asking = {self._usual[int(ready) - 1] for ready in self._ready if ready < math.inf}
         for index in asking.union(self._usual[:1]) - self._asking:
             self._asking.add(index)
-            look = partial(self._look, weakref.ref(self))
-            on_gradient_added(self._parameters[index], look)
+            on_gradient_added(self._parameters[index], self._look, weakref.ref(self))
 
     def _begin_sending(self) -> None:
         self._codec.begin()

@@ -148,7 +148,7 @@ def _carry(owner: int, tensors: Sequence[paddle.Tensor], group: Group | None) ->
         return
     is_own = dist.get_rank() == owner
     sizes = [int(one.size) for one in tensors]
-    flat = joined(tensors) if is_own else paddle.empty([sum(sizes)], tensors[0].dtype)
+    flat = joined(tensors, []) if is_own else paddle.empty([sum(sizes)], tensors[0].dtype)
     dist.broadcast(flat, src=owner, group=group)
     begin = 0
     for one, size in zip(tensors, sizes, strict=True) if not is_own else ():
