@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -51,9 +52,9 @@ C++ tensor; 3.x leaves it there. Can go with 2.6."""
 version_of: Callable[[paddle.Tensor], int] = core.eager.Tensor._inplace_version
 """What ``Tensor.inplace_version`` calls (2.6, 3.x), without its Python frame."""
 
-Look = tuple[Any, ...]
+Look = tuple[Any, Any, int, list[int]]
 """Dtype, strides (in elements; None: contiguous) and offset in its memory (in bytes) of a tensor,
-and its shape, number by number: one object for the garbage collector, not two."""
+and its shape."""
 
 
 def look_of(tensor: paddle.Tensor) -> Look:
@@ -66,9 +67,19 @@ def look_of(tensor: paddle.Tensor) -> Look:
     if not _DTYPES_ARE_SINGLE:
         dtype = _dtypes.setdefault(dtype.value, dtype)
     strides = None if tensor.is_contiguous() else tensor.strides
-    return dtype, strides, tensor.offset, *tensor.shape
+    return dtype, strides, tensor.offset, tensor.shape
 
 
+def looks_of(tensors: list[Any]) -> list[Look]:
+    """`look_of` each of `tensors`, in C where that is possible."""
+    if not (_DTYPES_ARE_SINGLE and all(map(_is_contiguous, tensors))):
+        return [*map(look_of, tensors)]
+    dtypes, offsets, shapes = (map(read, tensors) for read in _READ)
+    return [*zip(dtypes, itertools.repeat(None), offsets, shapes, strict=False)]
+
+
+_is_contiguous = core.eager.Tensor.is_contiguous
+_READ = [getattr(core.eager.Tensor, name).__get__ for name in ("dtype", "offset", "shape")]
 _dtypes: dict[int, Any] = {}
 _DTYPES_ARE_SINGLE = paddle_version() >= (3, 0, 0)
 """Paddle 2.6 makes a new object of a dtype each time; to compare two takes longer than a look."""
@@ -81,7 +92,7 @@ def with_layout(tensor: paddle.Tensor, look: Look) -> paddle.Tensor:
     the strides and the offset of the tensor that the operator had saved. Can go when the engine
     takes the tensor itself.
     """
-    _, strides, offset, *shape = look
+    _, strides, offset, shape = look
     if look_of(tensor)[1:3] == (strides, offset) or 0 in shape or not tensor._is_initialized():
         return tensor
     if strides is None:

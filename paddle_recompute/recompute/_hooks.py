@@ -57,16 +57,23 @@ class Recorder(Protocol):
 class Kept:
     """A tensor that is kept, with the version check that Paddle has for tensors it keeps."""
 
-    __slots__ = ("look", "tensor", "version")
+    __slots__ = ("layout", "tensor", "version")
 
-    def __init__(self, tensor: paddle.Tensor, look: Look | None = None) -> None:
-        """Keep `tensor`; `look` is that of the tensor in whose place it is kept, if another."""
-        # The same C++ tensor, hence the same version counter.
+    layout: Look | None
+    """That of the tensor in whose place it is kept, if it is another."""
+    tensor: paddle.Tensor | None
+    version: int
+
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        self.layout = None
+        self.keep(tensor)
+
+    def keep(self, tensor: paddle.Tensor) -> None:
+        """Keep `tensor`, without its graph: the same C++ tensor, hence the same version counter."""
         kept = self.tensor = tensor.detach()
         if not tensor.stop_gradient:
             kept.stop_gradient = False  # a PyLayer may ask what it saved
         self.version = version_of(kept)
-        self.look = look
 
     def take(self, is_last: bool) -> paddle.Tensor:
         """The tensor, unless it was changed in place; it is kept no longer if `is_last`."""
@@ -80,8 +87,8 @@ class Kept:
                 f"A tensor ({describe(kept)}) that an operator saved for its backward was "
                 "changed in place afterwards. Change a copy instead."
             )
-        if self.look is not None:
-            kept = with_layout(kept, self.look)
+        if self.layout is not None:
+            kept = with_layout(kept, self.layout)
         if not is_last:
             return shares_memory(kept)
         self.tensor = None  # freed as in Paddle, even if the output is still referenced
@@ -133,7 +140,8 @@ class _Pair:
         with self._lock:
             self.register_thread()
             if self._hooks is None:
-                hooks = paddle.autograd.saved_tensors_hooks(_pack, _unpack)
+                pack = _pack_and_note if PACK_LEAKS_A_REFERENCE else _pack
+                hooks = paddle.autograd.saved_tensors_hooks(pack, _unpack)
                 hooks.__enter__()
                 self._hooks = hooks
             self._num_recording += 1
@@ -211,9 +219,14 @@ def end_recording() -> None:
 
 
 def _pack(tensor: paddle.Tensor) -> object:
+    return _thread.pack(tensor)
+
+
+def _pack_and_note(tensor: paddle.Tensor) -> object:
+    """`_pack` where Paddle forgets the reference that it returns."""
     thread = _thread
     ticket = thread.pack(tensor)
-    if PACK_LEAKS_A_REFERENCE and ticket is not None:
+    if ticket is not None:
         if not thread.recorders:  # another thread records; this one has no end of recording
             give_back_pack_references(thread.issued)
         thread.issued.append(ticket)

@@ -163,7 +163,8 @@ class Call:
         try:
             if draws is not None:
                 undo.append(functools.partial(draws.end_again, draws.begin_again()))
-            undo.append(functools.partial(set_amp_state, set_amp_state(self._amp)))
+            if (amp := set_amp_state(self._amp)) is not self._amp:
+                undo.append(functools.partial(set_amp_state, amp))
             self._reach.put_back(undo)
             self._layers.put_back(undo)
             self._layers.refuse_new_layers(self, undo)

@@ -35,8 +35,8 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_before", "_containers", "_keys", "_layer_dicts", "_members", "_readers", "_sizes",
-        "_values", "layers", "places",
+        "_before", "_containers", "_exchanges_members", "_keys", "_layer_dicts", "_members",
+        "_readers", "_sizes", "_values", "layers", "places",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -57,6 +57,7 @@ class Snapshot:
         """Note the lengths, and the members of the Layers."""
         self._sizes = [*map(len, self._containers)]
         self._layer_dicts = [*map(_dict_of, self.layers)]
+        self._exchanges_members = False
         self._capture_members()
 
     def _member_dicts(self) -> list[dict[Any, Any]]:
@@ -134,6 +135,7 @@ class Snapshot:
         """Those that the forward has added, or set in place of None; one that it has exchanged for
         another is put back.
         """
+        self._exchanges_members = True
         before = self._members_before()
         self._capture_members()
         accepted = [
@@ -147,13 +149,18 @@ class Snapshot:
     def put_back(self, undo: Undo) -> None:
         """Restore the content of before; `undo` gets what undoes this, and what the second forward
         then changes, but what `Place.after_forward` accepts of that.
+
+        Where nothing was changed so far, by the first forward or by others, the second one is not
+        looked at afterwards: it does what the first did.
         """
         changed = {} if self._has_same_content() else dict(self._changed())
         for place in (*self.places, *changed.values()):
             undo.append(place.put_back() or functools.partial(_put_back_after, place))
-        undo.append(functools.partial(self._put_back_content, changed))
+        if changed:
+            undo.append(functools.partial(self._put_back_content, changed))
         if self._has_same_members():
-            undo.append(self._put_back_members)
+            if self._exchanges_members:
+                undo.append(self._put_back_members)
             return
         for entries in self._member_dicts():
             undo.append(functools.partial(fill_dict, entries, dict(entries)))
