@@ -32,7 +32,7 @@ def amp_state() -> AmpState:
     """
     tracer = framework._dygraph_tracer()
     level = tracer._amp_level
-    lists = None if level == core.AmpLevel.O0 else tracer._get_amp_op_list()
+    lists = tracer._get_amp_op_list() if level.value else None  # 0 is O0
     return AmpState(level, tracer._amp_dtype, lists, tracer._use_promote)
 
 

@@ -469,11 +469,12 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
     def keep(leaf: Any) -> Any:
         if not _nested.is_tensor(leaf):
             return leaf
-        if id(leaf) not in kept:
+        found = kept.get(id(leaf))
+        if found is None:
             source = source_of(leaf)
             stamp = stamp_of(leaf) if _nested.is_tensor(source) else None
-            kept[id(leaf)] = _Input(source, leaf.stop_gradient, stamp)
-        return kept[id(leaf)]
+            found = kept[id(leaf)] = _Input(source, leaf.stop_gradient, stamp)
+        return found
 
     return _nested.map_leaves(keep, inputs)
 
@@ -484,9 +485,10 @@ def _fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
     def fetch(leaf: Any) -> Any:
         if not isinstance(leaf, _Input):
             return leaf
-        if id(leaf) not in fetched:
-            fetched[id(leaf)] = leaf.fetch(outputs)
-        return fetched[id(leaf)]
+        tensor = fetched.get(id(leaf))
+        if tensor is None:
+            tensor = fetched[id(leaf)] = leaf.fetch(outputs)
+        return tensor
 
     return _nested.map_leaves(fetch, inputs)
 

@@ -128,7 +128,7 @@ class _Pair:
         # Reentrant: Paddle's function that sets a pair calls `make_room` in the same thread.
         self._lock = threading.RLock()
         self._num_recording = 0
-        self._hooks: contextlib.AbstractContextManager[Any] | None = None
+        self._is_set = False
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def enter(self) -> None:
@@ -139,11 +139,9 @@ class _Pair:
         """
         with self._lock:
             self.register_thread()
-            if self._hooks is None:
-                pack = _pack_and_note if PACK_LEAKS_A_REFERENCE else _pack
-                hooks = paddle.autograd.saved_tensors_hooks(pack, _unpack)
-                hooks.__enter__()
-                self._hooks = hooks
+            if not self._is_set:
+                _hooks.__enter__()
+                self._is_set = True
             self._num_recording += 1
 
     def leave(self) -> None:
@@ -160,16 +158,16 @@ class _Pair:
     def make_room(self) -> None:
         """Remove the pair if no thread records."""
         with self._lock:
-            if self._num_recording == 0 and self._hooks is not None:
-                self._hooks.__exit__(None, None, None)
-                self._hooks = None
+            if self._num_recording == 0 and self._is_set:
+                _hooks.__exit__(None, None, None)
+                self._is_set = False
 
     def close(self) -> None:
         """Remove the pair at exit; otherwise the process would hang."""
         with self._lock:
-            if self._hooks is not None:
-                self._hooks.__exit__(None, None, None)
-                self._hooks = None
+            if self._is_set:
+                _hooks.__exit__(None, None, None)
+                self._is_set = False
 
     def register_thread(self) -> None:
         """Note that the current thread runs operators."""
@@ -244,3 +242,8 @@ def _unpack(ticket: Ticket | None) -> paddle.Tensor:
     except BaseException as error:
         hand_on(error)
         raise
+
+
+_hooks: contextlib.AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(
+    _pack_and_note if PACK_LEAKS_A_REFERENCE else _pack, _unpack
+)

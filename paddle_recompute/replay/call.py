@@ -253,6 +253,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def _outline(value: Any) -> list[tuple[Any, ...]]:
     """What is equal for equal structure, shapes and dtypes."""
+    if isinstance(value, paddle.Tensor):
+        return [("", value.dtype, value.shape)]
     return [
         (path, leaf.dtype, leaf.shape) if _nested.is_tensor(leaf) else (path, type(leaf))
         for path, leaf in _nested.named_leaves(value)

@@ -53,6 +53,14 @@ class Snapshot:
         self._readers.append(reader)
         self._before.append(before)
 
+    def add_all(
+        self, containers: list[Any], readers: list[Reader], before: list[tuple[Any, ...]]
+    ) -> None:
+        """`add` each."""
+        self._containers += containers
+        self._readers += readers
+        self._before += before
+
     def capture(self) -> None:
         """Note the lengths, and the members of the Layers."""
         self._sizes = [*map(len, self._containers)]
