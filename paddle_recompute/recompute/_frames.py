@@ -13,8 +13,8 @@ CPU in 2.6.
 **Nesting.** The outer frame saves the inputs of an inner frame. So an inner frame keeps nothing
 unless its outer frame is being recomputed.
 
-**Ownership.** C++ graph -> ticket -> frame -> inputs, and, after the second run, ticket -> tensor. A
-frame refers to its tickets weakly, so graph, activations and Layer are freed without the garbage
+**Ownership.** C++ graph -> ticket -> frame -> inputs, and, after the second run, ticket -> tensor.
+A frame refers to its tickets weakly, so graph, activations and Layer are freed without the garbage
 collector, and what only a dropped output needs goes with it.
 
 A Layer may hold a tensor of its own forward, such as an auxiliary loss: Layer -> tensor -> graph ->
@@ -25,9 +25,9 @@ itself, as Paddle would.
 
 from __future__ import annotations
 
-import functools
 import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from paddle_recompute import _nested
 from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute._paddle.backward import current_backward, is_last_backward, set_gradients
 from paddle_recompute._paddle.layers import is_parameter
-from paddle_recompute._paddle.saved_tensors import Look, look_of, looks_of, version_of
+from paddle_recompute._paddle.saved_tensors import Look, dtype_of, look_of, looks_of, version_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import (
@@ -69,9 +69,8 @@ class FrameTicket(Kept):
         frame, is_last = self.frame, is_last_backward()
         if self.tensor is None:
             frame.recompute(self.number, is_last)
-        parts = frame.parts
-        value = self.take(is_last or bool(parts))
-        if is_last and parts:
+        value = self.take(is_last or bool(frame.parts))
+        if is_last and frame.parts:
             if not self.is_spent:
                 self.is_spent = True
                 frame.num_awaited -= 1
@@ -80,7 +79,7 @@ class FrameTicket(Kept):
         return value
 
 
-_new_ticket = functools.partial(object.__new__, FrameTicket)
+_new_ticket = object.__new__
 """``FrameTicket()`` would take as long as all that `Frame.pack` reads of a tensor."""
 
 
@@ -173,11 +172,13 @@ class Frame:
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
-        ticket = _new_ticket()
-        ticket.frame, ticket.number = self, len(self.looks)
+        looks = self.looks
+        ticket = _new_ticket(FrameTicket)
+        ticket.frame, ticket.number = self, len(looks)
         ticket.tensor = ticket.layout = None
-        ticket.is_spent = False
-        self.looks.append(look_of(tensor))
+        ticket.is_spent = ticket.is_for_engine = False
+        strides = None if tensor.is_contiguous() else tensor.strides  # `look_of`, without a frame
+        looks.append((dtype_of(tensor), strides, tensor.offset, tensor.shape))
         self.tickets.append(weakref.ref(ticket))
         if self._compares_values:
             self.checksums[ticket.number] = _checksum(tensor)
@@ -261,8 +262,10 @@ class Frame:
                 given.append(ticket)
         self.num_awaited = sum([not ticket.is_spent for ticket in given])
 
-    def saved(self) -> list[int]:
+    def saved(self) -> Sequence[int]:
         """The numbers of the tensors that the first run saved."""
+        if not (self._links or self._failed):
+            return range(len(self.looks))
         return [
             number
             for number, look in enumerate(self.looks)
@@ -283,8 +286,11 @@ class _Repetition:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         numbers = frame.saved()
-        self._looks = [frame.looks[number] for number in numbers]
-        self._tickets = [frame.tickets[number]() for number in numbers]
+        self._looks, tickets = frame.looks, frame.tickets
+        if len(numbers) < len(tickets):
+            self._looks = [frame.looks[number] for number in numbers]
+            tickets = [frame.tickets[number] for number in numbers]
+        self._tickets = [ticket() for ticket in tickets]
         self._kept: list[paddle.Tensor | None] = []
         self._versions: list[int] = []
         self._difference: str | None = None

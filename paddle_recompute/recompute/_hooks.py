@@ -31,6 +31,7 @@ from paddle_recompute._paddle.saved_tensors import (
     Look,
     before_saved_tensors_hooks,
     give_back_pack_references,
+    memory_for_engine,
     shares_memory,
     version_of,
     with_layout,
@@ -39,7 +40,13 @@ from paddle_recompute.errors import RecomputeError
 
 
 class Ticket(Protocol):
-    """Replaces a tensor in the graph that an operator saved."""
+    """Replaces a tensor in the graph that an operator saved.
+
+    Attributes:
+        is_for_engine: Whether an operator of Paddle asks for it; on Paddle 2.6 alone.
+    """
+
+    is_for_engine: bool
 
     def value(self) -> paddle.Tensor:
         """The tensor, as an object that is not used elsewhere, because the engine may move the
@@ -57,7 +64,9 @@ class Recorder(Protocol):
 class Kept:
     """A tensor that is kept, with the version check that Paddle has for tensors it keeps."""
 
-    __slots__ = ("layout", "tensor", "version")
+    __slots__ = ("is_for_engine", "layout", "tensor", "version")
+
+    is_for_engine: bool
 
     layout: Look | None
     """That of the tensor in whose place it is kept, if it is another."""
@@ -65,7 +74,7 @@ class Kept:
     version: int
 
     def __init__(self, tensor: paddle.Tensor) -> None:
-        self.layout = None
+        self.is_for_engine, self.layout = False, None
         self.keep(tensor)
 
     def keep(self, tensor: paddle.Tensor) -> None:
@@ -89,10 +98,11 @@ class Kept:
             )
         if self.layout is not None:
             kept = with_layout(kept, self.layout)
-        if not is_last:
-            return shares_memory(kept)
-        self.tensor = None  # freed as in Paddle, even if the output is still referenced
-        return shares_memory(kept) if ENGINE_TAKES_MEMORY else kept
+        if is_last:
+            self.tensor = None  # freed as in Paddle, even if the output is still referenced
+            if not ENGINE_TAKES_MEMORY:
+                return kept
+        return memory_for_engine(kept) if self.is_for_engine else shares_memory(kept)
 
     def value(self) -> paddle.Tensor:
         """See `Ticket`."""

@@ -35,8 +35,8 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_before", "_containers", "_exchanges_members", "_keys", "_layer_dicts", "_members",
-        "_readers", "_sizes", "_values", "layers", "places",
+        "_before", "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts",
+        "_members", "_readers", "_sizes", "_values", "layers", "places",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -63,10 +63,14 @@ class Snapshot:
 
     def capture(self) -> None:
         """Note the lengths, and the members of the Layers."""
-        self._sizes = [*map(len, self._containers)]
+        self._note_content()
         self._layer_dicts = [*map(_dict_of, self.layers)]
         self._exchanges_members = False
         self._capture_members()
+
+    def _note_content(self) -> None:
+        self._sizes = [*map(len, self._containers)]
+        self._content = [*_flat(self._before)]
 
     def _member_dicts(self) -> list[dict[Any, Any]]:
         return [*_flat(map(_members_of, self._layer_dicts))]
@@ -90,15 +94,14 @@ class Snapshot:
         return [dict(islice(entries, size)) for size in self._members]
 
     def _has_same_content(self) -> bool:
+        if [*map(len, self._containers)] != self._sizes:
+            return False
         try:
-            now = [
-                read(one) for (_, read, _), one in zip(self._readers, self._containers, strict=True)
-            ]
+            rows = zip(self._readers, self._containers, strict=True)
+            now = [read(container) for (_, read, _), container in rows]
         except KeyError:
             return False
-        return [*map(len, self._containers)] == self._sizes and all(
-            map(is_, _flat(now), _flat(self._before))
-        )
+        return all(map(is_, _flat(now), self._content))
 
     def is_unchanged(self) -> bool:
         """Whether nothing differs from before, but what the forward may change."""
@@ -133,7 +136,7 @@ class Snapshot:
                 place.after_forward()
                 self.places.append(place)
                 del self._containers[number], self._readers[number], self._before[number]
-            self._sizes = [*map(len, self._containers)]
+            self._note_content()
         if not self._has_same_members():
             self._accept_built_members()
             return self.is_unchanged()
