@@ -7,7 +7,8 @@ its `Place` (`places`), which is made only then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator
+import sys
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
@@ -161,32 +162,34 @@ class Snapshot:
         """Restore the content of before; `undo` gets what undoes this, and what the second forward
         then changes, but what `Place.after_forward` accepts of that.
 
-        Where nothing was changed so far, by the first forward or by others, the second one is not
-        looked at afterwards: it does what the first did.
+        Where nothing was changed so far, by the first forward or by others, a second one that
+        does not raise is not looked at afterwards: it does what the first did.
         """
         changed = {} if self._has_same_content() else dict(self._changed())
         for place in (*self.places, *changed.values()):
             undo.append(place.put_back() or functools.partial(_put_back_after, place))
-        if changed:
-            undo.append(functools.partial(self._put_back_content, changed))
+        undo.append(functools.partial(self._put_back_content, changed))
         if self._has_same_members():
-            if self._exchanges_members:
-                undo.append(self._put_back_members)
+            undo.append(self._put_back_members)
             return
         for entries in self._member_dicts():
             undo.append(functools.partial(fill_dict, entries, dict(entries)))
         self._put_back_members()
 
-    def _put_back_content(self, but: Container[int]) -> None:
-        if not self._has_same_content():
+    def _put_back_content(self, but: dict[int, Place]) -> None:
+        if (but or _is_raising()) and not self._has_same_content():
             for number, place in self._changed():
                 if number not in but:
                     _put_back_after(place)
 
     def _put_back_members(self) -> None:
-        if not self._has_same_members():
+        if (self._exchanges_members or _is_raising()) and not self._has_same_members():
             for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
                 fill_dict(entries, before)
+
+
+def _is_raising() -> bool:
+    return sys.exc_info()[0] is not None
 
 
 def _put_back_after(place: Place) -> None:
