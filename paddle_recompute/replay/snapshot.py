@@ -170,7 +170,7 @@ class Snapshot:
             undo.append(place.put_back() or functools.partial(_put_back_after, place))
         undo.append(functools.partial(self._put_back_content, changed))
         if self._has_same_members():
-            undo.append(self._put_back_members)
+            undo.append(self._put_back_members_after)
             return
         for entries in self._member_dicts():
             undo.append(functools.partial(fill_dict, entries, dict(entries)))
@@ -182,10 +182,13 @@ class Snapshot:
                 if number not in but:
                     _put_back_after(place)
 
-    def _put_back_members(self) -> None:
+    def _put_back_members_after(self) -> None:
         if (self._exchanges_members or _is_raising()) and not self._has_same_members():
-            for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
-                fill_dict(entries, before)
+            self._put_back_members()
+
+    def _put_back_members(self) -> None:
+        for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
+            fill_dict(entries, before)
 
 
 def _is_raising() -> bool:
