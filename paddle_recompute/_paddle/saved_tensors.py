@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -81,10 +80,12 @@ def look_of(tensor: paddle.Tensor) -> Look:
 
 def looks_of(tensors: list[Any]) -> list[Look]:
     """`look_of` each of `tensors`, in C where that is possible."""
-    if not (_DTYPES_ARE_SINGLE and all(map(_is_contiguous, tensors))):
+    if not _DTYPES_ARE_SINGLE:
         return [*map(look_of, tensors)]
+    contiguous = zip(tensors, map(_is_contiguous, tensors), strict=True)
+    strides = [None if is_so else tensor.strides for tensor, is_so in contiguous]
     dtypes, offsets, shapes = (map(read, tensors) for read in _READ)
-    return [*zip(dtypes, itertools.repeat(None), offsets, shapes, strict=False)]
+    return [*zip(dtypes, strides, offsets, shapes, strict=True)]
 
 
 _is_contiguous = core.eager.Tensor.is_contiguous

@@ -223,7 +223,9 @@ class Frame:
 
     def _end(self) -> None:
         """Release the inputs at the end of a backward, unless a ticket needs another second run."""
-        if all(ticket.is_spent or ticket.tensor is not None for ticket in self._live_tickets()):
+        if self.parts and all(
+            ticket.is_spent or ticket.tensor is not None for ticket in self._live_tickets()
+        ):
             self.parts.clear()
 
     def _live_tickets(self) -> list[FrameTicket]:
