@@ -31,17 +31,22 @@ def map_tensors(function: Callable[[paddle.Tensor], Any], value: Any) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """`value` with everything that is not a container replaced by ``function(leaf)``."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple([map_leaves(function, item) for item in value])
+    if kind is dict:
+        return {key: map_leaves(function, item) for key, item in value.items()}
     if isinstance(value, paddle.Tensor):
         return function(value)
     if isinstance(value, tuple):
         items = [map_leaves(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else _tuple_like(value, items)
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, list):
         items_of = copy.copy(value)
         items_of[:] = [map_leaves(function, item) for item in value]
         return items_of
     if isinstance(value, DICTS):
-        fresh: Any = {} if type(value) is dict else copy.copy(value)
+        fresh: Any = copy.copy(value)
         for key in list(value):
             fresh[key] = map_leaves(function, value[key])
         return fresh
@@ -106,10 +111,6 @@ def describe(tensor: paddle.Tensor) -> str:
 def dtype_name(dtype: object) -> str:
     """``float32`` for ``paddle.float32``, whatever this Paddle prints."""
     return str(dtype).rpartition(".")[2]
-
-
-def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    return tuple(items) if type(value) is tuple else type(value)(items)
 
 
 def _is_dataclass_instance(value: object) -> bool:

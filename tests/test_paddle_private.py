@@ -78,7 +78,13 @@ from paddle_recompute._paddle.random_streams import (
     hybrid_parallel_tracker,
     mark_of_generator_state,
 )
-from paddle_recompute._paddle.saved_tensors import ENGINE_TAKES_MEMORY, look_of, shares_memory
+from paddle_recompute._paddle.saved_tensors import (
+    ENGINE_TAKES_MEMORY,
+    look_of,
+    looks_of,
+    memory_for_engine,
+    shares_memory,
+)
 from paddle_recompute._paddle.translation import (
     never_translate,
     never_translate_files_below,
@@ -171,6 +177,20 @@ def test_shares_memory_of_a_tensor_that_has_none() -> None:
     empty = paddle.zeros([0, 3])
     shared = shares_memory(empty)
     assert shared is not empty and not shared._is_initialized() and shared.shape == [0, 3]
+
+
+def test_memory_for_the_engine_is_that_of_the_tensor() -> None:
+    x, empty = paddle.ones([2, 3]), paddle.zeros([0, 3])
+    memory = memory_for_engine(x)
+    assert memory is not x and memory.data_ptr() == x.data_ptr()
+    assert not memory_for_engine(empty)._is_initialized()
+
+
+@pytest.mark.parametrize("views", [["tail", "one number"], ["tail", "transposed"]])
+def test_many_looks_are_those_of_each(views: list[str]) -> None:
+    x = paddle.arange(24, dtype="float32").reshape([2, 3, 4])
+    tensors = [VIEWS[view](x) for view in views]
+    assert looks_of(tensors) == [look_of(tensor) for tensor in tensors]
 
 
 def test_the_engine_of_26_takes_the_memory_of_what_is_unpacked() -> None:

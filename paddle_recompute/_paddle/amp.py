@@ -32,7 +32,7 @@ def amp_state() -> AmpState:
     """
     tracer = framework._dygraph_tracer()
     level = tracer._amp_level
-    lists = None if level == core.AmpLevel.O0 else tracer._get_amp_op_list()
+    lists = tracer._get_amp_op_list() if level.value else None  # 0 is O0
     return AmpState(level, tracer._amp_dtype, lists, tracer._use_promote)
 
 
@@ -47,17 +47,18 @@ def amp_state_of(state: AmpState) -> Iterator[None]:
 
 
 def set_amp_state(state: AmpState) -> AmpState:
-    """Bring `state` into force; returns the one before."""
+    """Bring `state` into force; returns the one before, `state` itself if it is equal."""
     before = amp_state()
-    if before != state:
-        tracer = framework._dygraph_tracer()
-        tracer._amp_level = state.level
-        if state.lists is not None:
-            level, dtype, _, promote = before
-            before = AmpState(level, dtype, tracer._get_amp_op_list(), promote)
-            tracer._set_amp_op_list(*state.lists)
-        tracer._amp_dtype = state.dtype
-        tracer._use_promote = state.use_promote
+    if before == state:
+        return state
+    tracer = framework._dygraph_tracer()
+    tracer._amp_level = state.level
+    if state.lists is not None:
+        level, dtype, _, promote = before
+        before = AmpState(level, dtype, tracer._get_amp_op_list(), promote)
+        tracer._set_amp_op_list(*state.lists)
+    tracer._amp_dtype = state.dtype
+    tracer._use_promote = state.use_promote
     return before
 
 

@@ -13,11 +13,9 @@ CPU in 2.6.
 **Nesting.** The outer frame saves the inputs of an inner frame. So an inner frame keeps nothing
 unless its outer frame is being recomputed.
 
-**Ownership.** C++ graph -> ticket -> frame -> inputs, and, after the second run, frame -> values. A
-frame does not refer to its tickets, so graph, activations and Layer are freed without the garbage
-collector. Frame and ticket refer to the `Look` of the saved tensor, and nothing else does: its
-number of references tells whether the ticket is still in the graph. (Weak references would tell it,
-too. But each is one more object for the garbage collector, which then runs more often.)
+**Ownership.** C++ graph -> ticket -> frame -> inputs, and, after the second run, ticket -> tensor.
+A frame refers to its tickets weakly, so graph, activations and Layer are freed without the garbage
+collector, and what only a dropped output needs goes with it.
 
 A Layer may hold a tensor of its own forward, such as an auxiliary loss: Layer -> tensor -> graph ->
 ticket -> frame -> Layer is a cycle that Python cannot see. So the first backward that asks a frame
@@ -29,8 +27,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from sys import getrefcount
 from typing import Any
 
 import paddle
@@ -39,7 +37,7 @@ from paddle_recompute import _nested
 from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute._paddle.backward import current_backward, is_last_backward, set_gradients
 from paddle_recompute._paddle.layers import is_parameter
-from paddle_recompute._paddle.saved_tensors import Look, look_of, version_of
+from paddle_recompute._paddle.saved_tensors import Look, dtype_of, look_of, looks_of, version_of
 from paddle_recompute.errors import RecomputeError
 from paddle_recompute.recompute import _discarded
 from paddle_recompute.recompute._hooks import (
@@ -54,38 +52,35 @@ from paddle_recompute.replay import REPETITION_ADVICE, Call, Stamp, is_written_s
 from paddle_recompute.replay import stamp as stamp_of
 
 
-class FrameTicket:
-    """A placeholder in the graph for tensor `number` of a frame; `look` is the frame's own."""
+class FrameTicket(Kept):
+    """A placeholder in the graph for tensor `number` of a frame; after a second run of the frame,
+    the tensor itself lies here, so it goes with the ticket.
+    """
 
-    __slots__ = ("frame", "look", "number")
+    __slots__ = ("__weakref__", "frame", "is_spent", "number")
 
-    def __init__(self, frame: Frame, number: int, look: Look) -> None:
-        self.frame, self.number, self.look = frame, number, look
-
-    def __del__(self) -> None:
-        """Nobody will ask: the output was dropped, and another output may keep the frame alive."""
-        self.frame.values[self.number] = None
+    frame: Frame
+    number: int
+    is_spent: bool
+    """Whether the backward of its operator is over and cannot run again."""
 
     def value(self) -> paddle.Tensor:
         """The tensor, from a second run of the frame."""
-        frame, number, is_last = self.frame, self.number, is_last_backward()
-        values = frame.values
-        if values[number] is None:
-            frame.recompute(number, is_last)
-        kept = values[number]
-        assert kept is not None
-        if not frame.parts:
-            if is_last:
-                values[number] = None
-            return kept.take(is_last)
-        values[number] = None
-        value = kept.take(True)
-        if is_last:
-            frame.spent.add(number)
-            frame.awaited.discard(number)
-            if not (frame.awaited and frame.is_ending):
+        frame, is_last = self.frame, is_last_backward()
+        if self.tensor is None:
+            frame.recompute(self.number, is_last)
+        value = self.take(is_last or bool(frame.parts))
+        if is_last and frame.parts:
+            if not self.is_spent:
+                self.is_spent = True
+                frame.num_awaited -= 1
+            if not (frame.num_awaited and frame.is_ending):
                 frame.end()
         return value
+
+
+_new_ticket = object.__new__
+"""``FrameTicket()`` would take as long as all that `Frame.pack` reads of a tensor."""
 
 
 @dataclass(slots=True)
@@ -107,20 +102,18 @@ class Frame:
         self.parts: list[_Part] = []
         self._storage = storage
         # Of each tensor with a ticket: what it looked like (None: its part failed), its checksum,
-        # and, after a second run, the tensor.
+        # and the ticket, which the graph alone keeps.
         self.looks: list[Look | None] = []
         self.checksums: dict[int, int] = {}
-        self.values: list[Kept | None] = []
+        self.tickets: list[weakref.ref[FrameTicket]] = []
         self._failed = ""
         self._links: dict[int, _Link] = {}
         """Of the tickets for outputs."""
         self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, _Link]] = {}
-        self._recording: Call | None = None
+        self._is_recording = self._compares_values = False
         self.is_ending = False
-        self.spent: set[int] = set()
-        """The tickets whose operator's backward is over and cannot run again."""
-        self.awaited: set[int] = set()
-        """The other tickets that were in the graph at the last second run."""
+        self.num_awaited = 0
+        """The tickets that were in the graph at the last second run and are not spent."""
 
     def record(
         self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], *, linked: bool = False
@@ -142,14 +135,14 @@ class Frame:
         num_saved = len(self.looks)
         try:
             inputs = _keep(self, self._storage, outer, (args, kwargs))
-            self._recording = call
+            self._is_recording, self._compares_values = True, call.compare_values
             outputs = call.first(args, kwargs)
         except BaseException:  # the caller may catch the error and continue
             self.looks[num_saved:] = [None] * (len(self.looks) - num_saved)
             self._failed = call.name
             raise
         finally:
-            self._recording = None
+            self._is_recording = self._compares_values = False
             end_recording()
         self.parts.append(_Part(call, inputs))
         if linked:
@@ -174,21 +167,26 @@ class Frame:
         if link is None:
             return None
         self._links[len(self.looks)] = link
-        self.awaited.add(len(self.looks))
+        self.num_awaited += 1
         return self.pack(tensor)
 
     def pack(self, tensor: paddle.Tensor) -> FrameTicket:
         """First run: keep a ticket, and what identifies the tensor in the second run."""
-        number, look = len(self.looks), look_of(tensor)
-        self.looks.append(look)
-        self.values.append(None)
-        if self._recording is not None and self._recording.compare_values:
-            self.checksums[number] = _checksum(tensor)
-        return FrameTicket(self, number, look)
+        looks = self.looks
+        ticket = _new_ticket(FrameTicket)
+        ticket.frame, ticket.number = self, len(looks)
+        ticket.tensor = ticket.layout = None
+        ticket.is_spent = ticket.is_for_engine = False
+        strides = None if tensor.is_contiguous() else tensor.strides  # `look_of`, without a frame
+        looks.append((dtype_of(tensor), strides, tensor.offset, tensor.shape))
+        self.tickets.append(weakref.ref(ticket))
+        if self._compares_values:
+            self.checksums[ticket.number] = _checksum(tensor)
+        return ticket
 
     def recompute(self, number: int, is_last: bool) -> None:
         """Run the function again, for ticket `number` and all others that are in the graph."""
-        if self._recording is not None:
+        if self._is_recording:
             raise RecomputeError(
                 "A recomputed function asks for gradients of its own intermediate results while "
                 "it is still running (paddle.grad or backward inside it). Move that part out of "
@@ -207,7 +205,6 @@ class Frame:
         try:
             self._recompute()
         except BaseException:
-            self.values[:] = [None] * len(self.looks)  # the forward raised before its checks
             if is_last:  # Paddle keeps what it held when a hook raises
                 self.parts.clear()
             raise
@@ -221,19 +218,20 @@ class Frame:
             backward = current_backward()
             assert backward is not None
             backward.at_end[id(self)] = self._end
-        if not self.awaited:
+        if not self.num_awaited:
             self.parts.clear()
 
     def _end(self) -> None:
         """Release the inputs at the end of a backward, unless a ticket needs another second run."""
-        is_over = True
-        for number in (*self.saved(), *self._links) if self.parts else ():
-            if getrefcount(self.looks[number]) <= _REFERENCES_WITHOUT_TICKET:
-                self.values[number] = None
-            elif self.values[number] is None and number not in self.spent:
-                is_over = False
-        if is_over:
+        if self.parts and all(
+            ticket.is_spent or ticket.tensor is not None for ticket in self._live_tickets()
+        ):
             self.parts.clear()
+
+    def _live_tickets(self) -> list[FrameTicket]:
+        """The tickets in the graph, but those of a part that failed."""
+        found = zip(self.tickets, self.looks, strict=True)
+        return [t for ticket, look in found if look is not None and (t := ticket()) is not None]
 
     @property
     def name(self) -> str:
@@ -258,14 +256,18 @@ class Frame:
                 set_gradients(had_gradients)
             if is_linked:
                 outputs.append(list(_nested.tensors_in(result)))
-        again.finish()
+        given = again.finish()
         for number, link in self._links.items():
-            if getrefcount(self.looks[number]) > _REFERENCES_WITHOUT_TICKET:
-                self.values[number] = Kept(outputs[link.part][link.leaf], self.looks[number])
-        self.awaited = {n for n, kept in enumerate(self.values) if kept is not None} - self.spent
+            if (ticket := self.tickets[number]()) is not None:
+                ticket.keep(outputs[link.part][link.leaf])
+                ticket.layout = self.looks[number]
+                given.append(ticket)
+        self.num_awaited = sum([not ticket.is_spent for ticket in given])
 
-    def saved(self) -> list[int]:
+    def saved(self) -> Sequence[int]:
         """The numbers of the tensors that the first run saved."""
+        if not (self._links or self._failed):
+            return range(len(self.looks))
         return [
             number
             for number, look in enumerate(self.looks)
@@ -273,92 +275,106 @@ class Frame:
         ]
 
 
-_one_item = [object()]
-_REFERENCES_WITHOUT_TICKET = getrefcount(_one_item[0])
-"""What Python counts during that call for an object that a list alone refers to."""
-
-
 class HooksAreTaken(Exception):
     """Saved-tensor hooks of other code are in force."""
 
 
 class _Repetition:
-    """The second run of a frame: passes its saved tensors to the frame's tickets."""
+    """The second run of a frame: keeps the saved tensors, and gives them to the frame's tickets."""
 
-    __slots__ = ("_count", "_difference", "_frame", "_is_matched", "_numbers")
+    __slots__ = ("_difference", "_frame", "_is_careful", "_is_matched", "_kept", "_looks",
+                 "_tickets", "_versions")  # fmt: skip
 
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._numbers = frame.saved()
-        self._count = 0
+        numbers = frame.saved()
+        self._looks, tickets = frame.looks, frame.tickets
+        if len(numbers) < len(tickets):
+            self._looks = [frame.looks[number] for number in numbers]
+            tickets = [frame.tickets[number] for number in numbers]
+        self._tickets = [ticket() for ticket in tickets]
+        self._kept: list[paddle.Tensor | None] = []
+        self._versions: list[int] = []
         self._difference: str | None = None
         self._is_matched = True
+        self._is_careful = bool(frame.checksums) or not all(self._tickets)
 
     def pack(self, tensor: paddle.Tensor) -> None:
-        """Pass the tensor to the ticket of the same number, if that ticket is in the graph."""
-        frame, count = self._frame, self._count
-        self._count = count + 1
-        if count >= len(self._numbers):
-            return
-        number = self._numbers[count]
-        if frame.checksums:
-            self._compare(count, tensor)
-            if frame.checksums.get(number) not in (None, _checksum(tensor)):
-                self._note(count, f"({describe(tensor)}) has other values than in the first one")
-        if getrefcount(frame.looks[number]) > _REFERENCES_WITHOUT_TICKET:
-            frame.values[number] = Kept(tensor)
-        else:
-            self._compare(count, tensor)
+        """Keep the tensor, without its graph."""
+        kept = tensor.detach()  # the same C++ tensor, hence the same version counter
+        if not tensor.stop_gradient:
+            kept.stop_gradient = False  # a PyLayer may ask what it saved
+        self._kept.append(kept)
+        self._versions.append(version_of(kept))
+        if self._is_careful and len(self._kept) <= len(self._tickets):
+            self._look_now(len(self._kept) - 1, kept)
+
+    def _look_now(self, count: int, tensor: paddle.Tensor) -> None:
+        """Compare a tensor while its values are those that were saved; it is not kept if its ticket
+        is not in the graph any more.
+        """
+        self._compare(count, tensor)
+        ticket, checksums = self._tickets[count], self._frame.checksums
+        if ticket is None:
+            self._kept[count] = None
+        elif checksums.get(ticket.number) not in (None, _checksum(tensor)):
+            self._note(count, f"({describe(tensor)}) has other values than in the first one")
 
     def _compare(self, count: int, tensor: paddle.Tensor) -> Look | None:
         """Returns the look of the first run's tensor, if it lay in its memory in another way."""
-        was, look = self._frame.looks[self._numbers[count]], look_of(tensor)
+        was, look = self._looks[count], look_of(tensor)
         if was == look:
             return None
         assert was is not None
-        if was[0] != look[0] or was[3:] != look[3:]:
+        if was[0] != look[0] or was[3] != look[3]:
             # Then it is not known which tensor is which, though others may be alike by chance.
             self._is_matched = False
-            self._note(count, f"was {dtype_name(was[0])}{[*was[3:]]}, now it is {describe(tensor)}")
+            self._note(count, f"was {dtype_name(was[0])}{[*was[3]]}, now it is {describe(tensor)}")
         return was
 
     def _note(self, count: int, difference: str) -> None:
         """Note the first difference."""
         if self._difference is None:
-            place = f"saved tensor {count} of {len(self._numbers)}"
+            place = f"saved tensor {count} of {len(self._looks)}"
             self._difference = f"{place} {difference}"
 
-    def finish(self) -> None:
-        """Compare the two runs.
+    def finish(self) -> list[FrameTicket]:
+        """Compare the two runs, and give the tensors to the tickets; returns those.
 
         Raises:
             RecomputeError: They saved different tensors, and the check is on or a ticket has no
                 tensor.
         """
-        frame = self._frame
-        # All at once, which is faster. What was changed in place since raises when it is asked for.
-        given = [
-            (count, kept)
-            for count, number in enumerate(self._numbers[: self._count])
-            if (kept := frame.values[number]) is not None
-            and version_of(kept.tensor) == kept.version
-        ]
-        looks = [look_of(kept.tensor) for _, kept in given]
-        if looks != [frame.looks[self._numbers[count]] for count, _ in given]:
-            for count, kept in given:
-                # A reloaded input or a copied buffer may have another layout than the original.
-                kept.look = self._compare(count, kept.tensor)
-        if self._count != len(self._numbers):
+        kept, looks = self._kept, self._looks
+        layouts: dict[int, Look | None] = {}
+        if self._is_careful or looks_of(kept) != looks:
+            for count, (tensor, version, _) in enumerate(
+                zip(kept, self._versions, looks, strict=False)
+            ):
+                # What was changed in place since raises when it is asked for.
+                if tensor is not None and version_of(tensor) == version:
+                    # A reloaded input or a copied buffer may have another layout than the original.
+                    layouts[count] = self._compare(count, tensor)
+        if len(kept) != len(looks):
             self._difference = self._difference or (
-                f"{len(self._numbers)} tensors were saved for the backward, now {self._count}"
+                f"{len(looks)} tensors were saved for the backward, now {len(kept)}"
             )
-        is_matched = self._is_matched and self._count >= len(self._numbers)
-        must_fail = frame.parts[0].call.check or not is_matched
+        is_matched = self._is_matched and len(kept) >= len(looks)
+        must_fail = self._frame.parts[0].call.check or not is_matched
         if self._difference is not None and must_fail:
             raise RecomputeError(
-                f"The second forward of {frame.name} is not a repetition of the first: "
+                f"The second forward of {self._frame.name} is not a repetition of the first: "
                 f"{self._difference}. {REPETITION_ADVICE}"
             )
+        given = []
+        for ticket, tensor, version in zip(self._tickets, kept, self._versions, strict=False):
+            if ticket is not None:
+                ticket.tensor, ticket.version, ticket.layout = tensor, version, None
+                given.append(ticket)
+        for count, layout in layouts.items():
+            if (ticket := self._tickets[count]) is not None:
+                ticket.layout = layout
+        return given
 
 
 class _DiscardAll:
@@ -461,11 +477,12 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
     def keep(leaf: Any) -> Any:
         if not _nested.is_tensor(leaf):
             return leaf
-        if id(leaf) not in kept:
+        found = kept.get(id(leaf))
+        if found is None:
             source = source_of(leaf)
             stamp = stamp_of(leaf) if _nested.is_tensor(source) else None
-            kept[id(leaf)] = _Input(source, leaf.stop_gradient, stamp)
-        return kept[id(leaf)]
+            found = kept[id(leaf)] = _Input(source, leaf.stop_gradient, stamp)
+        return found
 
     return _nested.map_leaves(keep, inputs)
 
@@ -476,9 +493,10 @@ def _fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
     def fetch(leaf: Any) -> Any:
         if not isinstance(leaf, _Input):
             return leaf
-        if id(leaf) not in fetched:
-            fetched[id(leaf)] = leaf.fetch(outputs)
-        return fetched[id(leaf)]
+        tensor = fetched.get(id(leaf))
+        if tensor is None:
+            tensor = fetched[id(leaf)] = leaf.fetch(outputs)
+        return tensor
 
     return _nested.map_leaves(fetch, inputs)
 

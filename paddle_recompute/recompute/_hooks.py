@@ -31,6 +31,7 @@ from paddle_recompute._paddle.saved_tensors import (
     Look,
     before_saved_tensors_hooks,
     give_back_pack_references,
+    memory_for_engine,
     shares_memory,
     version_of,
     with_layout,
@@ -39,7 +40,13 @@ from paddle_recompute.errors import RecomputeError
 
 
 class Ticket(Protocol):
-    """Replaces a tensor in the graph that an operator saved."""
+    """Replaces a tensor in the graph that an operator saved.
+
+    Attributes:
+        is_for_engine: Whether an operator of Paddle asks for it; on Paddle 2.6 alone.
+    """
+
+    is_for_engine: bool
 
     def value(self) -> paddle.Tensor:
         """The tensor, as an object that is not used elsewhere, because the engine may move the
@@ -57,16 +64,25 @@ class Recorder(Protocol):
 class Kept:
     """A tensor that is kept, with the version check that Paddle has for tensors it keeps."""
 
-    __slots__ = ("look", "tensor", "version")
+    __slots__ = ("is_for_engine", "layout", "tensor", "version")
 
-    def __init__(self, tensor: paddle.Tensor, look: Look | None = None) -> None:
-        """Keep `tensor`; `look` is that of the tensor in whose place it is kept, if another."""
-        # The same C++ tensor, hence the same version counter.
+    is_for_engine: bool
+
+    layout: Look | None
+    """That of the tensor in whose place it is kept, if it is another."""
+    tensor: paddle.Tensor | None
+    version: int
+
+    def __init__(self, tensor: paddle.Tensor) -> None:
+        self.is_for_engine, self.layout = False, None
+        self.keep(tensor)
+
+    def keep(self, tensor: paddle.Tensor) -> None:
+        """Keep `tensor`, without its graph: the same C++ tensor, hence the same version counter."""
         kept = self.tensor = tensor.detach()
         if not tensor.stop_gradient:
             kept.stop_gradient = False  # a PyLayer may ask what it saved
         self.version = version_of(kept)
-        self.look = look
 
     def take(self, is_last: bool) -> paddle.Tensor:
         """The tensor, unless it was changed in place; it is kept no longer if `is_last`."""
@@ -80,12 +96,13 @@ class Kept:
                 f"A tensor ({describe(kept)}) that an operator saved for its backward was "
                 "changed in place afterwards. Change a copy instead."
             )
-        if self.look is not None:
-            kept = with_layout(kept, self.look)
-        if not is_last:
-            return shares_memory(kept)
-        self.tensor = None  # freed as in Paddle, even if the output is still referenced
-        return shares_memory(kept) if ENGINE_TAKES_MEMORY else kept
+        if self.layout is not None:
+            kept = with_layout(kept, self.layout)
+        if is_last:
+            self.tensor = None  # freed as in Paddle, even if the output is still referenced
+            if not ENGINE_TAKES_MEMORY:
+                return kept
+        return memory_for_engine(kept) if self.is_for_engine else shares_memory(kept)
 
     def value(self) -> paddle.Tensor:
         """See `Ticket`."""
@@ -121,7 +138,7 @@ class _Pair:
         # Reentrant: Paddle's function that sets a pair calls `make_room` in the same thread.
         self._lock = threading.RLock()
         self._num_recording = 0
-        self._hooks: contextlib.AbstractContextManager[Any] | None = None
+        self._is_set = False
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def enter(self) -> None:
@@ -132,10 +149,9 @@ class _Pair:
         """
         with self._lock:
             self.register_thread()
-            if self._hooks is None:
-                hooks = paddle.autograd.saved_tensors_hooks(_pack, _unpack)
-                hooks.__enter__()
-                self._hooks = hooks
+            if not self._is_set:
+                _hooks.__enter__()
+                self._is_set = True
             self._num_recording += 1
 
     def leave(self) -> None:
@@ -152,16 +168,16 @@ class _Pair:
     def make_room(self) -> None:
         """Remove the pair if no thread records."""
         with self._lock:
-            if self._num_recording == 0 and self._hooks is not None:
-                self._hooks.__exit__(None, None, None)
-                self._hooks = None
+            if self._num_recording == 0 and self._is_set:
+                _hooks.__exit__(None, None, None)
+                self._is_set = False
 
     def close(self) -> None:
         """Remove the pair at exit; otherwise the process would hang."""
         with self._lock:
-            if self._hooks is not None:
-                self._hooks.__exit__(None, None, None)
-                self._hooks = None
+            if self._is_set:
+                _hooks.__exit__(None, None, None)
+                self._is_set = False
 
     def register_thread(self) -> None:
         """Note that the current thread runs operators."""
@@ -211,9 +227,14 @@ def end_recording() -> None:
 
 
 def _pack(tensor: paddle.Tensor) -> object:
+    return _thread.pack(tensor)
+
+
+def _pack_and_note(tensor: paddle.Tensor) -> object:
+    """`_pack` where Paddle forgets the reference that it returns."""
     thread = _thread
     ticket = thread.pack(tensor)
-    if PACK_LEAKS_A_REFERENCE and ticket is not None:
+    if ticket is not None:
         if not thread.recorders:  # another thread records; this one has no end of recording
             give_back_pack_references(thread.issued)
         thread.issued.append(ticket)
@@ -231,3 +252,8 @@ def _unpack(ticket: Ticket | None) -> paddle.Tensor:
     except BaseException as error:
         hand_on(error)
         raise
+
+
+_hooks: contextlib.AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(
+    _pack_and_note if PACK_LEAKS_A_REFERENCE else _pack, _unpack
+)

@@ -163,7 +163,8 @@ class Call:
         try:
             if draws is not None:
                 undo.append(functools.partial(draws.end_again, draws.begin_again()))
-            undo.append(functools.partial(set_amp_state, set_amp_state(self._amp)))
+            if (amp := set_amp_state(self._amp)) is not self._amp:
+                undo.append(functools.partial(set_amp_state, amp))
             self._reach.put_back(undo)
             self._layers.put_back(undo)
             self._layers.refuse_new_layers(self, undo)
@@ -252,6 +253,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def _outline(value: Any) -> list[tuple[Any, ...]]:
     """What is equal for equal structure, shapes and dtypes."""
+    if isinstance(value, paddle.Tensor):
+        return [("", value.dtype, value.shape)]
     return [
         (path, leaf.dtype, leaf.shape) if _nested.is_tensor(leaf) else (path, type(leaf))
         for path, leaf in _nested.named_leaves(value)

@@ -142,10 +142,11 @@ class Kind:
         attributes: The attributes of the Layer that they may look up; None: any.
         others: The names of its other functions, Paddle's own excepted: others may call them.
         may_draw: Whether code that is not among `methods` may draw from NumPy's or Python's stream.
+        readers: Those that `reader` has made, by the keys of the ``__dict__``.
     """
 
     __slots__ = (
-        "_class", "_readers", "attributes", "codes", "may_draw", "methods", "others",
+        "_class", "attributes", "codes", "may_draw", "methods", "others", "readers",
     )  # fmt: skip
 
     def __init__(self, kind: type, forget: Callable[[object], object]) -> None:
@@ -176,20 +177,17 @@ class Kind:
         self.may_draw |= any(_hides_code(one, done) for one in (*_bases(kind), *_OWNERS_IN_PADDLE))
         self.codes = Codes(dict.fromkeys(_bases(kind), done))
         _in_paddle.watch(done)
-        self._readers: dict[tuple[str, ...], Reader] = {}
+        self.readers: dict[tuple[str, ...], Reader] = {}
         self._class = weakref.ref(kind, forget)
 
     def reader(self, entries: dict[str, Any]) -> Reader:
-        """For the ``__dict__`` of a Layer: what is looked at."""
-        keys = (*entries,)
-        known = self._readers.get(keys)
-        if known is None:
-            if len(self._readers) >= _MOST_READERS:
-                self._readers.clear()
-            names = self.attributes
-            known = self._readers[keys] = reader_of(
-                entries, entries.keys() - attributes_of_every_layer() if names is None else names
-            )
+        """For the ``__dict__`` of a Layer, whose keys are not in `readers`: what is looked at."""
+        if len(self.readers) >= _MOST_READERS:
+            self.readers.clear()
+        names = self.attributes
+        known = self.readers[tuple(entries)] = reader_of(
+            entries, entries.keys() - attributes_of_every_layer() if names is None else names
+        )
         return known
 
 

@@ -57,6 +57,7 @@ from paddle_recompute.replay.names import (
     kind_of,
     methods,
     names_in,
+    nothing,
     reader_of,
 )
 from paddle_recompute.replay.places import ABSENT, Entries, Items, items_of, of_attributes
@@ -77,6 +78,7 @@ _ITEMS: tuple[Reader, Reader] = (
     ((), lambda value: (*items_of(value),), None),
     ((), tuple, None),
 )
+_NOTHING: Reader = ((), nothing, frozenset())
 _RECORDS = (types.SimpleNamespace, argparse.Namespace)
 """The objects of Python's library that hold a user's objects."""
 
@@ -339,17 +341,19 @@ class _Search:
         for layer_class in first:
             self._kinds[layer_class] = kind_of(layer_class)
         dicts = [one.__dict__ for one in layers]
+        kinds = [self._kinds[type(one)] for one in layers]
         readers = [
-            self._kinds[type(one)].reader(entries)
-            for one, entries in zip(layers, dicts, strict=True)
+            kind.readers.get((*entries,)) or kind.reader(entries)
+            for kind, entries in zip(kinds, dicts, strict=True)
         ]
         before = [reader[1](entries) for reader, entries in zip(readers, dicts, strict=True)]
-        for place, (reader, values) in enumerate(zip(readers, before, strict=True)):
-            self._owner = layers[place]
-            if not _LEAVES.issuperset(map(type, values)) and self._visit_values(reader, values):
-                self._watch_graphs(dicts[place], reader, values)
-            elif reader[2]:
-                self.snapshot.add(dicts[place], reader, values)
+        for place, values in enumerate(before):
+            if not _LEAVES.issuperset(map(type, values)):
+                self._owner = layers[place]
+                if self._visit_values(readers[place], values):
+                    self._watch_graphs(dicts[place], readers[place], values)
+                    readers[place], before[place] = _NOTHING, ()
+        self.snapshot.add_all(dicts, readers, before)
         if any(map(any, map(_hook_dicts, dicts))):
             for self._owner in layers:
                 for hooks in _hook_dicts(self._owner.__dict__):

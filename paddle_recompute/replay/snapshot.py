@@ -7,7 +7,8 @@ its `Place` (`places`), which is made only then.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator
+import sys
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
@@ -35,8 +36,8 @@ class Snapshot:
     """
 
     __slots__ = (
-        "_before", "_containers", "_keys", "_layer_dicts", "_members", "_readers", "_sizes",
-        "_values", "layers", "places",
+        "_before", "_containers", "_content", "_exchanges_members", "_keys", "_layer_dicts",
+        "_members", "_readers", "_sizes", "_values", "layers", "places",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -53,11 +54,24 @@ class Snapshot:
         self._readers.append(reader)
         self._before.append(before)
 
+    def add_all(
+        self, containers: list[Any], readers: list[Reader], before: list[tuple[Any, ...]]
+    ) -> None:
+        """`add` each."""
+        self._containers += containers
+        self._readers += readers
+        self._before += before
+
     def capture(self) -> None:
         """Note the lengths, and the members of the Layers."""
-        self._sizes = [*map(len, self._containers)]
+        self._note_content()
         self._layer_dicts = [*map(_dict_of, self.layers)]
+        self._exchanges_members = False
         self._capture_members()
+
+    def _note_content(self) -> None:
+        self._sizes = [*map(len, self._containers)]
+        self._content = [*_flat(self._before)]
 
     def _member_dicts(self) -> list[dict[Any, Any]]:
         return [*_flat(map(_members_of, self._layer_dicts))]
@@ -81,15 +95,14 @@ class Snapshot:
         return [dict(islice(entries, size)) for size in self._members]
 
     def _has_same_content(self) -> bool:
+        if [*map(len, self._containers)] != self._sizes:
+            return False
         try:
-            now = [
-                read(one) for (_, read, _), one in zip(self._readers, self._containers, strict=True)
-            ]
+            rows = zip(self._readers, self._containers, strict=True)
+            now = [read(container) for (_, read, _), container in rows]
         except KeyError:
             return False
-        return [*map(len, self._containers)] == self._sizes and all(
-            map(is_, _flat(now), _flat(self._before))
-        )
+        return all(map(is_, _flat(now), self._content))
 
     def is_unchanged(self) -> bool:
         """Whether nothing differs from before, but what the forward may change."""
@@ -124,7 +137,7 @@ class Snapshot:
                 place.after_forward()
                 self.places.append(place)
                 del self._containers[number], self._readers[number], self._before[number]
-            self._sizes = [*map(len, self._containers)]
+            self._note_content()
         if not self._has_same_members():
             self._accept_built_members()
             return self.is_unchanged()
@@ -134,6 +147,7 @@ class Snapshot:
         """Those that the forward has added, or set in place of None; one that it has exchanged for
         another is put back.
         """
+        self._exchanges_members = True
         before = self._members_before()
         self._capture_members()
         accepted = [
@@ -147,28 +161,38 @@ class Snapshot:
     def put_back(self, undo: Undo) -> None:
         """Restore the content of before; `undo` gets what undoes this, and what the second forward
         then changes, but what `Place.after_forward` accepts of that.
+
+        Where nothing was changed so far, by the first forward or by others, a second one that
+        does not raise is not looked at afterwards: it does what the first did.
         """
         changed = {} if self._has_same_content() else dict(self._changed())
         for place in (*self.places, *changed.values()):
             undo.append(place.put_back() or functools.partial(_put_back_after, place))
         undo.append(functools.partial(self._put_back_content, changed))
         if self._has_same_members():
-            undo.append(self._put_back_members)
+            undo.append(self._put_back_members_after)
             return
         for entries in self._member_dicts():
             undo.append(functools.partial(fill_dict, entries, dict(entries)))
         self._put_back_members()
 
-    def _put_back_content(self, but: Container[int]) -> None:
-        if not self._has_same_content():
+    def _put_back_content(self, but: dict[int, Place]) -> None:
+        if (but or _is_raising()) and not self._has_same_content():
             for number, place in self._changed():
                 if number not in but:
                     _put_back_after(place)
 
+    def _put_back_members_after(self) -> None:
+        if (self._exchanges_members or _is_raising()) and not self._has_same_members():
+            self._put_back_members()
+
     def _put_back_members(self) -> None:
-        if not self._has_same_members():
-            for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
-                fill_dict(entries, before)
+        for entries, before in zip(self._member_dicts(), self._members_before(), strict=True):
+            fill_dict(entries, before)
+
+
+def _is_raising() -> bool:
+    return sys.exc_info()[0] is not None
 
 
 def _put_back_after(place: Place) -> None:

@@ -156,3 +156,28 @@ def test_a_second_forward_that_fails_may_be_tried_again() -> None:
     x.clear_gradient()
     block(x).sum().backward()
     assert (gradient == x.grad.numpy()).all()
+
+
+@pytest.mark.parametrize("name", ["mask", "norm"])
+def test_what_a_forward_holds_for_a_while_goes_when_the_second_one_raises(name: str) -> None:
+    class Block(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask: object = None
+            self.norm = paddle.nn.LayerNorm(4)
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            before = getattr(self, name)
+            setattr(self, name, object() if name == "mask" else paddle.nn.Identity())
+            y = x.tanh()
+            if is_recomputing():
+                raise Odd
+            setattr(self, name, before)
+            return y.exp() * y
+
+    block, x = Block(), leaf(3, 4)
+    before = getattr(block, name)
+    loss = recompute(block, x).sum()
+    with pytest.raises(Odd):
+        loss.backward()
+    assert getattr(block, name) is before
