@@ -302,12 +302,16 @@ def test_what_one_chunk_changes_for_the_next_is_seen(what: str) -> None:
 
 
 def test_chunks_share_the_state_that_does_not_change() -> None:
-    encoder = make(1)
+    class Switching(Encoder):
+        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+            output = super().forward(ids)
+            self.encoder.training = self.num_forwards != 3
+            return output
+
+    encoder = Switching()
     calls = [Call(encoder, "", preserve_rng_state=True, check=False) for _ in range(4)]
-    for call, like in zip(calls, [None, *calls], strict=False):
-        if call is calls[-1]:
-            encoder.eval()
-        call.first((texts(1),), {}, like=like)
+    for call, before in zip(calls, [True, *calls], strict=False):
+        call.first((texts(1),), {}, in_a_row=before)
     first, *others, last = calls
     for other in others:
         assert other._reach is first._reach and other._layers is first._layers
