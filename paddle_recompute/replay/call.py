@@ -65,6 +65,7 @@ class Call:
     )  # fmt: skip
 
     _draws: Draws | None
+    _is_pure: bool
     _reach: Reach
     _layers: LayerState
 
