@@ -120,9 +120,9 @@ test: venv
 # alone, because the whole check should take 20 minutes. make test26 SAME_ON_BOTH= runs them as well.
 SAME_ON_BOTH := $(addprefix --ignore=tests/,\
     app/config app/data app/launch app/report app/test_cli_config.py app/test_cli_shell.py \
-    app/retrieval/test_evaluation.py app/retrieval/test_metrics.py app/retrieval/test_mining.py \
-    app/retrieval/test_use.py app/trainer/test_launched_ranks.py app/trainer/test_same_data.py \
-    app/trainer/test_signals.py benchmarks docs/test_figures.py docs/test_messages.py \
+    $(addprefix app/retrieval/test_,evaluation.py faiss.py metrics.py mining.py search.py use.py) \
+    $(addprefix app/trainer/test_,boards.py launched_ranks.py refused_settings.py run_folder.py) \
+    $(addprefix app/trainer/test_,same_data.py signals.py) benchmarks docs/test_figures.py docs/test_messages.py \
     docs/test_pages.py docs/test_site.py docs/test_story.py fuzz/test_readers.py \
     fuzz/test_what_readers_read.py planner/test_report.py test_layers.py test_options.py test_package.py)
 

@@ -148,6 +148,9 @@ def _budget_and_its_bytes(v: Any) -> Iterator[Fault]:
     given = v["memory_budget"]
     if v["policy"] == "budget" and given is None:
         yield Fault("memory_budget", None, "required with policy: budget, for example 8GiB")
+    if v["policy"] == "budget" and v["offload"] != "none":
+        words = "does not go with policy: budget, whose plan keeps inputs on the device"
+        yield Fault("offload", v["offload"], f"{words}; remove it, or set policy: all")
     if v["policy"] != "budget" and given is not None:
         yield Fault(
             "memory_budget",

@@ -5,7 +5,9 @@ new process is after its imports. It ends as any Python process does: with its o
 exit handlers and the destructors of C++.
 
 ``start(worker, environment, log, **arguments)`` returns the process; the server of this test run
-forks it. A program of its own: ``python -m tests.forked_ranks MODULE...``.
+forks it. A program of its own: ``python -m tests.forked_ranks MODULE...``. A rank of the simulated
+device is a new process (``python -m tests.forked_ranks`` alone): Paddle loads that plugin as it is
+imported.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.fake_device import selected
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ("paddle_recompute.app.trainer", "paddle_recompute.integrations", "pytest")
@@ -116,10 +120,22 @@ def _server() -> _Server:
 
 def start(
     worker: Callable[..., Any], environment: dict[str, str], log: Path, /, **arguments: Any
-) -> ForkedProcess:
+) -> subprocess.Popen[bytes] | ForkedProcess:
     """A new process that calls ``worker(**arguments)``, with its output in `log`."""
-    job = pickle.dumps((worker.__module__, worker.__qualname__, arguments)).hex()
-    return _server().start({"environment": environment, "log": str(log), "job": job})
+    job = pickle.dumps((worker.__module__, worker.__qualname__, arguments))
+    log.touch()
+    if not selected.is_selected():
+        told = {"environment": environment, "log": str(log), "job": job.hex()}
+        return _server().start(told)
+    command = [sys.executable, "-u", "-m", "tests.forked_ranks"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=output, stderr=output
+        )
+    assert process.stdin is not None
+    process.stdin.write(job)
+    process.stdin.close()
+    return process
 
 
 def _serve() -> dict[str, Any] | None:
@@ -167,11 +183,18 @@ def _become(told: dict[str, Any]) -> None:
     os.environ.update(told["environment"])
 
 
+def _do(job: bytes) -> None:
+    module, name, arguments = pickle.loads(job)
+    getattr(importlib.import_module(module), name)(**arguments)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
-    gc.freeze()  # imported modules are no garbage; a collection would take 0.2 s with them
-    if (told := _serve()) is not None:
-        _become(told)
-        module, name, arguments = pickle.loads(bytes.fromhex(told["job"]))
-        getattr(importlib.import_module(module), name)(**arguments)
+    if not sys.argv[1:]:
+        _do(sys.stdin.buffer.read())
+    else:
+        for name in sys.argv[1:]:
+            importlib.import_module(name)
+        gc.freeze()  # imported modules are no garbage; a collection would take 0.2 s with them
+        if (told := _serve()) is not None:
+            _become(told)
+            _do(bytes.fromhex(told["job"]))

@@ -13,9 +13,8 @@ group and calls it::
 
 A rank that fails, or does not end in time, fails the test with that rank's own output.
 
-The processes serve one test after the other: to start two ranks takes four seconds, most tests need
-one. A test whose worker leaves its process unusable, or measures what a process holds, says
-``fresh=True`` and has processes of its own.
+Two ranks serve one test after the other. A test whose worker leaves its process unusable, or
+measures what a process holds, says ``fresh=True`` and has processes of its own.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
 from tests.fake_device import selected
+from tests.forked_ranks import ROOT, start
 
 PATIENCE = 5.0
 """Seconds that the other ranks have to end after one has failed."""
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def free_ports(count: int) -> list[int]:
@@ -128,32 +126,27 @@ class _Ranks:
         self.are_broken = False
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         ports = free_ports(num_ranks + 1)
-        self._logs = [Path(self._folder.name) / f"rank{rank}.log" for rank in range(num_ranks)]
+        folder = Path(self._folder.name)
+        self._logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
+        for rank in range(num_ranks):
+            os.mkfifo(folder / f"jobs{rank}")
+        # Read and write: so to open one does not wait for a rank, which may never come.
+        self._jobs = [
+            (folder / f"jobs{rank}").open("r+b", buffering=0) for rank in range(num_ranks)
+        ]
         self._processes = [
-            self._start(rank, rank_environment(rank, ports)) for rank in range(num_ranks)
+            start(_serve, rank_environment(rank, ports), log, folder=folder, rank=rank)
+            for rank, log in enumerate(self._logs)
         ]
         self._num_jobs = 0
-
-    def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        with self._logs[rank].open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks", self._folder.name, str(rank)],
-                env=environment,
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
 
     def run(self, job: bytes, timeout: float) -> list[Any]:
         """The results of `job` on every rank."""
         self._num_jobs += 1
         began = [log.stat().st_size for log in self._logs]
         (Path(self._folder.name) / f"job{self._num_jobs}.pkl").write_bytes(job)
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{self._num_jobs}\n".encode())
-            process.stdin.flush()
+        for jobs in self._jobs:
+            jobs.write(f"{self._num_jobs}\n".encode())
         results = [
             Path(self._folder.name) / f"result{self._num_jobs}of{rank}.pkl"
             for rank in range(len(self._processes))
@@ -191,9 +184,8 @@ class _Ranks:
 
     def end(self) -> None:
         """Let the ranks end in good order; kill those that do not."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
+        for jobs in self._jobs:
+            jobs.close()
         deadline = time.monotonic() + (0.0 if self.are_broken else PATIENCE)
         for process in self._processes:
             try:
@@ -211,7 +203,7 @@ def _pool() -> _Ranks:
     return ranks
 
 
-def _serve(folder: Path, rank: int, jobs: IO[str]) -> None:
+def _serve(folder: Path, rank: int) -> None:
     """Do job after job, until there are no more."""
     import gc
     import importlib
@@ -221,9 +213,10 @@ def _serve(folder: Path, rank: int, jobs: IO[str]) -> None:
     from paddle_recompute._paddle.distributed import init_parallel_env
     from paddle_recompute.distributed import barrier
 
+    faulthandler.register(signal.SIGUSR1)  # also where the main thread is in C++ for ever
     faulthandler.enable()  # in place of Paddle's handlers, which may hang (tests/conftest.py)
     init_parallel_env()
-    for number in map(str.strip, jobs):
+    for number in map(str.strip, (folder / f"jobs{rank}").open()):
         module, name, arguments = pickle.loads((folder / f"job{number}.pkl").read_bytes())
         # As in a new process: an earlier job may have left these otherwise.
         paddle.seed(0)
@@ -238,8 +231,3 @@ def _serve(folder: Path, rank: int, jobs: IO[str]) -> None:
         gc.collect()
         barrier()  # rank 0 hosts the store: if it left first, the others would lose it
         unfinished.rename(folder / f"result{number}of{rank}.pkl")
-
-
-if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1)  # also where the main thread is in C++ for ever
-    _serve(Path(sys.argv[1]), int(sys.argv[2]), sys.stdin)

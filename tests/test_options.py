@@ -9,9 +9,9 @@ from typing import Any, Literal
 import pytest
 
 from paddle_recompute import AmpConfigs, RecomputeConfig
-from paddle_recompute.app.config._recompute import RecomputeSection
 from paddle_recompute.app.config._section import Section
 from paddle_recompute.app.config._strategy import AmpSection
+from paddle_recompute.app.config.schema import RecomputeSection
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.options import Options, byte_count
 from paddle_recompute.static_graph import StaticConfig

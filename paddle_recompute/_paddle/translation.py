@@ -1,4 +1,4 @@
-"""Keeping the bytecode translator of ``to_static`` out of our code."""
+"""Keeping the bytecode translator of ``to_static`` out of our code; what it does now."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def never_translate_files_below(directory: str) -> None:
     to the prefixes that are known already.
     """
     core.eval_frame_skip_file_prefix((directory,))
+
+
+def builds_whole_graph() -> bool:
+    """Whether ``paddle.jit.to_static`` builds a Program now (``in_to_static_mode``, 2.6)."""
+    return bool(paddle.base.dygraph.base.in_to_static_mode())
 
 
 set_translator: Callable[[Any], Any] = core.set_eval_frame

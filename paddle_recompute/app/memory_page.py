@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paddle_recompute._paddle.memory import format_bytes
-from paddle_recompute.app.report import MIB, Curve, Page, Part, chart, level_curves, timeline_chart
-from paddle_recompute.errors import PlanError
+from paddle_recompute.app.report import Page, Part, timeline_chart
 from paddle_recompute.planner import (
     PLAIN,
     WHOLE,
     Choice,
-    Solution,
     StepCosts,
     Timeline,
     every,
@@ -24,24 +21,6 @@ from paddle_recompute.planner import (
     solve,
     uniform,
 )
-
-CARDS = {
-    "V100-16G": 16,
-    "V100-32G": 32,
-    "T4-16G": 16,
-    "A10-24G": 24,
-    "RTX3090-24G": 24,
-    "RTX4090-24G": 24,
-    "A100-40G": 40,
-    "A100-80G": 80,
-    "H100-80G": 80,
-    "H800-80G": 80,
-    "L40S-48G": 48,
-}
-"""Memory of cards by name, in GiB."""
-RESERVED = 3 * 2**29
-"""Bytes of a card that the driver and the libraries take, about 1.5 GiB."""
-FRONT_POINTS = 24
 
 
 @dataclass(frozen=True)
@@ -59,20 +38,6 @@ class Row:
     timeline: Timeline
     extra: float
     largest_batch: int | None = None
-
-
-def budget_of_card(name: str) -> int:
-    """The bytes that a step may take on the card `name`.
-
-    Raises:
-        PlanError: The card is not known.
-    """
-    sizes = {card.lower(): size for card, size in CARDS.items()}
-    if name.lower() not in sizes:
-        raise PlanError(
-            f"the card {name!r} is not known; give bytes, as in 8GiB, or one of {', '.join(CARDS)}"
-        )
-    return sizes[name.lower()] * 2**30 - RESERVED
 
 
 def hand_policies(costs: StepCosts) -> dict[str, tuple[Choice, ...]]:
@@ -146,21 +111,8 @@ def table(rows: Sequence[Row], budget: int | None) -> str:
     )
 
 
-def front(costs: StepCosts) -> list[Solution]:
-    """The fastest solutions of budgets between the smallest and the plain peak."""
-    low = smallest(costs)
-    high = simulate(costs, uniform(costs, PLAIN)).peak.bytes
-    found = [low]
-    for number in range(1, FRONT_POINTS + 1):
-        one = solve(costs, low.peak + (high - low.peak) * number // FRONT_POINTS)
-        if one is not None:
-            found.append(one)
-    return found
-
-
 def write(
     folder: Path,
-    costs: StepCosts,
     rows: Sequence[Row],
     budget: int | None,
     title: str,
@@ -170,7 +122,6 @@ def write(
 
     Args:
         folder: Is made.
-        costs: Of the step.
         rows: Of the table.
         budget: In bytes.
         title: Which step.
@@ -186,34 +137,8 @@ def write(
     parts = [
         Part("Policies", head=head, rows=lines, numbers=(1, 2, 4), is_wide=True),
         Part("Memory over one step", chart=timeline_chart(shown, {"budget": budget})),
-        Part("Peak against time", chart=_against_time(costs, rows, budget)),
         *([Part("In words", text=words, is_wide=True)] if words else []),
     ]
     path = folder / "memory.html"
     Page("Memory of a step", title, parts=parts).write(path)
     return path
-
-
-def _against_time(costs: StepCosts, rows: Sequence[Row], budget: int | None) -> Any:
-    plain = simulate(costs, uniform(costs, PLAIN)).seconds
-    solutions = front(costs) if plain else []
-    by_hand = [row for row in rows if not row.policy.startswith(("plan for", "smallest"))]
-    planner = Curve(
-        "planner",
-        [one.seconds / plain for one in solutions],
-        [one.peak / MIB for one in solutions],
-    )
-    hand = Curve(
-        "by hand",
-        [1 + row.extra for row in by_hand],
-        [row.timeline.peak.bytes / MIB for row in by_hand],
-        labels=[row.policy for row in by_hand],
-        joined=False,
-    )
-    times = [*planner.x, *hand.x]
-    return chart(
-        [planner, hand, *level_curves({"budget": budget}, min(times), max(times))],
-        x_label="time of a step, to the plain one",
-        y_label="peak, MiB",
-        from_zero=True,
-    )

@@ -15,12 +15,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from paddle_recompute.errors import PlanError
-from paddle_recompute.recompute import Offload
 
 PLAIN = "plain"
 WHOLE = "whole"
-OFFLOADED = "offloaded"
-"""Recomputed whole, from an input that waits off the device."""
 BYTES = ("before", "enter", "leave", "kept", "forward_peak", "backward_peak", "repeated")
 """Fields of `Event` and `OptionCost` that more rows, or another rank, may raise."""
 
@@ -117,7 +114,6 @@ class StepCosts:
         calls: The calls of blocks, in the order of their forwards.
         events: What happens in a step, in order.
         excess: Bytes that a verified step took beyond its prediction.
-        offload: Where the inputs of `OFFLOADED` calls wait; None: there is no such option.
         keeps_gradients: Whether `base` has the gradients, to which each backward adds.
         ranks: Over how many ranks optimizer state and parameters could be spread.
         state: Bytes of moments and masters on a rank: ``"replicated"``, and ``"sharded"`` over
@@ -129,7 +125,6 @@ class StepCosts:
     calls: tuple[CallCost, ...]
     events: tuple[Event, ...]
     excess: int = 0
-    offload: Offload | None = None
     keeps_gradients: bool = False
     ranks: int = 1
     state: dict[str, int] = field(default_factory=dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +23,13 @@ from paddle_recompute.errors import ConfigError, PlanError
 from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.planner.blocks import planned_blocks
 from paddle_recompute.planner.costs import StepCosts
-from paddle_recompute.planner.measured_call import OPTIONS
 from paddle_recompute.planner.signatures import structure_of
 from paddle_recompute.planner.step_costs import Progress, clear_gradients, measure_step
-from paddle_recompute.recompute import Offload
 from paddle_recompute.sharding import inner_of, parts_of_ranks
 from paddle_recompute.train_step import inputs_of_cache
 
 LossFn = Callable[[Any, Any], paddle.Tensor]
 
-_logger = logging.getLogger("paddle_recompute")
 _MOMENTS = {"Adam": 2, "AdamW": 2, "Lamb": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2}
 _MOMENTS |= {"Momentum": 1, "Adagrad": 1, "SGD": 0, "RMSProp": 3, "Adadelta": 2}
 
@@ -62,8 +58,6 @@ class Job:
         checkpoints: Patterns of the blocks; None: they are found.
         autocast: The mixed precision of the forward.
         preserve_rng_state: As in `recompute`.
-        offload: Where the inputs of recomputed blocks may wait until the backward: ``"host"``,
-            ``"disk"``, or None: on the device. A plan offloads those for which it pays.
     """
 
     model: paddle.nn.Layer
@@ -79,7 +73,6 @@ class Job:
     checkpoints: Sequence[str] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     preserve_rng_state: bool = True
-    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         """Check that there is one way to compute the gradient."""
@@ -87,10 +80,6 @@ class Job:
             raise ConfigError(
                 f"received {'neither' if self.loss_fn is None else 'both'} of loss_fn and "
                 "grad_cache; give one of them: a gradient cache has a loss of its own"
-            )
-        if self.offload not in (None, "host", "disk"):
-            raise ConfigError(
-                f"offload: received {self.offload!r}; it is one of 'host', 'disk', or None"
             )
 
     @property
@@ -120,21 +109,14 @@ class Job:
                 )
             loss.backward()
 
-    def measure(
-        self,
-        *,
-        options: tuple[str, ...] = OPTIONS,
-        only_bytes: bool = False,
-        progress: Progress | None = None,
-    ) -> StepCosts:
+    def measure(self, *, only_bytes: bool = False, progress: Progress | None = None) -> StepCosts:
         """Measure the step; the model, its gradients and the random streams stay as they are.
 
         Args:
-            options: Those that are measured.
             only_bytes: Nothing is repeated for its time.
             progress: Is told (done, total) of the calls that are measured.
         """
-        return measure_step(self, options=options, only_bytes=only_bytes, progress=progress)
+        return measure_step(self, only_bytes=only_bytes, progress=progress)
 
     @property
     def clips(self) -> bool:
@@ -192,16 +174,6 @@ class Job:
         half = [p for p in trained if _nested.dtype_name(p.dtype) in ("float16", "bfloat16")]
         masters = 4 * sum(int(p.size) for p in half) if keeps_master_weights(optimizer) else 0
         return moments, masters
-
-    def effective_offload(self) -> Offload | None:
-        """`offload`, if it frees memory on this device."""
-        if self.offload == "host" and str(paddle.get_device()) == "cpu":
-            _logger.warning(
-                "offload='host' has no effect on a CPU, where tensors are in host memory already; "
-                "'disk' frees memory here. The plan is made without"
-            )
-            return None
-        return self.offload
 
     def present(self, held: Mapping[str, int]) -> int:
         """Those of the held bytes that are allocated now."""

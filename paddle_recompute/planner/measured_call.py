@@ -7,7 +7,7 @@ the gradients as it does there, and every byte is where it would be.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +19,9 @@ from paddle_recompute._paddle.amp import amp_state_of
 from paddle_recompute._paddle.layers import is_initialized
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, OptionCost
+from paddle_recompute.planner.costs import PLAIN, WHOLE, OptionCost
 from paddle_recompute.planner.skeleton import HostTensor, RecordedCall
-from paddle_recompute.recompute import (
-    Offload,
-    Unit,
-    treat_calls,
-    undo_recompute,
-)
-
-OPTIONS = (PLAIN, WHOLE, OFFLOADED)
+from paddle_recompute.recompute import Unit, treat_calls, undo_recompute
 
 
 class MeasuredCall:
@@ -37,15 +30,13 @@ class MeasuredCall:
     Args:
         model: The model of the call.
         call: As the skeleton has recorded it.
-        options: Those that are measured.
         preserve_rng_state: As in `recompute`.
         keeps_gradients: Whether the gradients of parameters are there before the backward.
-        offload: Where the inputs of the option `OFFLOADED` wait; None: there is no such option.
 
     Attributes:
         gradients: Bytes of the gradients that a backward makes, by name in the block.
-        frees_inputs: Bytes of each input that go when nobody but the block holds it after the
-            forward, by option and by where it is among the inputs.
+        frees_inputs: Bytes of each input that go when nobody but the plain block holds it after
+            the forward, by where it is among the inputs.
         rounds: How often each option was run.
         spent: Seconds of the last round.
 
@@ -57,14 +48,11 @@ class MeasuredCall:
         self,
         model: paddle.nn.Layer,
         call: RecordedCall,
-        options: Sequence[str] = OPTIONS,
         *,
         preserve_rng_state: bool = True,
         keeps_gradients: bool = False,
-        offload: Offload | None = None,
     ) -> None:
         self._keeps_gradients = keeps_gradients
-        self._offload = offload
         self._block = dict(model.named_sublayers(include_self=True))[call.layer]
         self._call = call
         self._preserve_rng_state = preserve_rng_state
@@ -72,11 +60,9 @@ class MeasuredCall:
             raise PlanError(
                 f"'{call.layer}' has gradients; measure between two steps, after clear_gradient"
             )
-        self._runs: dict[str, list[OptionCost]] = {
-            option: [] for option in options if option != OFFLOADED or offload is not None
-        }
+        self._runs: dict[str, list[OptionCost]] = {PLAIN: [], WHOLE: []}
         self.gradients: dict[str, int] = {}
-        self.frees_inputs: dict[str, dict[str, int]] = {}
+        self.frees_inputs: dict[str, int] = {}
         self.rounds, self.spent = 0, 0.0
 
     @property
@@ -91,44 +77,25 @@ class MeasuredCall:
             _run(self._block, self._call)
         if not self.rounds:
             # The first forward of a block is slower than the next ones: this one is not timed.
-            self.frees_inputs = {PLAIN: _freed_inputs(self._block, self._call)}
+            self.frees_inputs = _freed_inputs(self._block, self._call)
         for option, runs in self._runs.items():
             with self._under(option):
                 runs.append(_run(self._block, self._call))
             self._note_gradients()
-            if option == OFFLOADED and not self.rounds:
-                with self._under(option):
-                    self.frees_inputs[option] = _freed_inputs(self._block, self._call)
         self.rounds += 1
         self.spent = now() - began
 
     def costs(self) -> dict[str, OptionCost]:
         """By option: the bytes of the last round, the least time of all."""
-        seconds = self._seconds()
-        costs = {
-            option: replace(runs[-1], seconds=seconds[option])
-            for option, runs in self._runs.items()
-        }
-        plain = costs[PLAIN]
-        for option in costs.keys() - {PLAIN}:
-            cost = costs[option]
-            # Beyond what the call has kept, and what the plain one takes in its backward.
-            again = cost.backward_peak - cost.kept - (plain.backward_peak - plain.kept)
-            costs[option] = replace(cost, repeated=max(0, again))
-        if self._offload == "host" and OFFLOADED in costs:
-            # While a block is recomputed, the input of the one before it comes back to the device.
-            coming = sum(self.frees_inputs[OFFLOADED].values())
-            peak = costs[OFFLOADED].backward_peak + coming
-            costs[OFFLOADED] = replace(costs[OFFLOADED], backward_peak=peak)
-        return costs
-
-    def _seconds(self) -> dict[str, float]:
-        found = {option: min(run.seconds for run in runs) for option, runs in self._runs.items()}
-        # Nothing is faster for being run twice, or for a copy.
-        found = {option: max(found[PLAIN], seconds) for option, seconds in found.items()}
-        if OFFLOADED in found:
-            found[OFFLOADED] = max(found[OFFLOADED], found.get(WHOLE, 0.0))
-        return found
+        plain, whole = (
+            replace(runs[-1], seconds=min(run.seconds for run in runs))
+            for runs in (self._runs[PLAIN], self._runs[WHOLE])
+        )
+        # Beyond what the call has kept, and what the plain one takes in its backward.
+        again = whole.backward_peak - whole.kept - (plain.backward_peak - plain.kept)
+        # Nothing is faster for being run twice.
+        seconds = max(plain.seconds, whole.seconds)
+        return {PLAIN: plain, WHOLE: replace(whole, repeated=max(0, again), seconds=seconds)}
 
     def _note_gradients(self) -> None:
         for name, parameter in self._block.named_parameters():
@@ -141,8 +108,7 @@ class MeasuredCall:
     def _under(self, option: str) -> Iterator[None]:
         """Inside, the block is treated as `option` says."""
         # The name of a model within itself is "".
-        unit = Unit(("",), (0,), offload=self._offload if option == OFFLOADED else None)
-        units = [] if option == PLAIN else [unit]
+        units = [] if option == PLAIN else [Unit(("",), (0,))]
         try:
             treat_calls(self._block, units, {"": 1}, preserve_rng_state=self._preserve_rng_state)
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.policies import uniform
 from paddle_recompute.planner.simulate import Choice, simulate
 from paddle_recompute.planner.solve import Solution, solve
@@ -10,7 +10,7 @@ from paddle_recompute.planner.solve import Solution, solve
 
 def smallest(costs: StepCosts) -> Solution:
     """The choices with the smallest peak, found by bisection of the budget."""
-    uniforms = (uniform(costs, WHOLE), uniform(costs, OFFLOADED))
+    uniforms = (uniform(costs, WHOLE), uniform(costs, PLAIN))
     best = min((Solution(one, simulate(costs, one)) for one in uniforms), key=lambda one: one.peak)
     low, high = costs.base, best.peak
     while high - low > max(1, (high - costs.base) // 4096):

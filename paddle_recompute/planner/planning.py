@@ -116,7 +116,7 @@ def estimate(
         batch_size: Rows of the batch, if not those of `sample_batch`: smaller ones are measured.
         checkpoints: Patterns of the blocks; None: those of `recompute`, or they are found.
         progress: Is told (done, total) of the calls that are measured.
-        **options: More of `Job`: ``extra_bytes``, ``keeps_gradients``, ``autocast``, ``offload``.
+        **options: More of `Job`: ``extra_bytes``, ``keeps_gradients``, ``autocast``.
 
     Raises:
         ConfigError: `batch_size` is no number of rows.
@@ -136,6 +136,7 @@ def estimate(
         checkpoints = recompute.checkpoints
     if checkpoints is None and isinstance(recompute, RecomputePlan):
         checkpoints = recompute.checkpoints
+    _refuse_offload(options)
     job = Job(
         model,
         sample_batch,
@@ -208,6 +209,7 @@ def plan(
         >>> found.apply(model)
     """
     memory_budget = bytes_of_budget(memory_budget)
+    _refuse_offload(options)
     job = Job(
         model,
         sample_batch,
@@ -229,6 +231,14 @@ def plan(
         least_factor=DOUBT if verify else 1.0,
     )
     return verified(job, found) if verify else found
+
+
+def _refuse_offload(options: dict[str, Any]) -> None:
+    if options.pop("offload", None) is not None:
+        raise ConfigError(
+            "offload: a plan keeps the inputs of blocks on the device. To let them wait elsewhere, "
+            "recompute all blocks: RecomputeConfig(policy='all', offload=...)"
+        )
 
 
 def bytes_of_budget(given: Any) -> int:

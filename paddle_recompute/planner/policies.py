@@ -7,23 +7,13 @@ import math
 
 from paddle_recompute.errors import PlanError
 from paddle_recompute.options import RecomputeConfig
-from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, CallCost, StepCosts
+from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.simulate import JOINED, Choice
 
 
 def uniform(costs: StepCosts, option: str) -> tuple[Choice, ...]:
-    """The same option for all calls; `PLAIN` for those that do not have it.
-
-    Calls without an input that they could give up are whole where it is `OFFLOADED`.
-    """
-
-    def own(call: CallCost) -> str:
-        if option not in call.options:
-            return PLAIN
-        is_idle = option == OFFLOADED and not call.options[option].frees_input
-        return WHOLE if is_idle else option
-
-    return tuple(Choice(number, number, own(call)) for number, call in enumerate(costs.calls))
+    """The same option for all calls."""
+    return tuple(Choice(number, number, option) for number in range(len(costs.calls)))
 
 
 def choices_of_policy(costs: StepCosts, config: RecomputeConfig | None) -> tuple[Choice, ...]:

@@ -16,7 +16,7 @@ from paddle_recompute._files import read_json
 from paddle_recompute._paddle.memory import format_bytes
 from paddle_recompute.errors import PlanError
 from paddle_recompute.planner.blocks import planned_blocks
-from paddle_recompute.planner.costs import OFFLOADED, PLAIN, WHOLE, StepCosts
+from paddle_recompute.planner.costs import PLAIN, WHOLE, StepCosts
 from paddle_recompute.planner.offloaded import offloaded
 from paddle_recompute.planner.pareto_front import next_faster, smallest
 from paddle_recompute.planner.simulate import (
@@ -129,12 +129,10 @@ class RecomputePlan:
     def _units(self) -> list[Unit]:
         units: dict[Unit, None] = {}
         for choice in self.choices:
-            if choice.option in (WHOLE, OFFLOADED, JOINED):
+            if choice.option in (WHOLE, JOINED):
                 calls = self.costs.calls[choice.first : choice.last + 1]
                 unit = Unit(
-                    tuple(call.layer for call in calls),
-                    tuple(call.number for call in calls),
-                    offload=self.costs.offload if choice.option == OFFLOADED else None,
+                    tuple(call.layer for call in calls), tuple(call.number for call in calls)
                 )
                 units[unit] = None
         return list(units)
@@ -281,16 +279,12 @@ class RecomputePlan:
             if option == PLAIN:
                 yield f"{names}: {PLAIN}"
                 continue
-            chosen = sum(_kept_alone(call, own_option(run[0])) for call in calls)
-            plain = sum(_kept_alone(call, PLAIN) for call in calls)
+            chosen, plain = (
+                sum(call.options[one].kept for call in calls) for one in (own_option(run[0]), PLAIN)
+            )
             seconds = sum(call.options[PLAIN].seconds for call in calls)
             extra = sum(seconds_of(self.costs.calls, one) for one in run) - seconds
             yield (f"{names}: {option}, {format_bytes(chosen - plain)} for {extra * 1e3:+.1f} ms")
-
-
-def _kept_alone(call: Any, option: str) -> int:
-    cost = call.options[option]
-    return int(cost.kept - (cost.frees_input if option == OFFLOADED else 0))
 
 
 def make_plan(
@@ -357,8 +351,6 @@ def infeasible(
     if costs.held.get("moments"):
         lower.append("use an optimizer with smaller moments")
         lower.append(_SHARD)
-    if costs.offload is None and any(call.input_bytes for call in costs.calls):
-        lower.append("let inputs of blocks wait off the device (offload='host' or 'disk')")
     lower.append("give a smaller batch or gradient-cache chunk")
     if peak.where.startswith("update") or held > 0.8 * peak.bytes:
         lower = ["use fewer or smaller parameters, or an optimizer with smaller moments", _SHARD]

@@ -141,8 +141,7 @@ def freed_again(calls: Sequence[CallCost], number: int, option: str, first: int)
     if option == JOINED and number == first:  # the segment holds it
         return 0
     # A call that is recomputed whole gives its input to the plain call that it repeats.
-    repeated = PLAIN if option in (WHOLE, JOINED) else option
-    return freed_bytes(calls, number, calls[number].options[repeated])
+    return freed_bytes(calls, number, calls[number].options[PLAIN])
 
 
 def freed_bytes(calls: Sequence[CallCost], number: int, cost: OptionCost) -> int:

@@ -14,10 +14,10 @@ from paddle_recompute import _nested
 from paddle_recompute._paddle import memory
 from paddle_recompute.errors import DependencyError, PlanError
 from paddle_recompute.planner.clock import now
-from paddle_recompute.planner.costs import OFFLOADED, CallCost, Event, StepCosts
-from paddle_recompute.planner.measured_call import OPTIONS, MeasuredCall
+from paddle_recompute.planner.costs import PLAIN, CallCost, Event, StepCosts
+from paddle_recompute.planner.measured_call import MeasuredCall
 from paddle_recompute.planner.skeleton import Skeleton, run_skeleton
-from paddle_recompute.recompute import Offload, is_treated
+from paddle_recompute.recompute import is_treated
 from paddle_recompute.replay import ModelState
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ Progress = Callable[[int, int], None]
 def measure_step(
     job: Job,
     *,
-    options: tuple[str, ...] = OPTIONS,
     only_bytes: bool = False,
     progress: Progress | None = None,
 ) -> StepCosts:
@@ -44,7 +43,6 @@ def measure_step(
 
     Args:
         job: The step.
-        options: The options that are measured.
         only_bytes: Nothing is repeated for its time.
         progress: Is told how far the measurement is.
 
@@ -63,7 +61,6 @@ def measure_step(
     gc.collect()  # cycles that are collected meanwhile spoil the levels
     held = job.held()
     base = memory.current_bytes() + sum(held.values()) - job.present(held)
-    offload = job.effective_offload() if OFFLOADED in options else None
     state = StepState(job.model)
     try:
         skeleton = run_skeleton(blocks, job.step)
@@ -81,10 +78,8 @@ def measure_step(
                 call.signature: MeasuredCall(
                     job.model,
                     call,
-                    options,
                     preserve_rng_state=job.preserve_rng_state,
                     keeps_gradients=keeps_gradients,
-                    offload=offload,
                 )
                 for call in skeleton.calls
                 if call.inputs is not None
@@ -107,7 +102,6 @@ def measure_step(
         kinds,
         base=base + sum(there.values()),
         held={**held, **there},
-        offload=offload,
         update_bytes=size if job.clips else 0,
         in_batch={one.data_ptr() for one in _nested.tensors_in(job.batch)},
     )
@@ -186,7 +180,6 @@ def _composed(
     *,
     base: int,
     held: dict[str, int],
-    offload: Offload | None,
     update_bytes: int,
     in_batch: set[int],
 ) -> StepCosts:
@@ -214,9 +207,10 @@ def _composed(
         kind = measured[call.signature]
         # An input of several calls stays for the others.
         alone = {pointer for (_, pointer) in own if uses[call.pass_number, pointer] == 1}
-        frees = {
-            option: sum(size for path, size in freed.items() if call.input_paths.get(path) in alone)
-            for option, freed in kind.frees_inputs.items()
+        freed = {
+            path: size
+            for path, size in kind.frees_inputs.items()
+            if call.input_paths.get(path) in alone
         }
         calls.append(
             CallCost(
@@ -230,7 +224,7 @@ def _composed(
                 max(call.made_by, default=None),
                 {f"{call.layer}.{name}": size for name, size in kind.gradients.items()},
                 {
-                    option: replace(cost, frees_input=frees.get(option, 0))
+                    option: replace(cost, frees_input=sum(freed.values()) if option == PLAIN else 0)
                     for option, cost in costs[call.signature].items()
                 },
             )
@@ -244,7 +238,7 @@ def _composed(
     end = skeleton.events[-1]
     update = Event("update", -1, end.leave + update_bytes, end.leave, end.leave)
     events = (*skeleton.events, update)
-    return StepCosts(base, held, tuple(calls), events, offload=offload)
+    return StepCosts(base, held, tuple(calls), events)
 
 
 class StepState:

@@ -9,7 +9,7 @@ memory or time and changes no number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import paddle
@@ -17,7 +17,7 @@ import paddle
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.recompute._frames import is_inside_a_frame
 from paddle_recompute.recompute._segments import Segment
-from paddle_recompute.recompute.function import Offload, RecomputeOptions, run_recomputed
+from paddle_recompute.recompute.function import RecomputeOptions, run_recomputed
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,10 @@ class Turn:
     Attributes:
         recomputed: False: the call is a plain one.
         segment: The segment that it belongs to, and its position there.
-        offload: Where its inputs wait; None: where those of the Layer do.
     """
 
     recomputed: bool = True
     segment: tuple[Segment, int] | None = None
-    offload: Offload | None = None
 
 
 class Turns:
@@ -71,6 +69,4 @@ class Turns:
         self._next += 1
         if not turn.recomputed:
             return function(*args, **kwargs)
-        if turn.offload is not None:
-            options = replace(options, offload=turn.offload)
         return run_recomputed(function, args, kwargs, options, name=name, segment=turn.segment)

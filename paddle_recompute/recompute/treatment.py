@@ -13,7 +13,7 @@ from paddle_recompute.recompute._fleet import FleetRecomputeLayer
 from paddle_recompute.recompute._parts import named_parts
 from paddle_recompute.recompute._segments import Segment
 from paddle_recompute.recompute._turns import Turn, Turns
-from paddle_recompute.recompute.function import Offload, RecomputeOptions
+from paddle_recompute.recompute.function import RecomputeOptions
 from paddle_recompute.recompute.layer import (
     RecomputedFunction,
     RecomputeLayer,
@@ -30,12 +30,10 @@ class Unit:
     Attributes:
         layers: Names of the Layers, in the order of the calls; one name: a call of its own.
         calls: For each of them, which of its calls in a step, from 0.
-        offload: Where the inputs of a call of its own wait, as in `recompute`.
     """
 
     layers: tuple[str, ...]
     calls: tuple[int, ...]
-    offload: Offload | None = None
 
 
 def treat_calls(
@@ -59,10 +57,7 @@ def treat_calls(
         segment = Segment(unit.layers) if len(unit.layers) > 1 else None
         for position, (name, call) in enumerate(zip(unit.layers, unit.calls, strict=True)):
             own = turns.setdefault(name, [Turn(recomputed=False)] * num_calls[name])
-            own[call] = Turn(
-                segment=(segment, position) if segment is not None else None,
-                offload=unit.offload,
-            )
+            own[call] = Turn(segment=(segment, position) if segment is not None else None)
     options = RecomputeOptions(preserve_rng_state)
     for name, own in turns.items():
         wrap(layers[name], options, name, turns=Turns(tuple(own)))

@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle import device
-from paddle_recompute._paddle.static import pir, pir_exchange
+from paddle_recompute._paddle.static import pir, pir_exchange, pir_update
 from paddle_recompute._paddle.static.pir import Operation
 from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.static_graph._pir_data_parallel import (
@@ -49,17 +49,17 @@ def train(
     if num_ranks > 1:
         start_as_rank_0(program, startup, bucket_bytes=asked.bucket_bytes)
     params_grads = differentiate(
-        loss, asked, lambda loss: pir.append_backward(optimizer, loss, startup)
+        loss, asked, lambda loss: pir_update.append_backward(optimizer, loss, startup)
     )
 
     def update(gradients: ParamsGrads) -> list[Operation]:
         means = mean_over_ranks(gradients, num_ranks=num_ranks, bucket_bytes=asked.bucket_bytes)
-        return pir.append_update(optimizer, loss, startup, means)
+        return pir_update.append_update(optimizer, loss, startup, means)
 
     with pir.editing(program):
         if asked.merge_steps == 1:
             return update(params_grads), params_grads
-        pir.create_learning_rate(optimizer)
+        pir_update.create_learning_rate(optimizer)
         return _merged(params_grads, update, program, startup, asked), params_grads
 
 
@@ -86,7 +86,7 @@ def _merged(
     appended_from = len(pir.operations(program))
     for (_, total), (_, gradient) in zip(sums, params_grads, strict=True):
         pir.add_in_place(total, gradient)
-    pir.count_up_in_place(runs)
+    pir_update.count_up_in_place(runs)
     steps = asked.merge_steps
 
     def update_and_start_again() -> None:

@@ -45,8 +45,6 @@ class ScopeState:
         startup: paddle.static.Program,
         variables: dict[str, dict[str, str]],
         first_values: Mapping[str, NDArray[Any]],
-        *,
-        exchanges: bool = True,
     ) -> ScopeState:
         """The state that `startup` makes; it is freed with the object that is returned.
 
@@ -54,17 +52,12 @@ class ScopeState:
             startup: What makes it.
             variables: As in the attribute.
             first_values: Of variables that `startup` sets to zero.
-            exchanges: Whether the ranks exchange something in `startup`.
         """
         executor, scope = paddle.static.Executor(), paddle.static.Scope()
         state = cls(variables, executor, scope)
         training.free_with(state, executor, scope)
         with training.static_mode():
-
-            def run() -> Any:
-                return executor.run(startup, scope=scope)
-
-            run_on_ranks(run, "the start of a Program") if exchanges else run()
+            run_on_ranks(lambda: executor.run(startup, scope=scope), "the start of a Program")
         state.set(first_values)
         state.lasting = native().variables_after(startup, scope)
         return state

@@ -230,7 +230,7 @@ def test_two_ranks_train_to_the_record_on_the_last_line(tmp_path: Path) -> None:
         "model.intermediate_size=16",
         "contrastive.global_batch=16",
         "train.max_steps=3",
-        "train.warmup_steps=2",
+        "train.measure_plain=false",
         f"train.output_dir={tmp_path / 'run'}",
     )
     assert result.returncode == 0, result.stderr

@@ -12,7 +12,8 @@ from paddle_recompute import Config, load_config
 from paddle_recompute.app.cli import _init as module
 from paddle_recompute.app.cli import main
 from paddle_recompute.app.cli._init import _Machine, _shipped
-from paddle_recompute.app.data import PreparedData, loader_for, prepare_data
+from paddle_recompute.app.data import PreparedData
+from paddle_recompute.app.trainer import load_batches, load_data
 from tests.ranks import ROOT
 
 TINY = str(ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml")
@@ -30,16 +31,8 @@ def write_pairs(file: Path, lines: list[list[str]]) -> str:
 def trained_with(file: Path) -> tuple[Config, PreparedData]:
     """The configuration, and the data as training reads them; there is a batch."""
     config = load_config(file, [f"data.cache_dir={json.dumps(str(file.parent / 'cache'))}"])
-    data = prepare_data(
-        config.data,
-        seed=config.train.seed,
-        is_main_rank=True,
-        barrier=lambda: None,
-        negatives=config.contrastive.negatives_of_a_line,
-    )
-    batch = config.local_batch
-    loader = loader_for(config, data.train, data.tokenizer, local_batch=batch, rank=0, num_ranks=1)
-    assert len(loader)
+    data = load_data(config, 0)
+    assert len(load_batches(config, data, 0))
     return config, data
 
 
@@ -80,18 +73,14 @@ def test_changed_leaves_out_the_defaults() -> None:
     assert "hidden_size: 128" in shown and "# default" not in shown
 
 
-def test_validate_tells_what_has_no_effect_and_every_fault() -> None:
+def test_validate_tells_every_fault_in_words_and_as_json() -> None:
     good = run("config", "validate", "--config", TINY, "mode=static")
     assert good.exit_code == 0 and "valid; mode static, 2 ranks, 128 pairs" in good.stdout
-    bad = run("config", "validate", "--config", TINY, "train.max_steps=0", "mode=eager")
+    bad = run("config", "validate", "--json", "--config", TINY, "train.max_steps=0", "mode=eager")
     assert bad.exit_code == 2
     assert "train.max_steps" in bad.stderr and "mode (override mode=eager)" in bad.stderr
-
-
-def test_validate_gives_the_faults_as_json_too() -> None:
-    bad = run("config", "validate", "--json", "--config", TINY, "train.max_steps=0", "mode=eager")
     found = json.loads(bad.stdout)
-    assert bad.exit_code == 2 and found["valid"] is False
+    assert found["valid"] is False
     assert sorted(fault.split(" ")[0] for fault in found["faults"]) == ["mode", "train.max_steps"]
     static = ["mode=static", "recompute.engine=fleet", "sync.mode=fleet"]
     found = json.loads(run("config", "validate", "--json", "--config", TINY, *static).stdout)
@@ -106,13 +95,6 @@ def test_validate_notes_a_file_that_is_not_here() -> None:
         found = run("config", "validate", "--config", TINY, *files)
         assert found.exit_code == 0
         assert f"note: data.train_file: {name}: there is no such file" in found.stdout
-
-
-@pytest.mark.parametrize("command", [("train",), ("config", "show"), ("plan",)])
-def test_a_missing_configuration_is_told_with_the_whole_command(command: tuple[str, ...]) -> None:
-    refused = run(*command, "run.yaml")
-    assert refused.exit_code == 2
-    assert f"as in: main {' '.join(command)} --config run.yaml" in refused.stderr
 
 
 def test_the_list_of_commands_is_whole_and_in_the_order_of_use() -> None:
@@ -131,20 +113,31 @@ def test_diff_exits_with_1_and_names_what_differs(tmp_path: Path) -> None:
     assert run("config", "diff", TINY, TINY).exit_code == 0
 
 
+def init(folder: Path, lines: list[list[str]], *arguments: str, output: str = "run.yaml") -> Result:
+    """The command for a file of these pairs, in `folder`."""
+    pairs = write_pairs(folder / "pairs.tsv", lines)
+    return run("init", pairs, "--output", str(folder / output), *arguments)
+
+
+PAIRS = [[f"q {n}", f"p {n}"] for n in range(60)]
+
+
 def test_init_fits_the_pairs_and_overwrites_nothing(tmp_path: Path) -> None:
     pairs = tmp_path / "our: pairs #1.tsv"
-    lines = [f"query {number}\t{'word ' * 30}{number}\n" for number in range(400)]
-    pairs.write_text("".join([*lines, "no pair\n"]), encoding="utf-8")
-    file = tmp_path / "run.yaml"
+    lines = [[f"query {number}", f"{'word ' * 30}{number}"] for number in range(400)]
+    write_pairs(pairs, [*lines, ["no pair"]])
+    file = tmp_path / "my runs" / "one.yml"
     made = run("init", str(pairs), "--output", str(file), "--json")
     assert made.exit_code == 0, made.output
-    assert json.loads(made.stdout)["written"] == str(file)
-    config = load_config(file)
+    told = json.loads(made.stdout)
+    assert (told["written"], told["train"].split(" ", 3)[3]) == (str(file), f"'{file}'")
+    config, text = load_config(file), file.read_text("utf-8")
     assert config.data.train_file == pairs
-    assert config.data.on_bad_line == "skip" and "1 lines are no pairs" in file.read_text("utf-8")
+    assert config.data.on_bad_line == "skip" and "1 lines are no pairs" in text
     assert config.data.max_query_tokens == 8 and config.data.max_positive_tokens == 40
     assert 2 * config.contrastive.global_batch <= 400 - config.data.valid_pairs
     assert config.model.pooling == "mean"  # cls from random weights stays at the loss of chance
+    assert f"config show --config '{file}'" in text  # as a shell takes it
     again = run("init", str(pairs), "--output", str(file))
     assert again.exit_code == 2 and "exists already" in again.stderr
 
@@ -157,8 +150,7 @@ def test_init_trains_with_the_negatives(
     tmp_path: Path, counts: tuple[int, int], hard_negatives: int, fill: str
 ) -> None:
     lines = [[f"q {n}", f"p {n}", *(f"n {n} {k}" for k in range(counts[n % 2]))] for n in range(80)]
-    pairs = write_pairs(tmp_path / "pairs.tsv", [*lines, ["no pair"]])
-    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
+    made = init(tmp_path, [*lines, ["no pair"]])
     assert made.exit_code == 0, made.output
     assert "1 lines are no pairs" in made.output and "pairs.tsv:81" in made.output
     config, data = trained_with(tmp_path / "run.yaml")
@@ -166,57 +158,11 @@ def test_init_trains_with_the_negatives(
     assert len(data.train) + len(data.valid) == 80
 
 
-def test_init_tells_of_a_stray_column(tmp_path: Path) -> None:
-    lines = [[f"q {n}", f"p {n}"] + ["stray"] * (n == 7) for n in range(80)]
-    pairs = write_pairs(tmp_path / "pairs.tsv", lines)
-    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
-    assert "only 1 of 80 pairs have hard negatives" in made.output
-
-
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ([[f"q {n}", "same"] for n in range(60)], "60 pairs, which must be held out together"),
-        ([[f"q {n % 20}", f"p {n % 20}"] for n in range(60)], "20 different pairs"),
-    ],
-)
-def test_init_refuses_pairs_that_training_refuses(
-    tmp_path: Path, lines: list[list[str]], words: str
-) -> None:
-    pairs = write_pairs(tmp_path / "pairs.tsv", lines)
-    refused = run("init", pairs, "--output", str(tmp_path / "new" / "run.yaml"))
-    assert refused.exit_code == 2 and words in refused.stderr and "pairs.tsv" in refused.stderr
-    assert [one.name for one in tmp_path.iterdir()] == ["pairs.tsv"]
-
-
 def test_init_fits_groups_and_duplicates(tmp_path: Path) -> None:
-    lines = [[f"q {n % 150}", f"p {n % 50}"] for n in range(600)]
-    pairs = write_pairs(tmp_path / "pairs.tsv", lines)
-    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
+    made = init(tmp_path, [[f"q {n % 150}", f"p {n % 50}"] for n in range(600)])
     assert made.exit_code == 0, made.output
     _, data = trained_with(tmp_path / "run.yaml")
     assert len(data.pool) == 50 and len(data.valid) == 15
-
-
-@pytest.mark.parametrize("name", ["x\nmode: static\n#", "x\x85y", "x\u2028y"])
-@pytest.mark.parametrize("place", ["pairs", "output"])
-def test_init_refuses_names_that_end_a_line(tmp_path: Path, name: str, place: str) -> None:
-    names = {"pairs": "pairs.tsv", "output": "run.yaml"}
-    names[place] = name + names[place]
-    lines = [[f"q {n}", f"p {n}"] for n in range(60)]
-    pairs = write_pairs(tmp_path / names["pairs"], lines)
-    refused = run("init", pairs, "--output", str(tmp_path / names["output"]))
-    assert refused.exit_code == 2 and "rename" in refused.stderr
-    assert [one.name for one in tmp_path.iterdir()] == [names["pairs"]]
-
-
-def test_init_leaves_nothing_that_does_not_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_text_of", lambda name: "mode: none")
-    refused = run("init", "--from", "any", "--output", str(tmp_path / "new" / "run.yaml"))
-    assert refused.exit_code == 2 and "mode" in refused.stderr
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -226,42 +172,49 @@ def test_init_fits_the_memory_of_the_card(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: int, budget: int | None
 ) -> None:
     monkeypatch.setattr(module, "_this_machine", lambda: _Machine("gpu", 1, card))
-    pairs = write_pairs(tmp_path / "pairs.tsv", [[f"q {n}", f"p {n}"] for n in range(60)])
-    made = run("init", pairs, "--output", str(tmp_path / "run.yaml"))
+    made = init(tmp_path, PAIRS)
     assert made.exit_code == 0, made.output
     assert load_config(tmp_path / "run.yaml").contrastive.memory_budget == budget
+
+
+@pytest.mark.parametrize(
+    ("lines", "output", "words"),
+    [
+        ([[f"q {n}", "same"] for n in range(60)], "new/run.yaml", "60 pairs, which must be held"),
+        ([[f"q {n % 20}", f"p {n % 20}"] for n in range(60)], "run.yaml", "20 different pairs"),
+        *[(PAIRS, f"{end}run.yaml", "rename") for end in ("x\nmode: static\n#", "\x85", "\u2028")],
+        (PAIRS, "/proc/x/run.yaml", "cannot be written"),
+        (PAIRS, "x" * 300, "cannot be written"),
+    ],
+)
+def test_init_refuses_pairs_and_names(
+    lines: list[list[str]], output: str, words: str, tmp_path: Path
+) -> None:
+    refused = init(tmp_path, lines, output=output)
+    assert refused.exit_code == 2 and words in refused.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["pairs.tsv"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ((), "needs a file of pairs, or --from"),
-        (("--from", "huge"), "the package has contrastive_ernie-base_8gpu"),
+        (("--from", "huge"), "not known; the package has"),
         (("nowhere.tsv",), "nowhere.tsv"),
+        (("x\u2028y.tsv",), "rename"),
         (("pairs.tsv", "--from", Path(TINY).stem), "pairs.tsv has no effect; give one of them"),
+        (("--from", "broken"), "mode"),
     ],
 )
-def test_init_refuses(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
-    refused = run("init", *arguments, "--output", str(tmp_path / "run.yaml"))
+def test_init_refuses_arguments_and_leaves_nothing(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.yaml").write_text("mode: none")
+    known = {**_shipped(), "broken": tmp_path / "broken.yaml"}
+    monkeypatch.setattr(module, "_shipped", lambda: known)
+    refused = run("init", *arguments, "--output", str(tmp_path / "new" / "run.yaml"))
     assert refused.exit_code == 2 and words in refused.stderr
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("output", ["/proc/x/run.yaml", "x" * 300])
-def test_init_says_that_it_cannot_write(output: str, tmp_path: Path) -> None:
-    pairs = write_pairs(tmp_path / "pairs.tsv", [[f"q {n}", f"p {n}"] for n in range(60)])
-    refused = run("init", pairs, "--output", output)
-    assert refused.exit_code == 2
-    assert "cannot be written" in refused.stderr and "--output" in refused.stderr
-
-
-def test_init_names_its_file_as_a_shell_takes_it(tmp_path: Path) -> None:
-    pairs = write_pairs(tmp_path / "pairs.tsv", [[f"q {n}", f"p {n}"] for n in range(60)])
-    file = tmp_path / "my runs" / "one.yml"
-    made = run("init", pairs, "--output", str(file))
-    assert made.exit_code == 0, made.output
-    assert f"train --config '{file}'" in made.stdout
-    assert f"config show --config '{file}'" in file.read_text()
+    assert not (tmp_path / "new").exists()
 
 
 def test_init_copies_a_configuration_of_the_package(tmp_path: Path) -> None:

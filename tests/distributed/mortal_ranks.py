@@ -16,7 +16,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,9 +25,8 @@ from typing import Any
 
 import pytest
 
-from tests.fake_device import selected
-from tests.forked_ranks import ForkedProcess, start
-from tests.ranks import ROOT, free_ports, rank_environment
+from tests.forked_ranks import start
+from tests.ranks import free_ports, rank_environment
 
 
 def be_rank(worker: Callable[..., Any], arguments: dict[str, Any]) -> None:
@@ -94,33 +92,9 @@ class MortalRanks:
         ports = free_ports(num_ranks + 1)
         self._logs = [folder / f"rank{rank}.log" for rank in range(num_ranks)]
         self._processes = [
-            self._start(rank, rank_environment(rank, ports), worker, arguments)
-            for rank in range(num_ranks)
+            start(be_rank, rank_environment(rank, ports), log, worker=worker, arguments=arguments)
+            for rank, log in enumerate(self._logs)
         ]
-
-    def _start(
-        self,
-        rank: int,
-        environment: dict[str, str],
-        worker: Callable[..., Any],
-        arguments: dict[str, Any],
-    ) -> subprocess.Popen[bytes] | ForkedProcess:
-        log = self._logs[rank]
-        log.touch()
-        if not selected.is_selected():
-            return start(be_rank, environment, log, worker=worker, arguments=arguments)
-        # The simulated device is a plugin that Paddle loads as it is imported.
-        job = Path(self._folder.name) / f"job{rank}.pkl"
-        job.write_bytes(pickle.dumps((worker, arguments)))
-        with log.open("wb") as file:
-            return subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.distributed.mortal_ranks", str(job)],
-                env=environment,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
 
     def __enter__(self) -> MortalRanks:
         return self
@@ -164,7 +138,3 @@ class MortalRanks:
                 self._processes[rank].wait(2)
             pytest.fail(f"rank {rank} still runs after {within} s:\n{self.output(rank)}")
         return code, self.output(rank)
-
-
-if __name__ == "__main__":
-    be_rank(*pickle.loads(Path(sys.argv[1]).read_bytes()))

@@ -240,11 +240,6 @@ def _() -> Given:
     return given(blocks(Experts(16)), "1.experts.*")
 
 
-@fault("the last of the layers left out", "unused_parameter", "layers.2.weight", WARNINGS)
-def _() -> Given:
-    return given(without_the_last_layer())
-
-
 @fault("a dropped layer that is to be recomputed", "never_called", "layers.2", WARNINGS)
 def _() -> Given:
     return given(without_the_last_layer(), "layers.*")
@@ -257,19 +252,6 @@ def without_the_last_layer() -> nn.Layer:
         return x
 
     return Whole(forward, layers=nn.LayerList([nn.Linear(WIDTH, WIDTH) for _ in range(3)]))
-
-
-@fault("a pooler that the loss does not use", "unused_parameter", "pooler.weight", WARNINGS)
-def _() -> Given:
-    return given(
-        Whole(
-            lambda m, x: (m.encoder(x), m.pooler(m.encoder(x)).tanh()),
-            encoder=nn.Linear(WIDTH, WIDTH),
-            pooler=nn.Linear(WIDTH, WIDTH),
-        ),
-        "encoder",
-        loss_fn=lambda model, batch: model(batch)[0].square().mean(),
-    )
 
 
 @fault("a pooler in neither loss nor optimizer", "unused_parameter", "pooler.*", WARNINGS)
@@ -289,12 +271,6 @@ def _() -> Given:
             return x if paddle.rand([1]).item() < 0.5 else self.linear(x)
 
     return given(nn.Sequential(*[Dropped() for _ in range(6)]), "*")
-
-
-@fault("auxiliary heads", "unused_parameter", "heads.0.weight", WARNINGS)
-def _() -> Given:
-    heads = nn.LayerList([nn.Linear(WIDTH, 2) for _ in range(2)])
-    return given(Whole(lambda m, x: m.one(x), one=nn.Linear(WIDTH, 2), heads=heads), "one")
 
 
 @fault("a model that is frozen", "nothing_trained", "")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import paddle
 import pytest
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
-from paddle_recompute.app import cli, parity
-from tests.app.parity.test_command import fake_runs
+from paddle_recompute import is_recomputing
+from paddle_recompute.app import cli
+from paddle_recompute.doctor import self_test
 from tests.app.trainer.test_trainer import tiny, write_pairs
 from tests.processes import outside_of_ranks, python
 
@@ -89,56 +93,57 @@ def test_a_sound_configuration_on_one_rank(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "doctor.json").read_text()) == report
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_fault_in_a_model_of_ones_own_is_named_on_every_number_of_ranks(
-    ranks: int, tmp_path: Path
-) -> None:
-    code, output, report = run(tmp_path, *own(faulty=True), f"launch.num_ranks={ranks}")
+@pytest.fixture
+def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """The command in this process, with one rank; its report is report.json in `tmp_path`."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path / "pairs.tsv")
+    (tmp_path / "own.py").write_text(OWN)
+    Path("run.yaml").write_text(yaml.safe_dump(tiny(tmp_path).to_dict()))
+
+    def call(*arguments: str, output: str = "report.json") -> Result:
+        given = ["doctor", "--config", "run.yaml", "--output", output, *arguments]
+        return CliRunner().invoke(cli.main, given)
+
+    return call
+
+
+FAULTY = ("not_repeatable", "blocks.1")
+UNUSED = ("unused_parameter", "pooler.weight")
+
+
+def test_faults_and_warnings_of_a_model_of_ones_own(called: Callable[..., Result]) -> None:
+    result = called(*own(faulty=True, pooler=True))
+    assert result.exit_code == 1, result.output
+    report = json.loads(Path("report.json").read_text())
+    (finding,), (warning,) = report["findings"], report["warnings"]
+    assert (finding["kind"], finding["where"]) == FAULTY and not report["ok"]
+    assert (warning["kind"], warning["where"]) == UNUSED
+    assert not finding["message"].startswith("(rank")
+    assert "not_repeatable at blocks.1" in result.output and "Traceback" not in result.output
+
+
+def test_a_fault_on_one_of_two_ranks_is_named(tmp_path: Path) -> None:
+    code, output, report = run(tmp_path, *own(faulty=True), "launch.num_ranks=2")
     assert code == 1, output
     (finding,) = report["findings"]
-    assert (finding["kind"], finding["where"]) == ("not_repeatable", "blocks.1"), finding
-    assert finding["message"].startswith("(rank 1)") == (ranks == 2)
-    assert "not_repeatable at blocks.1" in output
-    assert "Traceback" not in output
+    assert (finding["kind"], finding["where"]) == FAULTY, finding
+    assert finding["message"].startswith("(rank 1)")
+    assert "not_repeatable at blocks.1" in output and "Traceback" not in output
 
 
-def test_a_sound_model_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
-    code, output, report = run(tmp_path, *own(faulty=False), "launch.num_ranks=2")
-    assert code == 0, output
-    assert report["ok"]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_warning_is_shown_and_the_exit_code_is_0(ranks: int, tmp_path: Path) -> None:
-    code, output, report = run(tmp_path, *own(pooler=True), f"launch.num_ranks={ranks}")
+def test_two_ranks_with_a_warning_are_sound_and_the_exit_code_is_0(tmp_path: Path) -> None:
+    code, output, report = run(tmp_path, *own(pooler=True), "launch.num_ranks=2")
     assert code == 0, output
     assert report["ok"] and report["findings"] == []
     (warning,) = report["warnings"]
-    assert (warning["kind"], warning["where"]) == ("unused_parameter", "pooler.weight"), warning
+    assert (warning["kind"], warning["where"]) == UNUSED, warning
     assert "1 warning:\n- unused_parameter at pooler.weight" in output
     assert "ok: no fault found" in output
-
-
-@pytest.mark.parametrize("spoiled", [None, ("static", True, 1)])
-def test_the_two_modes_are_compared_on_request(
-    spoiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The runs of parity are replaced; tests/app/parity trains them."""
-    monkeypatch.setattr(os, "environ", {**os.environ})
-    monkeypatch.delenv("PADDLE_TRAINER_ID", raising=False)
-    monkeypatch.setattr(parity, "_train", fake_runs(spoiled))
-    write_pairs(tmp_path / "pairs.tsv")
-    file, output = tmp_path / "run.yaml", tmp_path / "report.json"
-    file.write_text(yaml.safe_dump(tiny(tmp_path).to_dict()))
-    arguments = ["doctor", "--config", str(file), "--output", str(output), "--parity", "--json"]
-    result = CliRunner().invoke(cli.main, arguments)
-    assert result.exit_code == (0 if spoiled is None else 1), result.output
-    assert "ok: no fault found" in result.output
-    assert ("gradient of pooler.weight" in result.output) == (spoiled is not None)
-    report = json.loads(output.read_text())
-    assert json.loads(result.output.splitlines()[-1]) == report
-    assert report["findings"] == []
-    assert report["ok"] == report["parity"]["parity"] == (spoiled is None)
 
 
 def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
@@ -151,8 +156,22 @@ def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
     assert json.loads(result.output.splitlines()[-1]) == report
     assert report["ok"]
     assert {"paddle", "python", "device", "machine", "seconds", "cases"} <= report.keys()
-    assert len(report["cases"]) > 10
+    assert len(report["cases"]) == 5
     assert all({"title", "ok", "seconds", "fault"} <= case.keys() for case in report["cases"])
+
+
+def test_the_self_test_names_what_is_wrong_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = paddle.nn.Linear.forward
+
+    def other_when_repeated(self: Any, x: Any) -> Any:
+        return forward(self, x) * (1.5 if is_recomputing() else 1.0)
+
+    monkeypatch.setattr(paddle.nn.Linear, "forward", other_when_repeated)
+    report = self_test()
+    faults = {case["title"]: case["fault"] for case in report["cases"]}
+    assert not report["ok"]
+    assert "second_forward_differs" in faults["an encoder of three layers"]
+    assert not faults["an embedding and an LSTM, whose first inputs need no gradient"]
 
 
 @pytest.mark.parametrize(
@@ -160,8 +179,8 @@ def test_the_self_test_leaves_a_report(tmp_path: Path) -> None:
     [
         ([], "--config FILE, or --self-test"),
         (["--self-test", "--config", "a.yaml"], "--config: has no effect with --self-test"),
-        (["--self-test", "--parity"], "--parity: has no effect with --self-test"),
         (["--self-test", "train.max_steps=1"], "train.max_steps=1: has no effect"),
+        (["--config", "a.yaml", "--parity"], "--parity is gone: call paddle-recompute parity"),
         (["--config", "a.yaml", "--device", "cpu"], "--device is for --self-test"),
         (["--config", "a.yaml", "--output", "a.yaml"], "--output a.yaml: must end in .json"),
     ],
@@ -172,8 +191,7 @@ def test_what_has_no_effect_is_refused(arguments: list[str], words: str) -> None
     assert words in result.output
 
 
-def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    code, output, _ = run(tmp_path, "--output", "/proc/nothing/report.json")
-    assert code == 2
-    assert "/proc/nothing/report.json: cannot be written" in output
-    assert "Traceback" not in output
+def test_a_report_that_cannot_be_written_is_told(called: Callable[..., Result]) -> None:
+    result = called(output="/proc/nothing/report.json")
+    assert result.exit_code == 2
+    assert "/proc/nothing/report.json: cannot be written" in result.output

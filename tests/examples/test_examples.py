@@ -31,7 +31,7 @@ def test_it_is_short_enough_to_copy(script: str) -> None:
     assert len(text.splitlines()) <= MOST_LINES[script]
 
 
-# --------------------------------------------- options of a step: here, or in the pooled ranks
+# -------------------------------------------------------------- here, or in the pooled ranks
 
 
 def run(script: str, *arguments: str) -> str:
@@ -39,11 +39,14 @@ def run(script: str, *arguments: str) -> str:
     shown = io.StringIO()
     path = str(ROOT / "examples" / f"{script}.py")
     with (
-        mock.patch.object(sys, "argv", [path, "--steps", "5", *arguments]),
+        mock.patch.object(sys, "argv", [path, *arguments]),
         contextlib.redirect_stdout(shown),
     ):
         runpy.run_path(path, run_name="__main__")
     return shown.getvalue()
+
+
+FIVE = ("--steps", "5")
 
 
 def check_losses(shown: str) -> None:
@@ -64,7 +67,7 @@ def check_losses(shown: str) -> None:
     ],
 )
 def test_it_learns(script: str, arguments: tuple[str, ...]) -> None:
-    shown = run(script, *arguments)
+    shown = run(script, *FIVE, *arguments)
     check_losses(shown)
     if script == "recompute":
         assert "the losses of the plain model: equal" in shown
@@ -74,15 +77,15 @@ def test_it_learns(script: str, arguments: tuple[str, ...]) -> None:
 
 def test_mixed_precision_in_dygraph() -> None:
     with pytest.raises(ConfigError, match="silently compute in float32"):
-        run("mixed_precision")
+        run("mixed_precision", *FIVE)
     with pretended_gpu():
-        shown = run("mixed_precision")
+        shown = run("mixed_precision", *FIVE)
     check_losses(shown)
     assert "loss scale 32768" in shown
 
 
 def data_parallel() -> list[str]:
-    return [run("data_parallel", "--sync", mode) for mode in ("overlap", "fused")]
+    return [run("data_parallel", *FIVE, "--sync", mode) for mode in ("overlap", "fused")]
 
 
 def test_data_parallel_learns_on_two_ranks() -> None:
@@ -92,29 +95,20 @@ def test_data_parallel_learns_on_two_ranks() -> None:
     assert others == ["", ""]
 
 
-# ------------------------------------------------------------------- under Paddle's launcher
-
-
-def launched(script: str, *arguments: str | Path, num_ranks: int, logs: Path) -> str:
-    """The output of the script as one process, or as ranks of Paddle's launcher."""
-    launcher: list[str | Path] = []
-    if num_ranks > 1:
-        launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
-        launcher += ["--log_dir", logs]
-    path = ROOT / "examples" / script
-    return python(*launcher, path, *arguments, folder=logs, env=outside_of_ranks()).stdout
-
-
-def test_offload_sequential_learns(tmp_path: Path) -> None:
-    shown = launched("offload_sequential.py", "--steps", "6", num_ranks=1, logs=tmp_path)
-    losses = [float(one) for one in re.findall(r"loss (\S+)", shown)]
+def test_offload_sequential_learns() -> None:
+    losses = [
+        float(one) for one in re.findall(r"loss (\S+)", run("offload_sequential", "--steps", "6"))
+    ]
     assert len(losses) == 6 and losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_large_batch_learns_in_chunks_of_the_size_it_says(num_ranks: int, tmp_path: Path) -> None:
-    sizes = ["--pairs", "64", "--chunk-tokens", "128", "--steps", "10"]
-    shown = launched("large_batch.py", *sizes, num_ranks=num_ranks, logs=tmp_path)
+def large_batch() -> str:
+    return run("large_batch", "--pairs", "64", "--chunk-tokens", "128", "--steps", "10")
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.matrix), 2])
+def test_large_batch_learns_in_chunks_of_the_size_it_says(num_ranks: int) -> None:
+    shown = large_batch() if num_ranks == 1 else run_ranks(large_batch, num_ranks)[0]
     steps = re.findall(
         r"^step \d+  loss (\S+)  temperature (\S+)  chunks (\d+)$", shown, re.MULTILINE
     )
@@ -132,12 +126,12 @@ CHUNKS = ("contrastive.chunk_tokens=32", "contrastive.learnable_temperature=true
 
 @pytest.mark.parametrize(("num_ranks", "settings"), [(1, MICRO_BATCHES), (2, CHUNKS)])
 def test_train_contrastive_finds_what_it_learned(
-    num_ranks: int, settings: tuple[str, ...], tmp_path: Path
+    num_ranks: int, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = [f"w{i} x{i * i % 97}\tW{i} X{i * i % 97}\n" for i in range(200)]
     (tmp_path / "pairs.tsv").write_text("".join(pairs))
     arguments = [
-        ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml",
+        str(ROOT / "fleet_configs" / "contrastive_ernie-tiny_2cpu.yaml"),
         "data.source=files",
         f"data.train_file={tmp_path / 'pairs.tsv'}",
         f"data.cache_dir={tmp_path / 'cache'}",
@@ -153,7 +147,14 @@ def test_train_contrastive_finds_what_it_learned(
         "train.warmup_steps=2",
         f"train.output_dir={tmp_path / 'run'}",
     ]
-    shown = launched("train_contrastive.py", *arguments, num_ranks=num_ranks, logs=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    if num_ranks == 1:
+        shown = run("train_contrastive", *arguments)
+    else:  # Paddle's launcher starts them
+        launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks)]
+        script = ROOT / "examples" / "train_contrastive.py"
+        command = [*launcher, "--log_dir", tmp_path, script, *arguments]
+        shown = python(*command, folder=tmp_path, env=outside_of_ranks()).stdout
     losses = [float(loss) for loss in re.findall(r"^step \d+ +loss (\S+)$", shown, re.M)]
     assert len(losses) == 14
     assert sum(losses[-3:]) < sum(losses[:3])

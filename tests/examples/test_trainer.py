@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import outside_of_ranks, python, python_on_ranks
-from tests.ranks import ROOT
+from tests.examples.test_examples import run
+from tests.processes import outside_of_ranks, python
+from tests.ranks import ROOT, run_ranks
 
 EXAMPLES = ROOT / "examples"
 
@@ -26,12 +27,15 @@ def test_the_trainer_learns(tmp_path: Path) -> None:
     assert float(last) < 0.9 * float(first)
 
 
+def run_clip() -> str:
+    return run("clip", "--steps", "10", "--pairs", "16", "--chunk-size", "4")
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed"
 )
 def test_clip_learns_on_two_ranks() -> None:
-    arguments = ("--steps", "10", "--pairs", "16", "--chunk-size", "4")
-    out, _ = python_on_ranks(EXAMPLES / "clip.py", *arguments)
+    out, _ = run_ranks(run_clip, 2)
     first, last = (float(loss) for loss in re.findall(r"step +\d+  loss (\S+)", out))
     assert last < first
     assert re.search(r"after:   image to word R@1 \d\.\d+  word to image R@1 \d\.\d+", out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,49 +54,10 @@ def _train(offload: str, optimizer: str = "adamw", options: Any = None, **how: A
     return train(chain(offload, **(options or {})), make=OPTIMIZERS[optimizer], **how)
 
 
-def assert_same_runs(expected: list[Any], actual: list[Any]) -> None:
+def assert_same_runs(expected: Sequence[Any], actual: Sequence[Any]) -> None:
     for (weights, figures), (same_weights, same_figures) in zip(expected, actual, strict=True):
         assert figures == same_figures
         assert_same_bits(weights, same_weights)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_two_ranks_have_the_bits_of_the_plain_chain(optimizer: str, accumulate: int) -> None:
-    how = {"optimizer": optimizer, "accumulate": accumulate}
-    expected = run_ranks(_train, 2, offload="plain", **how)
-    assert_same_runs(expected, run_ranks(_train, 2, offload="ranks", **how))
-
-
-@pytest.mark.parametrize("views", ["0", "1"])
-def test_the_bits_do_not_depend_on_whether_slices_are_views(
-    views: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``train`` starts ranks on CPUs with 0; trained zeros then."""
-    monkeypatch.setenv("FLAGS_use_stride_kernel", views)
-    expected = run_ranks(_train, 2, fresh=True, offload="plain")
-    assert_same_runs(expected, run_ranks(_train, 2, fresh=True, offload="ranks"))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"prefetch": 0}, {"prefetch": 2}, {"checkpoint_activations": False}, {"num_shards": 2}],
-    ids=str,
-)
-def test_options_of_the_chain_change_no_bit(options: dict[str, Any]) -> None:
-    expected = run_ranks(_train, 2, offload="plain")
-    assert_same_runs(expected, run_ranks(_train, 2, offload="ranks", options=options))
-
-
-@on_cpu
-def test_three_ranks_have_the_bits_of_a_chain_on_the_host() -> None:
-    """The plain chain sums three ranks up in other buffers, so in another order."""
-    expected = run_ranks(_train, 3, offload="host")
-    assert_same_runs(expected, run_ranks(_train, 3, offload="ranks"))
-
-
-def test_one_rank_owns_all() -> None:
-    assert_same_runs([_train("plain")], [_train("ranks")])
 
 
 class _Encoder(paddle.nn.Layer):
@@ -128,11 +90,6 @@ def _cached(offload: str, rows: list[int]) -> Any:
     return {name: value.numpy() for name, value in model.state_dict().items()}, told
 
 
-def test_a_gradient_cache_has_the_bits_of_the_plain_chain() -> None:
-    expected = run_ranks(_cached, 2, offload="plain", rows=[6, 6, 6])
-    assert_same_runs(expected, run_ranks(_cached, 2, offload="ranks", rows=[6, 6, 6]))
-
-
 def _called_often(offload: str, often: list[int]) -> Any:
     """Steps that call the chain so often on its own output: more often than before is late."""
     model, calls = chain(offload, encoders(), num_shards=4), iter(often)
@@ -149,11 +106,6 @@ def _called_often(offload: str, often: list[int]) -> Any:
         result = step([paddle.to_tensor(x)])
         told.append((result.loss, result.grad_norm))
     return {name: value.numpy() for name, value in model.state_dict().items()}, told
-
-
-def test_what_comes_late_counts_as_in_a_chain_on_the_host() -> None:
-    expected = run_ranks(_called_often, 2, offload="host", often=[1, 1, 2, 1, 3])
-    assert_same_runs(expected, run_ranks(_called_often, 2, offload="ranks", often=[1, 1, 2, 1, 3]))
 
 
 def _frozen_and_shared(offload: str) -> Any:
@@ -179,11 +131,6 @@ def _frozen_and_shared(offload: str) -> Any:
     return {name: value.numpy() for name, value in model.state_dict().items()}, told
 
 
-def test_frozen_and_shared_parameters_and_evaluations_between_steps() -> None:
-    expected = run_ranks(_frozen_and_shared, 2, offload="plain")
-    assert_same_runs(expected, run_ranks(_frozen_and_shared, 2, offload="ranks"))
-
-
 def _evaluated_before_the_update(offload: str) -> Any:
     """A loop of one's own, with frozen parameters."""
     layers = encoder_layers()
@@ -206,9 +153,47 @@ def _evaluated_before_the_update(offload: str) -> Any:
     return {name: value.numpy() for name, value in model.state_dict().items()}, seen
 
 
-def test_what_a_rank_has_before_the_update_is_not_used_after_it() -> None:
-    expected = run_ranks(_evaluated_before_the_update, 2, offload="plain")
-    assert_same_runs(expected, run_ranks(_evaluated_before_the_update, 2, offload="ranks"))
+LATE = {"often": [1, 1, 2, 1, 3]}
+OF_THE_CHAIN = (
+    {"prefetch": 0},
+    {"prefetch": 2},
+    {"checkpoint_activations": False},
+    {"num_shards": 2},
+)
+SAME: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
+    **{
+        f"{optimizer}, {number} micro-batches": (
+            *(_train, "plain", {"optimizer": optimizer, "accumulate": number}),
+            {},
+        )
+        for optimizer, number in (("adamw", 1), ("adamw", 2), ("momentum", 2), ("lamb", 1))
+    },
+    **{str(options): (_train, "plain", {}, {"options": options}) for options in OF_THE_CHAIN},
+    "gradient cache": (_cached, "plain", {"rows": [6, 6, 6]}, {}),
+    "what comes late": (_called_often, "host", LATE, {}),
+    "frozen, shared, evaluated": (_frozen_and_shared, "plain", {}, {}),
+    "evaluated before the update": (_evaluated_before_the_update, "plain", {}, {}),
+}
+"""What runs, the chain that has the same bits, the arguments of both, and those of ``"ranks"``."""
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_two_ranks_have_the_bits_of_the_plain_chain(name: str) -> None:
+    run, other, arguments, own = SAME[name]
+    expected, actual = zip(
+        *run_ranks(_both, 2, run=run, ways=(other, "ranks"), own=own, **arguments), strict=True
+    )
+    assert_same_runs(expected, actual)
+
+
+def _both(run: Any, ways: tuple[str, str], own: dict[str, Any], **arguments: Any) -> list[Any]:
+    """What `run` gives on this rank, in the way of another chain and by ``offload="ranks"``."""
+    other, ranks = ways
+    return [run(other, **arguments), run(ranks, **arguments, **own)]
+
+
+def test_one_rank_owns_all() -> None:
+    assert_same_runs([_train("plain")], [_train("ranks")])
 
 
 def _resumed(offload: str, state: Any = None, first: int = 0, last: int = 2) -> Any:
@@ -229,29 +214,81 @@ def _resumed(offload: str, state: Any = None, first: int = 0, last: int = 2) -> 
     return {name: value.numpy() for name, value in model.state_dict().items()}, moments
 
 
-@on_cpu
-def test_a_state_goes_on_with_any_number_of_ranks_and_without() -> None:
-    # Two ranks with the same rows have the mean of twice the same gradient: the same bits as one.
-    states = {
+@pytest.fixture(scope="module")
+def states() -> dict[str, Any]:
+    """After two steps; two ranks with the same rows have the mean of twice the same gradient."""
+    return {
         "plain": _resumed("plain"),
         "one": _resumed("ranks"),
         "two": run_ranks(_resumed, 2, offload="ranks")[0],
     }
-    for name in ("one", "two"):
-        for expected, actual in zip(states["plain"], states[name], strict=True):
-            assert_same_bits(*({k: one[k] for k in sorted(one)} for one in (expected, actual)))
-    on = {"first": 2, "last": 4}
-    weights, moments = _resumed("plain", state=states["two"], **on)
+
+
+def assert_same_states(one: Any, other: Any) -> None:
+    for expected, actual in zip(one, other, strict=True):
+        assert_same_bits(*({k: state[k] for k in sorted(state)} for state in (expected, actual)))
+
+
+@on_cpu
+def test_a_state_goes_on_with_any_number_of_ranks_and_without(states: dict[str, Any]) -> None:
+    assert_same_states(states["plain"], states["one"])
+    assert_same_states(states["plain"], states["two"])
+    weights, moments = _resumed("plain", state=states["two"], **GOES_ON)
     for source in ("plain", "two"):
-        found = run_ranks(_resumed, 2, offload="ranks", state=states[source], **on)
-        assert_same_bits(weights, found[0][0])
-        assert_same_bits(*({k: one[k] for k in sorted(one)} for one in (moments, found[0][1])))
+        found = run_ranks(_resumed, 2, offload="ranks", state=states[source], **GOES_ON)
+        assert_same_states((weights, moments), found[0])
         assert found[1][1] == {}  # keep=False
-    on3 = run_ranks(_resumed, 3, offload="ranks", state=states["two"], **on)
-    host3 = run_ranks(_resumed, 3, offload="host", state=states["plain"], **on)
-    for one, other in zip(on3[:1], host3[:1], strict=True):
-        assert_same_bits(other[0], one[0])
-        assert_same_bits(*({k: state[k] for k in sorted(state)} for state in (other[1], one[1])))
+
+
+GOES_ON = {"first": 2, "last": 4}
+
+
+def _on_three(states: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "bytes": _bytes(),
+        "host": _train("host", steps=2),
+        "ranks": _train("ranks", steps=2),
+        "resumed on the host": _resumed("host", state=states["plain"], **GOES_ON),
+        "resumed": _resumed("ranks", state=states["two"], **GOES_ON),
+    }
+
+
+@pytest.fixture(scope="module")
+def three_ranks(states: dict[str, Any]) -> list[dict[str, Any]]:
+    """One start of three ranks for all that is asked of them."""
+    return run_ranks(_on_three, 3, states=states)
+
+
+@on_cpu
+def test_three_ranks_have_the_bits_of_a_chain_on_the_host(
+    three_ranks: list[dict[str, Any]],
+) -> None:
+    """The plain chain sums three ranks up in other buffers, so in another order."""
+    assert_same_runs([one["host"] for one in three_ranks], [one["ranks"] for one in three_ranks])
+    assert_same_states(three_ranks[0]["resumed on the host"], three_ranks[0]["resumed"])
+
+
+STRIDES = "FLAGS_use_stride_kernel"
+
+
+def _without_strides() -> dict[str, Any]:
+    assert paddle.get_flags(STRIDES)[STRIDES]
+    paddle.set_flags({STRIDES: False})
+    return {"bytes": _bytes(), "plain": _train("plain"), "ranks": _train("ranks")}
+
+
+@pytest.fixture(scope="module")
+def without_strides() -> list[dict[str, Any]]:
+    """Two ranks where slices are no views, as ``train`` starts ranks on CPUs."""
+    return run_ranks(_without_strides, 2, fresh=True)
+
+
+def test_the_bits_do_not_depend_on_whether_slices_are_views(
+    without_strides: list[dict[str, Any]],
+) -> None:
+    """It trained zeros where they are none; in the other tests here they are."""
+    plain, ranks = ([one[way] for one in without_strides] for way in ("plain", "ranks"))
+    assert_same_runs(plain, ranks)
 
 
 def _read_and_written(offload: str) -> list[np.ndarray]:
@@ -297,11 +334,13 @@ def test_a_rank_has_its_shards_and_their_state() -> None:
     assert all(moments == 2 * owned for _, _, owned, moments in found)
 
 
-BLOCKS, SIDE = 16, 256
+BLOCKS, SIDE = 8, 200
 
 
-def _bytes() -> tuple[int, int | None]:
-    """Between two steps, and the peak of the third, where it can be measured."""
+def _bytes() -> tuple[int, int | None] | None:
+    """Between two steps, and the peak of the third, where they can be measured."""
+    if not memory.is_counted():
+        return None
     before = memory.current_bytes()
     model = chain("ranks", [paddle.nn.Linear(SIDE, SIDE) for _ in range(BLOCKS)], num_shards=BLOCKS)
     step = TrainStep(model, optimizer_of(model), loss_fn=lambda m, x: m(x).square().mean())
@@ -316,13 +355,14 @@ def _bytes() -> tuple[int, int | None]:
 
 
 @on_cpu
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_bytes_of_a_rank_follow_the_formula(num_ranks: int) -> None:
+@pytest.mark.parametrize("ranks", ["without_strides", "three_ranks"])
+def test_the_bytes_of_a_rank_follow_the_formula(ranks: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue(ranks)
     if not memory.is_counted():
         pytest.skip("this Paddle counts no bytes here")
     shard = 4 * SIDE * (SIDE + 1)
-    own = -(-BLOCKS // num_ranks) * shard  # of the rank with most shards
-    for held, peak in run_ranks(_bytes, num_ranks, fresh=True):
+    own = -(-BLOCKS // len(found)) * shard  # of the rank with most shards
+    for held, peak in (one["bytes"] for one in found):
         assert held <= 1.02 * 3 * own
         assert peak is None or peak <= 1.02 * (4 * own + 2 * shard)
 

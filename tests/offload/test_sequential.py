@@ -71,17 +71,23 @@ def test_five_steps_give_the_bits_of_the_plain_chain(options: dict[str, Any], ma
     assert_same_bits(expected, actual)
 
 
-def _rank(is_offloaded: bool, accumulate: int, mode: str) -> Any:
-    model = offloaded() if is_offloaded else plain()
-    return train(model, accumulate=accumulate, sync=mode)
+def _rank(accumulate: int, mode: str) -> Any:
+    """What the plain chain and the offloaded one give on this rank."""
+    return [train(model(), accumulate=accumulate, sync=mode) for model in (plain, offloaded)]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("mode", ["overlap", "fused"])
-def test_two_ranks_give_the_bits_of_the_plain_chain(accumulate: int, mode: str) -> None:
-    plain_ranks = run_ranks(_rank, 2, is_offloaded=False, accumulate=accumulate, mode=mode)
-    ranks = run_ranks(_rank, 2, is_offloaded=True, accumulate=accumulate, mode=mode)
-    for (expected, losses), (actual, same_losses) in zip(plain_ranks, ranks, strict=True):
+@pytest.mark.parametrize(
+    ("mode", "accumulate"),
+    [
+        ("overlap", 2),
+        ("fused", 1),
+        pytest.param("overlap", 1, marks=pytest.mark.matrix),
+        pytest.param("fused", 2, marks=pytest.mark.matrix),
+    ],
+)
+def test_two_ranks_give_the_bits_of_the_plain_chain(mode: str, accumulate: int) -> None:
+    for one in run_ranks(_rank, 2, accumulate=accumulate, mode=mode):
+        (expected, losses), (actual, same_losses) = one
         assert losses == same_losses
         assert_same_bits(expected, actual)
 

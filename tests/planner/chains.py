@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from paddle_recompute.planner.costs import CallCost, Event, OptionCost, StepCosts
 from paddle_recompute.planner.simulate import JOINED, Choice
 
-OPTIONS = ("plain", "offloaded", "whole")
+OPTIONS = ("plain", "whole")
 
 
 def chain(length: int, seed: int, *, alike: bool = False) -> StepCosts:
@@ -49,14 +49,6 @@ def _options(draw: random.Random, size, before: int, after: int) -> dict[str, Op
     seconds = draw.uniform(1, 3)
     return {
         "plain": OptionCost(kept, forward, backward, seconds),
-        # As many bytes and seconds as of a part of the block, so that all three options are chosen.
-        "offloaded": OptionCost(
-            int(kept * draw.uniform(0.3, 0.8)),
-            forward,
-            backward,
-            seconds * draw.uniform(1.05, 1.25),
-            frees_input=size(0, 5),
-        ),
         "whole": OptionCost(
             size(0, 3),
             size(20, 100) + after,

@@ -566,6 +566,16 @@ def test_what_cannot_be_planned_is_refused(what: str, message: str) -> None:
         planned(replace(job, loss_fn=None) if what == "no loss" else job, 2**40)
 
 
+def test_inputs_off_the_device_are_refused_in_a_plan() -> None:
+    job = job_of("encoder")
+    for refused in (
+        lambda: planned(job, 2**40, offload="disk"),
+        lambda: RecomputeConfig(policy="budget", memory_budget=2**30, offload="disk"),
+    ):
+        with pytest.raises(ConfigError, match=r"policy.*all"):
+            refused()
+
+
 def test_auto_is_the_rule_of_elsewhere_and_without_it_sublayers_are_planned() -> None:
     model, batch = (
         paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 2)),

@@ -25,12 +25,12 @@ VOCABULARY = 100
 WIDE: dict[str, Any] = {
     "model__hidden_size": 128,
     "model__intermediate_size": 256,
-    "model__num_layers": 6,
+    "model__num_layers": 4,
     "launch__num_ranks": 2,
 }
 WAYS: dict[str, dict[str, Any]] = {
     "stage 1": {"strategy__sharding": True},
-    "stage 3": {"recompute__offload_parameters": "ranks", "recompute__num_shards": 6},
+    "stage 3": {"recompute__offload_parameters": "ranks", "recompute__num_shards": 4},
 }
 
 

@@ -144,12 +144,6 @@ def test_merging_with_recompute_and_dropout() -> None:
     )
 
 
-def test_parameters_change_in_every_third_run_only() -> None:
-    losses = train(without_dropout, (), steps=6, runs_per_step=6, **merged(3)).losses
-    assert losses[0] == losses[1] == losses[2] != losses[3]
-    assert losses[3] == losses[4] == losses[5]
-
-
 def test_merging_follows_a_learning_rate_scheduler() -> None:
     def scheduled() -> Any:
         return paddle.optimizer.SGD(paddle.optimizer.lr.StepDecay(0.1, 1))
@@ -168,8 +162,15 @@ def bfloat16(**lists: Any) -> Callable[[], Any]:
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("merge", [{}, merged(2)], ids=["plain", "merged"])
-@pytest.mark.parametrize("stop_gradient", [False, True], ids=["trained input", "fed input"])
+@pytest.mark.parametrize(
+    ("merge", "stop_gradient"),
+    [
+        pytest.param({}, True, id="plain, fed input"),
+        pytest.param(merged(2), False, id="merged, trained input"),
+        pytest.param({}, False, id="plain, trained input", marks=pytest.mark.matrix),
+        pytest.param(merged(2), True, id="merged, fed input", marks=pytest.mark.matrix),
+    ],
+)
 def test_bfloat16(merge: dict[str, Any], stop_gradient: bool) -> None:
     """The first product of what is fed has one gradient: oneDNN's own would crash (2.6, 3.3)."""
 
@@ -284,7 +285,7 @@ def wrapped(selection: dict[str, Any] | None, calls: int = 1) -> Callable[[], An
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_wrapped_layers(selection: str, calls: int) -> None:
     with in_program_order():
         run = train(wrapped(SELECTIONS[selection], calls), ())
@@ -302,31 +303,25 @@ def segments_of(run: Run) -> list[str]:
     return [segment.name for segment in run.report.segments]
 
 
-def test_segments_are_the_calls_of_wrapped_layers() -> None:
-    assert segments_of(train(wrapped(SELECTIONS["all"], 2), ())) == [
-        *(f"layers.{i}" for i in range(4)),
-        *(f"layers.{i}#2" for i in range(4)),
-    ]
-    assert segments_of(train(wrapped(SELECTIONS["every second"]), ())) == ["layers.0", "layers.2"]
-    assert segments_of(train(wrapped(SELECTIONS["joined"], 2), ())) == [
-        "layers.1",
-        "layers.3",
-        "layers.1#2",
-        "layers.3#2",
-    ]
-
-
-def test_a_name_selects_all_calls_of_its_layer() -> None:
-    run = train(wrapped(SELECTIONS["all"], 2), ["layers.1"])
-    assert segments_of(run) == ["layers.1", "layers.1#2"]
-    assert segments_of(train(wrapped(SELECTIONS["all"], 2), ["layers.1#2"])) == ["layers.1#2"]
-
-
-def test_joined_layers_keep_nothing_between_them() -> None:
-    joined = train(wrapped(SELECTIONS["joined"]), ()).report
-    alone = train(wrapped(SELECTIONS["all"]), ()).report
-    assert sum(s.crossing for s in joined.segments) == 2
-    assert sum(s.crossing for s in alone.segments) == 4
+@pytest.mark.parametrize(
+    ("selection", "calls", "asked", "names", "crossing"),
+    [
+        ("all", 2, [], [f"layers.{i}{call}" for call in ("", "#2") for i in range(4)], 8),
+        ("every second", 1, [], ["layers.0", "layers.2"], 2),
+        ("joined", 2, [], ["layers.1", "layers.3", "layers.1#2", "layers.3#2"], 4),
+        ("all", 2, ["layers.1"], ["layers.1", "layers.1#2"], 2),
+        ("all", 2, ["layers.1#2"], ["layers.1#2"], 1),
+    ],
+)
+def test_segments_are_the_calls_of_wrapped_layers(
+    selection: str, calls: int, asked: list[str], names: list[str], crossing: int
+) -> None:
+    """A name selects all calls of its layer; joined layers keep nothing between them."""
+    with building() as program:
+        minimize(sgd(), wrapped(SELECTIONS[selection], calls)(), strategy_of(asked))
+        report = explain(program)
+    assert [segment.name for segment in report.segments] == names
+    assert sum(segment.crossing for segment in report.segments) == crossing
 
 
 def test_cheap_parts_give_up_their_outputs_and_no_matmul_runs_twice() -> None:

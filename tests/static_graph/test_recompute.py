@@ -136,13 +136,12 @@ def peak_of(recompute: bool) -> int:
 def test_memory_falls_under_the_default_executor() -> None:
     """Only if the copies wait for their gradient: without the tie the peak is the plain one."""
 
-    def least(recompute: bool) -> int:
-        if memory.can_reset_peak():
-            return peak_of(recompute)
-        # A process of its own for each; the executor frees late on a loaded machine.
-        return min(run_ranks(peak_of, 1, recompute=recompute)[0] for _ in range(3))
-
-    assert least(True) < (0.5 if IS_26 else 0.6) * least(False)
+    if memory.can_reset_peak():
+        assert peak_of(True) < 0.6 * peak_of(False)
+        return
+    # A process of its own for each; the executor frees late on a loaded machine.
+    plain = run_ranks(peak_of, 1, recompute=False)[0]
+    assert any(run_ranks(peak_of, 1, recompute=True)[0] < 0.5 * plain for _ in range(3))
 
 
 # ------------------------------------------------------------------------------- odd graphs
@@ -566,8 +565,17 @@ def kept(run: Run) -> set[str]:
     return {name.removeprefix("pd_op.") for part in run.report.segments for name in part.kept_ops}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("kind", [paddle.nn.LSTM, paddle.nn.GRU, paddle.nn.SimpleRNN])
+@pytest.mark.parametrize(
+    ("kind", "dropout"),
+    [
+        (paddle.nn.LSTM, 0.0),
+        (paddle.nn.GRU, 0.5),
+        pytest.param(paddle.nn.LSTM, 0.5, marks=pytest.mark.matrix),
+        pytest.param(paddle.nn.GRU, 0.0, marks=pytest.mark.matrix),
+        pytest.param(paddle.nn.SimpleRNN, 0.0, marks=pytest.mark.matrix),
+        pytest.param(paddle.nn.SimpleRNN, 0.5, marks=pytest.mark.matrix),
+    ],
+)
 def test_a_recurrent_layer_runs_again_where_it_draws_nothing(kind: Any, dropout: float) -> None:
     def build() -> Any:
         x = data(shape=(BATCH, 6, HIDDEN))

@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_recompute import AmpConfigs, RecomputeConfig, apply_recompute
+from paddle_recompute import AmpConfigs, RecomputeConfig, apply_recompute, static_graph
 from paddle_recompute.app.config import StrategyConfig, SyncConfig
 from paddle_recompute.app.config._section import Section, subsection
 from paddle_recompute.errors import ConfigError, StaticGraphError
@@ -155,20 +155,16 @@ def test_without_a_configuration_of_the_application_the_same_is_refused() -> Non
     assert not distributed_strategy(plain).recompute
 
 
-def test_how_long_to_wait_for_other_ranks_is_honoured() -> None:
-    strategy_of([], "sync.peer_timeout=9", "sync.stall_timeout=9000")
-
-
 @pytest.mark.parametrize(
-    "override", ["chunk_size=4", "chunk_tokens=256", "memory_budget=1GiB", "tile=64"]
+    "override",
+    [
+        *("sync.peer_timeout=9", "sync.stall_timeout=9000"),
+        *("contrastive.chunk_size=4", "contrastive.chunk_tokens=256", "contrastive.tile=64"),
+        *("contrastive.memory_budget=1GiB", "contrastive.negatives=local"),
+    ],
 )
-def test_the_gradient_cache_and_tiles_are_honoured(override: str) -> None:
-    strategy_of([], f"contrastive.{override}")
-
-
-def test_negatives_of_all_ranks_and_of_one_are_both_honoured() -> None:
-    for negatives in ("global", "local"):
-        strategy_of([], f"contrastive.negatives={negatives}")
+def test_what_the_step_does_itself_is_honoured(override: str) -> None:
+    strategy_of([], override)
 
 
 def test_bfloat16_is_amp_without_a_loss_scale() -> None:
@@ -215,3 +211,9 @@ def test_buffers_of_so_many_gradients_hold_about_so_many_bytes() -> None:
     model = paddle.nn.Sequential(*[paddle.nn.Linear(512, 512, bias_attr=False) for _ in range(8)])
     config = config_of("strategy.fuse_grad_size_in_MB=2", recompute=False)  # 1 MiB each
     assert distributed_strategy(config, model).fuse_grad_size_in_num == 2
+
+
+def test_a_name_that_has_gone_is_refused_and_says_what_to_use() -> None:
+    with pytest.raises(StaticGraphError, match="measure a step of a StaticTrainStep"):
+        from paddle_recompute.static_graph import ProgramCalls  # noqa: F401
+    assert not hasattr(static_graph, "never_there")

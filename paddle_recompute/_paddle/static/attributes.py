@@ -5,7 +5,9 @@ An attribute survives ``Program.clone()``; the executor does not look at it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from paddle_recompute.errors import StaticGraphError
 
@@ -36,3 +38,21 @@ def refuse_unclaimed(marks: Iterable[tuple[str | None, str | None]]) -> None:
                 "backward would not recompute; use paddle_recompute.static_graph.minimize("
                 "optimizer, loss, strategy) with strategy.recompute = True"
             )
+
+
+def refusing_unclaimed(
+    original: Callable[..., Any], marks: Callable[..., Iterable[tuple[str | None, str | None]]]
+) -> Callable[..., Any]:
+    """`original`, through which every backward of Paddle goes, after a check of what it goes over.
+
+    Args:
+        original: A function of Paddle that is looked up at each call.
+        marks: Of the arguments of `original`; as `refuse_unclaimed` takes them.
+    """
+
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        refuse_unclaimed(marks(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    return checked

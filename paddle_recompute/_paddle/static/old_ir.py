@@ -4,8 +4,7 @@ Nothing here decides anything about recompute; `recompute.program.old_ir` does. 
 why no public API serves: ``Block.ops`` and ``Operator`` (names of inputs and outputs, attributes)
 are half documented, and inserting or renaming in the middle (``Block._insert_op_without_sync``,
 ``Operator._rename_input``, the ``OpDesc`` behind them) is not at all. Everything here can go
-with Paddle 2.6, so it stays one module of more than 500 lines.
-``tests/static_graph/test_paddle_private_old_ir.py`` names each symbol.
+with Paddle 2.6. The tests of ``tests/static_graph`` call all of it.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from paddle_recompute._paddle.static.attributes import (
     CLAIMED,
     OWN_ATTRIBUTES,
     SCOPE,
-    refuse_unclaimed,
+    refusing_unclaimed,
 )
-from paddle_recompute.errors import StaticGraphError
 
 Operator = Any
 """A ``paddle.base.framework.Operator``."""
@@ -169,7 +167,7 @@ def reads_values_of(operator: Operator, name: str) -> bool:
 
 def is_persistable(block: Block, name: str) -> bool:
     """Whether the variable lives from run to run, such as a parameter."""
-    variable = _variable(block, name)
+    variable = block.vars.get(name)
     return variable is not None and bool(variable.persistable)
 
 
@@ -182,36 +180,29 @@ def written_parameters(program: paddle.static.Program) -> set[str]:
 
 def num_bytes(block: Block, name: str) -> int:
     """Size of the variable in bytes; a dimension that is not known yet counts as 1."""
-    variable = _variable(block, name)
+    variable = block.vars.get(name)
     if variable is None or not is_dense(variable):
         return 0
-    return int(math.prod(max(1, size) for size in variable.shape) * _item_size(variable.dtype))
+    dtype = dtype_name(variable)
+    item_size = 2 if dtype in ("uint16", "bfloat16") else np.dtype(dtype).itemsize
+    return int(math.prod(max(1, size) for size in variable.shape) * item_size)
 
 
 def has_unknown_size(block: Block, name: str) -> bool:
     """Whether a dimension of the variable is not known until a batch is fed."""
-    variable = _variable(block, name)
+    variable = block.vars.get(name)
     return variable is not None and is_dense(variable) and any(n < 0 for n in variable.shape)
 
 
 def shape_of(block: Block, name: str) -> tuple[int, ...]:
     """The shape of a variable as far as it is known."""
-    variable = _variable(block, name)
+    variable = block.vars.get(name)
     return tuple(variable.shape) if variable is not None and is_dense(variable) else ()
 
 
 def text_attribute(operator: Operator, name: str) -> str | None:
     """The string that we wrote on `operator` under `name`, if any."""
     return str(operator.attr(name)) if operator.has_attr(name) else None
-
-
-def _variable(block: Block, name: str) -> Variable | None:
-    return block.vars.get(name)
-
-
-def _item_size(dtype: Any) -> int:
-    name = str(paddle.base.data_feeder.convert_dtype(dtype))
-    return 2 if name in ("uint16", "bfloat16") else np.dtype(name).itemsize
 
 
 # ---------------------------------------------------------------------------------- marks
@@ -272,20 +263,6 @@ def _definer(variable: Variable) -> Operator | None:
 # ------------------------------------------------------------------------ recomputed calls
 
 
-def refuse_to_static(layer: str) -> None:
-    """Refuse a recomputed call while `paddle.jit.to_static` builds a Program.
-
-    Raises:
-        StaticGraphError: It does.
-    """
-    if paddle.base.dygraph.base.in_to_static_mode():
-        raise StaticGraphError(
-            f"paddle.jit.to_static met recompute('{layer}'), which it would drop without a word on "
-            "Paddle 2.6; train the model as it is in dygraph, or build a Program and use "
-            "static_graph.minimize; only Paddle 3.3 can do both"
-        )
-
-
 @functools.cache
 def refuse_other_backwards() -> None:
     """From now on, a backward over unclaimed recomputed calls raises.
@@ -296,16 +273,12 @@ def refuse_other_backwards() -> None:
     """
     from paddle.base import backward
 
-    original = backward._find_op_path_
-
-    @functools.wraps(original)
-    def checked(block: Block, *args: Any, **kwargs: Any) -> Any:
-        refuse_unclaimed(
+    backward._find_op_path_ = refusing_unclaimed(
+        backward._find_op_path_,
+        lambda block, *_, **__: (
             (text_attribute(one, SCOPE), text_attribute(one, CLAIMED)) for one in block.ops
-        )
-        return original(block, *args, **kwargs)
-
-    backward._find_op_path_ = checked
+        ),
+    )
 
 
 # ------------------------------------------------------------------------------- building

@@ -3,7 +3,6 @@
 What is private, and why: fleet writes communication operators for NCCL alone (its
 ``CollectiveHelper`` raises elsewhere, ``c_sync_*`` operators have no CPU kernel), and its mixed
 precision knows float16 alone. Can go with Paddle 2.6.
-``tests/static_graph/test_paddle_private_old_ir.py`` names each symbol.
 """
 
 from __future__ import annotations

@@ -5,13 +5,11 @@ why no public API serves: ``paddle.pir`` (operations, values, insertion points, 
 the only way to look at or change a PIR Program, and Paddle documents none of it;
 ``paddle._C_ops`` appends single operators without the layers of Python above them. Can go, name by
 name, when Paddle documents a way to edit a Program.
-``tests/static_graph/test_paddle_private_pir.py`` holds each.
+The tests of ``tests/static_graph`` call all of it.
 
 Two traps, both of 3.3: ``==`` between Values appends an ``equal`` operator (so they are compared
 by `key`), and a Value that is still in a Python variable when its Program dies aborts the process
 if an operator made that way uses it.
-
-It is the one list of what we call there, so it stays one module of more than 500 lines.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from paddle_recompute._paddle.static.attributes import (
     CLAIMED,
     OWN_ATTRIBUTES,
     SCOPE,
-    refuse_unclaimed,
+    refusing_unclaimed,
 )
 
 Operation = Any
@@ -433,45 +431,6 @@ def updating(program: paddle.static.Program) -> contextlib.AbstractContextManage
     return contextlib.nullcontext()
 
 
-# ------------------------------------------------------------------------------- training
-
-
-def append_backward(
-    optimizer: paddle.optimizer.Optimizer, loss: Value, startup: paddle.static.Program
-) -> list[tuple[Value, Value]]:
-    """The first half of ``optimizer.minimize(loss)``: pairs of parameter and gradient.
-
-    The parameters that the optimizer was made with are handed on, as its ``minimize`` does.
-    """
-    pairs = optimizer.backward(loss, startup_program=startup, parameters=optimizer._parameter_list)
-    return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-
-
-def create_learning_rate(optimizer: paddle.optimizer.Optimizer) -> None:
-    """Add the learning rate of `optimizer` at the insertion point, after `append_backward`.
-
-    An optimizer adds it with its first operator; in the body of a condition, the executor does
-    not find the one that a scheduler writes to before every run (3.3.1: "The type of value is
-    nullptr").
-    """
-    optimizer._create_global_learning_rate()
-
-
-def append_update(
-    optimizer: paddle.optimizer.Optimizer,
-    loss: Value,
-    startup: paddle.static.Program,
-    params_grads: list[tuple[Value, Value]],
-) -> list[Operation]:
-    """The second half of ``optimizer.minimize(loss)``: clip, decay and update.
-
-    ``apply_gradients`` (public) sorts the parameters by name, which sums the norm of a gradient
-    clip in another order than ``minimize`` does.
-    """
-    operations: list[Operation] = optimizer._apply_optimize(loss, startup, params_grads)
-    return operations
-
-
 def persistable(
     name: str, like: Value | None, startup: paddle.static.Program, program: paddle.static.Program
 ) -> Value:
@@ -497,11 +456,6 @@ def add_in_place(total: Value, value: Value) -> None:
     paddle._C_ops.add_(total, value)
 
 
-def count_up_in_place(counter: Value) -> None:
-    """``counter += 1``, in its own memory."""
-    paddle._C_ops.increment_(counter, 1.0)
-
-
 def fill_in_place(value: Value, number: float) -> None:
     """Write `number` to every element, in the memory of `value`."""
     paddle._C_ops.full_(value, list(value.shape), number, value.dtype, core.Place())
@@ -517,14 +471,8 @@ def refuse_other_backwards() -> None:
     """
     from paddle.autograd import ir_backward
 
-    original = ir_backward.calc_gradient_helper
+    def marks(*_: Any, **__: Any) -> Iterator[tuple[str | None, str | None]]:
+        for one in paddle.pir.get_current_insertion_point().block().ops:
+            yield text_attribute(one, SCOPE), text_attribute(one, CLAIMED)
 
-    @functools.wraps(original)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        block = paddle.pir.get_current_insertion_point().block()
-        refuse_unclaimed(
-            (text_attribute(one, SCOPE), text_attribute(one, CLAIMED)) for one in block.ops
-        )
-        return original(*args, **kwargs)
-
-    ir_backward.calc_gradient_helper = checked
+    ir_backward.calc_gradient_helper = refusing_unclaimed(ir_backward.calc_gradient_helper, marks)

@@ -1,8 +1,8 @@
 """What data-parallel ranks exchange in PIR (Paddle 3.3): collectives, buffers, first values.
 
 Private to Paddle are ``_C_ops.all_reduce``, ``_C_ops.broadcast`` and ``remove_op`` of a block. Can
-go when fleet's ``minimize`` works on PIR. ``tests/static_graph/test_paddle_private_pir.py`` names
-each, and ``test_pir_ranks.py`` holds what they give.
+go when fleet's ``minimize`` works on PIR. ``tests/static_graph/test_pir_ranks.py`` holds what they
+give.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Sums over the ranks as operators of a Program's forward, in either representation.
-
-``tests/static_graph/test_paddle_private_old_ir.py`` names each private symbol.
-"""
+"""Sums over the ranks as operators of a Program's forward, in either representation."""
 
 from __future__ import annotations
 

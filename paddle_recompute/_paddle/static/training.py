@@ -1,7 +1,4 @@
-"""What a train step needs of Paddle in a Program, in either representation.
-
-``tests/static_graph/test_paddle_private_old_ir.py`` names each private symbol.
-"""
+"""What a train step needs of Paddle in a Program, in either representation."""
 
 from __future__ import annotations
 

@@ -48,23 +48,21 @@ def _complete_files(command: click.Command) -> None:
         _complete_files(inner)
 
 
-_COMMANDS: tuple[tuple[click.Command, str], ...] = (
-    (init, "Write a first configuration for your pairs."),
-    (config_group, "Show, check and compare configurations."),
-    (doctor, "Compare the wrapped model with the plain one."),
-    (parity, "Compare dygraph with the static graph."),
-    (estimate, "Show the memory of a step under each policy."),
-    (plan, "Choose what is recomputed for a memory budget."),
-    (train, "Train, evaluate and write a report."),
-    (report, "Write the report of a run, or compare runs."),
-    (encode, "Write the vectors of a file of texts."),
-    (search, "Show the texts nearest to a query."),
-    (evaluate, "Measure retrieval on judged queries."),
-    (mine, "Find hard negatives for pairs."),
-    (export, "Write the model for other programs."),
-    (convert, "Rename weights: ours, PaddleNLP, Hugging Face."),
-)
-for _command, _in_short in _COMMANDS:
-    _command.short_help = _in_short
+for _command in (
+    init,
+    config_group,
+    doctor,
+    parity,
+    estimate,
+    plan,
+    train,
+    report,
+    encode,
+    search,
+    evaluate,
+    mine,
+    export,
+    convert,
+):
     _complete_files(_command)
     main.add_command(_command)

@@ -11,46 +11,30 @@ from typing import Any
 import click
 import yaml
 
-from paddle_recompute.app.cli._process import configured
+from paddle_recompute.app.cli._process import as_json, command, configured
 from paddle_recompute.app.config import Config, Setting, load_config, load_settings
-from paddle_recompute.app.launch import errors_in_one_paragraph
 from paddle_recompute.errors import ConfigError
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 
-
-@click.group("config")
-def config_group() -> None:
-    """Show, check and compare configurations. Touches no device and needs no Paddle.
-
-    For example: paddle-recompute config show --config run.yaml
-    """
-
-
-@config_group.command()
 @configured(
     click.option("--changed", is_flag=True, help="Only what is not a default."),
-    _as_json,
+    as_json,
 )
-def show(
-    config_file: str, changed: bool, as_json: bool, debug: bool, overrides: tuple[str, ...]
-) -> None:
+def show(config_file: str, changed: bool, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Show every value of FILE, and where it comes from: a line, an override, a preset, a default.
 
     For example: paddle-recompute config show --config run.yaml train.max_steps=50
 
     The text is itself a configuration: `> whole.yaml` writes one that depends on no default.
     """
-    with errors_in_one_paragraph(debug):
-        found = load_settings(config_file, overrides)
-        if changed:
-            found = [one for one in found if one.source != "default"]
-        click.echo(json.dumps([vars(one) for one in found]) if as_json else _as_yaml(found))
+    found = load_settings(config_file, overrides)
+    if changed:
+        found = [one for one in found if one.source != "default"]
+    click.echo(json.dumps([vars(one) for one in found]) if as_json else _as_yaml(found))
 
 
-@config_group.command()
-@configured(_as_json)
-def validate(config_file: str, as_json: bool, debug: bool, overrides: tuple[str, ...]) -> None:
+@configured(as_json)
+def validate(config_file: str, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Check the values of FILE. Exits with code 2 and all faults if it is bad.
 
     For example: paddle-recompute config validate --config run.yaml mode=static
@@ -58,25 +42,24 @@ def validate(config_file: str, as_json: bool, debug: bool, overrides: tuple[str,
     A file that is not on this machine is a note. `train` also reads the files and counts the
     devices before it starts.
     """
-    with errors_in_one_paragraph(debug):
-        try:
-            config = load_config(config_file, overrides)
-        except ConfigError as error:
-            if as_json:
-                head, *faults = str(error).split("\n  - ")
-                click.echo(json.dumps({"valid": False, "faults": faults or [head]}))
-            raise
-        notes = [*config.without_effect(), *_missing_files(config)]
+    try:
+        config = load_config(config_file, overrides)
+    except ConfigError as error:
         if as_json:
-            click.echo(json.dumps({"valid": True, "notes": notes}))
-            return
-        ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
-        click.echo(
-            f"{config_file}: valid; mode {config.mode}, {ranks}, {config.micro_batch} pairs per "
-            "rank and micro-batch"
-        )
-        for note in notes:
-            click.echo(f"note: {note}")
+            head, *faults = str(error).split("\n  - ")
+            click.echo(json.dumps({"valid": False, "faults": faults or [head]}))
+        raise
+    notes = [*config.without_effect(), *_missing_files(config)]
+    if as_json:
+        click.echo(json.dumps({"valid": True, "notes": notes}))
+        return
+    ranks = "1 rank" if config.world_size == 1 else f"{config.world_size} ranks"
+    click.echo(
+        f"{config_file}: valid; mode {config.mode}, {ranks}, {config.micro_batch} pairs per "
+        "rank and micro-batch"
+    )
+    for note in notes:
+        click.echo(f"note: {note}")
 
 
 def _missing_files(config: Config) -> list[str]:
@@ -93,33 +76,33 @@ def _missing_files(config: Config) -> list[str]:
     ]
 
 
-@config_group.command()
-@click.argument("left", metavar="FILE")
-@click.argument("right", metavar="FILE")
-@_as_json
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def diff(left: str, right: str, as_json: bool, debug: bool) -> None:
+@command(click.argument("left", metavar="FILE"), click.argument("right", metavar="FILE"), as_json)
+def diff(left: str, right: str, as_json: bool) -> None:
     """Show the values in which two configurations differ, defaults included.
 
     For example: paddle-recompute config diff before.yaml after.yaml
 
     Exits with code 1 if they differ.
     """
-    with errors_in_one_paragraph(debug):
-        pairs = [
-            (one, other)
-            for one, other in zip(load_settings(left), load_settings(right), strict=True)
-            if one.value != other.value
-        ]
-        if as_json:
-            click.echo(
-                json.dumps([{"left": vars(one), "right": vars(other)} for one, other in pairs])
-            )
-        else:
-            for one, other in pairs:
-                click.echo(f"{one.path}: {_told(one)} -> {_told(other)}")
-        if pairs:
-            sys.exit(1)
+    both = zip(load_settings(left), load_settings(right), strict=True)
+    pairs = [(one, other) for one, other in both if one.value != other.value]
+    if as_json:
+        click.echo(json.dumps([{"left": vars(one), "right": vars(other)} for one, other in pairs]))
+    else:
+        for one, other in pairs:
+            click.echo(f"{one.path}: {_told(one)} -> {_told(other)}")
+    if pairs:
+        sys.exit(1)
+
+
+@click.group("config", commands=[show, validate, diff])
+def config_group() -> None:
+    """Show, check and compare configurations.
+
+    For example: paddle-recompute config show --config run.yaml
+
+    Touches no device and needs no Paddle.
+    """
 
 
 def _told(one: Setting) -> str:
@@ -129,19 +112,16 @@ def _told(one: Setting) -> str:
 def _as_yaml(settings: Sequence[Setting]) -> str:
     """Nested YAML, with each value's source as a comment."""
     lines: list[tuple[str, str]] = []
-    above: list[str] = []
+    opened: set[str] = set()
     for one in settings:
         *sections, name = one.path.split(".")
-        shared = 0
-        while sections[: shared + 1] == above[: shared + 1] and shared < len(sections):
-            shared += 1
-        lines += [
-            ("  " * depth + f"{sections[depth]}:", "") for depth in range(shared, len(sections))
-        ]
-        lines.append(("  " * len(sections) + f"{name}: {_scalar(one.value)}", one.source))
-        above = sections
-    width = min(48, max((len(text) for text, source in lines if source), default=0))
-    return "\n".join(f"{text:<{width}}  # {source}" if source else text for text, source in lines)
+        for depth, section in enumerate(sections):
+            path = ".".join(sections[: depth + 1])
+            if path not in opened:
+                opened.add(path)
+                lines.append((f"{'  ' * depth}{section}:", ""))
+        lines.append((f"{'  ' * len(sections)}{name}: {_scalar(one.value)}", one.source))
+    return "\n".join(f"{text:<40}  # {source}" if source else text for text, source in lines)
 
 
 def _scalar(value: Any) -> str:

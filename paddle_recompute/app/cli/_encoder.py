@@ -5,39 +5,38 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import click
 from tqdm import tqdm
 
-from paddle_recompute._files import written_whole
+from paddle_recompute._files import writing, written_whole
 from paddle_recompute.app.cli._process import (
+    Option,
+    as_json,
+    command,
+    number,
     prepare_one_of_ranks,
     prepare_one_process,
+    progress,
     tell_written,
-    written_as_json,
 )
-from paddle_recompute.app.launch import errors_in_one_paragraph
 from paddle_recompute.errors import ConfigError, DataError
 
 _QUERIES_AT_ONCE = 256
+_WEIGHTS = (".pdparams", ".safetensors", ".bin")
+_AGAIN = "interrupted; run the same command again to continue"
 
 _of_run = click.option(
     "--model", "folder", required=True, metavar="FOLDER", help="The train.output_dir of a run."
 )
-_batch_size = click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=256,
-    show_default=True,
-    help="Texts encoded at once.",
-)
+_batch_size = number("--batch-size", 256, "Texts encoded at once.")
 
 
-def _side(default: str) -> Any:
+def _side(default: str) -> Option:
     return click.option(
         "--side",
         type=click.Choice(["query", "document"]),
@@ -47,156 +46,127 @@ def _side(default: str) -> Any:
     )
 
 
-_WEIGHTS = (".pdparams", ".safetensors", ".bin")
-_debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-
-
-@click.command()
-@_of_run
-@click.option("--output", required=True, metavar="FILE", help="A .npy file to write.")
-@_batch_size
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=2),
-    help="Longer texts are cut; by default, at the limit of their side in training.",
+@command(
+    _of_run,
+    click.option("--output", required=True, metavar="FILE", help="A .npy file to write."),
+    _batch_size,
+    number(
+        "--max-tokens",
+        None,
+        "Longer texts are cut; by default, at the limit of their side in training.",
+        least=2,
+    ),
+    _side("document"),
+    click.argument("text_file"),
+    interrupted=_AGAIN,
 )
-@_side("document")
-@_debug
-@click.argument("text_file")
-def encode(folder: str, output: str, debug: bool, text_file: str, **options: Any) -> None:
-    """Encode TEXT_FILE, one text per line, and write the vectors. It may be a .gz file.
+def encode(folder: str, output: str, text_file: str, **options: Any) -> None:
+    """Write the vectors of a file of texts.
 
     For example: paddle-recompute encode --model outputs/run --output pool.npy texts.txt
 
-    After an interruption, run the same command again: it continues where it stopped. The last line
-    on standard output is a record, one JSON object. Under fleetrun the ranks share the texts, and
-    rank 0 writes.
+    TEXT_FILE has one text per line; it may be a .gz file. After an interruption, run the same
+    command again: it continues where it stopped. The last line on standard output is a record, one
+    JSON object. Under fleetrun the ranks share the texts, and rank 0 writes.
     """
-    with errors_in_one_paragraph(debug, "interrupted; run the same command again to continue"):
-        rank = prepare_one_of_ranks(f"Encoding {text_file}")
-        from paddle_recompute.app.retrieval import encode_file, load_encoder
+    rank = prepare_one_of_ranks(f"Encoding {text_file}")
+    from paddle_recompute.app.retrieval import encode_file, load_encoder
 
-        with tqdm(unit="text", desc="encode", disable=None if rank == 0 else True) as bar:
-
-            def show(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            record = encode_file(
-                load_encoder(folder),
-                text_file,
-                output,
-                progress=show,
-                over_ranks=True,
-                **options,
-            )
-        if rank:
-            return
-        click.echo(f"{record['texts']} texts, vectors of {record['dim']} numbers: {output}")
-        for key, what in (
-            ("cut", "texts cut at --max-tokens"),
-            ("unknown", "texts with words that are not in the vocabulary"),
-        ):
-            if record[key]:
-                click.echo(f"  {what}: {record[key]}")
-        click.echo(json.dumps(record))
+    encoder = load_encoder(folder)
+    with progress("text", "encode", is_shown=rank == 0) as show:
+        record = encode_file(encoder, text_file, output, progress=show, over_ranks=True, **options)
+    if rank:
+        return
+    click.echo(f"{record['texts']} texts, vectors of {record['dim']} numbers: {output}")
+    for key, what in (
+        ("cut", "texts cut at --max-tokens"),
+        ("unknown", "texts with words that are not in the vocabulary"),
+    ):
+        if record[key]:
+            click.echo(f"  {what}: {record[key]}")
+    click.echo(json.dumps(record))
 
 
-@click.command()
-@_of_run
-@click.option(
-    "--data",
-    required=True,
-    metavar="FOLDER|FILE",
-    help="corpus.jsonl, queries.jsonl and qrels/*.tsv, as in BEIR; or a file of pairs.",
+@command(
+    _of_run,
+    click.option(
+        "--data",
+        required=True,
+        metavar="FOLDER|FILE",
+        help="corpus.jsonl, queries.jsonl and qrels/*.tsv, as in BEIR; or a file of pairs.",
+    ),
+    click.option("--split", default="test", show_default=True, help="The file in qrels."),
+    click.option(
+        "--exclude-same-id",
+        is_flag=True,
+        help="A document with the id of the query is no candidate for it (ArguAna, Quora).",
+    ),
+    _batch_size,
+    as_json,
 )
-@click.option("--split", default="test", show_default=True, help="The file in qrels.")
-@click.option(
-    "--exclude-same-id",
-    is_flag=True,
-    help="A document with the id of the query is no candidate for it (ArguAna, Quora).",
-)
-@_batch_size
-@click.option("--json", "as_json", is_flag=True, help="The record alone, one JSON object.")
-@_debug
-def evaluate(
-    folder: str,
-    data: str,
-    split: str,
-    exclude_same_id: bool,
-    batch_size: int,
-    as_json: bool,
-    debug: bool,
-) -> None:
-    """Tell how well the encoder in FOLDER finds the judged answers of --data.
+def evaluate(folder: str, data: str, split: str, as_json: bool, **options: Any) -> None:
+    """Measure retrieval on judged queries.
 
     For example: paddle-recompute evaluate --model outputs/run --data scifact
 
-    Each query is compared with every document: recall@k and precision@k, nDCG@10, MAP and MRR.
+    Tells how well the encoder in FOLDER finds the judged answers. Each query is compared with every
+    document: recall@k and precision@k, nDCG@10, MAP and MRR.
     """
-    with errors_in_one_paragraph(debug, "interrupted"):
-        prepare_one_process(f"Evaluating {folder} on {data}")
-        from paddle_recompute.app.data import read_judged
-        from paddle_recompute.app.retrieval import evaluate_encoder, load_encoder
+    prepare_one_process(f"Evaluating {folder} on {data}")
+    from paddle_recompute.app.data import read_judged
+    from paddle_recompute.app.retrieval import evaluate_encoder, load_encoder
 
-        judged = read_judged(data, split=split)
-        encoder = load_encoder(folder)
-        total = len(judged.queries) + len(judged.pool)
-        with tqdm(total=total, unit="text", desc="encode", disable=None) as bar:
-            record = evaluate_encoder(
-                encoder,
-                judged,
-                exclude_same_id=exclude_same_id,
-                batch_size=batch_size,
-                progress=bar.update,
-            )
-        if as_json:
-            click.echo(json.dumps(record))
-            return
-        click.echo(f"{record['queries']} queries, {record['pool_size']} candidates for each")
-        for note in record["notes"]:
-            click.echo(f"  {note}")
-        for name, value in record["metrics"].items():
-            click.echo(f"{name:<14}{value:.4f}")
+    judged = read_judged(data, split=split)
+    encoder = load_encoder(folder)
+    total = len(judged.queries) + len(judged.pool)
+    with tqdm(total=total, unit="text", desc="encode", disable=None) as bar:
+        record = evaluate_encoder(encoder, judged, progress=bar.update, **options)
+    if as_json:
+        click.echo(json.dumps(record))
+        return
+    click.echo(f"{record['queries']} queries, {record['pool_size']} candidates for each")
+    for note in record["notes"]:
+        click.echo(f"  {note}")
+    for name, value in record["metrics"].items():
+        click.echo(f"{name:<14}{value:.4f}")
 
 
-@click.command()
-@_of_run
-@click.option("--pairs", required=True, metavar="FILE", help="Pairs, .tsv or .jsonl.")
-@click.option(
-    "--pool",
-    required=True,
-    metavar="FILE",
-    help="Texts, one per line; or the .npy file into which `encode` has encoded them.",
+@command(
+    _of_run,
+    click.option("--pairs", required=True, metavar="FILE", help="Pairs, .tsv or .jsonl."),
+    click.option(
+        "--pool",
+        required=True,
+        metavar="FILE",
+        help="Texts, one per line; or the .npy file into which `encode` has encoded them.",
+    ),
+    click.option("--output", required=True, metavar="FILE", help="A .jsonl file to write."),
+    number("--num-negatives", 5, "At most."),
+    click.option(
+        "--ranks",
+        default="1:100",
+        show_default=True,
+        metavar="FIRST:LAST",
+        help="How near to the query they are; 1 is the nearest text that is no positive.",
+    ),
+    click.option(
+        "--margin",
+        type=click.FloatRange(0, 2),
+        help="Score at most that of the positive minus this.",
+    ),
+    click.option(
+        "--relative-margin",
+        type=click.FloatRange(0, 2),
+        help="Score at most that of the positive minus this share of it.",
+    ),
+    click.option(
+        "--faiss",
+        metavar="FACTORY",
+        help="Candidates from an index of faiss: Flat, IVF256,Flat;nprobe=16 or HNSW32.",
+    ),
+    _batch_size,
+    interrupted=_AGAIN,
 )
-@click.option("--output", required=True, metavar="FILE", help="A .jsonl file to write.")
-@click.option(
-    "--num-negatives", type=click.IntRange(min=1), default=5, show_default=True, help="At most."
-)
-@click.option(
-    "--ranks",
-    default="1:100",
-    show_default=True,
-    metavar="FIRST:LAST",
-    help="How near to the query they are; 1 is the nearest text that is no positive.",
-)
-@click.option(
-    "--margin",
-    type=click.FloatRange(0, 2),
-    help="Score at most that of the positive minus this.",
-)
-@click.option(
-    "--relative-margin",
-    type=click.FloatRange(0, 2),
-    help="Score at most that of the positive minus this share of it.",
-)
-@click.option(
-    "--faiss",
-    metavar="FACTORY",
-    help="Candidates from an index of faiss: Flat, IVF256,Flat;nprobe=16 or HNSW32.",
-)
-@_batch_size
-@_debug
 def mine(
     folder: str,
     pairs: str,
@@ -205,114 +175,97 @@ def mine(
     ranks: str,
     batch_size: int,
     faiss: str | None,
-    debug: bool,
     **options: Any,
 ) -> None:
-    """Find hard negatives of --pairs in --pool, and write the pairs with them.
+    """Find hard negatives for pairs.
 
     For example: paddle-recompute mine --model outputs/run --pairs pairs.tsv --pool texts.txt
     --output mined.jsonl --margin 0.05
 
-    The search is exact, unless --faiss is given; then its recall is told. After an interruption,
-    run the same command again: it continues where it stopped. The last line on standard output is a
-    record, one JSON object.
+    Writes --pairs with texts of --pool as negatives. The search is exact, unless --faiss is given;
+    then its recall is told. After an interruption, run the same command again: it continues where
+    it stopped. The last line on standard output is a record, one JSON object.
     """
-    with errors_in_one_paragraph(debug, "interrupted; run the same command again to continue"):
-        first, colon, last = ranks.partition(":")
-        if not (colon and first.isdecimal() and last.isdecimal()):
-            raise ConfigError(f"--ranks {ranks}: expected FIRST:LAST, as in 1:100")
-        prepare_one_process(f"Searching {pool} for hard negatives of {pairs}")
-        from paddle_recompute.app.retrieval import MiningOptions, load_encoder
-        from paddle_recompute.app.retrieval import mine as find
+    first, colon, last = ranks.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        raise ConfigError(f"--ranks {ranks}: expected FIRST:LAST, as in 1:100")
+    prepare_one_process(f"Searching {pool} for hard negatives of {pairs}")
+    from paddle_recompute.app.retrieval import MiningOptions, load_encoder
+    from paddle_recompute.app.retrieval import mine as find
 
-        with tqdm(unit="text", disable=None) as bar:
-
-            def show(what: str, done: int, total: int) -> None:
-                bar.set_description(what)
-                bar.total, bar.n = total, done
-                bar.refresh()
-
-            record = find(
-                load_encoder(folder),
-                pairs,
-                pool,
-                output,
-                MiningOptions(first_rank=int(first), last_rank=int(last), **options),
-                batch_size=batch_size,
-                faiss=faiss,
-                progress=show,
-            )
-        click.echo(f"{record['pairs']} pairs: {output}")
-        for count, lines in enumerate(record["lines_with"]):
-            if lines:
-                click.echo(f"  {lines} with {count} negatives")
-        if record["replaced"]:
-            click.echo(f"  {record['replaced']} earlier negatives are replaced")
-        if "recall" in record:
-            found = f"{record['recall']:.4f} of what exact search finds"
-            click.echo(f"  faiss {record['faiss']}: finds {found}")
-        both = zip(record["scores_of_positives"], record["scores_of_negatives"], strict=True)
-        for place, (positives, negatives) in enumerate(both):
-            if positives or negatives:
-                least = place / 10 - 1
-                counts = f"{positives:>8} positives {negatives:>8} negatives"
-                click.echo(f"  score {least:+.1f} to {least + 0.1:+.1f}  {counts}")
-        click.echo(json.dumps(record))
+    with progress("text") as show:
+        record = find(
+            load_encoder(folder),
+            pairs,
+            pool,
+            output,
+            MiningOptions(first_rank=int(first), last_rank=int(last), **options),
+            batch_size=batch_size,
+            faiss=faiss,
+            progress=lambda what, done, total: show(done, total, what),
+        )
+    click.echo(f"{record['pairs']} pairs: {output}")
+    for count, lines in enumerate(record["lines_with"]):
+        if lines:
+            click.echo(f"  {lines} with {count} negatives")
+    if record["replaced"]:
+        click.echo(f"  {record['replaced']} earlier negatives are replaced")
+    if "recall" in record:
+        found = f"{record['recall']:.4f} of what exact search finds"
+        click.echo(f"  faiss {record['faiss']}: finds {found}")
+    both = zip(record["scores_of_positives"], record["scores_of_negatives"], strict=True)
+    for place, (positives, negatives) in enumerate(both):
+        if positives or negatives:
+            least = place / 10 - 1
+            counts = f"{positives:>8} positives {negatives:>8} negatives"
+            click.echo(f"  score {least:+.1f} to {least + 0.1:+.1f}  {counts}")
+    click.echo(json.dumps(record))
 
 
-@click.command()
-@click.option(
-    "--index", "place", required=True, metavar="FILE|FOLDER", help="The output of `encode`."
+@command(
+    click.option(
+        "--index", "place", required=True, metavar="FILE|FOLDER", help="The output of `encode`."
+    ),
+    click.option("--model", "folder", metavar="FOLDER", help="The run, if it was moved."),
+    number("--top-k", 10, "Texts per query."),
+    click.option(
+        "--queries", "file", metavar="FILE", help="Queries, one per line; -: from standard input."
+    ),
+    click.option("--output", metavar="FILE", help="Write there what --json would show."),
+    _side("query"),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object per query and line."),
+    click.argument("queries", nargs=-1, metavar="[QUERY]..."),
 )
-@click.option("--model", "folder", metavar="FOLDER", help="The run, if it was moved.")
-@click.option(
-    "--top-k", type=click.IntRange(min=1), default=10, show_default=True, help="Texts per query."
-)
-@click.option(
-    "--queries", "file", metavar="FILE", help="Queries, one per line; -: from standard input."
-)
-@click.option("--output", metavar="FILE", help="Write there what --json would show.")
-@_side("query")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per query and line.")
-@_debug
-@click.argument("queries", nargs=-1, metavar="[QUERY]...")
 def search(
     place: str,
     folder: str | None,
     file: str | None,
     output: str | None,
     as_json: bool,
-    debug: bool,
     queries: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Show the texts nearest to each QUERY: rank, score (cosine), text.
+    """Show the texts nearest to a query.
 
     For example: paddle-recompute search --index pool.npy "a big cat"
 
     Or: paddle-recompute search --index pool.npy --queries queries.txt --output found.jsonl
 
-    Of a file, 256 queries are searched for at once.
+    Of each text its rank, score (cosine) and words. Of a file, 256 queries are searched for at
+    once.
     """
-    with errors_in_one_paragraph(debug, "interrupted"), ExitStack() as held:
-        if bool(queries) == bool(file):
-            raise ConfigError("search needs either queries or --queries FILE")
-        prepare_one_process(f"Searching {place}" if sys.stderr.isatty() else "")
-        from paddle_recompute.app.retrieval import Index, load_encoder, texts_of
+    if bool(queries) == bool(file):
+        raise ConfigError("search needs either queries or --queries FILE")
+    prepare_one_process(f"Searching {place}" if sys.stderr.isatty() else "")
+    from paddle_recompute.app.retrieval import Index, load_encoder, texts_of
 
-        index = Index.load(place)
-        if output is not None:
-            read = [*index.files, *([Path(file)] if file else [])]
-            if Path(output).resolve() in {one.resolve() for one in read}:
-                raise ConfigError(
-                    f"--output {output}: is an input of this search; name another file"
-                )
-        encoder = load_encoder(folder) if folder else None
-        asked = texts_of(Path("/dev/stdin" if file == "-" else file)) if file else iter(queries)
+    index = Index.load(place)
+    encoder = load_encoder(folder) if folder else None
+    asked = texts_of(Path("/dev/stdin" if file == "-" else file)) if file else iter(queries)
+    with ExitStack() as held:
         write: Callable[[str], object] = click.echo
         if output is not None:
-            target = held.enter_context(_whole_text(Path(output)))
-            write, as_json = lambda line: target.write(f"{line}\n"), True
+            write, as_json = _writer(held, Path(output), [*index.files, Path(file or "")]), True
         bar = held.enter_context(tqdm(unit="query", disable=None if output else True))
         done = 0
         while block := list(itertools.islice(asked, _QUERIES_AT_ONCE)):
@@ -336,123 +289,116 @@ def _tell(words: str) -> None:
     click.echo(f"paddle-recompute: {words}", err=True)
 
 
-@contextmanager
-def _whole_text(path: Path) -> Iterator[IO[str]]:
-    """A file to write; it is there when all is written."""
-    path = path.resolve()  # what a link points to
+def _writer(held: ExitStack, output: Path, inputs: list[Path]) -> Callable[[str], object]:
+    """What writes a line of a file, which is there when `held` is closed without an error."""
+    path = output.resolve()  # what a link points to
+    if path in {one.resolve() for one in inputs}:
+        raise ConfigError(f"--output {output}: is an input of this search; name another file")
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: is no plain file; without --output, the lines are printed")
-    try:
-        with (
-            written_whole(path) as unfinished,
-            unfinished.open("w", encoding="utf-8", newline="\n") as file,
-        ):
-            yield file
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+    held.enter_context(writing(path, "free the disk, or name another file"))
+    unfinished = held.enter_context(written_whole(path))
+    target = held.enter_context(unfinished.open("w", encoding="utf-8", newline="\n"))
+    return lambda line: target.write(f"{line}\n")
 
 
-@click.command()
-@_of_run
-@click.option(
-    "--format",
-    "file_format",
-    type=click.Choice(["pdparams", "safetensors", "inference", "onnx"]),
-    default="pdparams",
-    show_default=True,
-    help="pdparams: weights for paddle.load. inference: a program for paddle.inference, with its "
-    "tokenizer. onnx: the same for ONNX; needs paddle2onnx.",
+@command(
+    _of_run,
+    click.option(
+        "--format",
+        "file_format",
+        type=click.Choice(["pdparams", "safetensors", "inference", "onnx"]),
+        default="pdparams",
+        show_default=True,
+        help="pdparams: weights for paddle.load. inference: a program for paddle.inference, with "
+        "its tokenizer. onnx: the same for ONNX; needs paddle2onnx.",
+    ),
+    click.option(
+        "--output",
+        required=True,
+        metavar="FILE|FOLDER",
+        help="The file to write; with inference and onnx, the folder.",
+    ),
+    as_json,
 )
-@click.option(
-    "--output",
-    required=True,
-    metavar="FILE|FOLDER",
-    help="The file to write; with inference and onnx, the folder.",
-)
-@written_as_json
-@_debug
-def export(folder: str, file_format: str, output: str, as_json: bool, debug: bool) -> None:
-    """Write the newest checkpoint of FOLDER for other programs.
+def export(folder: str, file_format: str, output: str, as_json: bool) -> None:
+    """Write the model for other programs.
 
     For example: paddle-recompute export --model outputs/run --output encoder.pdparams
 
     Or: paddle-recompute export --model outputs/run --format inference --output served
+
+    The model is the newest checkpoint of FOLDER.
     """
-    with errors_in_one_paragraph(debug, "interrupted"):
-        is_program = file_format in ("inference", "onnx")
-        if not is_program and not output.endswith(f".{file_format}"):
-            raise ConfigError(
-                f"--output {output}: must end in .{file_format}, as --format {file_format} says"
-            )
-        prepare_one_process(f"Exporting {folder}")
-        from paddle_recompute.app.retrieval import load_encoder, write_inference, write_onnx
-        from paddle_recompute.weights import save_weights
+    is_program = file_format in ("inference", "onnx")
+    if not is_program and not output.endswith(f".{file_format}"):
+        raise ConfigError(
+            f"--output {output}: must end in .{file_format}, as --format {file_format} says"
+        )
+    prepare_one_process(f"Exporting {folder}")
+    from paddle_recompute.app.retrieval import load_encoder, write_inference, write_onnx
+    from paddle_recompute.weights import save_weights
 
-        encoder = load_encoder(folder)
-        if is_program:
-            (write_onnx if file_format == "onnx" else write_inference)(encoder, output)
-            words = f"a program of {encoder.folder}, with its tokenizer: {output}"
-            tell_written(output, words, as_json, checkpoint=str(encoder.folder))
-            return
-        save_weights(encoder.model, output)
-        count = len(encoder.model.state_dict())
-        words = f"{count} tensors of {encoder.folder}: {output}"
-        tell_written(output, words, as_json, checkpoint=str(encoder.folder), tensors=count)
+    encoder = load_encoder(folder)
+    if is_program:
+        (write_onnx if file_format == "onnx" else write_inference)(encoder, output)
+        words = f"a program of {encoder.folder}, with its tokenizer: {output}"
+        tell_written(output, words, as_json, checkpoint=str(encoder.folder))
+        return
+    save_weights(encoder.model, output)
+    count = len(encoder.model.state_dict())
+    words = f"{count} tensors of {encoder.folder}: {output}"
+    tell_written(output, words, as_json, checkpoint=str(encoder.folder), tensors=count)
 
 
-@click.command()
-@click.option(
-    "--to",
-    "naming",
-    required=True,
-    type=click.Choice(["paddle_recompute", "paddlenlp", "huggingface"]),
-    help="Whose names the new file has.",
+@command(
+    click.option(
+        "--to",
+        "naming",
+        required=True,
+        type=click.Choice(["paddle_recompute", "paddlenlp", "huggingface"]),
+        help="Whose names the new file has.",
+    ),
+    click.option(
+        "--leave-out",
+        multiple=True,
+        metavar="PATTERN",
+        help="Tensors that TARGET need not have, such as 'cls.*'.",
+    ),
+    as_json,
+    click.argument("source"),
+    click.argument("target"),
 )
-@click.option(
-    "--leave-out",
-    multiple=True,
-    metavar="PATTERN",
-    help="Tensors that TARGET need not have, such as 'cls.*'.",
-)
-@written_as_json
-@_debug
-@click.argument("source")
-@click.argument("target")
 def convert(
-    naming: Any,
-    leave_out: tuple[str, ...],
-    as_json: bool,
-    debug: bool,
-    source: str,
-    target: str,
+    naming: Any, leave_out: tuple[str, ...], as_json: bool, source: str, target: str
 ) -> None:
-    """Write the weights in SOURCE to TARGET under other names (.pdparams or .safetensors).
+    """Rename weights: ours, PaddleNLP, Hugging Face.
 
     For example: paddle-recompute convert --to huggingface model.pdparams model.safetensors
 
-    With --to huggingface, SOURCE may be the train.output_dir of a run, and TARGET a new folder: it
-    gets the configuration and the tokenizer too, for transformers and sentence-transformers.
+    Writes the weights in SOURCE to TARGET under other names (.pdparams or .safetensors). With --to
+    huggingface, SOURCE may be the train.output_dir of a run, and TARGET a new folder: it gets the
+    configuration and the tokenizer too, for transformers and sentence-transformers.
 
     SOURCE holds an encoder of this library, PaddleNLP's Ernie or Bert, or Hugging Face's BERT.
     It is a file, or a folder with model.safetensors.index.json. A tensor that has no name in TARGET
     (a head, a projection) is an error unless --leave-out names it. model.init_from reads all of
     these as they are.
     """
-    with errors_in_one_paragraph(debug, "interrupted"):
-        prepare_one_process(f"Converting {source}")
-        from paddle_recompute.app.retrieval import load_encoder, write_hugging_face
-        from paddle_recompute.weights import convert_weights
+    prepare_one_process(f"Converting {source}")
+    from paddle_recompute.app.retrieval import load_encoder, write_hugging_face
+    from paddle_recompute.weights import convert_weights
 
-        is_of_file = any(Path(one).suffix in _WEIGHTS for one in (source, target))
-        if naming == "huggingface" and not is_of_file:
-            if leave_out:
-                raise ConfigError("--leave-out: is for files; a folder holds the whole encoder")
-            encoder = load_encoder(source)
-            write_hugging_face(encoder, target)
-            words = f"model and tokenizer of {encoder.folder}: {target}"
-            tell_written(target, words, as_json, checkpoint=str(encoder.folder))
-            return
-        count, unused = convert_weights(source, target, to=naming, leave_out=leave_out)
-        without = f", without {', '.join(unused)}" if unused else ""
-        words = f"{count} arrays with the names of {naming}{without}: {target}"
-        tell_written(target, words, as_json, arrays=count, left_out=[*unused])
+    is_of_file = any(Path(one).suffix in _WEIGHTS for one in (source, target))
+    if naming == "huggingface" and not is_of_file:
+        if leave_out:
+            raise ConfigError("--leave-out: is for files; a folder holds the whole encoder")
+        encoder = load_encoder(source)
+        write_hugging_face(encoder, target)
+        words = f"model and tokenizer of {encoder.folder}: {target}"
+        tell_written(target, words, as_json, checkpoint=str(encoder.folder))
+        return
+    count, unused = convert_weights(source, target, to=naming, leave_out=leave_out)
+    without = f", without {', '.join(unused)}" if unused else ""
+    words = f"{count} arrays with the names of {naming}{without}: {target}"
+    tell_written(target, words, as_json, arrays=count, left_out=[*unused])

@@ -12,22 +12,18 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 
 import click
 
 import paddle_recompute.app
 from paddle_recompute._files import writing, written_whole
-from paddle_recompute.app.cli._process import prepare_one_process, tell_written, written_as_json
+from paddle_recompute.app.cli._process import as_json, command, prepare_one_process, tell_written
 from paddle_recompute.app.config import load_config
-from paddle_recompute.app.launch import errors_in_one_paragraph
 from paddle_recompute.errors import ConfigError, DataError
 
 _FEWEST_PAIRS = 40
 _MOST_NEGATIVES = 4
 """Of each pair in a batch; a batch encodes all of them."""
-_FEWEST_WITH_NEGATIVES = 0.1
-"""Share of the pairs. Fewer are likely tabs by mistake, and all pairs pay for negatives."""
 # A Chinese, Japanese or Korean character is about a token; of other writing, four letters are.
 _TOKENS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]{1,4}|[^\w\s]")
 
@@ -41,49 +37,47 @@ class _Machine:
     card_bytes: int
 
 
-@click.command()
-@click.argument("pairs", required=False, metavar="[PAIRS]")
-@click.option(
-    "--from", "name", metavar="NAME", help="Copy a configuration of this package as it is."
+@command(
+    click.argument("pairs", required=False, metavar="[PAIRS]"),
+    click.option(
+        "--from", "name", metavar="NAME", help="Copy a configuration of this package as it is."
+    ),
+    click.option("--output", default="run.yaml", show_default=True, metavar="FILE"),
+    as_json,
 )
-@click.option("--output", default="run.yaml", show_default=True, metavar="FILE")
-@written_as_json
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def init(pairs: str | None, name: str | None, output: str, as_json: bool, debug: bool) -> None:
-    """Write a commented configuration for the text pairs in PAIRS and for this machine.
+def init(pairs: str | None, name: str | None, output: str, as_json: bool) -> None:
+    """Write a first configuration for your pairs.
 
     For example: paddle-recompute init pairs.tsv --output run.yaml
 
-    Reads all of PAIRS (.tsv or .jsonl, also .gz) and counts GPUs or cores. --from copies one of the
-    configurations that come with the package instead. Overwrites nothing.
+    It is commented, and made for the text pairs in PAIRS and this machine. Reads all of PAIRS (.tsv
+    or .jsonl, also .gz) and counts GPUs or cores. --from copies one of the configurations that come
+    with the package instead. Overwrites nothing.
     """
-    with errors_in_one_paragraph(debug):
-        file = Path(output)
-        if pairs is not None and name is not None:
-            raise ConfigError(
-                f"--from {name}: is copied as it is, so {pairs} has no effect; give one of them"
-            )
-        if pairs is None and name is None:
-            known = ", ".join(sorted(_shipped()))
-            raise ConfigError(f"init needs a file of pairs, or --from with one of: {known}")
-        if os.path.lexists(file):
-            raise ConfigError(f"{file}: exists already; name another file with --output")
-        if name is not None:
-            text = _text_of(name)
-        else:
-            assert pairs is not None
-            with redirect_stdout(sys.stderr) if as_json else nullcontext():
-                click.echo(f"reading {pairs}")
-                text = _fitted(Path(pairs), file)
-        with tempfile.TemporaryDirectory() as folder:
-            tried = Path(folder) / "run.yaml"
-            tried.write_text(text, encoding="utf-8")
-            load_config(tried)
-        with writing(file, "name another file with --output"), written_whole(file) as part:
-            part.write_text(text, encoding="utf-8")
-        quoted = shlex.quote(str(file))
-        command = f"paddle-recompute train --config {quoted}"
-        tell_written(file, f"written: {file}; train with: {command}", as_json, train=command)
+    file = Path(output)
+    if pairs is not None and name is not None:
+        raise ConfigError(
+            f"--from {name}: is copied as it is, so {pairs} has no effect; give one of them"
+        )
+    if os.path.lexists(file):
+        raise ConfigError(f"{file}: exists already; name another file with --output")
+    if name is not None:
+        text = _text_of(name)
+    elif pairs is not None:
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            click.echo(f"reading {pairs}")
+            text = _fitted(Path(pairs), file)
+    else:
+        known = ", ".join(sorted(_shipped()))
+        raise ConfigError(f"init needs a file of pairs, or --from with one of: {known}")
+    with tempfile.TemporaryDirectory() as folder:
+        tried = Path(folder) / "run.yaml"
+        tried.write_text(text, encoding="utf-8")
+        load_config(tried)
+    with writing(file, "name another file with --output"), written_whole(file) as part:
+        part.write_text(text, encoding="utf-8")
+    train = f"paddle-recompute train --config {shlex.quote(str(file))}"
+    tell_written(file, f"written: {file}; train with: {train}", as_json, train=train)
 
 
 def _shipped() -> dict[str, Path]:
@@ -116,16 +110,17 @@ def _fitted(path: Path, file: Path) -> str:
 
     Raises:
         ConfigError: A name cannot stand in it.
-        DataError: The pairs cannot be read, or training would refuse them.
+        DataError: The pairs cannot be read or held out.
     """
-    from paddle_recompute.app.data import HardNegatives, read_pairs, split_pairs
+    from jinja2 import Environment
 
-    for name in (str(path.absolute()), str(file)):
-        if not name.isprintable():
-            raise ConfigError(
-                f"{name!r}: has a character that is not printable, such as a line break, which a "
-                "configuration cannot hold; rename the file"
-            )
+    from paddle_recompute.app.data import read_pairs, split_pairs
+
+    if not f"{path.absolute()}{file}".isprintable():
+        raise ConfigError(
+            f"{str(path)!r}, {str(file)!r}: a character is not printable, such as a line break, "
+            "which a configuration cannot hold; rename the file"
+        )
     found = read_pairs(path, on_bad_line="skip")
     if found.skipped:
         click.echo(f"{len(found.skipped)} lines are no pairs, the first: {found.skipped[0]}")
@@ -135,82 +130,57 @@ def _fitted(path: Path, file: Path) -> str:
         raise DataError(
             f"{path}: {count} different pairs; training and evaluation need {_FEWEST_PAIRS}"
         )
-    negatives = [len(set(pair.negatives)) for pair in pairs]
-    with_negatives = count - negatives.count(0)
-    if 0 < with_negatives < count * _FEWEST_WITH_NEGATIVES:
-        click.echo(
-            f"only {with_negatives} of {count} pairs have hard negatives, and the others get some "
-            "too (contrastive.fill); if these columns are a mistake, remove them and run init again"
-        )
-    least, most = min(negatives), max(negatives)
-    hard_negatives = min(max(least, 1), _MOST_NEGATIVES) if most else 0
     valid = min(2000, count // 10)
     try:
         train = split_pairs(pairs, valid_pairs=valid, seed=0).train
-        if hard_negatives:
-            HardNegatives(train, hard_negatives, fill=not least)
     except DataError as error:
         raise DataError(f"{path}: training would refuse these pairs: {error}") from error
     machine = _this_machine()
-    queries = _longest([pair.query for pair in pairs])
-    positives = _longest([text for pair in pairs for text in (pair.positive, *pair.negatives)])
+    negatives = [len(set(pair.negatives)) for pair in pairs]
     per_rank = 1024 if machine.card_bytes else 128
     while per_rank > 2 and per_rank * machine.ranks * 4 > len(train):
         per_rank //= 2
-    budget = machine.card_bytes * 3 // 4 // 2**30
-    bad = f"  on_bad_line: skip             # {len(found.skipped)} lines are no pairs\n"
-    return _TEMPLATE.substitute(
-        pairs=path.name,
-        count=count,
+    template = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return template.from_string(_TEMPLATE).render(
+        pairs=path,
         file=shlex.quote(str(file)),
-        model=_GPU_MODEL if machine.card_bytes else _CPU_MODEL.format(max(queries, positives)),
-        batch=f"{per_rank * machine.ranks:<16}# {machine.ranks} x {per_rank} pairs",
-        negatives=_NEGATIVES.format(f"{hard_negatives:<14}", least, most) if most else "",
-        fill=_FILL.format(negatives.count(0)) if most and not least else "",
-        memory=_GPU_MEMORY.format(budget) if budget else "",
+        count=count,
+        least=min(negatives),
+        most=max(negatives),
+        hard_negatives=min(max(min(negatives), 1), _MOST_NEGATIVES),
+        without=negatives.count(0),
+        skipped=len(found.skipped),
+        per_rank=per_rank,
+        machine=machine,
+        budget=machine.card_bytes * 3 // 4 // 2**30,
+        queries=_longest([pair.query for pair in pairs]),
+        positives=_longest([text for pair in pairs for text in (pair.positive, *pair.negatives)]),
+        valid=valid,
+        pool=min(10_000, len({pair.positive for pair in pairs})),
         train_file=json.dumps(str(path.absolute()), ensure_ascii=False),
-        bad_lines=bad if found.skipped else "",
-        queries=f"{queries:<12}",
-        positives=positives,
-        valid=f"{valid:<17}",
-        pool=f"{min(10_000, len({pair.positive for pair in pairs})):<19}",
-        learning_rate="5.0e-5" if machine.card_bytes else "1.0e-3",
         output_dir=json.dumps(f"outputs/{file.stem}", ensure_ascii=False),
-        ranks=machine.ranks,
-        device=machine.device,
     )
 
 
-_CPU_MODEL = """\
+_TEMPLATE = """\
+# Made by `paddle-recompute init` for {{ pairs.name }}: {{ count }} pairs.
+# Every key: docs/configuration.md. All values, and where they come from:
+# paddle-recompute config show --config {{ file }}
+mode: dygraph                   # or static: the same training as a Program
+
+model:
+{% if machine.card_bytes %}
+  preset: base                  # ERNIE 3.0 Base, random weights
+  # init_from: model_state.pdparams   # pretrained weights
+{% else %}
   preset: tiny                  # made narrower for a CPU
   hidden_size: 128
   num_heads: 4
   intermediate_size: 256
-  max_position_embeddings: {}
+  max_position_embeddings: {{ [queries, positives] | max }}
+{% endif %}
   pooling: mean                 # with random weights, cls starts with one vector for all texts
-"""
-_GPU_MODEL = """\
-  preset: base                  # ERNIE 3.0 Base, random weights
-  pooling: mean                 # with random weights, cls starts with one vector for all texts
-  # init_from: model_state.pdparams   # pretrained weights
-"""
-_GPU_MEMORY = """\
-  memory_budget: {}GiB          # per GPU; how many tokens are encoded at once is measured
-"""
-_NEGATIVES = """\
-  hard_negatives: {}# drawn in each epoch; a pair has {} to {}
-"""
-_FILL = """\
-  fill: random                  # {} pairs have none: they get positives of other queries
-"""
-_TEMPLATE = Template("""\
-# Made by `paddle-recompute init` for $pairs: $count pairs.
-# Every key: docs/configuration.md. All values, and where they come from:
-# paddle-recompute config show --config $file
-mode: dygraph                   # or static: the same training as a Program
 
-model:
-$model
 recompute:
   checkpoints: ["encoder.layers.*"]   # blocks whose activations are computed again
 
@@ -219,30 +189,42 @@ recompute:
 #   amp_configs: {dtype: bfloat16}
 
 contrastive:
-  global_batch: $batch
+  global_batch: {{ per_rank * machine.ranks }}  # {{ machine.ranks }} x {{ per_rank }} pairs
   temperature: 0.05             # the cosine similarities are divided by it
   mask_false_negatives: true    # pairs with the same positive are no negatives of each other
-$negatives$fill$memory
+{% if most %}
+  hard_negatives: {{ hard_negatives }}  # drawn in each epoch; a pair has {{ least }} to {{ most }}
+{% if not least %}
+  fill: random                  # {{ without }} pairs have none: they get positives of other queries
+{% endif %}
+{% endif %}
+{% if budget %}
+  memory_budget: {{ budget }}GiB  # per GPU; how many tokens are encoded at once is measured
+{% endif %}
+
 data:
   source: files
-  train_file: $train_file
-$bad_lines  max_query_tokens: $queries# 99 of 100 queries are about as long or shorter
-  max_positive_tokens: $positives
-  valid_pairs: $valid# held out for the evaluation
-  pool_size: $pool# texts among which a query is searched
+  train_file: {{ train_file }}
+{% if skipped %}
+  on_bad_line: skip             # {{ skipped }} lines are no pairs
+{% endif %}
+  max_query_tokens: {{ queries }}  # 99 of 100 queries are about as long or shorter
+  max_positive_tokens: {{ positives }}
+  valid_pairs: {{ valid }}  # held out for the evaluation
+  pool_size: {{ pool }}  # texts among which a query is searched
 
 train:
   num_epochs: 3
-  learning_rate: $learning_rate
+  learning_rate: {{ "5.0e-5" if machine.card_bytes else "1.0e-3" }}
   decay: linear
   clip_grad_norm: 1.0
-  output_dir: $output_dir
+  output_dir: {{ output_dir }}
   resume: auto                  # goes on with the run in output_dir
 
 launch:
-  num_ranks: $ranks
-  device: $device
-""")
+  num_ranks: {{ machine.ranks }}
+  device: {{ machine.device }}
+"""
 
 
 def _longest(texts: Sequence[str]) -> int:

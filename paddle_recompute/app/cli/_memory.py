@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
-from tqdm import tqdm
 
-from paddle_recompute.app.cli._process import configured, prepare_one_process
-from paddle_recompute.app.config import Config, load_config
-from paddle_recompute.app.launch import errors_in_one_paragraph
+from paddle_recompute.app.cli._process import (
+    as_json,
+    configured,
+    prepare_one_process,
+    progress,
+)
+from paddle_recompute.app.config import load_config
 from paddle_recompute.errors import ConfigError
 from paddle_recompute.options import byte_count
 
 _memory_options = configured(
     click.option(
         "--memory-budget",
-        metavar="BYTES|CARD",
-        help="8GiB, or a card such as A100-40G, less 1.5 GiB for driver and libraries.",
+        metavar="BYTES",
+        help="As in 8GiB: the memory of a card, less 1.5 GiB for driver and libraries.",
     ),
     click.option(
         "--what-if",
@@ -34,82 +36,81 @@ _memory_options = configured(
         metavar="FOLDER",
         help="Write memory.html and, with a budget, plan.json there.",
     ),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table."),
+    as_json,
 )
 
 
-@click.command()
 @_memory_options
-def estimate(**options: Any) -> None:
-    """Show what a step of FILE takes under each policy: peak, extra time, largest batch.
+def estimate(**options: object) -> None:
+    """Show the memory of a step under each policy.
 
     For example: paddle-recompute estimate --config run.yaml --what-if batch=4096,gpus=8
 
-    The calls of the blocks are measured on small batches in this process; no data is read.
+    Peak, extra time and largest batch of a step of FILE. The calls of the blocks are measured on
+    small batches in this process; no data is read.
     """
-    _show_memory(**options, needs_budget=False)
+    _show_memory(**options, needs_budget=False)  # type: ignore[arg-type]
 
 
-@click.command()
 @_memory_options
-def plan(**options: Any) -> None:
-    """Choose what is recomputed so that a step of FILE stays within a budget.
+def plan(**options: object) -> None:
+    """Choose what is recomputed for a memory budget.
 
     For example: paddle-recompute plan --config run.yaml --memory-budget 8GiB --output memory
 
     To train with it, set recompute.policy: budget and recompute.memory_budget.
     """
-    _show_memory(**options, needs_budget=True)
+    _show_memory(**options, needs_budget=True)  # type: ignore[arg-type]
 
 
 def _show_memory(
-    *,
     config_file: str,
     memory_budget: str | None,
     changes: str,
     output: str | None,
     as_json: bool,
-    debug: bool,
     overrides: tuple[str, ...],
     needs_budget: bool,
 ) -> None:
-    with errors_in_one_paragraph(debug, "interrupted"):
-        if needs_budget and memory_budget is None:
-            _require_budget(load_config(config_file, overrides))
-        prepare_one_process(f"Measuring the blocks of {config_file} in this process")
-        from paddle_recompute.app.memory_page import budget_of_card
-        from paddle_recompute.app.trainer import memory_report, what_if
-
-        config = load_config(config_file, [*overrides, *what_if(changes)])
-        budget = config.recompute.memory_budget
-        if memory_budget is not None:
-            is_size = memory_budget.strip()[:1].isdigit()
-            budget = byte_count(memory_budget) if is_size else budget_of_card(memory_budget)
-        place = config.recompute.offload_parameters
-        if needs_budget and place != "none":
-            raise ConfigError(
-                f"plan chooses what is recomputed, and recompute.offload_parameters: {place} "
-                "recomputes every block; use paddle-recompute estimate, or remove that setting"
-            )
-        folder = Path(output) if output is not None else None
-        with tqdm(unit="call", desc="measure", disable=None) as bar:
-
-            def show(done: int, total: int) -> None:
-                bar.total = total
-                bar.n = done
-                bar.refresh()
-
-            report = memory_report(config, budget=budget, folder=folder, progress=show)
-        if as_json:
-            click.echo(json.dumps(report.to_dict()))
-            return
-        click.echo(report.text)
-        for path in report.files:
-            click.echo(f"written: {path}")
-
-
-def _require_budget(config: Config) -> None:
-    if config.recompute.memory_budget is None:
+    config = load_config(config_file, [*overrides, *_what_if(changes)])
+    budget = config.recompute.memory_budget
+    if memory_budget is not None:
+        budget = byte_count(memory_budget)
+    place = config.recompute.offload_parameters
+    if needs_budget and budget is None:
         raise ConfigError(
             "plan needs a budget: give --memory-budget 8GiB, or set recompute.memory_budget"
         )
+    if needs_budget and place != "none":
+        raise ConfigError(
+            f"plan chooses what is recomputed, and recompute.offload_parameters: {place} "
+            "recomputes every block; use paddle-recompute estimate, or remove that setting"
+        )
+    prepare_one_process(f"Measuring the blocks of {config_file} in this process")
+    from paddle_recompute.app.trainer import memory_report
+
+    with progress("call", "measure") as show:
+        folder = Path(output) if output is not None else None
+        report = memory_report(config, budget=budget, folder=folder, progress=show)
+    if as_json:
+        click.echo(json.dumps(report.to_dict()))
+        return
+    click.echo(report.text)
+    for path in report.files:
+        click.echo(f"written: {path}")
+
+
+def _what_if(text: str) -> list[str]:
+    """Overrides of the configuration that ``batch=512,gpus=8,sharding=true`` stands for."""
+    names = {"batch": "contrastive.global_batch", "gpus": "launch.num_ranks"}
+    names |= {"length": "data.max_positive_tokens", "layers": "model.num_layers"}
+    names |= {"sharding": "strategy.sharding"}
+    overrides = []
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name.strip() not in names or not value:
+            raise ConfigError(
+                f"--what-if {part!r} is not known; allowed are {', '.join(f'{n}=N' for n in names)}"
+            )
+        overrides.append(f"{names[name.strip()]}={value.strip()}")
+    return overrides

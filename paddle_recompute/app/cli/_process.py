@@ -1,20 +1,23 @@
-"""The processes of a command: this one alone, or ranks that it starts."""
+"""What all commands share: options, errors of one paragraph, and the processes that they run in."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from functools import wraps
 from typing import Any
 
 import click
+from tqdm import tqdm
 
 from paddle_recompute._files import read_json
 from paddle_recompute._installed import require_paddle
 from paddle_recompute.app.config import Config, setting_names
 from paddle_recompute.app.launch import (
+    errors_in_one_paragraph,
     is_rank,
     require_paddle_and_devices,
     speed_settings,
@@ -22,49 +25,84 @@ from paddle_recompute.app.launch import (
 )
 from paddle_recompute.errors import LaunchError
 
-
-class _ConfigOption(click.Option):
-    """``--config``; without it, the error shows the whole command."""
-
-    def process_value(self, ctx: click.Context, value: Any) -> Any:
-        try:
-            return super().process_value(ctx, value)
-        except click.MissingParameter:
-            raise click.UsageError(
-                f"--config is missing, as in: {ctx.command_path} --config run.yaml", ctx
-            ) from None
+Option = Callable[[Any], Any]
+as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of words.")
+_debug = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 
 
-def configured(*options: Callable[[Any], Any], required: bool = True) -> Callable[[Any], Any]:
-    """Decorates a command with ``--config``, `options`, ``--debug`` and the overrides."""
+def command(*options: Option, interrupted: str = "interrupted") -> Callable[[Any], click.Command]:
+    """Makes a command of a function, which gets the values of `options`.
 
-    def decorate(command: Any) -> Any:
-        for option in reversed(
-            (
-                click.option(
-                    "--config",
-                    "config_file",
-                    cls=_ConfigOption,
-                    required=required,
-                    metavar="FILE",
-                    help="A YAML file.",
-                ),
-                *options,
-                click.option("--debug", is_flag=True, help="Show the traceback of an error."),
-                click.argument(
-                    "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_settings
-                ),
-            )
-        ):
-            command = option(command)
-        return command
+    An error of this library is shown as one paragraph; with ``--debug`` its traceback, too.
+
+    Args:
+        *options: In the order of ``--help``.
+        interrupted: What is said after Ctrl-C.
+    """
+
+    def decorate(function: Any) -> click.Command:
+        @wraps(function)
+        def run(debug: bool, **values: Any) -> None:
+            with errors_in_one_paragraph(debug, interrupted):
+                function(**values)
+
+        for option in reversed((*options, _debug)):
+            run = option(run)
+        return click.command()(run)
 
     return decorate
+
+
+def configured(
+    *options: Option, required: bool = True, interrupted: str = "interrupted"
+) -> Callable[[Any], click.Command]:
+    """As `command`, with ``--config`` first and overrides last."""
+    config = click.option(
+        "--config", "config_file", required=required, metavar="FILE", help="A YAML file."
+    )
+    overrides = click.argument(
+        "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_settings
+    )
+    return command(config, *options, overrides, interrupted=interrupted)
+
+
+def number(name: str, default: int | None, words: str, *, least: int = 1) -> Option:
+    """An option that is a whole number, at least `least`."""
+    kind = click.IntRange(min=least)
+    return click.option(
+        name, type=kind, default=default, show_default=default is not None, help=words
+    )
+
+
+def refused(name: str, words: str) -> Option:
+    """An option that is gone, or another command's; the error says what to do instead."""
+
+    def refuse(context: click.Context, option: click.Parameter, is_given: bool) -> None:
+        if is_given:
+            raise click.UsageError(f"{name} {words}", context)
+
+    return click.option(name, is_flag=True, hidden=True, expose_value=False, callback=refuse)
 
 
 def _settings(context: click.Context, argument: click.Parameter, begun: str) -> list[str]:
     """The settings that begin so, for the completion of a shell."""
     return [f"{name}=" for name in setting_names() if name.startswith(begun)]
+
+
+@contextmanager
+def progress(unit: str, what: str = "", *, is_shown: bool = True) -> Iterator[Callable[..., None]]:
+    """Gives a function of (done, total, what is done), which moves a bar for people."""
+    with tqdm(unit=unit, desc=what, disable=None if is_shown else True) as bar:
+
+        def show(done: int, total: int, doing: str = what) -> None:
+            if bar.disable:
+                return
+            bar.total = total
+            if doing != bar.desc.removesuffix(": "):
+                bar.set_description(doing)
+            bar.update(done - bar.n)
+
+        yield show
 
 
 def prepare_one_process(doing: str) -> None:
@@ -87,7 +125,7 @@ def prepare_one_of_ranks(doing: str) -> int:
     """As `prepare_one_process`; under fleetrun joins the other ranks. Returns the rank."""
     ranks = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     os.environ.update(speed_settings(ranks, os.environ))
-    prepare_one_process("" if int(os.environ.get("PADDLE_TRAINER_ID", "0")) else doing)
+    prepare_one_process(doing if is_main_rank() else "")
     if ranks == 1:
         return 0
     import paddle.distributed as dist
@@ -96,6 +134,11 @@ def prepare_one_of_ranks(doing: str) -> int:
 
     init_parallel_env()
     return int(dist.get_rank())
+
+
+def is_main_rank() -> bool:
+    """Whether this process is rank 0, or alone."""
+    return os.environ.get("PADDLE_TRAINER_ID", "0") == "0"
 
 
 def run_on_ranks(
@@ -137,11 +180,6 @@ def run_on_ranks(
         require_paddle_and_devices(config)
         click.echo(start_line(config, chosen))
     return act(config)
-
-
-written_as_json = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object instead of words."
-)
 
 
 def tell_written(path: object, words: str, as_json: bool, **figures: object) -> None:

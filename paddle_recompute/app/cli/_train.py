@@ -3,79 +3,62 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from typing import Any
 
 import click
 
 from paddle_recompute._run_folder import RECORD
-from paddle_recompute.app.cli._process import configured, run_on_ranks
+from paddle_recompute.app.cli._process import (
+    configured,
+    is_main_rank,
+    number,
+    refused,
+    run_on_ranks,
+)
 from paddle_recompute.app.config import Config, load_config, load_settings
-from paddle_recompute.app.launch import (
-    errors_in_one_paragraph,
-    is_launched,
-    launch_with_restarts,
-    leave_error,
-    prepare_rank,
+from paddle_recompute.app.launch import is_launched, launch_with_restarts
+
+_OF_PADDLE = (
+    "is an option of Paddle's launcher, which starts runs on several machines: fleetrun --master "
+    "HOST:PORT --nnodes NODES --rank N --nproc_per_node RANKS paddle-recompute train --config FILE"
 )
-from paddle_recompute.errors import StoppedError
 
 
-def _refuse(context: click.Context, option: click.Parameter, value: object) -> None:
-    if value is not None:
-        raise click.UsageError(
-            f"{option.opts[0]} is an option of Paddle's launcher, which starts runs on several "
-            "machines: fleetrun --master HOST:PORT --nnodes NODES --rank N --nproc_per_node RANKS "
-            "paddle-recompute train --config FILE"
-        )
-
-
-@click.command()
 @configured(
-    click.option("--master", hidden=True, expose_value=False, callback=_refuse),
-    click.option("--rank", hidden=True, expose_value=False, callback=_refuse),
-    click.option(
+    refused("--master", _OF_PADDLE),
+    refused("--rank", _OF_PADDLE),
+    number(
         "--max-restart",
-        "--max_restart",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="How often to start the ranks again, from the last checkpoint, when one of them died.",
+        0,
+        "How often to start the ranks again, from the last checkpoint, when one of them died.",
+        least=0,
     ),
+    interrupted="interrupted; all ranks have ended",
 )
-def train(config_file: str, debug: bool, max_restart: int, overrides: tuple[str, ...]) -> None:
-    """Train, evaluate and write a report, as FILE configures; KEY=VALUE overrides a setting.
+def train(config_file: str, max_restart: int, overrides: tuple[str, ...]) -> None:
+    """Train, evaluate and write a report.
 
     For example: paddle-recompute train --config run.yaml train.max_steps=50
 
-    The command starts launch.num_ranks ranks. Under fleetrun (python -m paddle.distributed.launch),
-    which several machines need, the process is one of the ranks and starts none. The last line on
-    standard output is the final record, one JSON object.
+    FILE configures the run; KEY=VALUE overrides a setting. The command starts launch.num_ranks
+    ranks. Under fleetrun (python -m paddle.distributed.launch), which several machines need, the
+    process is one of the ranks and starts none. The last line on standard output is the final
+    record, one JSON object.
 
     SIGTERM and Ctrl-C finish the step and save it; the exit code is 143 or 130 then. With
     train.resume=auto the same command goes on. A run in the folder is gone on with, or the folder
     is refused; train.overwrite=true removes that run.
     """
-    run = partial(
-        run_on_ranks,
-        arguments=["train", "--config", config_file, *overrides],
-        act=partial(_train, config_file=config_file, overrides=overrides),
+    record = run_on_ranks(
+        load_config(config_file, overrides),
+        ["train", "--config", config_file, *overrides],
+        partial(_train, config_file=config_file, overrides=overrides),
         start=partial(launch_with_restarts, max_restart=max_restart),
         result=RECORD,
     )
-    if is_launched():
-        prepare_rank()
-        try:
-            run(load_config(config_file, overrides))
-        except StoppedError as error:  # no excepthook is called for what ends a process in order
-            leave_error(type(error), error, None)
-            raise
-        return
-    with errors_in_one_paragraph(debug):
-        record = run(load_config(config_file, overrides))
-        if os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
-            click.echo(json.dumps(record))
+    if is_main_rank() and not is_launched():
+        click.echo(json.dumps(record))
 
 
 def _train(config: Config, *, config_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -7,18 +7,21 @@ report both a wrong type and an impossible batch.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     ModelWrapValidatorHandler,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -28,10 +31,16 @@ from pydantic_core.core_schema import (
     plain_serializer_function_ser_schema,
 )
 
-from paddle_recompute.options import Options, Rule
+from paddle_recompute.app.config._types import Count
+from paddle_recompute.options import Options
 
 MISSING = "missing"  # pydantic's error type for a required field that is not given
 FAULT = "fault"  # error type of everything else that is worded here
+_LIMITS = {"above": "gt", "below": "lt"}
+
+Broken = Iterator[tuple[str, str]]
+"""What a rule yields: the dotted path of the value to blame, and what to do about it."""
+Completion = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Values:
@@ -45,46 +54,22 @@ class Values:
         self._sound = sound
 
     def __getitem__(self, path: str) -> Any:
-        names = path.split(".")
         section: type[Section] | None = self._section
-        for name in names:
+        value: Any = self._sound
+        is_sound = True
+        for name in path.split("."):
             if section is None or name not in section.model_fields:
                 raise AssertionError(f"{self._section.__name__} has no field {path!r}")
             section = subsection(section, name)
-        value: Any = self._sound
-        for name in names:
-            if name not in value:
-                raise FaultyValue(path)
-            value = value[name]
+            is_sound = is_sound and name in value
+            value = value[name] if is_sound else None
+        if not is_sound:
+            raise FaultyValue(path)
         return value
 
 
 class FaultyValue(Exception):
     """A rule asked for a value that is itself at fault."""
-
-
-class Holds:
-    """Annotates a field that holds options of the library: YAML's values are checked as `section`.
-
-    Args:
-        section: What YAML may hold for these options, with the same names.
-    """
-
-    def __init__(self, section: type[Section]) -> None:
-        self.section = section
-
-    def __get_pydantic_core_schema__(self, options: type[Options], handler: Any) -> CoreSchema:
-        """Pydantic's hook: how a value of the field is read."""
-
-        def read(given: Any) -> Options:
-            if isinstance(given, options):
-                return given
-            found = self.section.model_validate(given)
-            return options(**{name: getattr(found, name) for name in self.section.model_fields})
-
-        return no_info_plain_validator_function(
-            read, serialization=plain_serializer_function_ser_schema(asdict)
-        )
 
 
 class Section(BaseModel):
@@ -94,16 +79,17 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = ()
+    rules: ClassVar[tuple[Callable[[Any], Iterable[tuple[Any, ...]]], ...]] = ()
+    unknown_key: ClassVar[str] = "unknown key"
     # Keys that a reader may well expect here, with the words that say why they are refused.
     refused_keys: ClassVar[Mapping[str, str]] = {}
     # The same for values: {field: {value: words}}.
     refused_values: ClassVar[Mapping[str, Mapping[Any, str]]] = {}
-    # The field that fills others in: while it is faulty, nobody is told that those are missing.
+    # The field from which others follow: while it is faulty, nobody is told that those are missing.
     completed_by: ClassVar[str | None] = None
 
-    @classmethod
-    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def complete(given: dict[str, Any]) -> dict[str, Any]:
         """Fill in what follows from other values (a preset); the identity in most sections."""
         return given
 
@@ -157,25 +143,79 @@ class Section(BaseModel):
     @classmethod
     def _words(cls, name: str, kind: str, value: Any, message: str) -> str:
         """What is allowed for the field `name`, in place of pydantic's own sentence."""
-        if name not in cls.model_fields:
-            return cls.refused_keys.get(name) or unknown_key(name, cls.model_fields)
+        known = list(cls.model_fields)
+        if name not in known:
+            near = nearest(name, known) or f"; allowed here: {', '.join(known)}"
+            return cls.refused_keys.get(name) or cls.unknown_key + near
         if kind == MISSING:
             return f"required, but not given: {cls.model_fields[name].description}"
         words = cls.refused_values.get(name, {})
         if isinstance(value, str | int) and value in words:
             return words[value]
-        return allowed(message) + nearest(value, literal_values(cls, name))
+        return allowed(message) + nearest(value, _literal_values(cls, name))
 
     @classmethod
     def _broken_rules(cls, values: Values) -> Iterator[InitErrorDetails]:
         for rule in cls.rules:
             try:
-                broken = list(rule(values))
+                broken = [(path, message, values[path]) for path, *_, message in rule(values)]
             except FaultyValue:
                 continue
-            for path, value, message in broken:
-                location = tuple(path.split("."))
-                yield {"type": PydanticCustomError(FAULT, message), "loc": location, "input": value}
+            for path, message, value in broken:
+                yield {
+                    "type": PydanticCustomError(FAULT, message),
+                    "loc": tuple(path.split(".")),
+                    "input": str(value) if isinstance(value, Path) else value,
+                }
+
+
+def section_of(
+    options: type[Options], complete: Completion = Section.complete, **kinds: Any
+) -> type[Section]:
+    """What YAML may hold for options of the library: the same names, defaults, limits and rules.
+
+    Args:
+        options: The dataclass.
+        complete: As `Section.complete`.
+        **kinds: The type of a field, where YAML may hold more or less than the dataclass.
+    """
+    hints = typing.get_type_hints(options)
+    fields: dict[str, Any] = {}
+    for one in dataclasses.fields(options):
+        limits = {_LIMITS[name]: value for name, value in one.metadata.items() if name in _LIMITS}
+        kind = Count if hints[one.name] is int else Annotated[hints[one.name], Field(**limits)]
+        default = one.default
+        if default is dataclasses.MISSING:
+            default = Field(default_factory=one.default_factory)  # type: ignore[arg-type]
+        fields[one.name] = (kinds.get(one.name, kind), default)
+    section = create_model(options.__name__, __base__=Section, __doc__=options.__doc__, **fields)
+    section.rules = options.rules
+    section.complete = staticmethod(complete)  # type: ignore[assignment, method-assign]
+    return section
+
+
+class Holds:
+    """Annotates a field that holds options of the library: YAML's values are checked as `section`.
+
+    Args:
+        section: As from `section_of`.
+    """
+
+    def __init__(self, section: type[Section]) -> None:
+        self.section = section
+
+    def __get_pydantic_core_schema__(self, options: type[Options], handler: Any) -> CoreSchema:
+        """Pydantic's hook: how a value of the field is read."""
+
+        def read(given: Any) -> Options:
+            if isinstance(given, options):
+                return given
+            found = self.section.model_validate(given)
+            return options(**{name: getattr(found, name) for name in self.section.model_fields})
+
+        return no_info_plain_validator_function(
+            read, serialization=plain_serializer_function_ser_schema(dataclasses.asdict)
+        )
 
 
 def subsection(section: type[Section], name: str) -> type[Section] | None:
@@ -187,6 +227,11 @@ def subsection(section: type[Section], name: str) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+def default_of(section: type[Section], name: str) -> Any:
+    """The default of the field `name`."""
+    return section.model_fields[name].get_default(call_default_factory=True)
+
+
 def sound_values(
     section: type[Section], given: Any, faulty: Iterable[tuple[int | str, ...]]
 ) -> dict[str, Any]:
@@ -194,30 +239,26 @@ def sound_values(
     if isinstance(given, Section):
         return given.model_dump()
     if isinstance(given, Options):
-        return asdict(given)
+        return dataclasses.asdict(given)
     given = section.complete(dict(given)) if isinstance(given, Mapping) else {}
     sound: dict[str, Any] = {}
     for name, field in section.model_fields.items():
         inside = [location[1:] for location in faulty if location[:1] == (name,)]
         inner = subsection(section, name)
-        value = given.get(name, {} if inner else field.get_default(call_default_factory=True))
+        value = given.get(name, {} if inner else default_of(section, name))
         if () in inside or (inside and not inner) or (name not in given and field.is_required()):
             continue
         sound[name] = sound_values(inner, value, inside) if inner else value
     return sound
 
 
-def literal_values(section: type[Section], name: str) -> list[str]:
+def _literal_values(section: type[Section], name: str) -> list[str]:
     """The words that the field `name` accepts, if it accepts only certain words."""
     annotation = section.model_fields[name].annotation
     options = [annotation, *typing.get_args(annotation)]
-    return [
-        word
-        for option in options
-        if typing.get_origin(option) is Literal
-        for word in typing.get_args(option)
-        if isinstance(word, str)
-    ]
+    literals = [one for one in options if typing.get_origin(one) is Literal]
+    words = [word for one in literals for word in typing.get_args(one)]
+    return [word for word in words if isinstance(word, str)]
 
 
 def _is_missing(details: InitErrorDetails) -> bool:
@@ -229,12 +270,6 @@ def allowed(message: str) -> str:
     """Pydantic's sentence about a value, turned into what is allowed."""
     message = re.sub(r" after validation, not \d+$", "", message)
     return re.sub(r"^(Value error, )?\w+ should (?=be|have)", "must ", message)
-
-
-def unknown_key(name: str, known: Iterable[str]) -> str:
-    """The sentence about an unknown key, with the nearest valid names or all of them."""
-    known = list(known)
-    return "unknown key" + (nearest(name, known) or f"; allowed here: {', '.join(known)}")
 
 
 def nearest(word: Any, known: list[str]) -> str:

@@ -7,111 +7,92 @@ and many, with recompute and, by an override, without. So it is said, once, when
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from paddle_recompute.options import Options
+from paddle_recompute.app.config._section import default_of, subsection
 
 if TYPE_CHECKING:
     from paddle_recompute.app.config.schema import Config
 
+_UNUSED = "strategy.find_unused_parameters"
+_BUCKETS = "strategy.fuse_grad_size_in_MB"
+
 
 def without_effect(config: Config) -> list[str]:
     """A sentence for each setting that is not at its default and has no effect."""
+    alone, is_plain = config.world_size == 1, not config.recompute.enable
+    is_fleet = config.sync.mode == "fleet" and not alone
+    is_static = config.mode == "static"
+    chunk, pairs = config.contrastive.chunk_size, config.local_batch
+    file = config.tokenizer_file
+    found: list[tuple[bool, str, str]] = [
+        *[
+            (alone, path, "there is one rank, which sends its gradients to nobody")
+            for path in (*_of(config, "sync"), _BUCKETS, _UNUSED)
+        ],
+        (alone, "strategy.sharding", "there is one rank, which has the whole optimizer state"),
+        (alone, "contrastive.negatives", "there is one rank, whose pairs are all there are"),
+        (is_fleet, _BUCKETS, "sync.mode is fleet, which has buckets of 128 MiB"),
+        (
+            is_fleet,
+            _UNUSED,
+            "sync.mode is fleet: in every step the ranks exchange which gradients there are",
+        ),
+        *[
+            (is_plain and path != "recompute.enable", path, "recompute.enable is false")
+            for path in _of(config, "recompute")
+        ],
+        (
+            is_plain,
+            "train.measure_plain",
+            "recompute.enable is false, so the step that is trained is the plain one",
+        ),
+        (
+            is_static and not alone,
+            _UNUSED,
+            "a Program has a gradient of every parameter, which its operators average",
+        ),
+        (
+            not is_static and config.train.compile == "none",
+            "train.verify",
+            "mode is dygraph and train.compile is none, so there is no Program to compare",
+        ),
+        (
+            chunk is not None and chunk >= pairs,
+            "contrastive.chunk_size",
+            f"a rank has {pairs} pairs, which are one chunk, and are encoded twice for nothing",
+        ),
+        (
+            config.data.source == "cedict",
+            "data.on_bad_line",
+            "the file that is mined has no bad line",
+        ),
+        (
+            file is not None,
+            "data.vocab_size",
+            f"the tokenizer {file} has its own vocabulary",
+        ),
+    ]
     return [
         f"{path}: {_shown(value)} has no effect here: {reason}"
-        for path, value, reason in (
-            *_for_one_rank(config),
-            *_with_fleet(config),
-            *_without_recompute(config),
-            *_in_a_program(config),
-            *_without_program(config),
-            *_in_one_chunk(config),
-            *_of_the_data(config),
-        )
+        for holds, path, reason in found
+        if holds
+        for value in _changed(config, path)
     ]
 
 
-Found = Iterator[tuple[str, Any, str]]
+def _of(config: Config, section: str) -> list[str]:
+    kind = subsection(type(config), section)
+    return [f"{section}.{name}" for name in kind.model_fields] if kind else []
 
 
-def _for_one_rank(config: Config) -> Found:
-    if config.world_size > 1:
-        return
-    reason = "there is one rank, which sends its gradients to nobody"
-    yield from _changed("sync", config.sync, type(config.sync).model_fields, reason)
-    names = ("fuse_grad_size_in_MB", "find_unused_parameters")
-    yield from _changed("strategy", config.strategy, names, reason)
-    reason = "there is one rank, which has the whole optimizer state"
-    yield from _changed("strategy", config.strategy, ["sharding"], reason)
-    reason = "there is one rank, whose pairs are all there are"
-    yield from _changed("contrastive", config.contrastive, ["negatives"], reason)
-
-
-def _with_fleet(config: Config) -> Found:
-    if config.sync.mode == "fleet" and config.world_size > 1:
-        reason = "sync.mode is fleet, which has buckets of 128 MiB"
-        yield from _changed("strategy", config.strategy, ["fuse_grad_size_in_MB"], reason)
-        reason = "sync.mode is fleet: in every step the ranks exchange which gradients there are"
-        yield from _changed("strategy", config.strategy, ["find_unused_parameters"], reason)
-
-
-def _without_recompute(config: Config) -> Found:
-    if config.recompute.enable:
-        return
-    reason = "recompute.enable is false"
-    names = [one.name for one in fields(config.recompute) if one.name != "enable"]
-    yield from _changed("recompute", config.recompute, names, reason)
-    reason = "recompute.enable is false, so the step that is trained is the plain one"
-    yield from _changed("train", config.train, ["measure_plain"], reason)
-
-
-def _in_a_program(config: Config) -> Found:
-    if config.mode == "static" and config.world_size > 1:
-        reason = "a Program has a gradient of every parameter, which its operators average"
-        yield from _changed("strategy", config.strategy, ["find_unused_parameters"], reason)
-
-
-def _without_program(config: Config) -> Found:
-    if config.mode == "dygraph" and config.train.compile == "none":
-        reason = "mode is dygraph and train.compile is none, so there is no Program to compare"
-        yield from _changed("train", config.train, ["verify"], reason)
-
-
-def _in_one_chunk(config: Config) -> Found:
-    size = config.contrastive.chunk_size
-    if size is not None and size >= config.local_batch:
-        yield (
-            "contrastive.chunk_size",
-            size,
-            f"a rank has {config.local_batch} pairs, which are one chunk, and are encoded twice "
-            "for nothing",
-        )
-
-
-def _of_the_data(config: Config) -> Found:
-    if config.data.source == "cedict":
-        reason = "the file that is mined has no bad line"
-        yield from _changed("data", config.data, ["on_bad_line"], reason)
-    if (file := config.tokenizer_file) is not None:
-        reason = f"the tokenizer {file} has its own vocabulary"
-        yield from _changed("data", config.data, ["vocab_size"], reason)
-
-
-def _changed(prefix: str, section: Any, names: Iterable[str], reason: str) -> Found:
-    defaults = _defaults(section)
-    for name in names:
-        value = getattr(section, name)
-        if value != defaults[name]:
-            yield f"{prefix}.{name}", value, reason
-
-
-def _defaults(section: Any) -> dict[str, Any]:
-    if isinstance(section, Options):
-        return vars(type(section)())
-    known = type(section).model_fields
-    return {name: one.get_default(call_default_factory=True) for name, one in known.items()}
+def _changed(config: Config, path: str) -> Iterator[Any]:
+    section, _, name = path.partition(".")
+    kind = subsection(type(config), section)
+    value = getattr(getattr(config, section), name)
+    if kind and value != default_of(kind, name):
+        yield value
 
 
 def _shown(value: Any) -> str:

@@ -59,14 +59,21 @@ def sync_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def check_in_a_program(config: Config) -> None:
+def check_in_a_program(config: Config, *, is_trained: bool = False) -> None:
     """Refuse what a static graph cannot honour, as a configuration in ``mode: static`` does itself.
+
+    Args:
+        config: In any mode.
+        is_trained: Whether ``mode: static`` trains it: a Program alone may have a loss scale.
 
     Raises:
         ConfigError: There is such a setting; the message lists all.
     """
-    if faults := list(not_in_a_program(Values(type(config), config.model_dump()))):
-        told = "\n".join(f"  {path}: {given}: {words}" for path, given, words in faults)
+    values = Values(type(config), {**config.model_dump(), "mode": "static"})
+    rules = type(config).rules if is_trained else (not_in_a_program,)
+    faults = [(path, words) for rule in rules for path, words in rule(values)]
+    if faults:
+        told = "\n".join(f"  {path}: {values[path]}: {words}" for path, words in faults)
         raise ConfigError(f"a static graph cannot honour:\n{told}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paddle_recompute.app.config._model import PRESETS
-from paddle_recompute.app.config._section import MISSING, Section, allowed, subsection
+from paddle_recompute.app.config._section import MISSING, Section, Values, allowed, subsection
 from paddle_recompute.app.config._yaml import LARGEST, parse
 from paddle_recompute.app.config.schema import Config
 from paddle_recompute.errors import ConfigError
@@ -81,12 +81,11 @@ def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> list[Setti
             place = source.places.get(prefix)
             if place and (prefix == path or place.startswith("override")):
                 return place
-        section, _, name = path.partition(".")
-        return (
-            f"preset {config.model.preset}" if section == "model" and name in preset else "default"
-        )
+        is_of_preset = path.removeprefix("model.") in preset
+        return f"preset {config.model.preset}" if is_of_preset else "default"
 
-    return [Setting(name, value, told(name)) for name, value in _leaves(Config, config.to_dict())]
+    values = Values(Config, config.to_dict())
+    return [Setting(name, values[name], told(name)) for name in setting_names()]
 
 
 def setting_names(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
@@ -97,15 +96,6 @@ def setting_names(section: type[Section] = Config, prefix: str = "") -> Iterator
             yield prefix + name
         else:
             yield from setting_names(inner, f"{prefix}{name}.")
-
-
-def _leaves(section: type[Section], tree: dict[str, Any], prefix: str = "") -> Iterator[Any]:
-    for name, value in tree.items():
-        inner = subsection(section, name)
-        if inner is None:
-            yield prefix + name, value
-        else:
-            yield from _leaves(inner, value, f"{prefix}{name}.")
 
 
 def _load(path: str | Path, overrides: Sequence[str]) -> tuple[Config, _Source]:

@@ -6,22 +6,27 @@ honour is refused with an error; it is never ignored in silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from paddle_recompute.app.config import library
 from paddle_recompute.app.config._contrastive import ContrastiveConfig
 from paddle_recompute.app.config._data import DataConfig
 from paddle_recompute.app.config._model import ModelConfig
-from paddle_recompute.app.config._recompute import RecomputeSection
-from paddle_recompute.app.config._section import Holds, Section, Values
+from paddle_recompute.app.config._section import (
+    Broken,
+    Holds,
+    Section,
+    Values,
+    default_of,
+    section_of,
+)
 from paddle_recompute.app.config._strategy import STATIC_AMP, AmpSection, StrategyConfig
 from paddle_recompute.app.config._sync import SyncConfig
 from paddle_recompute.app.config._train import TrainConfig
-from paddle_recompute.app.config._types import Count
+from paddle_recompute.app.config._types import ByteCount, Count
 from paddle_recompute.app.config._whole_step import (
     compiled_in_dygraph,
     followed_by_a_program,
@@ -30,7 +35,7 @@ from paddle_recompute.app.config._whole_step import (
     sharded_in_dygraph,
 )
 from paddle_recompute.app.config._without_effect import without_effect
-from paddle_recompute.options import Fault, RecomputeConfig
+from paddle_recompute.options import AUTO, RecomputeConfig
 
 if TYPE_CHECKING:
     from paddle_recompute.static_graph import StaticConfig
@@ -38,105 +43,122 @@ if TYPE_CHECKING:
 
 
 class LaunchConfig(Section):
-    """How many ranks run, on how many machines, on which device."""
+    """How many ranks run, on how many machines, on which device.
 
-    num_ranks: Count = Field(1, description="training processes per node (one per GPU)")
-    num_nodes: Count = Field(1, description="machines")
-    device: Literal["cpu", "gpu"] = Field("cpu", description="cpu: gloo; gpu: NCCL")
+    Attributes:
+        num_ranks: Training processes per node (one per GPU).
+        num_nodes: Machines.
+        device: cpu: gloo; gpu: NCCL.
+    """
+
+    num_ranks: Count = 1
+    num_nodes: Count = 1
+    device: Literal["cpu", "gpu"] = "cpu"
+
+
+def _auto_is_a_list(given: Any) -> Any:
+    return [AUTO] if given == AUTO else given
+
+
+def _batch_divides(v: Values) -> Broken:
+    ranks, nodes = v["launch.num_ranks"], v["launch.num_nodes"]
+    k_steps, batch = v["strategy.gradient_merge_configs.k_steps"], v["contrastive.global_batch"]
+    parts = ranks * nodes * k_steps
+    if batch % parts:
+        yield (
+            "contrastive.global_batch",
+            f"must be a multiple of launch.num_ranks * launch.num_nodes * k_steps = "
+            f"{ranks} * {nodes} * {k_steps} = {parts}; the nearest are "
+            f"{max(2, batch // parts) * parts} and {max(3, batch // parts + 1) * parts}",
+        )
+    elif batch == parts and not (v["contrastive.negatives"] == "global" and ranks * nodes > 1):
+        yield (
+            "contrastive.global_batch",
+            f"gives each of {parts} micro-batches 1 pair, which has no negatives; must be at least "
+            f"{2 * parts}",
+        )
+
+
+def _chunks_instead_of_micro_batches(v: Values) -> Broken:
+    k_steps = v["strategy.gradient_merge_configs.k_steps"]
+    for name in ("chunk_size", "chunk_tokens", "memory_budget"):
+        if k_steps > 1 and v[f"contrastive.{name}"] is not None:
+            yield (
+                "strategy.gradient_merge_configs.k_steps",
+                f"cannot be combined with contrastive.{name}: {k_steps} micro-batches have "
+                f"{k_steps} separate losses, while chunks share one loss over all pairs and bound "
+                "the memory too; remove gradient_merge",
+            )
+
+
+def _a_chunk_holds_a_text(v: Values) -> Broken:
+    tokens = v["contrastive.chunk_tokens"]
+    path = max(("data.max_query_tokens", "data.max_positive_tokens"), key=lambda path: v[path])
+    if tokens is not None and tokens < v[path]:
+        words = f"must be at least {path} = {v[path]}, the longest possible text"
+        yield "contrastive.chunk_tokens", words
+
+
+def _texts_fit_the_model(v: Values) -> Broken:
+    longest = v["model.max_position_embeddings"]
+    for path in ("data.max_query_tokens", "data.max_positive_tokens"):
+        if v[path] > longest:
+            yield path, f"must be at most model.max_position_embeddings = {longest}"
+
+
+def _largest_dim_is_the_vector(v: Values) -> Broken:
+    dims, size = v["contrastive.matryoshka_dims"], v["model.hidden_size"]
+    if dims and size is not None and max(dims) != size:
+        yield (
+            "contrastive.matryoshka_dims",
+            f"must have model.hidden_size = {size} as its largest: behind it nothing is trained",
+        )
+
+
+def _dygraph_has_no_static_amp(v: Values) -> Broken:
+    for name in STATIC_AMP:
+        path = f"strategy.amp_configs.{name}"
+        changed = v[path] != default_of(AmpSection, name)
+        if v["mode"] == "dygraph" and v["strategy.amp"] and changed:
+            yield path, "is a setting of the static graph; remove it in mode: dygraph"
+
+
+def _replans_what_is_planned(v: Values) -> Broken:
+    if v["train.on_oom"] != "replan":
+        return
+    if v["recompute.policy"] != "budget" or not v["recompute.enable"]:
+        yield "train.on_oom", "needs recompute.policy: budget"
+    if v["mode"] != "dygraph":
+        yield (
+            "train.on_oom",
+            "is for mode: dygraph; a Program updates its parameters in the run that ran out of "
+            "memory, which may have updated some of them",
+        )
+
+
+RecomputeSection = section_of(
+    RecomputeConfig,
+    checkpoints=Annotated[list[str], Field(min_length=1), BeforeValidator(_auto_is_a_list)],
+    memory_budget=ByteCount | None,
+    segments=Count | Literal["auto"],
+)
 
 
 class Config(Section):
-    """The whole configuration of one training run, the same tree for both modes."""
+    """The whole configuration of one training run, the same tree for both modes.
 
-    @staticmethod
-    def _batch_divides(v: Values) -> Iterator[Fault]:
-        ranks, nodes = v["launch.num_ranks"], v["launch.num_nodes"]
-        k_steps, batch = v["strategy.gradient_merge_configs.k_steps"], v["contrastive.global_batch"]
-        parts = ranks * nodes * k_steps
-        if batch % parts:
-            yield Fault(
-                "contrastive.global_batch",
-                batch,
-                f"must be a multiple of launch.num_ranks * launch.num_nodes * k_steps = "
-                f"{ranks} * {nodes} * {k_steps} = {parts}; the nearest are "
-                f"{max(2, batch // parts) * parts} and {max(3, batch // parts + 1) * parts}",
-            )
-        elif batch == parts and not (v["contrastive.negatives"] == "global" and ranks * nodes > 1):
-            yield Fault(
-                "contrastive.global_batch",
-                batch,
-                f"gives each of {parts} micro-batches 1 pair, which has no negatives; must be at "
-                f"least {2 * parts}",
-            )
-
-    @staticmethod
-    def _chunks_instead_of_micro_batches(v: Values) -> Iterator[Fault]:
-        k_steps = v["strategy.gradient_merge_configs.k_steps"]
-        for name in ("chunk_size", "chunk_tokens", "memory_budget"):
-            if k_steps > 1 and v[f"contrastive.{name}"] is not None:
-                yield Fault(
-                    "strategy.gradient_merge_configs.k_steps",
-                    k_steps,
-                    f"cannot be combined with contrastive.{name}: {k_steps} micro-batches have "
-                    f"{k_steps} separate losses, while chunks share one loss over all pairs and "
-                    "bound the memory too; remove gradient_merge",
-                )
-
-    @staticmethod
-    def _a_chunk_holds_a_text(v: Values) -> Iterator[Fault]:
-        tokens = v["contrastive.chunk_tokens"]
-        path = max(("data.max_query_tokens", "data.max_positive_tokens"), key=lambda path: v[path])
-        if tokens is not None and tokens < v[path]:
-            yield Fault(
-                "contrastive.chunk_tokens",
-                tokens,
-                f"must be at least {path} = {v[path]}, the longest possible text",
-            )
-
-    @staticmethod
-    def _texts_fit_the_model(v: Values) -> Iterator[Fault]:
-        longest = v["model.max_position_embeddings"]
-        for path in ("data.max_query_tokens", "data.max_positive_tokens"):
-            if v[path] > longest:
-                yield Fault(
-                    path, v[path], f"must be at most model.max_position_embeddings = {longest}"
-                )
-
-    @staticmethod
-    def _largest_dim_is_the_vector(v: Values) -> Iterator[Fault]:
-        dims, size = v["contrastive.matryoshka_dims"], v["model.hidden_size"]
-        if dims and size is not None and max(dims) != size:
-            yield Fault(
-                "contrastive.matryoshka_dims",
-                dims,
-                f"must have model.hidden_size = {size} as its largest: behind it nothing is "
-                "trained",
-            )
-
-    @staticmethod
-    def _dygraph_has_no_static_amp(v: Values) -> Iterator[Fault]:
-        for name in STATIC_AMP:
-            path = f"strategy.amp_configs.{name}"
-            field = AmpSection.model_fields[name]
-            default = field.get_default(call_default_factory=True)
-            if v["mode"] == "dygraph" and v["strategy.amp"] and v[path] != default:
-                yield Fault(
-                    path, v[path], "is a setting of the static graph; remove it in mode: dygraph"
-                )
-
-    @staticmethod
-    def _replans_what_is_planned(v: Values) -> Iterator[Fault]:
-        if v["train.on_oom"] != "replan":
-            return
-        if v["recompute.policy"] != "budget" or not v["recompute.enable"]:
-            yield Fault("train.on_oom", "replan", "needs recompute.policy: budget")
-        if v["mode"] != "dygraph":
-            yield Fault(
-                "train.on_oom",
-                "replan",
-                "is for mode: dygraph; a Program updates its parameters in the run that ran out of "
-                "memory, which may have updated some of them",
-            )
+    Attributes:
+        mode: Dygraph: eager execution; static: the same training as a Program; a checkpoint of one
+            mode can be resumed in the other.
+        model: The encoder.
+        recompute: Which sublayers are recomputed.
+        strategy: Fields of fleet.DistributedStrategy.
+        sync: Gradient synchronization.
+        contrastive: Batch and loss.
+        data: The text pairs.
+        train: The training loop.
+        launch: Ranks, machines and device.
+    """
 
     rules = (
         followed_by_a_program,
@@ -153,29 +175,21 @@ class Config(Section):
         _dygraph_has_no_static_amp,
     )
 
-    mode: Literal["dygraph", "static"] = Field(
-        "dygraph",
-        description="dygraph: eager execution; static: the same training as a Program; a "
-        "checkpoint of one mode can be resumed in the other",
-    )
+    mode: Literal["dygraph", "static"] = "dygraph"
     model: ModelConfig = Field(description="the encoder; its preset or all dimensions are required")
     recompute: Annotated[RecomputeConfig, Holds(RecomputeSection)] = Field(
-        default_factory=RecomputeConfig, description="which sublayers are recomputed"
+        default_factory=RecomputeConfig
     )
-    strategy: StrategyConfig = Field(
-        default_factory=StrategyConfig, description="fields of fleet.DistributedStrategy"
-    )
-    sync: SyncConfig = Field(default_factory=SyncConfig, description="gradient synchronization")
+    strategy: StrategyConfig = Field(default_factory=StrategyConfig)
+    sync: SyncConfig = Field(default_factory=SyncConfig)
     contrastive: ContrastiveConfig = Field(
         description="batch and loss; its global_batch is required"
     )
-    data: DataConfig = Field(default_factory=DataConfig, description="the text pairs")
+    data: DataConfig = Field(default_factory=DataConfig)
     train: TrainConfig = Field(
         description="the training loop; a length and a learning_rate are required"
     )
-    launch: LaunchConfig = Field(
-        default_factory=LaunchConfig, description="ranks, machines and device"
-    )
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
 
     @property
     def world_size(self) -> int:

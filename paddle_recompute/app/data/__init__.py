@@ -1,9 +1,8 @@
 """Text pairs: reading, mining, splitting, tokens and batches."""
 
 from paddle_recompute.app.data.cedict import mine_cedict
-from paddle_recompute.app.data.ceiling import Ceiling, ceiling
 from paddle_recompute.app.data.judged import JudgedQueries, read_judged
-from paddle_recompute.app.data.loader import PairLoader, build_loader, loader_for
+from paddle_recompute.app.data.loader import PairLoader, build_loader
 from paddle_recompute.app.data.negatives import HardNegatives
 from paddle_recompute.app.data.pairs import Pair, PairFile, parsed, read_pairs
 from paddle_recompute.app.data.prepare import PreparedData, Source, check_files, prepare_data
@@ -11,7 +10,6 @@ from paddle_recompute.app.data.split import Split, normal_form, split_pairs
 from paddle_recompute.app.data.tokenizer import PairTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
-    "Ceiling",
     "HardNegatives",
     "JudgedQueries",
     "Pair",
@@ -22,10 +20,8 @@ __all__ = [
     "Source",
     "Split",
     "build_loader",
-    "ceiling",
     "check_files",
     "load_tokenizer",
-    "loader_for",
     "mine_cedict",
     "normal_form",
     "parsed",

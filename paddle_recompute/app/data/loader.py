@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from paddle_recompute.app.config import Config
 from paddle_recompute.app.data.distinct import distinct_batches, text_numbers
 from paddle_recompute.app.data.negatives import HardNegatives
 from paddle_recompute.app.data.pairs import Pair
@@ -177,33 +176,6 @@ def build_loader(
         texts=text_numbers(pairs) if no_duplicates else None,
     )
     return PairLoader(texts, ids, negatives, sampler)
-
-
-def loader_for(
-    config: Config,
-    pairs: Sequence[Pair],
-    tokenizer: PairTokenizer,
-    *,
-    local_batch: int,
-    rank: int,
-    num_ranks: int,
-) -> PairLoader:
-    """`build_loader` as `config` says."""
-    return build_loader(
-        pairs,
-        tokenizer,
-        local_batch=local_batch,
-        rank=rank,
-        num_ranks=num_ranks,
-        seed=config.train.seed,
-        max_query_tokens=config.data.max_query_tokens,
-        max_positive_tokens=config.data.max_positive_tokens,
-        hard_negatives=config.contrastive.hard_negatives,
-        fill=config.contrastive.fill == "random",
-        with_ids=config.contrastive.mask_false_negatives,
-        no_duplicates=config.data.no_duplicates,
-        prompts=config.model.prompts,
-    )
 
 
 class RankSampler:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from paddle_recompute.app.config import Config, DataConfig
 from paddle_recompute.app.data._cache_folder import require_file
-from paddle_recompute.app.data.cedict import account_of, mine_cedict, mined_cedict
-from paddle_recompute.app.data.ceiling import Ceiling, ceiling
+from paddle_recompute.app.data.cedict import LICENSE, mine_cedict, mined_cedict
 from paddle_recompute.app.data.pairs import Pair, read_pairs
 from paddle_recompute.app.data.split import (
     Split,
@@ -52,8 +51,6 @@ class PreparedData:
         pool: Candidates, all different: the positives of `valid` first, then some of `train`.
         target: For each pair of `valid`, the row of its positive in `pool`.
         tokenizer: Trained on `train`, that of the file, or that of the resumed run.
-        ceiling: The best recall that the tokens of `valid` and `pool` allow.
-        skipped: ``"file:line: what is wrong"`` for every line that was skipped.
         notes: Sentences for the user about what was left out, with numbers.
         sources: Of the files (``data.train_file``, ``data.valid_file``), ``split`` and
             ``tokenizer``.
@@ -64,8 +61,6 @@ class PreparedData:
     pool: list[str]
     target: list[int]
     tokenizer: PairTokenizer
-    ceiling: Ceiling
-    skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sources: dict[str, Source] = field(default_factory=dict)
 
@@ -158,17 +153,12 @@ def prepare_data(
     account.note(queries.num_unknown, "held-out queries hold words outside the vocabulary")
     account.note(candidates.num_unknown, "candidates hold words outside the vocabulary")
     place = {text: index for index, text in enumerate(pool)}
-    target = [place[pair.positive] for pair in split.valid]
-    best = ceiling(queries, candidates, target, unknown=tokenizer.unknown)
-    account.notes += best.notes()
     return PreparedData(
         split.train,
         split.valid,
         pool,
-        target,
+        [place[pair.positive] for pair in split.valid],
         tokenizer,
-        best,
-        account.skipped,
         account.notes,
         account.sources,
     )
@@ -201,7 +191,6 @@ def build_pool(split: Split, pool_size: int, seed: int) -> list[str]:
 class _Account:
     """What was read, and sentences about what is left out."""
 
-    skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     sources: dict[str, Source] = field(default_factory=dict)
 
@@ -217,8 +206,8 @@ def _mine(
     if is_main_rank:
         mine_cedict(config.cache_dir)
     barrier()
-    account.notes.append(account_of(require_file(path)))
-    return path
+    account.notes.append(LICENSE)
+    return require_file(path)
 
 
 def _split(
@@ -277,7 +266,6 @@ def _read(
         negatives=(least if name == "train_file" else 0, most),
     )
     account.sources[f"data.{name}"] = Source(str(path), found.sha256)
-    account.skipped += found.skipped
     shown = "; ".join(found.skipped[:_SHOWN_REASONS])
     more = len(found.skipped) - _SHOWN_REASONS
     account.note(

@@ -12,6 +12,7 @@ import click
 from paddle_recompute._run_folder import check_may_start, hold
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.launch._colors import styled
+from paddle_recompute.app.launch._rank_process import is_launched, leave_error, prepare_rank
 from paddle_recompute.app.launch.launcher import RankFailedError, RankRefusedError, launch
 from paddle_recompute.errors import PaddleRecomputeError, StoppedError
 
@@ -66,10 +67,19 @@ def _checkpoints(config: Config) -> set[tuple[str, int]]:
 
 
 @contextmanager
-def errors_in_one_paragraph(
-    debug: bool, interrupted: str = "interrupted; all ranks have ended"
-) -> Iterator[None]:
-    """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed)."""
+def errors_in_one_paragraph(debug: bool, interrupted: str) -> Iterator[None]:
+    """Print an error of this library as a paragraph and exit with code 2 (1: a rank failed).
+
+    In a rank that `launch` started, an error is left for the launcher instead.
+    """
+    if is_launched():
+        prepare_rank()
+        try:
+            yield
+        except StoppedError as error:  # no excepthook is called for what ends a process in order
+            leave_error(type(error), error, None)
+            raise
+        return
     try:
         yield
     except StoppedError as error:  # rank 0 has said so

@@ -7,16 +7,17 @@ runs on one process, and one launch of ranks all runs on several.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import shutil
 import sys
 from pathlib import Path
 
+from safetensors.numpy import load_file
+
 from paddle_recompute.app.config import Config
 from paddle_recompute.app.launch import launch
 from paddle_recompute.app.parity.comparison import compare, pairs
-from paddle_recompute.app.parity.outcome import NO_REFERENCE, WEIGHTS, Outcome, read_arrays
+from paddle_recompute.app.parity.outcome import NO_REFERENCE, WEIGHTS, Outcome
 from paddle_recompute.app.parity.report import ParityReport
 from paddle_recompute.app.parity.variants import Plan, plan
 from paddle_recompute.errors import ConfigError
@@ -24,7 +25,7 @@ from paddle_recompute.errors import ConfigError
 __all__ = ["ParityReport", "parity"]
 
 
-def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> ParityReport:
+def parity(config: Config, *, steps: int = 5) -> ParityReport:
     """Train `config` in both modes, with and without recompute, and compare.
 
     All runs start from the same weights (``train.seed``) and read the same pairs: on one process
@@ -45,7 +46,6 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
     Args:
         config: Its ``mode`` is ignored.
         steps: Optimizer steps of each training run; differences grow with them.
-        show_progress: Whether to show on standard error what the ranks say.
 
     Raises:
         ConfigError: A mode cannot honour the configuration.
@@ -64,17 +64,17 @@ def parity(config: Config, *, steps: int = 5, show_progress: bool = True) -> Par
         ) from error
     try:
         for ranks in sorted({variant.ranks for variant in planned.variants}):
-            _train(folder, config, steps, ranks, show_progress)
+            _train(folder, config, steps, ranks)
         refusal = folder / NO_REFERENCE
         if refusal.exists():
             planned = planned.without_reference(refusal.read_text("utf-8"))
         return _judge(folder, planned)
     finally:
-        for path in folder.rglob("*.npz"):
+        for path in folder.rglob("*.safetensors"):
             path.unlink()
 
 
-def _train(folder: Path, config: Config, steps: int, ranks: int, show_progress: bool) -> None:
+def _train(folder: Path, config: Config, steps: int, ranks: int) -> None:
     """Train all variants of so many ranks; `paddle_recompute.app.parity.worker` does."""
     job = folder / f"job-{ranks}.json"
     content = {"folder": str(folder), "config": config.to_dict(), "steps": steps, "ranks": ranks}
@@ -85,14 +85,12 @@ def _train(folder: Path, config: Config, steps: int, ranks: int, show_progress: 
             "train": config.train.model_copy(update={"output_dir": folder / f"ranks-{ranks}"}),
         }
     )
-    # Standard output is for the table.
-    said = sys.stderr if show_progress else io.TextIOWrapper(io.BytesIO())
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the table
         launch(own, ["-m", "paddle_recompute.app.parity.worker", str(job)])
 
 
 def _judge(folder: Path, planned: Plan) -> ParityReport:
-    initial = read_arrays(folder / WEIGHTS)
+    initial = load_file(folder / WEIGHTS)
     verdicts = []
     for pair in pairs(planned):
         left, right = (Outcome.read(folder / one.file) for one in pair[:2])

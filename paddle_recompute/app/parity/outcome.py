@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 Arrays = dict[str, NDArray[Any]]
-WEIGHTS = "weights.npz"
+WEIGHTS = "weights.safetensors"
 """The initial weights of all runs."""
 NO_REFERENCE = "no_reference.txt"
 """Why fleet's recompute refuses the model; the file exists only if it does."""
@@ -47,13 +46,13 @@ class Outcome:
         arrays = {
             f"{kind}/{name}": one for kind in _ARRAYS for name, one in vars(self)[kind].items()
         }
-        write_arrays(file, arrays)
+        save_file(arrays, file)
 
     @classmethod
     def read(cls, file: Path, *, figures_only: bool = False) -> Outcome:
         """What `write` wrote."""
         found = cls(**json.loads(file.with_suffix(".json").read_text("utf-8")))
-        for key, array in {} if figures_only else read_arrays(file).items():
+        for key, array in {} if figures_only else load_file(file).items():
             kind, _, name = key.partition("/")
             getattr(found, kind)[name] = array
         return found
@@ -77,17 +76,3 @@ def disagreement(ranks: Sequence[Any]) -> str | None:
         if its_losses != losses or its_norms != norms:
             return f"losses or gradient norms of rank 0 and rank {rank} differ"
     return None
-
-
-def write_arrays(path: Path, arrays: Arrays) -> None:
-    """Like ``numpy.savez``, which fails if an array has the name of one of its arguments."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
-
-
-def read_arrays(path: Path) -> Arrays:
-    """What `write_arrays` wrote."""
-    with np.load(path) as file:
-        return dict(file)

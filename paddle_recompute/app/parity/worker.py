@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle.optimizer import AdamW
+from safetensors.numpy import load_file, save_file
 
 from paddle_recompute.app.config import Config, schedule_of
 from paddle_recompute.app.data import PairLoader
@@ -26,8 +27,6 @@ from paddle_recompute.app.parity.outcome import (
     Arrays,
     Outcome,
     disagreement,
-    read_arrays,
-    write_arrays,
 )
 from paddle_recompute.app.parity.variants import config_for, plan
 from paddle_recompute.app.trainer import (
@@ -73,8 +72,8 @@ def train_all(folder: Path, config: Config, ranks: int, steps: int) -> None:
     vocab_size, refusal = data.tokenizer.vocab_size, folder / NO_REFERENCE
     if ranks == 1:
         state = _state(seeded_model(config, vocab_size), Objective(config, Chunks()))
-        write_arrays(folder / WEIGHTS, {name: one.numpy() for name, one in state.items()})
-    weights = read_arrays(folder / WEIGHTS)
+        save_file({name: one.numpy() for name, one in state.items()}, folder / WEIGHTS)
+    weights = load_file(folder / WEIGHTS)
     for number, (variant, own) in enumerate(zip(variants, configs, strict=True), 1):
         if variant.reference and refusal.exists():
             continue

@@ -35,7 +35,6 @@ class Curve:
         y: Its values; None leaves a gap.
         dashed: For a level, such as a budget.
         labels: What stands at each point; empty: nothing.
-        joined: Whether a line joins the points.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Curve:
     y: Sequence[float | None]
     dashed: bool = False
     labels: Sequence[str] = ()
-    joined: bool = True
 
 
 def chart(
@@ -80,13 +78,11 @@ def chart(
             "label": list(curve.labels) or [""] * len(curve.x),
             "curve": [curve.name] * len(curve.x),
         }
-        glyphs: list[GlyphRenderer[Any]] = []
-        if curve.joined:
-            dash = "dashed" if curve.dashed else "solid"
-            glyphs.append(
-                plot.line("x", "y", source=data, line_width=2, color=color, line_dash=dash)
-            )
-        if (not curve.dashed and len(curve.x) <= MOST_MARKED) or not curve.joined:
+        dash = "dashed" if curve.dashed else "solid"
+        glyphs: list[GlyphRenderer[Any]] = [
+            plot.line("x", "y", source=data, line_width=2, color=color, line_dash=dash)
+        ]
+        if not curve.dashed and len(curve.x) <= MOST_MARKED:
             glyphs.append(plot.scatter("x", "y", source=data, size=6, color=color))
         plot.add_tools(_hover(glyphs[-1], x_label, y_label, bool(curve.labels), len(curves) > 1))
         drawn.setdefault(curve.name, []).extend(glyphs)

@@ -14,7 +14,7 @@ from paddle_recompute.app.report._curves import curves_of
 from paddle_recompute.app.report._files import RunFiles, flat
 from paddle_recompute.app.report._lanes import lanes_of
 from paddle_recompute.app.report._page import Page, Part
-from paddle_recompute.app.report._results import best_recall, retrieval_rows
+from paddle_recompute.app.report._results import retrieval_rows
 from paddle_recompute.planner import PLAIN, simulate, uniform
 
 _MEASURED_ON = (
@@ -82,9 +82,8 @@ def _subtitle(run: RunFiles) -> str:
 
 def _tiles(run: RunFiles) -> Iterator[tuple[str, str]]:
     record = run.record
-    for name, before, after in retrieval_rows(record)[:2]:
-        was = "" if before is None else f", {before:.1%} untrained"
-        yield f"{after:.1%}", f"{name}{was}"
+    for name, before, after in retrieval_rows(record, ".1%")[:2]:
+        yield after, name if before == "-" else f"{name}, {before} untrained"
     losses = [one["loss"] for one in run.metrics if one.get("loss") is not None]
     if losses:
         yield f"{losses[-1]:.4g}", f"loss, {losses[0]:.4g} at first"
@@ -101,19 +100,13 @@ def _tiles(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _retrieval(record: dict[str, Any]) -> Iterator[Part]:
-    rows = [
-        (name, "-" if before is None else f"{before:.4f}", f"{after:.4f}")
-        for name, before, after in retrieval_rows(record)
-    ]
-    if rows:
-        pool = f"{record['queries']:,} held-out queries, {record['pool_size']:,} candidates"
-        best = best_recall(record)
+    if rows := retrieval_rows(record):
         yield Part(
             "Retrieval on held-out pairs",
             head=("", "untrained", "trained"),
             rows=rows,
             numbers=(1, 2),
-            note=f"{pool}; {best}" if best else pool,
+            note=f"{record['queries']:,} held-out queries, {record['pool_size']:,} candidates",
         )
 
 

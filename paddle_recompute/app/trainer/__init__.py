@@ -7,7 +7,7 @@
 """
 
 from paddle_recompute.app.trainer.loop import Callback, Run, batches_of
-from paddle_recompute.app.trainer.memory_report import MemoryReport, memory_report, what_if
+from paddle_recompute.app.trainer.memory_report import MemoryReport, memory_report
 from paddle_recompute.app.trainer.objective import Chunks, Objective
 from paddle_recompute.app.trainer.replanning import step_seed
 from paddle_recompute.app.trainer.setup import (
@@ -37,6 +37,5 @@ __all__ = [
     "seeded_model",
     "step_seed",
     "total_steps",
-    "what_if",
     "wrap",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from pydantic import AfterValidator, BaseModel, NonNegativeInt, PositiveInt, Val
 from paddle_recompute._files import read_json, writing, written_whole
 from paddle_recompute._run_folder import BEST, CHECKPOINTS, RECORD
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.data import Source
 from paddle_recompute.app.trainer.early_stopping import Best
 from paddle_recompute.app.trainer.loop import Callback, Run
 from paddle_recompute.app.trainer.objective import Chunks
@@ -30,7 +29,7 @@ from paddle_recompute.distributed import (
     mean_over_ranks,
     values_of_ranks,
 )
-from paddle_recompute.errors import CheckpointError, DataError
+from paddle_recompute.errors import CheckpointError
 
 _SAVED = {
     "data.tokenizer": "the tokenizer of the checkpoint is used",
@@ -104,22 +103,6 @@ class Resumed:
     def step(self) -> int:
         """The last step that was made."""
         return self.state.step
-
-    def check_same_data(self, sources: Mapping[str, Source]) -> None:
-        """Compare the data of this run with those that the checkpoint was trained on.
-
-        Raises:
-            CheckpointError: The run began with other data.
-        """
-        for name, (file, digest) in sources.items():
-            if (self.state.data or {}).get(name, digest) != digest:
-                message = _SINCE.get(name, _A_FILE_SINCE)
-                raise CheckpointError(
-                    message.format(name=name, file=file, checkpoint=self.checkpoint.folder)
-                    + ". Put back what was changed, or start a new run: name another folder in "
-                    "train.output_dir, or set train.overwrite=true; model.init_from: "
-                    f"{self.checkpoint.weights_file} starts it from these weights"
-                )
 
 
 class RunCheckpoints(Callback):
@@ -345,41 +328,6 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     path = folder / RECORD
     with writing(path), written_whole(path, alone=True) as unfinished:
         unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
-
-
-_ON_RANKS = {
-    "split": "{name}: rank {rank} holds out other pairs than rank 0; all machines need the same "
-    "version of this library",
-    "tokenizer": "{name}: rank {rank} has another one than rank 0, in {file}; remove that file",
-}
-_A_FILE_ON_RANKS = (
-    "{name}: rank {rank} reads other pairs in {file} than rank 0 in {first}; all machines need the "
-    "same file"
-)
-_SINCE = {
-    "split": "train.seed, data.valid_pairs: other pairs are held out than in {checkpoint}, so the "
-    "run would be evaluated on pairs that it was trained on",
-    "tokenizer": "{file} is not the tokenizer that the run began with",
-}
-_A_FILE_SINCE = "{name}: {file} is not the file that {checkpoint} was trained on"
-
-
-def check_same_data_on_ranks(sources: Mapping[str, Source]) -> None:
-    """Check that all ranks have the same pairs, split and tokenizer. All ranks call it.
-
-    The digests are those of whole contents (SHA-256). Each rank reads all pairs anyway and takes
-    their digest meanwhile, so a start reads nothing twice.
-
-    Raises:
-        DataError: They have not.
-    """
-    first, *others = values_of_ranks(dict(sources), "the digests of the data")
-    for rank, theirs in enumerate(others, 1):
-        for name, (file, digest) in theirs.items():
-            if name not in first or digest != first[name][1]:
-                message = _ON_RANKS.get(name, _A_FILE_ON_RANKS)
-                other = first.get(name, ["nothing"])[0]
-                raise DataError(message.format(name=name, rank=rank, file=file, first=other))
 
 
 def _other_ranks(before: int, config: Config) -> str:

@@ -218,7 +218,6 @@ def job_of(config: Config, vocab_size: int, chunks: Chunks) -> Job:
         checkpoints=config.recompute.checkpoints,
         autocast=lambda: _autocast(config),
         preserve_rng_state=config.recompute.preserve_rng_state,
-        offload=None if config.recompute.offload == "none" else config.recompute.offload,
     )
 
 
@@ -245,7 +244,7 @@ def estimated_peaks(config: Config, vocab_size: int, chunks: Chunks) -> Peaks | 
         return None
     own: tuple[int | None, int | None] = None, None
     with suppress(MemoryError, PlanError, SelectionError):  # the other ranks wait to compare
-        costs = job_of(config, vocab_size, chunks).measure(options=(PLAIN, WHOLE), only_bytes=True)
+        costs = job_of(config, vocab_size, chunks).measure(only_bytes=True)
         if section.enable and section.policy == "budget":
             choices = uniform(costs, WHOLE)
         else:

@@ -15,7 +15,6 @@ from paddle_recompute.app.memory_page import rows_of, table, write
 from paddle_recompute.app.report import require_bokeh
 from paddle_recompute.app.trainer.memory import job_of
 from paddle_recompute.app.trainer.objective import Chunks
-from paddle_recompute.errors import PlanError
 from paddle_recompute.planner import (
     MemoryEstimate,
     StepCosts,
@@ -134,7 +133,7 @@ def memory_report(
     files: tuple[Path, ...] = ()
     if folder is not None:
         title, _, *rest = words
-        files = (write(folder, costs, table_rows, budget, title.rstrip(":"), "\n".join(rest)),)
+        files = (write(folder, table_rows, budget, title.rstrip(":"), "\n".join(rest)),)
         if plan is not None:
             plan.save(folder / "plan.json")
     figures = {
@@ -157,23 +156,3 @@ def memory_report(
 def _small_batch(config: Config) -> int:
     parts = config.world_size * config.strategy.gradient_merge_configs.k_steps
     return parts * min(config.micro_batch, 64)
-
-
-def what_if(text: str) -> list[str]:
-    """Overrides of the configuration that ``batch=512,gpus=8,sharding=true`` stands for.
-
-    Raises:
-        PlanError: A name is not known.
-    """
-    names = {"batch": "contrastive.global_batch", "gpus": "launch.num_ranks"}
-    names |= {"length": "data.max_positive_tokens", "layers": "model.num_layers"}
-    names |= {"sharding": "strategy.sharding"}
-    overrides = []
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        if name.strip() not in names or not value:
-            raise PlanError(
-                f"--what-if {part!r} is not known; allowed are {', '.join(f'{n}=N' for n in names)}"
-            )
-        overrides.append(f"{names[name.strip()]}={value.strip()}")
-    return overrides

@@ -15,7 +15,7 @@ import paddle.distributed as dist
 from paddle_recompute._paddle.distributed import init_parallel_env
 from paddle_recompute._run_folder import check_may_start, hold
 from paddle_recompute.app.config import Config
-from paddle_recompute.app.data import PairLoader, PreparedData, Source, loader_for, prepare_data
+from paddle_recompute.app.data import PairLoader, PreparedData, Source, build_loader, prepare_data
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.distributed import barrier, values_of_ranks
 from paddle_recompute.errors import ConfigError, DataError
@@ -121,13 +121,20 @@ def load_batches(
     Raises:
         DataError: The pairs do not fill one batch.
     """
-    loader = loader_for(
-        config,
+    loader = build_loader(
         data.train,
         data.tokenizer,
         local_batch=local_batch or config.local_batch,
         rank=rank,
         num_ranks=config.world_size,
+        seed=config.train.seed,
+        max_query_tokens=config.data.max_query_tokens,
+        max_positive_tokens=config.data.max_positive_tokens,
+        hard_negatives=config.contrastive.hard_negatives,
+        fill=config.contrastive.fill == "random",
+        with_ids=config.contrastive.mask_false_negatives,
+        no_duplicates=config.data.no_duplicates,
+        prompts=config.model.prompts,
     )
     if len(loader) == 0:
         raise DataError(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import paddle
@@ -28,7 +27,6 @@ from paddle_recompute.app.trainer.budget_plan import earlier_plan, make_budget_p
 from paddle_recompute.app.trainer.checkpoints import (
     Resumed,
     RunCheckpoints,
-    check_same_data_on_ranks,
     chunks_of,
     write_record,
 )
@@ -41,6 +39,7 @@ from paddle_recompute.app.trainer.loop import Callback, Run, batches_of, train
 from paddle_recompute.app.trainer.objective import Objective
 from paddle_recompute.app.trainer.recorder import Recorder
 from paddle_recompute.app.trainer.replanning import PlannedSteps
+from paddle_recompute.app.trainer.same_data import check_same_as_before, check_same_on_ranks
 from paddle_recompute.app.trainer.setup import (
     join_ranks,
     load_batches,
@@ -53,9 +52,6 @@ from paddle_recompute.app.trainer.step import build_step, check_mode, compile_as
 from paddle_recompute.distributed import barrier, broadcast_from_rank0, equal_buffers
 from paddle_recompute.errors import OutputError
 from paddle_recompute.planner import RecomputePlan
-
-UNTRAINED = ("recall@1", "recall@10", "mrr")
-"""Metrics before training that the final record has."""
 
 
 class Trainer:
@@ -95,9 +91,7 @@ class Trainer:
             The final record, the same on every rank: ``recall@1``, ``recall@10``, ``mrr`` (also
             ``precision@1``, ``precision@10``, ``ndcg@10``, ``map``) and the first three of them
             before training with the prefix ``untrained_`` (None with
-            ``train.eval_before: false``); ``pool_size``, ``queries``; ``recall@1_ceiling``,
-            ``unknown_queries``, ``equal_queries`` and ``equal_answers`` (what the tokens of the
-            held-out texts allow at best, see `data.Ceiling`); ``peak_bytes`` (the largest
+            ``train.eval_before: false``); ``pool_size``, ``queries``; ``peak_bytes`` (the largest
             of all steps and ranks), ``plain_peak_bytes`` (of the step without recompute that needs
             most; None if it does not fit or ``train.measure_plain`` is false);
             ``examples_per_second`` (pairs, all ranks), ``steps``, ``skipped_steps`` (steps that
@@ -184,9 +178,11 @@ class Trainer:
             check_vocabulary(self.config)
 
         def compare(sources: Mapping[str, Source]) -> None:
-            check_same_data_on_ranks(sources)
+            check_same_on_ranks(sources)
             if resumed is not None:
-                resumed.check_same_data(sources)
+                checkpoint = resumed.checkpoint
+                saved = resumed.state.data or {}
+                check_same_as_before(sources, saved, checkpoint.folder, checkpoint.weights_file)
 
         self._events.begin("data", "Preparing the data")
         # The cache may have been emptied, and a new vocabulary would be different.
@@ -278,12 +274,12 @@ class Trainer:
                 f"{total} steps, which ends below its learning rate; train.decay has no effect here"
             )
         schedule = schedule_of(config, total)
-        build = partial(build_step, config, objective, model, schedule, data.tokenizer.vocab_size)
-        steps = PlannedSteps(config, build, plan, model, rank=rank, replaced=self._replan)
-        compiled = compile_as_configured(config, model, steps.step)
+        step = build_step(config, objective, model, schedule, data.tokenizer.vocab_size, plan)
+        steps = PlannedSteps(config, step, plan, model, rank=rank, say=say, replaced=self._replan)
+        compiled = compile_as_configured(config, model, step)
         if compiled is not None:
             say(f"The model is {compiled}")
-        say(f"Gradient synchronization: {steps.step.synchronization}")
+        say(f"Gradient synchronization: {step.synchronization}")
         if objective.chunks:
             say(f"Gradient cache: each rank encodes {objective.chunks}")
         if config.strategy.amp:
@@ -325,7 +321,6 @@ class Trainer:
                 f"untrained_{key}": run.untrained.get(key)
                 for key in ("recall@1", "recall@10", "mrr")
             },
-            **run.data.ceiling.to_dict(),
             "steps": run.step,
             "skipped_steps": run.steps.step.num_skipped,
             **run.figures,

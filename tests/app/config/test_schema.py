@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from paddle_recompute.app.config import PRESETS, Config, ModelConfig
+from paddle_recompute.app.config import Config, ModelConfig, load_config
 from paddle_recompute.app.config._contrastive import SMALLEST_LEARNED_TEMPERATURE
+from paddle_recompute.app.config._model import PRESETS
 from paddle_recompute.app.config._section import Section, Values, subsection
 from paddle_recompute.contrastive.loss import MAX_SCALE
 from paddle_recompute.errors import ConfigError
@@ -38,221 +41,112 @@ def faults(**sections: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def amp_fault(name: str, words: str, **settings: Any) -> tuple[dict[str, Any], str, str]:
-    """A case of `test_fault`: what is wrong with the field `name` of these amp_configs."""
-    strategy = {"amp": True, "amp_configs": settings}
-    return {"strategy": strategy}, f"strategy.amp_configs.{name}", words
+FAULTS = {
+    "model.num_heads=5": "must divide hidden_size = 312",
+    "model.preset=huge": "must be 'tiny', 'base' or 'large'",
+    "model.hidden_dropout=1.0": "must be less than 1",
+    "model.num_layers=true": "must be a valid integer",
+    "model.num_layers=0": "must be greater than or equal to 1",
+    "model.layer_norm_epsilon=.nan": "finite",
+    "recompute.policy=budget": "recompute.memory_budget: required with",
+    "recompute.memory_budget=1GiB; recompute.engine=fleet; recompute.policy=budget": "all, every_n",
+    "recompute.policy=al": "did you mean all?",
+    "recompute.policy=every_n; recompute.every_n=0": "greater than or equal to 1",
+    "recompute.every_n=3": "no effect with policy: all",
+    "recompute.memory_budget=1": "no effect with",
+    "recompute.segments=3": "set policy: segments",
+    "recompute.policy=segments; recompute.segments=many": "must be a valid integer or 'auto'",
+    "recompute.checkpoints=[]": "must have at least 1 item",
+    "strategy.amp=1": "must be a valid boolean",
+    "strategy.amp=true; strategy.amp_configs.dtype=half": "must be 'float16' or 'bfloat16'",
+    "strategy.amp=true; strategy.amp_configs.dtype=bfloat16; "
+    "strategy.amp_configs.use_pure_fp16=true": "level: O2, which contradicts dtype: bfloat16",
+    "strategy.amp=true; strategy.amp_configs.level=O1; "
+    "strategy.amp_configs.use_pure_fp16=true": "level: O1; remove one",
+    "strategy.amp=true; strategy.amp_configs.dtype=bfloat16; "
+    "strategy.amp_configs.init_loss_scaling=2.0": "needs no loss scale",
+    "strategy.amp=true; strategy.amp_configs.use_dynamic_loss_scaling=false; "
+    "strategy.amp_configs.incr_ratio=4.0": "no effect with use_dynamic_loss_scaling: false",
+    "strategy.amp=true; strategy.amp_configs.decr_ratio=1.0": "must be less than 1",
+    "strategy.amp=true; strategy.amp_configs.incr_ratio=1.0": "must be greater than 1",
+    "strategy.amp=true; strategy.amp_configs.incr_every_n_steps=0": "greater than or equal to 1",
+    'strategy.amp=true; strategy.amp_configs.custom_white_list=["exp"]; '
+    'strategy.amp_configs.custom_black_list=["tanh", "exp"]': "contains exp, as does",
+    'strategy.amp=true; strategy.amp_configs.custom_black_varnames=["x"]': "static graph",
+    "strategy.amp=true; strategy.amp_configs.use_fp16_guard=false": "static graph",
+    "strategy.amp=true; strategy.amp_configs.use_optimizer_fp16=true": "static graph",
+    "strategy.amp_configs.use_pure_bf16=true": "strategy.amp_configs: no effect while amp is false",
+    "strategy.gradient_merge_configs.k_steps=2": "no effect while gradient_merge is false",
+    "strategy.gradient_merge_configs.avg=false": "summing the micro-batches' gradients",
+    "strategy.fuse_grad_size_in_MB=0": "greater than or equal to 1",
+    "strategy.pipeline=true": "honours: the model is",
+    "strategy.sharding=true; strategy.sharding_configs.stage=2": "gradients are not sharded",
+    "strategy.sharding=true; strategy.sharding_configs.stage=3": "parameters are not sharded",
+    "sync.mode=fleet; strategy.sharding=true": "is not supported by sync.mode: fleet",
+    'recompute.checkpoints=["encoder.layers.*"]; recompute.offload_parameters=host; '
+    "strategy.sharding=true": "does not go with recompute.offload_parameters",
+    "strategy.recompute=true": "set the section recompute",
+    "sync.mode=overlapp": "did you mean overlap?",
+    "sync.compression=fp16": "gloo's sum of float16 is wrong",
+    "sync.compression=bf61": "did you mean bf16?",
+    "sync.mode=fleet; sync.compression=bf16": "is not supported by mode: fleet; use none",
+    "sync.error_feedback=false": "with compression: none",
+    "sync.check_every=0": "greater than or equal to 1",
+    "sync.peer_timeout=0.0": "must be greater than 0",
+    "sync.stall_timeout=-1.0": "must be greater than 0",
+    "sync.stall_timeout=5.0": "sync.peer_timeout: at most stall_timeout = 5",
+    "contrastive.global_batch=0": "greater than or",
+    "contrastive.negatives=globl": "did you mean global?",
+    "contrastive.label_smoothing=1.0": "less than 1",
+    "contrastive.tile=0": "greater than or equal to 1",
+    "contrastive.chunk_size=0": "greater than or equal",
+    "contrastive.chunk_tokens=64; "
+    "contrastive.chunk_size=2": "with chunk_tokens = 64: a chunk is measured",
+    "contrastive.memory_budget=1GiB; contrastive.chunk_size=2": "combined with memory_budget",
+    "contrastive.memory_budget=1GiB; contrastive.chunk_tokens=64": "combined with memory_budget",
+    "contrastive.chunk_tokens=63": "at least data.max_positive_tokens = 64",
+    "contrastive.memory_budget=2 gigabytes": "unit (B, KiB, MiB, GiB, TiB) as in 2GiB",
+    "contrastive.memory_budget=0B": "greater than or",
+    "contrastive.memory_budget=1.5": "valid integer",
+    "contrastive.learnable_temperature=true; contrastive.temperature=0.009": "at least 0.01 with",
+    "contrastive.chunk_size=2; strategy.gradient_merge=true; "
+    "strategy.gradient_merge_configs.k_steps=2": "with contrastive.chunk_size: 2 micro",
+    "contrastive.chunk_tokens=64; strategy.gradient_merge=true; "
+    "strategy.gradient_merge_configs.k_steps=2": "with contrastive.chunk_tokens: 2 micro",
+    "contrastive.memory_budget=1GiB; strategy.gradient_merge=true; "
+    "strategy.gradient_merge_configs.k_steps=2": "with contrastive.memory_budget: 2 micro",
+    "data.source=files": "data.train_file: required with source: files",
+    "data.train_file=a.tsv": "not used with source: cedict",
+    "data.valid_file=a.tsv": "not used with source: cedict",
+    "data.source=files; data.train_file=a; data.valid_file=b; data.valid_pairs=9": "valid_file",
+    "data.on_bad_line=skp": "did you mean skip?",
+    "strategy.gradient_merge=true": "has no effect while gradient_merge_configs.k_steps is 1",
+    "model.layer_norm_epsilon=0.1": "or equal to 0.001",
+    "train.max_steps=null": "if num_epochs is not given",
+    "train.decay=cosin": "did you mean cosine?",
+    "data.max_query_tokens=3000": "must be at most model.max_position_embeddings = 2048",
+    "launch.num_ranks=3": "contrastive.global_batch: must be a multiple of "
+    "launch.num_ranks * launch.num_nodes * k_steps = 3 * 1 * 1 = 3; the nearest are 6 and 9",
+    "launch.num_ranks=8; contrastive.negatives=local": "contrastive.global_batch: at least 16",
+    "launch.num_ranks=1; strategy.gradient_merge=true; "
+    "strategy.gradient_merge_configs.k_steps=8": "contrastive.global_batch: at least 16",
+}
+"""Overrides of the smallest file, and what is wrong with the last one, or with the path named."""
 
 
-@pytest.mark.parametrize(
-    ("sections", "path", "words"),
-    [
-        ({"model": {"num_heads": 5}}, "model.num_heads", "must divide hidden_size = 312"),
-        ({"model": {"preset": "huge"}}, "model.preset", "must be 'tiny', 'base' or 'large'"),
-        ({"model": {"hidden_dropout": 1.0}}, "model.hidden_dropout", "must be less than 1"),
-        ({"model": {"num_layers": True}}, "model.num_layers", "must be a valid integer"),
-        ({"model": {"num_layers": 0}}, "model.num_layers", "must be greater than or equal to 1"),
-        ({"model": {"layer_norm_epsilon": float("nan")}}, "model.layer_norm_epsilon", "finite"),
-        ({"recompute": {"policy": "budget"}}, "recompute.memory_budget", "required with"),
-        (
-            {"recompute": {"policy": "budget", "memory_budget": "1GiB", "engine": "fleet"}},
-            "recompute.policy",
-            "use all, every_n",
-        ),
-        ({"recompute": {"policy": "al"}}, "recompute.policy", "did you mean all?"),
-        ({"recompute": {"every_n": 3}}, "recompute.every_n", "no effect with policy: all"),
-        ({"recompute": {"memory_budget": 1}}, "recompute.memory_budget", "no effect with"),
-        ({"recompute": {"segments": 3}}, "recompute.segments", "set policy: segments"),
-        (
-            {"recompute": {"policy": "segments", "segments": "many"}},
-            "recompute.segments",
-            "must be a valid integer or 'auto'",
-        ),
-        ({"recompute": {"checkpoints": []}}, "recompute.checkpoints", "must have at least 1 item"),
-        ({"strategy": {"amp": "yes"}}, "strategy.amp", "must be a valid boolean"),
-        amp_fault("dtype", "must be 'float16' or 'bfloat16'", dtype="half"),
-        amp_fault(
-            "use_pure_fp16",
-            "means dtype: float16 and level: O2, which contradicts dtype: bfloat16 and level: O2",
-            use_pure_fp16=True,
-            dtype="bfloat16",
-        ),
-        amp_fault("use_pure_fp16", "level: O1; remove one", use_pure_fp16=True, level="O1"),
-        amp_fault(
-            "init_loss_scaling", "needs no loss scale", dtype="bfloat16", init_loss_scaling=2.0
-        ),
-        amp_fault(
-            "incr_ratio",
-            "no effect with use_dynamic_loss_scaling: false",
-            use_dynamic_loss_scaling=False,
-            incr_ratio=4.0,
-        ),
-        amp_fault(
-            "custom_black_list",
-            "contains exp, as does custom_white_list",
-            custom_black_list=["tanh", "exp"],
-            custom_white_list=["exp"],
-        ),
-        amp_fault("custom_black_varnames", "static graph", custom_black_varnames=["x"]),
-        amp_fault("use_fp16_guard", "static graph", use_fp16_guard=False),
-        amp_fault("use_optimizer_fp16", "static graph", use_optimizer_fp16=True),
-        (
-            {"strategy": {"amp_configs": {"use_pure_bf16": True}}},
-            "strategy.amp_configs",
-            "no effect while amp is false",
-        ),
-        (
-            {"strategy": {"gradient_merge_configs": {"k_steps": 2}}},
-            "strategy.gradient_merge_configs.k_steps",
-            "no effect while gradient_merge is false",
-        ),
-        (
-            {"strategy": {"gradient_merge_configs": {"avg": False}}},
-            "strategy.gradient_merge_configs.avg",
-            "summing the micro-batches' gradients is not supported",
-        ),
-        (
-            {"strategy": {"fuse_grad_size_in_MB": 0}},
-            "strategy.fuse_grad_size_in_MB",
-            "greater than or equal to 1",
-        ),
-        ({"strategy": {"pipeline": True}}, "strategy.pipeline", "does not honour: the model is"),
-        (
-            {"strategy": {"sharding": True, "sharding_configs": {"stage": 2}}},
-            "strategy.sharding_configs.stage",
-            "gradients are not sharded",
-        ),
-        (
-            {"strategy": {"sharding": True, "sharding_configs": {"stage": 3}}},
-            "strategy.sharding_configs.stage",
-            "recompute.offload_parameters: ranks",
-        ),
-        (
-            {"strategy": {"sharding": True}, "sync": {"mode": "fleet"}},
-            "strategy.sharding",
-            "is not supported by sync.mode: fleet",
-        ),
-        (
-            {
-                "strategy": {"sharding": True},
-                "recompute": {
-                    "enable": True,
-                    "checkpoints": ["encoder.layers.*"],
-                    "offload_parameters": "host",
-                },
-            },
-            "strategy.sharding",
-            "does not go with recompute.offload_parameters",
-        ),
-        ({"strategy": {"recompute": True}}, "strategy.recompute", "set the section recompute"),
-        ({"sync": {"mode": "overlapp"}}, "sync.mode", "did you mean overlap?"),
-        ({"sync": {"compression": "fp16"}}, "sync.compression", "gloo's sum of float16 is wrong"),
-        ({"sync": {"compression": "bf61"}}, "sync.compression", "did you mean bf16?"),
-        (
-            {"sync": {"mode": "fleet", "compression": "bf16"}},
-            "sync.compression",
-            "is not supported by mode: fleet; use none",
-        ),
-        ({"sync": {"error_feedback": False}}, "sync.error_feedback", "with compression: none"),
-        ({"sync": {"check_every": 0}}, "sync.check_every", "greater than or equal to 1"),
-        ({"sync": {"peer_timeout": 0.0}}, "sync.peer_timeout", "must be greater than 0"),
-        ({"sync": {"stall_timeout": -1.0}}, "sync.stall_timeout", "must be greater than 0"),
-        ({"sync": {"stall_timeout": 5.0}}, "sync.peer_timeout", "at most stall_timeout = 5"),
-        ({"contrastive": {"global_batch": 0}}, "contrastive.global_batch", "greater than or"),
-        ({"contrastive": {"negatives": "globl"}}, "contrastive.negatives", "did you mean global?"),
-        ({"contrastive": {"label_smoothing": 1.0}}, "contrastive.label_smoothing", "less than 1"),
-        ({"contrastive": {"tile": 0}}, "contrastive.tile", "greater than or equal to 1"),
-        ({"contrastive": {"chunk_size": 0}}, "contrastive.chunk_size", "greater than or equal"),
-        (
-            {"contrastive": {"chunk_size": 2, "chunk_tokens": 64}},
-            "contrastive.chunk_size",
-            "cannot be combined with chunk_tokens = 64: a chunk is measured in pairs or in tokens",
-        ),
-        (
-            {"contrastive": {"chunk_size": 2, "memory_budget": "1GiB"}},
-            "contrastive.chunk_size",
-            "cannot be combined with memory_budget",
-        ),
-        (
-            {"contrastive": {"chunk_tokens": 64, "memory_budget": "1GiB"}},
-            "contrastive.chunk_tokens",
-            "cannot be combined with memory_budget",
-        ),
-        (
-            {"contrastive": {"chunk_tokens": 63}},
-            "contrastive.chunk_tokens",
-            "must be at least data.max_positive_tokens = 64, the longest possible text",
-        ),
-        (
-            {"contrastive": {"memory_budget": "2 gigabytes"}},
-            "contrastive.memory_budget",
-            "must be a number of bytes, or one with a unit (B, KiB, MiB, GiB, TiB) as in 2GiB",
-        ),
-        ({"contrastive": {"memory_budget": "0B"}}, "contrastive.memory_budget", "greater than or"),
-        ({"contrastive": {"memory_budget": 1.5}}, "contrastive.memory_budget", "valid integer"),
-        (
-            {"contrastive": {"learnable_temperature": True, "temperature": 0.009}},
-            "contrastive.temperature",
-            "must be at least 0.01 with learnable_temperature",
-        ),
-        *[
-            (
-                {
-                    "contrastive": {name: value},
-                    "strategy": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}},
-                },
-                "strategy.gradient_merge_configs.k_steps",
-                f"cannot be combined with contrastive.{name}: 2 micro-batches have 2",
-            )
-            for name, value in (("chunk_size", 2), ("chunk_tokens", 64), ("memory_budget", "1GiB"))
-        ],
-        ({"data": {"source": "files"}}, "data.train_file", "required with source: files"),
-        ({"data": {"train_file": "a.tsv"}}, "data.train_file", "not used with source: cedict"),
-        ({"data": {"valid_file": "a.tsv"}}, "data.valid_file", "not used with source: cedict"),
-        (
-            {"data": {"source": "files", "train_file": "a", "valid_file": "b", "valid_pairs": 9}},
-            "data.valid_pairs",
-            "no effect with valid_file",
-        ),
-        ({"data": {"on_bad_line": "skp"}}, "data.on_bad_line", "did you mean skip?"),
-        (
-            {"strategy": {"gradient_merge": True}},
-            "strategy.gradient_merge",
-            "has no effect while gradient_merge_configs.k_steps is 1",
-        ),
-        ({"model": {"layer_norm_epsilon": 0.1}}, "model.layer_norm_epsilon", "or equal to 0.001"),
-        ({"train": {"max_steps": None}}, "train.max_steps", "if num_epochs is not given"),
-        ({"train": {"decay": "cosin"}}, "train.decay", "did you mean cosine?"),
-        (
-            {"data": {"max_query_tokens": 3000}},
-            "data.max_query_tokens",
-            "must be at most model.max_position_embeddings = 2048",
-        ),
-        (
-            {"launch": {"num_ranks": 3}},
-            "contrastive.global_batch",
-            "must be a multiple of launch.num_ranks * launch.num_nodes * k_steps = 3 * 1 * 1 = 3; "
-            "the nearest are 6 and 9",
-        ),
-        (
-            {"launch": {"num_ranks": 8}, "contrastive": {"negatives": "local"}},
-            "contrastive.global_batch",
-            "no negatives; must be at least 16",
-        ),
-        (
-            {
-                "launch": {"num_ranks": 1},
-                "strategy": {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 8}},
-            },
-            "contrastive.global_batch",
-            "no negatives; must be at least 16",
-        ),
-    ],
-)
-def test_fault(sections: dict[str, dict[str, Any]], path: str, words: str) -> None:
-    [(found, message)] = faults(**sections)
-    assert found == path
-    assert words in message
+@pytest.mark.parametrize("given", FAULTS)
+def test_fault(given: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(tree()))
+    overrides = given.split("; ")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    _, message = str(caught.value).split("\n  - ")
+    *path, words = FAULTS[given].split(": ", 1) if ": " in FAULTS[given] else (FAULTS[given],)
+    is_named = path and re.fullmatch(r"[a-z_.]+\.[a-z_]+", path[0])
+    blamed = path[0] if is_named else overrides[-1].partition("=")[0]
+    assert message.startswith((f"{blamed}: ", f"{blamed} ("))
+    assert (words if is_named else FAULTS[given]) in message
 
 
 @pytest.mark.parametrize(
@@ -271,18 +165,6 @@ def test_dtype_and_level_of_mixed_precision(given: dict[str, Any], dtype: str, l
     assert Config.model_validate(config.to_dict()) == config
 
 
-def test_sync_settings() -> None:
-    given = {
-        "compression": "bf16",
-        "error_feedback": False,
-        "check_every": 3,
-        "peer_timeout": 5.0,
-        "stall_timeout": 60.0,
-    }
-    sync = Config.model_validate(tree(sync=given)).sync
-    assert {name: getattr(sync, name) for name in given} == given
-
-
 def test_one_pair_per_rank_has_the_other_ranks_pairs_as_negatives() -> None:
     assert Config.model_validate(tree(launch={"num_ranks": 8})).micro_batch == 1
 
@@ -297,20 +179,10 @@ def test_memory_budget(given: str | int, count: int) -> None:
     assert Config.model_validate(config.to_dict()) == config
 
 
-def test_contrastive_settings() -> None:
-    given = {
-        "negatives": "local",
-        "learnable_temperature": True,
-        "label_smoothing": 0.1,
-        "mask_false_negatives": True,
-        "tile": 512,
-        "chunk_size": 4,
-    }
-    contrastive = Config.model_validate(tree(contrastive=given)).contrastive
-    assert {name: getattr(contrastive, name) for name in given} == given
-    assert contrastive.is_chunked
-    default = Config.model_validate(tree()).contrastive
-    assert (default.negatives, default.is_chunked) == ("global", False)
+@pytest.mark.parametrize("name", ["chunk_size", "chunk_tokens", "memory_budget", None])
+def test_what_turns_the_gradient_cache_on(name: str | None) -> None:
+    config = Config.model_validate(tree(contrastive={name: 100} if name else {}))
+    assert config.contrastive.is_chunked == (name is not None)
 
 
 def test_smallest_learned_temperature_is_that_of_the_loss() -> None:
@@ -387,10 +259,8 @@ def test_batches_and_learning_rate() -> None:
     )
     assert (config.world_size, config.local_batch, config.micro_batch) == (4, 24, 8)
     assert config.learning_rate == pytest.approx(0.3)
-
-
-def test_learning_rate_is_not_scaled_unless_asked() -> None:
-    assert Config.model_validate(tree(contrastive={"global_batch": 96})).learning_rate == 0.1
+    not_scaled = Config.model_validate(tree(contrastive={"global_batch": 96}))
+    assert not_scaled.learning_rate == 0.1
 
 
 def test_cache_dir_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,9 +291,10 @@ def every_section(section: type[Section] = Config) -> list[type[Section]]:
 
 @pytest.mark.parametrize("section", every_section(), ids=lambda section: section.__name__)
 def test_every_field_is_described(section: type[Section]) -> None:
-    assert section.__doc__
-    bare = [name for name, field in section.model_fields.items() if not field.description]
-    assert not bare
+    described = re.findall(r"^ +(\w+): ", section.__doc__ or "", flags=re.MULTILINE)
+    assert {*section.model_fields} <= {*described}
+    required = [field for field in section.model_fields.values() if field.is_required()]
+    assert all(field.description for field in required)  # told where they are not given
     unknown = set(section.refused_values) - set(section.model_fields)
     assert not unknown
     assert not set(section.refused_keys) & set(section.model_fields)

@@ -2,112 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from paddle_recompute.app.config import Config
+from paddle_recompute.app.config import load_config
+from paddle_recompute.errors import ConfigError
 
-
-def config(**sections: Any) -> Config:
-    tree: dict[str, Any] = {
-        "model": {"preset": "tiny"},
-        "contrastive": {"global_batch": 16},
-        "train": {"max_steps": 4, "learning_rate": 1e-3},
-    }
-    for name, section in sections.items():
-        whole = isinstance(section, dict)
-        tree[name] = {**tree.get(name, {}), **section} if whole else section
-    return Config.model_validate(tree)
-
-
-ON_ONE_RANK = [
-    ("sync", "mode", "overlap"),
-    ("sync", "mode", "fleet"),
-    ("sync", "compression", "bf16"),
-    ("sync", "check_every", 5),
-    ("sync", "peer_timeout", 60.0),
-    ("sync", "stall_timeout", 60.0),
-    ("strategy", "fuse_grad_size_in_MB", 8),
-    ("strategy", "find_unused_parameters", True),
-    ("strategy", "sharding", True),
-    ("contrastive", "negatives", "local"),
+SMALLEST = """\
+model: {preset: tiny}
+contrastive: {global_batch: 16}
+train: {max_steps: 4, learning_rate: 1e-3}
+"""
+TWO = "launch.num_ranks=2"
+PLAIN = "recompute.enable=false"
+ALONE, IS_PLAIN = "there is one rank", "recompute.enable is false"
+# (what has no effect, in which run, why, in which run it has one)
+CASES = [
+    ("sync.mode=overlap", "", ALONE, TWO),
+    ("sync.mode=fleet", "", ALONE, TWO),
+    ("sync.compression=bf16", "", ALONE, TWO),
+    ("sync.check_every=5", "", ALONE, TWO),
+    ("sync.peer_timeout=60.0", "", ALONE, TWO),
+    ("sync.stall_timeout=60.0", "", ALONE, TWO),
+    ("strategy.fuse_grad_size_in_MB=8", "", ALONE, TWO),
+    ("strategy.find_unused_parameters=true", "", ALONE, TWO),
+    ("strategy.sharding=true", "", ALONE, TWO),
+    ("contrastive.negatives=local", "", ALONE, TWO),
+    ("strategy.fuse_grad_size_in_MB=8", f"{TWO} sync.mode=fleet", "sync.mode is fleet", TWO),
+    ("strategy.find_unused_parameters=true", f"{TWO} sync.mode=fleet", "sync.mode is fleet", TWO),
+    ("strategy.find_unused_parameters=true", f"{TWO} mode=static", "a Program has a", TWO),
+    ("recompute.checkpoints=['encoder.nothing']", PLAIN, IS_PLAIN, ""),
+    ("recompute.policy=segments", PLAIN, IS_PLAIN, ""),
+    ("recompute.offload=host", PLAIN, IS_PLAIN, ""),
+    ("recompute.preserve_rng_state=false", PLAIN, IS_PLAIN, ""),
+    ("train.measure_plain=false", PLAIN, IS_PLAIN, ""),
+    ("train.verify=false", "", "mode is dygraph", "mode=static"),
+    ("contrastive.chunk_size=16", "", "a rank has 16 pairs", "contrastive.global_batch=32"),
+    ("data.on_bad_line=skip", "", "the file that is mined", "data.source=files data.train_file=a"),
 ]
 
 
-@pytest.mark.parametrize(("section", "name", "value"), ON_ONE_RANK)
-def test_what_only_several_ranks_need(section: str, name: str, value: Any) -> None:
-    changes = {section: {name: value}}
-    [said] = config(**changes).without_effect()
-    shown = str(value).lower() if isinstance(value, bool) else value
-    assert said.startswith(f"{section}.{name}: {shown} has no effect here: there is one rank")
-    assert config(**changes, launch={"num_ranks": 2}).without_effect() == []
+@pytest.mark.parametrize(("setting", "run", "reason", "elsewhere"), CASES)
+def test_what_has_no_effect_is_said(
+    setting: str, run: str, reason: str, elsewhere: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(SMALLEST)
+    path, _, value = setting.partition("=")
+    [said] = load_config(file, [setting, *run.split()]).without_effect()
+    assert said.startswith(f"{path}: {value} has no effect here: {reason}")
+    assert load_config(file, [setting, *elsewhere.split()]).without_effect() == []
+    assert load_config(file, run.split()).without_effect() == []  # defaults are not spoken of
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("fuse_grad_size_in_MB", 8), ("find_unused_parameters", True)]
-)
-def test_what_fleets_synchronization_does_not_read(name: str, value: Any) -> None:
-    sections = {"strategy": {name: value}, "launch": {"num_ranks": 2}}
-    [said] = config(**sections, sync={"mode": "fleet"}).without_effect()
-    assert f"strategy.{name}: " in said and "has no effect here: sync.mode is fleet" in said
-    assert config(**sections).without_effect() == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "needed"),
-    [
-        ("checkpoints", ["encoder.nothing"], {}),
-        ("policy", "segments", {}),
-        ("segments", 2, {"policy": "segments"}),
-        ("every_n", 3, {"policy": "every_n"}),
-        ("offload", "host", {}),
-        ("preserve_rng_state", False, {}),
-    ],
-)
-def test_what_only_recompute_needs(name: str, value: Any, needed: dict[str, Any]) -> None:
-    section = {name: value, **needed}
-    assert config(recompute=section).without_effect() == []
-    said = config(recompute={**section, "enable": False}).without_effect()
-    shown = "false" if value is False else value
-    assert f"recompute.{name}: {shown} has no effect here: recompute.enable is false" in said
-    assert len(said) == len(section)
-
-
-@pytest.mark.parametrize(
-    ("sections", "path"),
-    [
-        (
-            {"train": {"measure_plain": False}, "recompute": {"enable": False}},
-            "train.measure_plain",
-        ),
-        (
-            {
-                "mode": "static",
-                "strategy": {"find_unused_parameters": True},
-                "launch": {"num_ranks": 2},
-            },
-            "strategy.find_unused_parameters",
-        ),
-        ({"contrastive": {"chunk_size": 16}}, "contrastive.chunk_size"),
-        ({"data": {"on_bad_line": "skip"}}, "data.on_bad_line"),
-    ],
-)
-def test_others(sections: dict[str, Any], path: str) -> None:
-    [said] = config(**sections).without_effect()
-    assert said.startswith(f"{path}: ")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("use_fp16_guard", False), ("use_optimizer_fp16", True)]
-)
-def test_settings_of_float16_are_refused_in_bfloat16(name: str, value: bool) -> None:
-    strategy = {"amp": True, "amp_configs": {"dtype": "bfloat16", name: value}}
-    with pytest.raises(ValidationError, match="is a setting of float16, and has no effect with bf"):
-        config(mode="static", strategy=strategy)
-
-
-def test_defaults_are_not_spoken_of() -> None:
-    for sections in ({}, {"recompute": {"enable": False}}, {"mode": "static"}):
-        assert config(**sections).without_effect() == []
+@pytest.mark.parametrize("setting", ["use_fp16_guard=false", "use_optimizer_fp16=true"])
+def test_settings_of_float16_are_refused_in_bfloat16(setting: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(SMALLEST)
+    amp = ["mode=static", "strategy.amp=true", "strategy.amp_configs.dtype=bfloat16"]
+    with pytest.raises(ConfigError, match="is a setting of float16, and has no effect with bf"):
+        load_config(file, [*amp, f"strategy.amp_configs.{setting}"])

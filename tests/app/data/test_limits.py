@@ -29,8 +29,8 @@ def peak_mib() -> float:
 
 
 def test_a_bomb_of_one_line_is_a_bad_line(tmp_path: Path) -> None:
-    file = packed(tmp_path / "p.tsv.gz", GOOD, *[b"a" * (1 << 20)] * 500, b"\n", GOOD)
-    assert file.stat().st_size < 3 << 20
+    file = packed(tmp_path / "p.tsv.gz", GOOD, *[b"a" * (1 << 20)] * 128, b"\n", GOOD)
+    assert file.stat().st_size < 1 << 20
     before = peak_mib()
     with pytest.raises(DataError, match=r"p\.tsv\.gz:2: longer than 1048576 bytes \(the lim"):
         read_pairs(file)
@@ -78,7 +78,7 @@ def test_numbers_of_thousands_of_digits_are_bad_lines(tmp_path: Path, number: st
 def test_time_is_linear_in_the_length_of_a_word(tmp_path: Path, letters: str) -> None:
     """Ten times the length takes about ten times as long, not a hundred times."""
     seconds = []
-    for length in (20_000, 200_000):
+    for length in (10_000, 100_000):
         began = time.process_time()
         file = tmp_path / f"{length}.json"
         train_tokenizer(["cat dog", "cat dog", letters * length], file, 900)

@@ -205,12 +205,8 @@ def test_unknown_words_are_told(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_to_tell(tokenizer: PairTokenizer) -> None:
+def test_full_batches_and_too_few_pairs_for_one(tokenizer: PairTokenizer) -> None:
     loader = loader_of(tokenizer, local_batch=5, max_query_tokens=99, max_positive_tokens=99)
     assert loader.notes() == []
-
-
-def test_too_few_pairs_for_a_batch(tokenizer: PairTokenizer) -> None:
     loader = loader_of(tokenizer, local_batch=51)
-    assert len(loader) == 0
-    assert batches_of(loader) == []
+    assert len(loader) == 0 and batches_of(loader) == []

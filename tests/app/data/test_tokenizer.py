@@ -82,11 +82,8 @@ def test_texts_with_unknown_words_are_counted(tmp_path: Path) -> None:
     assert tokenizer.tokenize(texts, 20).num_unknown == 2
 
 
-def test_no_texts(tokenizer: PairTokenizer) -> None:
-    assert tokenizer.encode([], 8).shape == (0, 0)
-
-
 def test_rows_are_padded_to_the_longest_of_them(tokenizer: PairTokenizer) -> None:
+    assert tokenizer.encode([], 8).shape == (0, 0)
     texts = ["cat", "a cat, a dog", "", "a dog"]
     rows = tokenizer.tokenize(texts, 99)
     for places in ([0], [2, 1], [3, 3, 0], [0, 1, 2, 3]):
@@ -131,9 +128,9 @@ def test_same_texts_give_the_same_file(tmp_path: Path) -> None:
         " ".join(chr(97 + number * k % 26) + chr(97 + (number + k) % 26) for k in range(9))
         for number in range(400)
     ]
-    for name in "abcde":
+    for name in "abc":
         train_tokenizer(texts, tmp_path / name, 500)
-    assert len({(tmp_path / name).read_bytes() for name in "abcde"}) == 1
+    assert len({(tmp_path / name).read_bytes() for name in "abc"}) == 1
 
 
 def test_vocabulary(path: Path) -> None:
@@ -154,37 +151,30 @@ def test_vocabulary_is_not_larger_than_asked_for(tmp_path: Path) -> None:
     assert tokenizer.tokenize(["the quick fox", many[450]], 40).num_unknown == 0
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> PairTokenizer:
-    file = tmp_path_factory.mktemp("large") / "tokenizer.json"
-    train_tokenizer(TEXTS, file, 500)
-    return load_tokenizer(file)
-
-
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_no_character_is_unknown(large: PairTokenizer, text: str) -> None:
-    assert large.vocab_size <= 500
-    assert large.tokenize([text], 10_000).num_unknown == 0
+def test_no_character_is_unknown(tokenizer: PairTokenizer, text: str) -> None:
+    assert tokenizer.vocab_size <= 500
+    assert tokenizer.tokenize([text], 10_000).num_unknown == 0
 
 
-def test_characters_that_were_never_seen_are_told_apart(large: PairTokenizer) -> None:
+def test_characters_that_were_never_seen_are_told_apart(tokenizer: PairTokenizer) -> None:
     unseen = ["烨", "乫", "伥", "ж", "ß", "😀", "烨乫", "乫烨", "x烨"]
-    rows = large.encode(unseen, 30).tolist()
+    rows = tokenizer.encode(unseen, 30).tolist()
     assert len({tuple(row) for row in rows}) == len(unseen)
     assert not any(UNK in row for row in rows)
 
 
-def test_a_long_word_is_no_unknown_one(large: PairTokenizer) -> None:
+def test_a_long_word_is_no_unknown_one(tokenizer: PairTokenizer) -> None:
     """It is split; what comes behind the most tokens is cut as ever."""
     words = ["ก" * 1000, "ก" * 999 + "ข", "n" * 5000]
-    rows = large.tokenize(words, 20_000)
+    rows = tokenizer.tokenize(words, 20_000)
     assert rows.num_unknown == 0
     assert len({row.tobytes() for row in rows.pad([0, 1])}) == 2
-    assert large.encode(words, 9).shape == (3, 9)
+    assert tokenizer.encode(words, 9).shape == (3, 9)
 
 
-def test_tokens_are_read_back(large: PairTokenizer, tmp_path: Path) -> None:
-    large.save(tmp_path / "tokenizer.json")
+def test_tokens_are_read_back(tokenizer: PairTokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tokenizer.json")
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "a running cat 猫 烨 😀"
     assert library.decode(library.encode(text).ids) == text
@@ -241,19 +231,16 @@ def test_key_is_of_everything_that_decides(monkeypatch: pytest.MonkeyPatch) -> N
     assert vocabulary_key(["a", "b"], 100) != keys[0]
 
 
-def test_too_few_tokens_allowed(tokenizer: PairTokenizer) -> None:
+def test_what_cannot_be_done_is_refused(tokenizer: PairTokenizer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"max_tokens is 1; \[CLS\] and \[SEP\] need at least 2"):
         tokenizer.encode(["cat"], 1)
-
-
-def test_nothing_to_learn_from(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="contain no word"):
         train_tokenizer(["", " "], tmp_path / "tokenizer.json", 100)
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.json: the tokenizer cannot be read \(No such file"):
-        load_tokenizer(tmp_path / "none.json")
+    for name in ("none.json", "vocab.txt"):
+        with pytest.raises(
+            DataError, match=rf"{name}: the tokenizer cannot be read \(No such file"
+        ):
+            load_tokenizer(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -369,8 +356,3 @@ def test_a_tokenizer_that_cannot_read_every_text_is_refused(tmp_path: Path) -> N
     file.write_text(json.dumps({**tree, "model": {**tree["model"], "unk_token": "[X]"}}))
     with pytest.raises(DataError, match=r"tokenizer.json: the tokenizer cannot read .*UNK"):
         load_tokenizer(file)
-
-
-def test_a_vocab_txt_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"vocab.txt: the tokenizer cannot be read \(No such file"):
-        load_tokenizer(tmp_path / "vocab.txt")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import paddle
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 
+from paddle_recompute.app import cli
 from paddle_recompute.app.config import ModelConfig
 from paddle_recompute.app.encoder import build_model
 from paddle_recompute.errors import ConfigError
-from tests.processes import python
 
 HERE = "tests.app.encoder.test_own"
 
@@ -84,10 +86,14 @@ def test_settings_of_the_other_kind_are_refused(given: dict[str, Any], words: st
 
 
 @pytest.mark.parametrize("mode", ["dygraph", "static"])
-def test_it_is_trained_evaluated_and_encodes(mode: str, tmp_path: Path) -> None:
+def test_it_is_trained_evaluated_and_encodes(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package in the current folder."""
+    package = f"package_of_{mode}"
     source = Path(__file__).read_text(encoding="utf-8")
-    (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "model.py").write_text(
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "model.py").write_text(
         "import paddle\n\n\nclass Mean" + source.split("class Mean")[1].split("class States")[0]
     )
     pairs = "".join(f"word{n} same\tword{n} other\n" for n in range(64))
@@ -95,16 +101,18 @@ def test_it_is_trained_evaluated_and_encodes(mode: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         f"""
 mode: {mode}
-model: {{name: "my_package.model:Mean", options: {{width: 16}}}}
+model: {{name: "{package}.model:Mean", options: {{width: 16}}}}
 contrastive: {{global_batch: 8}}
 data: {{source: files, train_file: pairs.tsv, valid_pairs: 8, pool_size: 32, cache_dir: cache}}
 train: {{max_steps: 2, learning_rate: 0.001, measure_plain: false, output_dir: out}}
 """
     )
-    done = python("-m", "paddle_recompute", "train", "--config", "run.yaml", folder=tmp_path)
-    assert "auto chose body.layers.* (2 x TransformerEncoderLayer)" in done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    done = CliRunner().invoke(cli.main, ["train", "--config", "run.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "auto chose body.layers.* (2 x TransformerEncoderLayer)" in done.output
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 2
     (tmp_path / "texts.txt").write_text("word1\nword2\n")
-    encode = ("-m", "paddle_recompute", "encode", "--model", "out", "--output", "v.npy")
-    encoded = python(*encode, "texts.txt", folder=tmp_path)
-    assert "vectors of 16 numbers" in encoded.stdout
+    encode = ["encode", "--model", "out", "--output", "v.npy", "texts.txt"]
+    assert "vectors of 16 numbers" in CliRunner().invoke(cli.main, encode).output

@@ -27,6 +27,7 @@ from paddle_recompute.app.launch import (
     RankRefusedError,
     _rank_settings,
     launch,
+    launcher,
     read_errors,
     restarts,
 )
@@ -48,6 +49,7 @@ launch(load_config(config, [f"train.output_dir={folder}"]), command)
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
     """Loads the tiny configuration with `overrides`, its output in a folder of the test."""
+    monkeypatch.setattr(launcher, "_PATIENCE", 0.5)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # Paddle sets it where it is imported
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")  # Paddle would prefer it

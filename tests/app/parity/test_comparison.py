@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -164,7 +163,7 @@ def compared(config: Config) -> list[tuple[str, str, str, Tolerance]]:
 
 def test_everything_that_must_agree_is_compared() -> None:
     found = compared(configuration())
-    assert len(set(found)) == len(found) == 8 + 4 + 4 + 4 + 4
+    assert len(set(found)) == len(found) == 8 + 8 + 4 + 2
     for mode in ("dygraph", "static"):
         for ranks in ("1 process", "2 ranks"):
             for case in ("dropout", "no dropout"):
@@ -178,8 +177,8 @@ def test_everything_that_must_agree_is_compared() -> None:
             one, other = (f"{mode} {recompute}, {ranks}" for mode in ("dygraph", "static"))
             for case in ("dropout", "no dropout"):  # they draw the same masks
                 assert (one, other, case, tolerance) in found
-    for ranks, case in itertools.product(("1 process", "2 ranks"), ("dropout", "no dropout")):
-        assert (f"dygraph recompute, {ranks}", f"dygraph fleet, {ranks}", case, EXACT) in found
+    for ranks in ("1 process", "2 ranks"):
+        assert (f"dygraph recompute, {ranks}", f"dygraph fleet, {ranks}", "dropout", EXACT) in found
 
 
 def test_the_order_of_three_ranks_depends_on_the_buffers() -> None:
@@ -255,9 +254,9 @@ def test_the_reference_is_paddles_own_recompute_and_synchronization() -> None:
     config = configuration()
     references = [one for one in plan(config).variants if one.reference]
     assert [(one.ranks, one.dropout) for one in references] == [
-        (1, True), (1, False), (2, True), (2, False)
+        (1, True), (2, True)
     ]  # fmt: skip
-    found = config_for(config, references[2])
+    found = config_for(config, references[1])
     assert (found.recompute.enable, found.recompute.engine) == (True, "fleet")
     assert found.sync.mode == "fleet"
     assert config_for(config, plan(config).variants[2]).sync.mode == "auto"

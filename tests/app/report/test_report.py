@@ -252,11 +252,3 @@ def test_table_for_the_terminal() -> None:
         "recall@10         0.0100      0.5000",
         "mrr               0.0020      0.3330",
     ]
-
-
-def test_what_the_tokens_leave_undecided_is_told() -> None:
-    counts = {"unknown_queries": 3, "equal_queries": 0, "equal_answers": 1}
-    said = "a recall@1 above 0.9500: 3 queries have no token but [UNK], 1 answers have the tokens"
-    lost = {**RECORD, **counts, "recall@1_ceiling": 0.95}
-    assert said in retrieval_table(lost)
-    assert "no model" not in retrieval_table(RECORD)  # of an earlier version, or nothing is lost

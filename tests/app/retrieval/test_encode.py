@@ -63,6 +63,17 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
+def begin(*arguments: Any, stop_at: int = LOT, **options: Any) -> None:
+    """`encode_file`, until so many texts are done."""
+
+    def stop(done: int, total: int) -> None:
+        if done == stop_at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode_file(*arguments, **options, progress=stop)
+
+
 def test_vectors_are_those_of_the_texts_in_their_order(
     encoder: TrainedEncoder, text_file: Path, tmp_path: Path
 ) -> None:
@@ -97,13 +108,8 @@ def test_interrupted_run_goes_on_to_the_same_bytes(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     encode_file(encoder, text_file, whole / "pool.npy", batch_size=BATCH)
 
-    def interrupt(done: int, total: int) -> None:
-        if done == stop_at:
-            raise KeyboardInterrupt
-
     output = parts / "pool.npy"
-    with pytest.raises(KeyboardInterrupt):
-        encode_file(encoder, text_file, output, batch_size=BATCH, progress=interrupt)
+    begin(encoder, text_file, output, batch_size=BATCH, stop_at=stop_at)
     with pytest.raises(DataError, match=rf"pool.npy: holds {stop_at} of 23 texts; run the same"):
         Index.load(output)
     if torn:  # killed while it wrote the next lot
@@ -204,12 +210,7 @@ def test_text_file_is_not_written_over(encoder: TrainedEncoder, tmp_path: Path) 
 
 
 def test_damaged_notes_are_told(encoder: TrainedEncoder, text_file: Path, tmp_path: Path) -> None:
-    def interrupt(done: int, total: int) -> None:
-        if done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        encode_file(encoder, text_file, tmp_path / "pool.npy", batch_size=BATCH, progress=interrupt)
+    begin(encoder, text_file, tmp_path / "pool.npy", batch_size=BATCH)
     notes = tmp_path / "pool.npy.json"
     before = json.loads(notes.read_text())
     for damaged in ("{", "[]", *(json.dumps({**before, "done": done}) for done in (-6, "six"))):
@@ -223,14 +224,9 @@ def test_what_is_lost_is_counted_over_all_sittings(encoder: TrainedEncoder, tmp_
     with gzip.open(tmp_path / "texts.txt.gz", "wb") as file:
         file.write("\ufeff".encode() + "\r\n".join(lines).encode())
 
-    def interrupt(done: int, total: int) -> None:
-        if done == LOT:
-            raise KeyboardInterrupt
-
     arguments: Any = (encoder, tmp_path / "texts.txt.gz", tmp_path / "pool.npy")
     options: Any = {"batch_size": BATCH, "max_tokens": 4}
-    with pytest.raises(KeyboardInterrupt):
-        encode_file(*arguments, **options, progress=interrupt)
+    begin(*arguments, **options)
     record = encode_file(*arguments, **options)
     assert (record["texts"], record["cut"], record["unknown"]) == (14, 1, 1)
     kept = (tmp_path / "pool.npy.txt").read_text(encoding="utf-8").splitlines()
@@ -254,12 +250,7 @@ def test_beginning_of_something_else_is_not_gone_on_with(
 ) -> None:
     output = tmp_path / "pool.npy"
 
-    def interrupt(done: int, total: int) -> None:
-        if done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        encode_file(encoder, text_file, output, batch_size=BATCH, progress=interrupt)
+    begin(encoder, text_file, output, batch_size=BATCH)
     with pytest.raises(DataError, match=r"pool.npy: exists, and was made with batch_size=2;"):
         encode_file(encoder, text_file, output, batch_size=BATCH + 1)
     make_run(tmp_path, seed=1)
@@ -291,42 +282,34 @@ def test_file_that_is_there_is_not_written_over(
     assert output.read_bytes() == before
 
 
+ARCHIVE = gzip.compress("\n".join(texts(50)).encode())
+PAIRS = b"cat\tbig cat\n"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (None, "texts.txt: there is no such file"),
-        (b"\n \n", "texts.txt: contains no text; one text per line is expected"),
-        (b"cat\n\xff\n", "texts.txt:2: not UTF-8"),
-        (b"c\0a\0t\0\n", "texts.txt:1: not text: holds the character NUL"),
-        (b"\xff\xfec\0", "texts.txt: is UTF-16; save it as UTF-8"),
-        (b"cat\rdog\r", "texts.txt:1: a carriage return inside of the line"),
+        ("texts.txt", None, "texts.txt: there is no such file"),
+        ("texts.txt", b"\n \n", "texts.txt: contains no text; one text per line is expected"),
+        ("texts.txt", b"cat\n\xff\n", "texts.txt:2: not UTF-8"),
+        ("texts.txt", b"c\0a\0t\0\n", "texts.txt:1: not text: holds the character NUL"),
+        ("texts.txt", b"\xff\xfec\0", "texts.txt: is UTF-16; save it as UTF-8"),
+        ("texts.txt", b"cat\rdog\r", "texts.txt:1: a carriage return inside of the line"),
+        ("cut.gz", ARCHIVE[:-20], r"gz: damaged gzip data after line \d+"),
+        ("other.gz", b"no archive", r"gz: damaged gzip data after line \d+"),
+        ("pairs.tsv", PAIRS, "pairs.tsv: is a file of pairs by its name; expected one"),
+        ("pairs.jsonl", PAIRS, "pairs.jsonl: is a file of pairs by its name; expected one"),
+        ("pairs.tsv.gz", PAIRS, "pairs.tsv.gz: is a file of pairs by its name; expected one"),
     ],
 )
 def test_unusable_texts_are_told(
-    content: bytes | None, message: str, encoder: TrainedEncoder, tmp_path: Path
+    name: str, content: bytes | None, message: str, encoder: TrainedEncoder, tmp_path: Path
 ) -> None:
     if content is not None:
-        (tmp_path / "texts.txt").write_bytes(content)
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        encode_file(encoder, tmp_path / "texts.txt", tmp_path / "pool.npy")
-
-
-@pytest.mark.parametrize("name", ["pairs.tsv", "pairs.jsonl", "pairs.tsv.gz"])
-def test_a_file_of_pairs_is_not_taken_for_texts(
-    name: str, encoder: TrainedEncoder, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(b"cat\tbig cat\n")
-    with pytest.raises(DataError, match=rf"{name}: is a file of pairs by its name; expected one"):
         encode_file(encoder, tmp_path / name, tmp_path / "pool.npy")
-    assert [one.name for one in tmp_path.iterdir()] == [name]
-
-
-def test_damaged_archive_is_told(encoder: TrainedEncoder, tmp_path: Path) -> None:
-    whole = gzip.compress("\n".join(texts(50)).encode())
-    for name, content in (("cut", whole[:-20]), ("other", b"no archive")):
-        (tmp_path / f"{name}.gz").write_bytes(content)
-        with pytest.raises(DataError, match=r"gz: damaged gzip data after line \d+"):
-            encode_file(encoder, tmp_path / f"{name}.gz", tmp_path / "pool.npy")
+    assert not (tmp_path / "pool.npy").exists()
 
 
 @pytest.mark.parametrize(
@@ -367,12 +350,14 @@ def test_diverged_model_is_told(run: Path, text_file: Path, tmp_path: Path) -> N
 # ------------------------------------------------------------------------- the trained model
 
 
-def test_run_and_its_checkpoints_are_the_same_model(run: Path) -> None:
+def test_run_and_its_checkpoints_are_the_same_model(run: Path, tmp_path: Path) -> None:
     found = [load_encoder(folder) for folder in (run, run / "checkpoint")]
     assert found[0].fingerprint == found[1].fingerprint
     assert found[0].folder == run / "checkpoint" / "step-3"
     assert (found[0].max_query_tokens, found[0].max_positive_tokens) == (10, 12)
     assert not found[0].model.training
+    make_run(tmp_path, seed=1)
+    assert load_encoder(tmp_path / "run").fingerprint != found[0].fingerprint
 
 
 def test_a_complete_checkpoint_of_a_killed_save_encodes_too(
@@ -387,11 +372,6 @@ def test_a_complete_checkpoint_of_a_killed_save_encodes_too(
     checkpoint.with_name(".unfinished-step-3").rename(checkpoint)
     (hits,) = Index.load(tmp_path / "pool.npy").search(["cat"], top_k=1)
     assert hits[0].rank == 1
-
-
-def test_another_model_has_another_fingerprint(run: Path, tmp_path: Path) -> None:
-    make_run(tmp_path, seed=1)
-    assert load_encoder(tmp_path / "run").fingerprint != load_encoder(run).fingerprint
 
 
 def test_folder_without_a_model_is_told(run: Path, tmp_path: Path) -> None:

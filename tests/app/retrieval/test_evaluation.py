@@ -9,33 +9,15 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
 from paddle_recompute.app.retrieval.evaluation import encode_batches, retrieval_metrics
 from paddle_recompute.app.retrieval.metrics import Judgements
 from paddle_recompute.errors import DataError, SyncError
-from tests.ranks import run_ranks
+from tests.app.retrieval.test_metrics import KS, expected
+from tests.distributed.mortal_ranks import results_of
 
 Array = NDArray[Any]
-
-
-def brute_force(query: Array, pool: Array, target: Array, ks: tuple[int, ...]) -> dict[str, float]:
-    """From the whole matrix of scores: a candidate that scores the same is ranked before."""
-    scores = query @ pool.T
-    own = scores[np.arange(len(query)), target]
-    ranks = (scores >= own[:, None]).sum(axis=1)
-    return {
-        **{f"recall@{k}": float((ranks <= k).mean()) for k in ks},
-        **{f"precision@{k}": float(((ranks <= k) / k).mean()) for k in ks},
-        "ndcg@10": float(np.where(ranks <= 10, 1 / np.log2(ranks + 1.0), 0).mean()),
-        "map": float((1 / ranks).mean()),
-        "mrr": float((1 / ranks).mean()),
-        "pool_size": len(pool),
-        "queries": len(query),
-    }
 
 
 def unit_rows(shape: tuple[int, int], seed: int) -> Array:
@@ -43,33 +25,13 @@ def unit_rows(shape: tuple[int, int], seed: int) -> Array:
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
-@st.composite
-def retrievals(draw: st.DrawFn) -> tuple[Array, Array, Array, int]:
-    """Vectors of small integers: every score is exact in float64, and ties are frequent."""
-    num_queries, num_candidates, dim = (draw(st.integers(1, top)) for top in (9, 13, 4))
-    numbers = st.integers(-2, 2)
-    query = draw(arrays.arrays(np.float32, (num_queries, dim), elements=numbers))
-    pool = draw(arrays.arrays(np.float32, (num_candidates, dim), elements=numbers))
-    target = draw(arrays.arrays(np.int64, num_queries, elements=st.integers(0, num_candidates - 1)))
-    return query, pool, target, draw(st.integers(1, 15))
-
-
-@settings(max_examples=300, deadline=None)
-@given(retrievals())
-def test_ranks_with_ties_are_those_of_brute_force(
-    retrieval: tuple[Array, Array, Array, int],
-) -> None:
-    query, pool, target, tile = retrieval
-    found = retrieval_metrics(query, pool, target, ks=(1, 3, 10), tile=tile)
-    assert found == brute_force(query, pool, target, (1, 3, 10))
-
-
 @pytest.mark.parametrize("tile", [1, 7, 64, 1000])
 def test_ranks_of_float_vectors_are_those_of_brute_force(tile: int) -> None:
     query, pool = unit_rows((50, 37), 0), unit_rows((333, 37), 1)
     target = np.random.default_rng(2).integers(0, 333, 50)
-    exact = brute_force(query.astype(np.longdouble), pool.astype(np.longdouble), target, (1, 10))
-    assert retrieval_metrics(query, pool, target, tile=tile) == exact
+    exact = expected(query, pool, [{place: 1} for place in target.tolist()])
+    found = retrieval_metrics(query, pool, target, ks=KS, tile=tile)
+    assert found == pytest.approx({**exact, "queries": 50, "pool_size": 333}, abs=1e-12)
 
 
 @pytest.mark.parametrize("tile", [1, 5, 100, 4096])
@@ -302,8 +264,8 @@ def results_of_a_rank() -> dict[str, Any]:
 
 
 def test_ranks_share_the_work_and_have_what_one_process_has() -> None:
-    # fresh: in a process that has done other work the last bits were others (3.3.1, on a CPU).
-    for rank, found in enumerate(run_ranks(results_of_a_rank, 2, fresh=True)):
+    # New ones: in a process that has done other work the last bits were others (3.3.1, on a CPU).
+    for rank, found in enumerate(results_of(results_of_a_rank)):
         for batch_size, vectors in found["encoded"].items():
             alone = encode_batches(
                 SumOfLetters(), Letters(), TEXTS, max_tokens=8, batch_size=batch_size

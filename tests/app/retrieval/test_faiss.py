@@ -17,6 +17,7 @@ from paddle_recompute.app.retrieval import Index, MiningOptions, load_encoder, m
 from paddle_recompute.app.retrieval import mining as module
 from paddle_recompute.app.retrieval.approximate import Approximate
 from paddle_recompute.errors import DataError, DependencyError
+from tests.app.retrieval import test_mining
 from tests.app.trainer.trained_run import make_run, texts
 
 
@@ -92,30 +93,12 @@ def test_what_is_found_has_exact_scores_and_a_recall(factory: str, tmp_path: Pat
     np.testing.assert_array_equal(again.top(query, 100)[1], rows)
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.usefixtures("needs_faiss")
 @pytest.mark.parametrize("kill_at", [("index", 60), ("mine", 0), ("mine", 4)])
 def test_a_killed_run_continues_to_the_same_bytes(
     made: Path, tmp_path: Path, kill_at: tuple[str, int]
 ) -> None:
-    whole = mined(made, tmp_path / "whole.jsonl", faiss="HNSW4")
-
-    def kill(what: str, done: int, total: int) -> None:
-        if (what, done) == kill_at:
-            raise Killed
-
-    with pytest.raises(Killed):
-        mined(made, tmp_path / "parts.jsonl", faiss="HNSW4", progress=kill)
-    seen: list[str] = []
-    again = mined(
-        made, tmp_path / "parts.jsonl", faiss="HNSW4", progress=lambda what, *_: seen.append(what)
-    )
-    assert again == whole
-    assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert ("index" in seen) == (kill_at[0] == "index")  # else it is read
+    test_mining.test_a_killed_run_continues_to_the_same_bytes(made, tmp_path, kill_at, "HNSW4")
 
 
 @pytest.mark.usefixtures("needs_faiss")

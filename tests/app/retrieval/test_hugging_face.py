@@ -37,13 +37,6 @@ KINDS: dict[str, dict[str, Any]] = {
 TOLERANCE = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets variables; they are put back after each test."""
-    for name in ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "FLAGS_use_stride_kernel"):
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
-
-
 def converted(folder: Path, *more: str, **changes: Any) -> tuple[Path, Result]:
     """A run in `folder`, and the folder ``hf`` made of it."""
     wide = {"model__initializer_range": 0.3, **changes}

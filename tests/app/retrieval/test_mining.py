@@ -22,7 +22,7 @@ from paddle_recompute.app.retrieval import (
     mine,
 )
 from paddle_recompute.app.retrieval import mining as module
-from paddle_recompute.app.retrieval.index import top_of_tiles
+from paddle_recompute.app.retrieval.nearest import top_of_tiles
 from paddle_recompute.errors import DataError
 from tests.app.trainer.trained_run import make_run, texts
 
@@ -110,24 +110,13 @@ def test_negatives_are_those_of_brute_force(
     read_pairs(tmp_path / "out.jsonl")  # what was written is read
 
 
-def test_known_positives_and_equal_texts_are_no_negatives(made: Path, tmp_path: Path) -> None:
+def test_equal_texts_in_another_writing_are_no_negatives(made: Path, tmp_path: Path) -> None:
     every = MiningOptions(num_negatives=100)
-    mine(
-        load_encoder(made / "run"),
-        made / "pairs.tsv",
-        made / "pool.txt",
-        tmp_path / "o.jsonl",
-        every,
-    )
-    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    positives: dict[str, set[str]] = {}
-    for line in lines:
-        positives.setdefault(line["query"], set()).add(line["positive"])
-    assert max(map(len, positives.values())) == 2
-    for line in lines:
-        assert not positives[line["query"]].intersection(line["negatives"])
-        assert line["query"] not in line["negatives"]
-    assert "Big Dog!" not in lines[4]["negatives"]  # it is "big dog" in another writing
+    encoder, output = load_encoder(made / "run"), tmp_path / "out.jsonl"
+    mine(encoder, made / "pairs.tsv", made / "pool.txt", output, every)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert lines[4]["positive"] == "big dog"
+    assert "Big Dog!" not in lines[4]["negatives"]
     assert "Big Dog!" in lines[0]["negatives"]
 
 
@@ -135,27 +124,34 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("kill_at", [0, 4, 8])
-def test_a_killed_run_continues_to_the_same_bytes(made: Path, tmp_path: Path, kill_at: int) -> None:
+@pytest.mark.parametrize("kill_at", [("mine", 0), ("mine", 4), ("mine", 8)])
+def test_a_killed_run_continues_to_the_same_bytes(
+    made: Path, tmp_path: Path, kill_at: tuple[str, int], faiss: str | None = None
+) -> None:
     encoder = load_encoder(made / "run")
     arguments = (encoder, made / "pairs.tsv", made / "pool.txt")
-    whole = mine(*arguments, tmp_path / "whole.jsonl")
+    whole = mine(*arguments, tmp_path / "whole.jsonl", faiss=faiss)
 
     def kill(what: str, done: int, total: int) -> None:
-        if (what, done) == ("mine", kill_at):
+        if (what, done) == kill_at:
             raise Killed
 
     with pytest.raises(Killed):
-        mine(*arguments, tmp_path / "parts.jsonl", progress=kill)
-    if kill_at:  # in the middle of a write
+        mine(*arguments, tmp_path / "parts.jsonl", faiss=faiss, progress=kill)
+    if kill_at in (("mine", 4), ("mine", 8)):  # in the middle of a write
         with (tmp_path / "parts.jsonl").open("ab") as file:
             file.write(b'{"query": "half a li')
     seen: list[tuple[str, int, int]] = []
-    again = mine(*arguments, tmp_path / "parts.jsonl", progress=lambda *at: seen.append(at))
+    again = mine(
+        *arguments, tmp_path / "parts.jsonl", faiss=faiss, progress=lambda *at: seen.append(at)
+    )
     assert again == whole
     assert (tmp_path / "parts.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert next(done for what, done, _ in seen if what == "mine") == kill_at
-    assert mine(*arguments, tmp_path / "parts.jsonl") == whole  # nothing is left to do
+    of_mine = kill_at[1] if kill_at[0] == "mine" else 0
+    assert next(done for what, done, _ in seen if what == "mine") == of_mine
+    # The index of faiss is read, unless it was not finished.
+    assert any(what == "index" for what, *_ in seen) == (kill_at[0] == "index")
+    assert mine(*arguments, tmp_path / "parts.jsonl", faiss=faiss) == whole  # nothing is left to do
 
 
 def test_a_run_killed_before_its_first_record_counts_once(

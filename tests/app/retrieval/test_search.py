@@ -15,7 +15,8 @@ from hypothesis.extra import numpy as arrays
 from paddle_recompute.app.retrieval import index as search_module
 from paddle_recompute.app.retrieval.encoding import encode_file
 from paddle_recompute.app.retrieval.evaluation import encode_batches
-from paddle_recompute.app.retrieval.index import Index, top_of_tiles
+from paddle_recompute.app.retrieval.index import Index
+from paddle_recompute.app.retrieval.nearest import top_of_tiles
 from paddle_recompute.app.retrieval.trained import load_encoder
 from paddle_recompute.errors import CheckpointError, DataError
 from tests.app.trainer.trained_run import make_run, texts

@@ -37,13 +37,6 @@ print(json.dumps(some.tolist()))
 """
 
 
-@pytest.fixture(autouse=True)
-def outside_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets variables; they are put back after each test."""
-    for name in ("OMP_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "FLAGS_use_stride_kernel"):
-        monkeypatch.setenv(name, os.environ.get(name, "1"))
-
-
 def exported(folder: Path, file_format: str, **changes: Any) -> tuple[Path, Result]:
     """A run in `folder`, and the folder ``served`` made of it."""
     make_run(folder, biased=True, model__initializer_range=0.3, **changes)
@@ -62,7 +55,10 @@ def expected(folder: Path) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model__pooling": "cls", "model__projection_size": 8, "model__activation": "relu"}],
+    [
+        pytest.param({}, marks=pytest.mark.matrix),
+        {"model__pooling": "cls", "model__projection_size": 8, "model__activation": "relu"},
+    ],
     ids=["mean", "cls"],
 )
 def test_the_script_of_the_documentation_has_our_vectors(

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle.distributed as dist
 import pytest
+from click.testing import CliRunner, Result
 from safetensors.numpy import load_file
 
 import paddle_recompute
+from paddle_recompute.app import cli
 from paddle_recompute.app.config import DataConfig
 from paddle_recompute.app.data import load_tokenizer, train_tokenizer
 from paddle_recompute.app.data.loader import build_loader
@@ -33,7 +36,9 @@ from paddle_recompute.checkpoint import find_checkpoint
 from paddle_recompute.errors import DataError, SyncError
 from tests.app.trainer.test_trainer import tiny
 from tests.app.trainer.trained_run import make_run, texts
-from tests.ranks import ROOT, run_ranks
+from tests.distributed.mortal_ranks import results_of
+from tests.processes import python
+from tests.ranks import ROOT
 
 PROMPTS = {"model__query_prompt": "big query ", "model__document_prompt": "stone "}
 
@@ -170,30 +175,20 @@ def test_training_with_prompts_is_training_on_texts_that_begin_with_them(tmp_pat
 # ----------------------------------------------------------------------------------------- ranks
 
 
-def encode_on_a_rank(folder: Path, output: Path, stop_at: int | None) -> dict[str, Any]:
+def encode_on_a_rank(folder: Path, output: Path) -> dict[str, Any]:
     encode_module._BATCHES_PER_BLOCK = 3
     encoder = load_encoder(folder / "run")
-
-    def stop(done: int, total: int) -> None:
-        if done == stop_at:
-            raise KeyboardInterrupt
-
-    try:
-        return encode_file(
-            encoder, folder / "texts.txt", output, batch_size=3, progress=stop, over_ranks=True
-        )
-    finally:
-        encode_module._BATCHES_PER_BLOCK = 16
+    return encode_file(encoder, folder / "texts.txt", output, batch_size=3, over_ranks=True)
 
 
-def ranks_that_read_other_texts(folder: Path, output: Path) -> str:
-    import paddle.distributed as dist
-
+def refused_and_encoded(folder: Path, output: Path) -> tuple[str, dict[str, Any]]:
+    """What is said where the ranks read other texts, and the record of equal ones."""
+    other = output.with_name("other.npy")
     own = output.with_name(f"texts-{dist.get_rank()}.txt")
     own.write_text("cat\n" * 2 + "dog\n" * (dist.get_rank() + 1))
     with pytest.raises(SyncError) as caught:
-        encode_file(load_encoder(folder / "run"), own, output, over_ranks=True)
-    return str(caught.value)
+        encode_file(load_encoder(folder / "run"), own, other, over_ranks=True)
+    return str(caught.value), encode_on_a_rank(folder, output)
 
 
 def test_ranks_write_the_bytes_of_one_process(
@@ -211,20 +206,14 @@ def test_ranks_write_the_bytes_of_one_process(
     # Begun by one process, continued by two ranks. The last block has one batch, one rank none.
     with pytest.raises(KeyboardInterrupt):
         encode_file(encoder, folder / "texts.txt", shared, batch_size=3, progress=stop)
-    records = run_ranks(encode_on_a_rank, 2, fresh=True, folder=folder, output=shared, stop_at=None)
+    told, records = zip(*results_of(refused_and_encoded, folder=folder, output=shared), strict=True)
+    assert all(one.startswith("the ranks' texts differ") for one in told)
     record = encode_file(encoder, folder / "texts.txt", alone, batch_size=3)
     assert (record["cut"], record["unknown"]) == (1, 1)
     assert records[0] == records[1]
     assert (records[0]["resumed_at"], records[0]["done"]) == (18, 42)
     for name in ("pool.npy", "pool.npy.txt", "pool.npy.json"):
         assert (shared.parent / name).read_bytes() == (alone.parent / name).read_bytes()
-
-
-def test_ranks_with_other_texts_are_refused(folder: Path, tmp_path: Path) -> None:
-    told = run_ranks(
-        ranks_that_read_other_texts, 2, fresh=True, folder=folder, output=tmp_path / "pool.npy"
-    )
-    assert all(one.startswith("the ranks' texts differ") for one in told)
 
 
 # --------------------------------------------------------------------------------------- command
@@ -235,40 +224,46 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
     encode_file(load_encoder(folder / "run"), folder / "texts.txt", index)
     queries = [*texts(30), "big dog"]
     (tmp_path / "queries.txt").write_text("\n".join(queries) + "\n\n")
-    command = [sys.executable, "-m", "paddle_recompute", "search", "--index", str(index)]
-    command += ["--top-k", "2", "--queries"]
 
-    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            [*command, *arguments], cwd=ROOT, capture_output=True, timeout=120, **options
-        )
+    command = ["search", "--index", str(index), "--top-k", "2", "--queries"]
 
-    output = tmp_path / "found.jsonl"
-    done = run(str(tmp_path / "queries.txt"), "--output", str(output), check=True)
-    assert done.stdout == b""
+    def run(*arguments: str, code: int = 0) -> Result:
+        done = CliRunner().invoke(cli.main, [*command, *arguments])
+        assert done.exit_code == code, done.output
+        return done
+
+    asked, output = str(tmp_path / "queries.txt"), tmp_path / "found.jsonl"
+    assert run(asked, "--output", str(output)).stdout_bytes == b""
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [line["query"] for line in lines] == queries
     expected = Index.load(index).search(queries, top_k=2)
     for line, hits in zip(lines, expected, strict=True):
         assert [hit["row"] for hit in line["results"]] == [hit.row for hit in hits]
         assert [hit["text"] for hit in line["results"]] == [hit.text for hit in hits]
+        assert [hit["score"] for hit in line["results"]] == [hit.score for hit in hits]
+    piped = subprocess.run(
+        [sys.executable, "-m", "paddle_recompute", *command, "-", "--json"],
+        cwd=ROOT,
+        input="\n".join(queries),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    for given, written in zip(piped.stdout.splitlines(), lines, strict=True):
         # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
-        scores = [hit["score"] for hit in line["results"]]
-        assert scores == pytest.approx([hit.score for hit in hits], abs=1e-6)
-    piped = run("-", "--json", input="\n".join(queries).encode(), check=True)
-    assert piped.stdout == output.read_bytes()
+        rows = [[hit["row"] for hit in one["results"]] for one in (json.loads(given), written)]
+        assert rows[0] == rows[1]
     link = tmp_path / "link.jsonl"
     link.symlink_to(tmp_path / "behind.jsonl")
-    run("-", "--output", str(link), input=b"cat\n", check=True)
+    run(asked, "--output", str(link))
     assert link.is_symlink() and (tmp_path / "behind.jsonl").stat().st_size > 0
     os.mkfifo(tmp_path / "pipe")
-    pipe = run("-", "--output", str(tmp_path / "pipe"), input=b"cat\n")
-    assert pipe.returncode == 2 and b"is no plain file" in pipe.stderr
-    both = run("-", "cat", input=b"")
-    assert both.returncode == 2
-    assert b"search needs either queries or --queries FILE" in both.stderr
-    none = run("-", "--output", str(tmp_path / "none.jsonl"), input=b" \n\n")
-    assert none.returncode == 2 and b"contains no query" in none.stderr
+    pipe = run(asked, "--output", str(tmp_path / "pipe"), code=2)
+    assert "is no plain file" in pipe.stderr
+    assert "search needs either queries or --queries FILE" in run("-", "cat", code=2).stderr
+    (tmp_path / "queries.txt").write_text(" \n\n")
+    none = run(asked, "--output", str(tmp_path / "none.jsonl"), code=2)
+    assert "contains no query" in none.stderr
     assert not (tmp_path / "none.jsonl").exists()
 
 
@@ -276,19 +271,16 @@ def test_many_queries_are_searched_for_with_one_model(folder: Path, tmp_path: Pa
 def test_encode_under_fleetrun(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "command.py"
     script.write_text("from paddle_recompute.app.cli import main\n\nmain()\n")
-    words = ["encode", "--model", str(folder / "run"), str(folder / "texts.txt"), "--output"]
-    fleetrun = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
-    fleetrun += ["--log_dir", str(tmp_path / "logs")]
-    for name, launcher in (("alone", []), ("shared", fleetrun)):
-        output = tmp_path / f"{name}.npy"
-        command = [sys.executable, *launcher, str(script), *words, str(output)]
-        own = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=170
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count(f"texts, vectors of 16 numbers: {output}") == 1
-    assert (tmp_path / "alone.npy").read_bytes() == (tmp_path / "shared.npy").read_bytes()
+    output = tmp_path / "shared.npy"
+    command = ["-m", "paddle.distributed.launch", "--nproc_per_node", "2"]
+    command += ["--log_dir", str(tmp_path / "logs"), str(script)]
+    command += ["encode", "--model", str(folder / "run"), str(folder / "texts.txt"), "--output"]
+    done = python(*command, output, timeout=170)
+    assert done.stdout.count(f"texts, vectors of 16 numbers: {output}") == 1
+    encode_file(load_encoder(folder / "run"), folder / "texts.txt", tmp_path / "alone.npy")
+    # On an AMD CPU the command takes another path of MKL, which rounds otherwise.
+    alone, shared = np.load(tmp_path / "alone.npy"), np.load(output)
+    np.testing.assert_allclose(shared, alone, atol=1e-6)
 
 
 def test_what_would_be_a_wrong_answer_is_refused(tmp_path: Path) -> None:

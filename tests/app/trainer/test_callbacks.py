@@ -60,13 +60,6 @@ def test_they_are_told_in_order(folder: Path) -> None:
     assert read_metrics(folder / "run" / "metrics.jsonl") == noted.records
 
 
-def test_a_resumed_run_starts_where_the_first_ended(folder: Path) -> None:
-    Trainer(tiny(folder, **{**SETTINGS, "train__max_steps": 3})).run()
-    noted = Noting()
-    Trainer(tiny(folder, **SETTINGS, train__resume=True), callbacks=[noted]).run()
-    assert noted.seen[:2] == [("start", 3, 4), ("step", 4)]
-
-
 class Failing(Callback):
     def after_step(self, run: Run) -> None:
         raise RuntimeError(f"planted in step {run.step}")

@@ -123,7 +123,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-@pytest.mark.parametrize("negatives", ["local", "global"])
+@pytest.mark.parametrize("negatives", [pytest.param("local", marks=pytest.mark.matrix), "global"])
 def test_one_rank_with_less_memory_ends_the_run_and_the_next_start_has_another_plan(
     folder: Path, negatives: str
 ) -> None:

@@ -22,71 +22,41 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
-    progress = Progress(50, stream=stream)
-    progress.advance()
-    progress.show(RECORD)
-    progress.close()
-    assert stream.getvalue() == "step 20/50  loss 1.2500  examples/s 321  peak 3.0 MiB\n"
-
-
-def test_peak_that_is_not_measured() -> None:
-    stream = io.StringIO()
-    Progress(50, stream=stream).show({**RECORD, "peak_bytes": None})
-    assert stream.getvalue().endswith("peak not measured\n")
-
-
-def test_bar_on_a_terminal() -> None:
-    stream = Terminal()
-    progress = Progress(50, done=19, stream=stream)
+@pytest.mark.parametrize("enabled", [True, False], ids=["rank 0", "another rank"])
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(
+    kind: type[io.StringIO], enabled: bool
+) -> None:
+    stream = kind()
+    progress = Progress(50, done=19, enabled=enabled, stream=stream)
     progress.advance()
     progress.show(RECORD)
     progress.close()
     shown = stream.getvalue()
-    assert "20/50" in shown
-    assert "loss=1.2500" in shown
-    assert "peak=3.0 MiB" in shown
+    if not enabled:
+        assert shown == ""
+    elif kind is Terminal:
+        for part in ("20/50", "loss=1.2500", "peak=3.0 MiB"):
+            assert part in shown
+    else:
+        assert shown == "step 20/50  loss 1.2500  examples/s 321  peak 3.0 MiB\n"
+        progress.show({**RECORD, "peak_bytes": None})
+        assert stream.getvalue().endswith("peak not measured\n")
 
 
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
-def test_other_ranks_are_silent(stream: io.StringIO) -> None:
-    progress = Progress(50, enabled=False, stream=stream)
-    progress.advance()
-    progress.show(RECORD)
-    progress.close()
-    assert stream.getvalue() == ""
-
-
-def test_log_is_one_record_per_line(tmp_path: Path) -> None:
+def test_the_log_keeps_what_a_resumed_run_does_not_repeat(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
     log = MetricsLog(path)
-    log.write(RECORD)
-    log.write({**RECORD, "step": 30})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [20, 30]
-    assert read_metrics(path)[0] == RECORD
-
-
-def test_new_run_starts_with_an_empty_log(tmp_path: Path) -> None:
-    MetricsLog(tmp_path / "metrics.jsonl").write(RECORD)
-    MetricsLog(tmp_path / "metrics.jsonl")
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
-def test_resumed_run_keeps_what_it_does_not_repeat(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
     for step in (10, 20, 30):
         log.write({**RECORD, "step": step})
-    MetricsLog(tmp_path / "metrics.jsonl", resumed_at=20)
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [10, 20]
-
-
-def test_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    MetricsLog(path).write(RECORD)
     with path.open("a") as file:
-        file.write('{"step": 3')
-    assert read_metrics(path) == [RECORD]
+        file.write('{"step": 3')  # a torn last line is left out
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()[:-1]] == [10, 20, 30]
+    assert read_metrics(path)[1] == RECORD
+    MetricsLog(path, resumed_at=20)
+    assert [record["step"] for record in read_metrics(path)] == [10, 20]
+    MetricsLog(path)  # a new run
+    assert read_metrics(path) == []
 
 
 def test_numbers_that_json_has_not_are_refused(tmp_path: Path) -> None:

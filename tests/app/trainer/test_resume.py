@@ -68,16 +68,6 @@ def test_damage_is_told_and_the_run_goes_on_from_before(
     assert_same_run(folder / "run", folder / "whole")
 
 
-def test_a_new_run_in_the_folder_never_goes_on_from_the_old_one(folder: Path) -> None:
-    """With train.overwrite the checkpoints of before go, whatever train.keep says."""
-    settings = {"train__save_every": 2}
-    Trainer(tiny(folder, train__max_steps=4, **settings)).run()
-    again = {"train__seed": 1, "train__overwrite": True, "train__resume": "auto"}
-    Trainer(tiny(folder, train__max_steps=2, **again, **settings)).run()
-    kept = [path.name for path in (folder / "run" / "checkpoint").iterdir()]
-    assert kept == ["step-2"]
-
-
 def test_moments_without_a_tensor_are_refused(folder: Path) -> None:
     Trainer(tiny(folder, train__max_steps=2)).run()
     checkpoint = find_checkpoint(folder / "run" / "checkpoint").folder
@@ -90,6 +80,7 @@ def test_moments_without_a_tensor_are_refused(folder: Path) -> None:
             Trainer(tiny(folder, train__max_steps=3, train__resume=True)).run()
 
 
+GOOD_BEST = {"metric": "mrr", "best": 0.3, "best_step": 1, "since": 0}
 BAD_STATES: dict[str, Any] = {
     "model is null": {"config": {"model": None}},
     "config is a list": {"config": []},
@@ -101,33 +92,26 @@ BAD_STATES: dict[str, Any] = {
     "train_step is a list": {"train_step": []},
     "no ranks": {"world_size": 0},
     "ranks in words": {"world_size": "two"},
+    "best in words": {"validation": {**GOOD_BEST, "best": "0.3"}},
+    "best is no number": {"validation": {**GOOD_BEST, "best": float("nan")}},
+    "no best step": {"validation": {**GOOD_BEST, "best_step": None}},
+    "fewer than no evaluations": {"validation": {**GOOD_BEST, "since": -1}},
 }
 
 
 def test_bad_state_is_refused(folder: Path) -> None:
     Trainer(tiny(folder, train__max_steps=1)).run()
     file = find_checkpoint(folder / "run" / "checkpoint").folder / "state.json"
-    good = json.loads(file.read_text())
+    good = {**json.loads(file.read_text()), "validation": GOOD_BEST}
     for name, change in BAD_STATES.items():
         file.write_text(json.dumps({**good, **change}))
         write_manifest(file.parent)
         with pytest.raises(CheckpointError, match=r"state\.json: is damaged"):
             Trainer(tiny(folder, train__max_steps=2, train__resume=True)).run()
             pytest.fail(name)
-
-
-def test_another_number_of_ranks_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Trainer(tiny(folder, train__max_steps=2)).run()
-    file = find_checkpoint(folder / "run" / "checkpoint").folder / "state.json"
-    state = json.loads(file.read_text())
-    file.write_text(json.dumps({**state, "world_size": 4}))
+    file.write_text(json.dumps(good))
     write_manifest(file.parent)
-    settings = {"train__resume": True, "contrastive__negatives": "local"}
-    record = Trainer(tiny(folder, train__max_steps=3, **settings)).run()
-    said = capsys.readouterr().out
-    assert record["steps"] == 3
-    assert "4 ranks saved it, and 1 go on: each step has the same pairs, but dropout" in said
-    assert "a query meets the 8 pairs of its rank now" in said
+    assert Trainer(tiny(folder, train__max_steps=2, train__resume=True)).run()["steps"] == 2
 
 
 # ------------------------------------------------------------------------------------- two ranks
@@ -154,6 +138,7 @@ def train_on_ranks(folder: str, ranks: int, steps: int, **changes: Any) -> Any:
         train__decay="constant",
         train__eval_before=False,
         sync__compression="bf16",
+        contrastive__negatives="local",
         **changes,
     )
     try:
@@ -181,6 +166,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_pairs(
     text = said[0][0]
     ranks = {1: "1 rank", 2: "2 ranks"}
     assert f"{ranks[before]} saved it, and {now} go on: each step has the same pairs, but" in text
+    assert f"a query meets the {8 // now} pairs of its rank now" in text
     assert ("rounding errors of their gradients" in text) == (before == 2)
     # A run that was not interrupted, on the second number of ranks.
     (folder / "other").mkdir()

@@ -2,149 +2,163 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner, Result
 
+from paddle_recompute import _run_folder
+from paddle_recompute.app import cli
+from paddle_recompute.app.trainer import Callback, Run, Trainer
+from paddle_recompute.app.trainer.recorder import MetricsLog
 from paddle_recompute.checkpoint import find_checkpoint
-from tests.app.trainer.test_trainer import assert_same_run, tiny, write_pairs
-from tests.ranks import ROOT, ranks_started_by
+from paddle_recompute.errors import StoppedError
+from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
+from tests.ranks import ROOT, ranks_started_by, run_ranks
 
-pytestmark = pytest.mark.timeout(300)  # starts of two ranks, each with Paddle
-
-STEPS = 12
-# A step that takes long enough for a signal to come in the midst of the run.
-SLOW = """
-import os, sys, time, runpy
-from paddle_recompute.static_graph import StaticTrainStep
-from paddle_recompute.train_step import TrainStep
-def slow_down(step):
-    made = step.__call__
-    def slowly(self, *arguments, **named):
-        time.sleep(0.1)
-        return made(self, *arguments, **named)
-    step.__call__ = slowly
-slow_down(TrainStep)
-slow_down(StaticTrainStep)
-"""
+ENDLESS = 10**6
+TWO = {"launch__num_ranks": 2, "recompute__enable": False}
 
 
 def write_config(folder: Path, name: str, **changes: Any) -> Path:
     write_pairs(folder / "pairs.tsv")
-    changes = {
-        "train__max_steps": STEPS,
-        "train__save_every": 100,
-        "train__eval_before": False,
-        **changes,
-    }
-    tree = tiny(folder, train__output_dir=str(folder / name), **changes).to_dict()
+    changes = {"train__eval_before": False, "train__output_dir": str(folder / name), **changes}
     file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(tree))
+    file.write_text(yaml.safe_dump(tiny(folder, **changes).to_dict()))
     return file
 
 
-def train(folder: Path, config: Path, *more: str) -> subprocess.Popen[str]:
-    """The command, its steps slowed down in every process."""
-    (folder / "site").mkdir(exist_ok=True)
-    # TrainStep is imported late, so the patch is made where the trainer's module asks for it.
-    (folder / "site" / "sitecustomize.py").write_text(
-        "import os\n"
-        "if 'SLOW_STEPS' in os.environ:\n"
-        "    from importlib import abc, machinery\n"
-        "    import sys\n"
-        "    class Finder(abc.MetaPathFinder):\n"
-        "        def find_spec(self, name, path, target=None):\n"
-        "            if name != 'paddle_recompute.app.trainer.trainer':\n"
-        "                return None\n"
-        "            sys.meta_path.remove(self)\n"
-        f"            exec({SLOW!r}, {{}})\n"
-        "            return None\n"
-        "    sys.meta_path.insert(0, Finder())\n"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-m", "paddle_recompute", "train", "--config", str(config), *more],
+# --------------------------------------------------------------------------------- one process
+
+
+def run_here(config: Path) -> Result:
+    return CliRunner().invoke(cli.main, ["train", "--config", str(config)])
+
+
+def test_one_process_saves_its_step_and_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = MetricsLog.write
+
+    def interrupt_and_write(log: MetricsLog, record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        write(log, record)
+
+    config = write_config(tmp_path, "run", train__resume="auto", train__save_every=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsLog, "write", interrupt_and_write)
+        stopped = run_here(config)
+    assert stopped.exit_code == 130, stopped.output
+    assert "Stopped by SIGINT; the steps so far are saved" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert find_checkpoint(tmp_path / "run" / "checkpoint").step == 4
+    assert run_here(config).exit_code == 0
+    assert run_here(write_config(tmp_path, "whole")).exit_code == 0
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+# ------------------------------------------------------------------------------- several ranks
+
+
+class Asking(Callback):
+    def after_step(self, run: Run) -> None:
+        if (run.rank, run.step) == (1, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@unmeasured
+def train_until_asked(folder: str) -> tuple[int, str]:
+    settings = {"train__max_steps": 40, "train__eval_before": False, "mode": "static", **TWO}
+    with pytest.raises(StoppedError) as caught:
+        Trainer(tiny(Path(folder), **settings), callbacks=[Asking()]).run()
+    return caught.value.code, str(caught.value)
+
+
+def test_a_signal_to_one_rank_saves_the_same_step_of_a_program_on_all(folder: Path) -> None:
+    first, second = run_ranks(train_until_asked, 2, folder=str(folder))
+    assert first == second
+    assert first[0] == 143 and first[1].startswith("Stopped by SIGTERM; the steps so far are saved")
+    assert find_checkpoint(folder / "run" / "checkpoint").step == 4
+
+
+@contextmanager
+def started(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """The command ``train``; it is killed at the end of the block if it still runs."""
+    run = subprocess.Popen(
+        [sys.executable, "-m", "paddle_recompute", "train", "--config", *map(str, arguments)],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{folder / 'site'}",
-            "SLOW_STEPS": "1",
-            "PYTHONUNBUFFERED": "1",
-        },
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    try:
+        yield run
+    finally:
+        run.kill()  # its ranks end with it
+        run.communicate()
 
 
-def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 200
-    file = folder / "metrics.jsonl"
-    while time.monotonic() < deadline and run.poll() is None:
-        if file.exists() and len(file.read_text().splitlines()) >= step:
-            return
-        time.sleep(0.02)
-    run.terminate()
-    pytest.fail(f"no step {step} of\n{run.communicate(timeout=60)[0][-3000:]}")
-
-
-def pids_of_ranks(command: int) -> dict[int, int]:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if len(found := ranks_started_by(command)) == 2:
-            return found
+def wait_for(run: subprocess.Popen[str], what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not what():
+        if time.monotonic() > deadline or run.poll() is not None:
+            run.terminate()
+            pytest.fail(f"did not come to it:\n{run.communicate(timeout=60)[0][-3000:]}")
         time.sleep(0.05)
-    pytest.fail("no ranks")
 
 
-TWO = {"launch__num_ranks": 2, "recompute__enable": False}
+def newest(folder: Path) -> int:
+    """The step of the newest checkpoint; 0 without one."""
+    return max((int(one.name[5:]) for one in (folder / "checkpoint").glob("step-*")), default=0)
 
 
-def test_one_process_saves_its_step_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole = train(tmp_path, write_config(tmp_path, "whole"))
-    config = write_config(tmp_path, "run", train__resume="auto")
-    run = train(tmp_path, config)
-    wait_for_step(run, tmp_path / "run", 3)
-    run.send_signal(signal.SIGINT)
-    output = run.communicate(timeout=60)[0]
-    assert run.returncode == 130, output
-    assert "Stopped by SIGINT; the steps so far are saved" in output
-    assert "Traceback" not in output
-    step = find_checkpoint(tmp_path / "run" / "checkpoint").step
-    assert 3 <= step < STEPS
-    assert train(tmp_path, config).wait(60) == whole.wait(60) == 0
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.parametrize(("whom", "mode"), [("launcher", "dygraph"), ("rank 1", "static")])
-def test_a_signal_to_one_saves_on_all_ranks(tmp_path: Path, whom: str, mode: str) -> None:
-    config = write_config(tmp_path, "run", train__resume="auto", mode=mode, **TWO)
-    run = train(tmp_path, config)
-    pids = pids_of_ranks(run.pid)
-    wait_for_step(run, tmp_path / "run", 3)
-    os.kill(run.pid if whom == "launcher" else pids[int(whom[-1])], signal.SIGTERM)
-    output = run.communicate(timeout=60)[0]
-    assert run.returncode == 143, output
-    assert "Stopped by SIGTERM; the steps so far are saved" in output
-    assert "Traceback" not in output
-    assert 3 <= find_checkpoint(tmp_path / "run" / "checkpoint").step < STEPS
-
-
-def test_ranks_are_started_again_where_one_was_killed(tmp_path: Path) -> None:
-    config = write_config(tmp_path, "run", **TWO, train__save_every=2)
-    run = train(tmp_path, config, "--max_restart", "1")
-    pids = pids_of_ranks(run.pid)
-    wait_for_step(run, tmp_path / "run", 4)
-    os.kill(pids[1], signal.SIGKILL)
-    output = run.communicate(timeout=120)[0]
-    assert run.returncode == 0, output
-    assert "Starting again (1 of 1)" in output
-    assert "Resuming after step" in output
-    assert json.loads(output.strip().splitlines()[-1])["steps"] == STEPS
+@pytest.mark.timeout(300)  # starts two ranks three times
+def test_launched_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second command is refused; a killed rank starts again; a signal, and the death of the
+    command, save the step.
+    """
+    folder = tmp_path / "run"
+    settings = {"train__max_steps": ENDLESS, "train__save_every": 4, "train__resume": "auto"}
+    config = write_config(tmp_path, "run", **TWO, **settings)
+    with started(config, "--max-restart", "1") as run:
+        wait_for(run, lambda: newest(folder) >= 4)
+        # Another command is refused before it starts a rank, and touches nothing.
+        logs = sorted((folder / "logs").iterdir())
+        with started(config) as second:
+            output = second.communicate(timeout=60)[0]
+        assert second.returncode == 2
+        (told,) = output.splitlines()
+        assert re.search(rf"{folder} .*\(pid {run.pid} on ", told)
+        assert sorted((folder / "logs").iterdir()) == logs
+        before, saved = ranks_started_by(run.pid), newest(folder)
+        os.kill(before[1], signal.SIGKILL)
+        wait_for(run, lambda: newest(folder) >= saved + 8)
+        assert set(before.values()).isdisjoint(ranks_started_by(run.pid).values())
+        run.send_signal(signal.SIGTERM)
+        _, restarted, again = run.communicate(timeout=60)[0].partition("Starting again (1 of 1)")
+    assert restarted
+    assert run.returncode == 143, again
+    assert "Resuming after step" in again
+    assert "Stopped by SIGTERM; the steps so far are saved" in again
+    assert "Traceback" not in again
+    saved = find_checkpoint(folder / "checkpoint").step
+    with started(config) as run:
+        wait_for(run, lambda: newest(folder) > saved)
+        saved = newest(folder)
+        run.kill()  # its ranks save their step and end, and hold the folder until then
+        run.communicate(timeout=60)
+    monkeypatch.setattr(_run_folder, "PATIENCE", 60.0)
+    with _run_folder.hold(folder, print):
+        assert find_checkpoint(folder / "checkpoint").step >= saved

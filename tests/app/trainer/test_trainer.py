@@ -44,6 +44,7 @@ from paddle_recompute.errors import (
 )
 from paddle_recompute.train_step import mixed_precision
 from tests.app.report.pages import Page
+from tests.distributed.mortal_ranks import results_of
 from tests.ranks import run_ranks
 from tests.train_step.half_precision import pretended_gpu, rounded
 
@@ -151,10 +152,6 @@ def test_run_returns_and_writes_what_it_promises(
         "steps": 10,
         "pool_size": 50,
         "queries": 20,
-        "recall@1_ceiling": 1.0,
-        "unknown_queries": 0,
-        "equal_queries": 0,
-        "equal_answers": 0,
         "plain_peak_bytes": None,  # it need not be measured
         "output_dir": str(output),
     }
@@ -239,6 +236,7 @@ def test_resume_of_a_finished_run_keeps_its_record(
         shown = capsys.readouterr().out
         assert f"The run has ended: 2 steps are done, and {asked} are asked for" in shown
         assert "raise train.max_steps" in shown
+        assert "name another train.output_dir or set train.overwrite=true" in shown
         assert "its record is kept" in shown
         assert "20 held-out queries" in shown
     after = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
@@ -261,21 +259,13 @@ def test_a_finished_run_without_a_record_is_evaluated(
     assert again["examples_per_second"] > 0
 
 
-def test_a_new_run_does_not_keep_the_record_of_an_earlier_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_settings_without_effect_and_a_run_without_gain_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Trainer(tiny(folder, train__max_steps=2)).run()
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_conclude", lambda self, record: None)  # killed before it
-        again = {"train__max_steps": 2, "train__seed": 1, "train__overwrite": True}
-        second = Trainer(tiny(folder, **again)).run()
-    resumed = Trainer(tiny(folder, train__max_steps=2, train__seed=1, train__resume=True)).run()
-    assert resumed["loss"] == second["loss"]
+    def told(config: Config, record: dict[str, Any]) -> list[str]:
+        return [f"{record['steps']} steps taught nothing"]
 
-
-def test_settings_without_effect_are_said_once(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch.setattr(trainer_module, "without_gain", told)
     settings = {
         "recompute__enable": False,
         "recompute__policy": "segments",
@@ -290,6 +280,7 @@ def test_settings_without_effect_are_said_once(
     for path in ("recompute.policy: segments", "sync.mode: fused"):
         assert shown.count(f"{path} has no effect here: ") == 1
     assert "train.warmup_steps: 5 is longer than the run of 2 steps" in shown
+    assert "2 steps taught nothing" in shown
     later = {"data__vocab_size": 520, "train__max_steps": 3, "train__resume": True}
     Trainer(tiny(folder, **{**settings, **later})).run()
     shown = capsys.readouterr().out
@@ -319,6 +310,11 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         {"train__output_dir": "/dev/null/run"},
     ),
     "too few pairs": (DataError, "global_batch", {"contrastive__global_batch": 64}),
+    "too few distinct pairs": (
+        DataError,
+        r"do not fill one batch.*data\.no_duplicates: true puts no query or positive into a batch",
+        {"contrastive__global_batch": 64, "data__no_duplicates": True},
+    ),
     "no mixed precision on a CPU": (
         ConfigError,
         "would silently compute in float32.*strategy.amp: fal",
@@ -356,7 +352,7 @@ def train_six_layers(folder: str) -> dict[str, Any]:
 
 def test_recompute_takes_less_memory_than_plain(folder: Path) -> None:
     """In a process of its own: Paddle 2.6 knows only the peak since the process began."""
-    (record,) = run_ranks(train_six_layers, 1, folder=str(folder))
+    (record,) = results_of(train_six_layers, 1, folder=str(folder))
     assert record["peak_bytes"] < 0.7 * record["plain_peak_bytes"]
 
 
@@ -374,17 +370,6 @@ def test_plain_step_that_does_not_fit(
     assert "1.0 MiB as configured; without recompute, more than there is" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"8 pairs per rank and micro-batch does not fit"):
         Trainer(tiny(folder, recompute__enable=False, train__overwrite=True)).run()
-
-
-def test_a_run_that_taught_nothing_says_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def told(config: Config, record: dict[str, Any]) -> list[str]:
-        return [f"{record['steps']} step taught nothing"]
-
-    monkeypatch.setattr(trainer_module, "without_gain", told)
-    Trainer(tiny(folder, train__max_steps=1)).run()
-    assert "1 step taught nothing" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("measured")

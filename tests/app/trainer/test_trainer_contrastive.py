@@ -20,7 +20,7 @@ from tests.app.trainer.test_trainer import (
     tiny,
     weights_of,
 )
-from tests.ranks import run_ranks
+from tests.distributed.mortal_ranks import results_of
 
 LEARNED = {"contrastive__learnable_temperature": True}
 
@@ -125,7 +125,7 @@ def test_memory_budget(folder: Path) -> None:
 
     In a process of its own: what other tests have left in this one would count too.
     """
-    (found,) = run_ranks(train_within_a_budget, 1, folder=str(folder))
+    (found,) = results_of(train_within_a_budget, 1, folder=str(folder))
     (record, shown), (again, shown_again), (refused, _) = found
     assert record["chunk_tokens"] is not None and record["chunk_size"] is None
     assert f"each rank encodes {record['chunk_tokens']} tokens at a time (contrastive.ch" in shown

@@ -33,7 +33,8 @@ def test_the_step_that_is_measured_is_a_program_with_recompute_and_without(
             recomputed.append(False)
 
     monkeypatch.setattr(StaticTrainStep, "build", noting)
-    Trainer(tiny(folder, mode="static", train__measure_plain=True, train__max_steps=1)).run()
+    Trainer(tiny(folder, mode="static", train__measure_plain=True, train__max_steps=1,
+                 model__num_layers=1)).run()  # fmt: skip
     assert recomputed == [True, False, True]  # measured, measured without, trained
 
 

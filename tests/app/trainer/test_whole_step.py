@@ -22,7 +22,7 @@ from paddle_recompute.app.report import read_metrics
 from paddle_recompute.app.trainer import Trainer
 from paddle_recompute.contrastive import ContrastiveLoss
 from paddle_recompute.grad_sync._all_reduce import AllReducer
-from tests.app.trainer.test_trainer import numbers_of, tiny, weights_of, write_pairs
+from tests.app.trainer.test_trainer import numbers_of, tiny, unmeasured, weights_of, write_pairs
 from tests.ranks import run_ranks
 from tests.train_step.half_precision import pretended_gpu, rounded
 
@@ -61,6 +61,7 @@ def in_float16(loss: Any) -> Any:
     return lambda self, query, positive: loss(self, rounded(query), rounded(positive))
 
 
+@unmeasured
 def train(folder: str) -> dict[str, dict[str, Any]]:
     """On a rank: each run; returns what it said, and how many numbers it sent in each step."""
     sound_send = AllReducer.send
@@ -105,8 +106,7 @@ def test_everything_together_changes_no_bit(tmp_path: Path) -> None:
             np.testing.assert_array_equal(weights[key], value, err_msg=f"{name}: {key}")
     # One synchronization of every gradient per step, not one per micro-batch.
     size = sum(value.size for value in parameters.values())
-    steps = STEPS + 2  # the memory probe makes two
-    assert {run["sent"] for run in found.values()} == {steps * size}
+    assert {run["sent"] for run in found.values()} == {STEPS * size}
     said = "eager execution goes on" if IS_26 else "compiled: one Program"
     assert f"The model is {'not ' if IS_26 else ''}compiled" in found["compiled"]["shown"]
     assert said in found["compiled"]["shown"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import paddle
 
-from paddle_recompute._paddle.static import marks, old_ir
+from paddle_recompute._paddle.static import marks
+from paddle_recompute._paddle.translation import builds_whole_graph
+from paddle_recompute.errors import StaticGraphError
 from paddle_recompute.recompute.program.old_ir.detached import copy_detached
 from paddle_recompute.recompute.program.old_ir.graph import OldIrGraph as Graph
 from paddle_recompute.recompute.program.old_ir.recompute import carry_out
@@ -19,5 +21,14 @@ def prepare(program: paddle.static.Program) -> None:
 
 
 def prepare_to_static(layer: str, change: object) -> None:
-    """Paddle 2.6 has no hook, so the call is refused."""
-    old_ir.refuse_to_static(layer)
+    """Paddle 2.6 has no hook, so the call is refused while ``to_static`` builds a Program.
+
+    Raises:
+        StaticGraphError: It does.
+    """
+    if builds_whole_graph():
+        raise StaticGraphError(
+            f"paddle.jit.to_static met recompute('{layer}'), which it would drop without a word on "
+            "Paddle 2.6; train the model as it is in dygraph, or build a Program and use "
+            "static_graph.minimize; only Paddle 3.3 can do both"
+        )

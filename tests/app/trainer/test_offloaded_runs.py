@@ -1,0 +1,120 @@
+"""Offloaded parameters in the trainer, on two ranks: the bits of the plain run after any kill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import paddle.distributed as dist
+import pytest
+
+from paddle_recompute.app.trainer import Trainer
+from paddle_recompute.checkpoint import find_checkpoint
+from paddle_recompute.offload._chain import Chain
+from paddle_recompute.offload._ranks import OwnedShard
+from tests.app.trainer.test_trainer import assert_same_run, tiny, unmeasured, write_pairs
+from tests.distributed.mortal_ranks import assert_rank_0_names_killed_rank_1
+from tests.ranks import run_ranks
+
+RUN: dict[str, Any] = {
+    "launch__num_ranks": 2,
+    "train__max_steps": 4,
+    "train__save_every": 2,
+    "train__eval_before": False,
+    "train__eval_batch": 8,  # a number of batches that two ranks cannot share evenly
+    "contrastive__learnable_temperature": True,
+    "contrastive__chunk_size": 2,
+}
+ON_RANKS = {"recompute__offload_parameters": "ranks", "recompute__num_shards": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ranks": ON_RANKS,
+    "disk": {"recompute__offload_parameters": "disk", "recompute__num_shards": 2},
+}
+# Where rank 1 is killed: a shard, or a parameter for the checkpoint, travels; between the backwards
+# of two shards. And in which call of it.
+PLACES: dict[str, tuple[str, type, str, int]] = {
+    "a shard travels": ("ranks", OwnedShard, "bring", 3),
+    "a parameter travels": ("ranks", OwnedShard, "fetch", 3),
+    "between two backwards": ("disk", Chain, "note_backward", 1),
+}
+
+
+@unmeasured
+def train(folder: str, name: str, way: str, **changes: Any) -> None:
+    output = {"train__output_dir": f"{folder}/{name}"}
+    Trainer(tiny(Path(folder), **RUN, **output, **WAYS[way], **changes)).run()
+
+
+def train_both(folder: str, way: str) -> None:
+    train(folder, "plain", "plain")
+    train(folder, "whole", way)
+
+
+def train_and_be_killed(folder: str, place: str) -> None:
+    """Rank 1 is killed after step 2 is saved."""
+    way, kind, method, fatal = PLACES[place]
+    saved = Path(folder) / "run" / "checkpoint" / "step-2"
+    sound, calls = getattr(kind, method), []
+
+    def call(*arguments: Any) -> Any:
+        if dist.get_rank() == 1 and saved.exists():
+            calls.append(arguments)
+            if len(calls) == fatal:
+                (Path(folder) / "held").write_text("\n".join(files_open_here()))
+                os.kill(os.getpid(), signal.SIGKILL)
+        return sound(*arguments)
+
+    with (
+        mock.patch.object(tempfile, "tempdir", f"{folder}/shards"),
+        mock.patch.object(kind, method, call),
+    ):
+        train(folder, "run", way)
+
+
+def files_open_here() -> list[str]:
+    """Their paths, also of those that were removed, or never had a name."""
+    found = []
+    for one in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # what lists them is closed
+            found.append(os.readlink(f"/proc/self/fd/{one}"))
+    return found
+
+
+def resume_both(folder: str, way: str) -> None:
+    """The run as it was, and as a plain one."""
+    train(folder, "run", way, train__resume=True)
+    train(folder, "as plain", "plain", train__resume=True)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "a shard travels",
+        pytest.param("a parameter travels", marks=pytest.mark.matrix),
+        "between two backwards",
+    ],
+)
+def test_an_offloaded_run_has_the_bits_of_the_plain_one_and_resumes(
+    place: str, tmp_path: Path
+) -> None:
+    write_pairs(tmp_path / "pairs.tsv")
+    (tmp_path / "shards").mkdir()
+    of_folder = {"folder": str(tmp_path), "way": PLACES[place][0]}
+    run_ranks(train_both, 2, **of_folder)
+    assert_same_run(tmp_path / "whole", tmp_path / "plain")
+    assert_rank_0_names_killed_rank_1(train_and_be_killed, folder=str(tmp_path), place=place)
+    assert find_checkpoint(tmp_path / "run" / "checkpoint").step == 2
+    if of_folder["way"] == "disk":  # its shards were files there, without a name that could stay
+        assert f"{tmp_path}/shards/" in (tmp_path / "held").read_text()
+    assert os.listdir(tmp_path / "shards") == []
+    shutil.copytree(tmp_path / "run", tmp_path / "as plain")
+    run_ranks(resume_both, 2, **of_folder)
+    for name in ("run", "as plain"):
+        assert_same_run(tmp_path / name, tmp_path / "plain")
