@@ -190,16 +190,26 @@ class Encoder(paddle.nn.Layer):
 def cached_by_hand(
     encoder: paddle.nn.Layer, loss: Callable[..., paddle.Tensor], sides: list[paddle.Tensor]
 ) -> None:
-    """What GradCache computes, where nothing draws, has state, or is checked."""
+    """What GradCache computes, dropout included, where nothing has state or is checked."""
     chunks = [[side[i : i + 4] for i in range(0, CACHED_ROWS, 4)] for side in sides]
+    states: list[Any] = []
+
+    def first(chunk: paddle.Tensor) -> paddle.Tensor:
+        states.append(paddle.get_rng_state())
+        return encoder(chunk)
+
     with paddle.no_grad():
-        heads = [paddle.concat([encoder(chunk) for chunk in side]) for side in chunks]
+        heads = [paddle.concat([first(chunk) for chunk in side]) for side in chunks]
     for head in heads:
         head.stop_gradient = False
     loss(*heads).backward()
     for side, head in zip(chunks, heads, strict=True):
         for number, chunk in enumerate(side):
-            encoder(chunk).backward(head.grad[4 * number : 4 * number + 4])
+            now = paddle.get_rng_state()
+            paddle.set_rng_state(states.pop(0))
+            again = encoder(chunk)
+            paddle.set_rng_state(now)
+            again.backward(head.grad[4 * number : 4 * number + 4])
 
 
 CACHED_ROWS = 32

@@ -19,6 +19,7 @@ import paddle
 
 from paddle_recompute._nested import DICTS, is_tensor, map_leaves, named_leaves
 from paddle_recompute._paddle.amp import amp_off
+from paddle_recompute._paddle.backward import set_gradients
 from paddle_recompute.contrastive._chunks import (
     Chunk,
     cut_axes,
@@ -100,6 +101,7 @@ class ChunkedEncoder:
         self._batch = batch
         self._chunks = chunks
         self.name = name
+        self._called = f"the encoder of {name}"
         self._keeps_graph = keeps_graph
         self._outputs: list[paddle.Tensor] = []  # of the first forward, if it keeps its graph
         self._calls: list[Call] = []
@@ -112,13 +114,17 @@ class ChunkedEncoder:
         self._num_bytes = 0  # of these
         self._deviation: paddle.Tensor | None = None
         self._form: Form | None = None
+        self._views: dict[int, Arguments] = {}  # by chunk
 
-    def encode(self, when_reached: Callable[[], None]) -> Any:
+    def encode(
+        self, when_reached: Callable[[], None], before: Sequence[ChunkedEncoder] = ()
+    ) -> Any:
         """The first forward of every chunk.
 
         Args:
             when_reached: Called when the backward of the loss reaches an output, once for each
                 output that needs a gradient.
+            before: What was encoded right before, if anything was.
 
         Returns:
             The encoder's output, with all rows in every tensor.
@@ -131,13 +137,21 @@ class ChunkedEncoder:
         parts: list[list[paddle.Tensor]] = []
         trained: set[int] = set()
         undecided = True
+        call: Call | None = None
+        for other in before:
+            if other.encoder is self.encoder and other._calls:
+                call = other._calls[-1]
         for number, chunk in enumerate(self._chunks):
             # With a graph until each output was found to depend on a trained parameter: usually one
             # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer
             # alone do not tell, because it may reach others.
             keeps = has_gradients and (undecided or self._keeps_graph)
-            with paddle.set_grad_enabled(keeps):
-                output = self._first_of(chunk) if is_repeated else self._call_once(chunk)
+            had = set_gradients(keeps)
+            try:
+                output = self._first_of(number, call) if is_repeated else self._call_once(number)
+            finally:
+                set_gradients(had)
+            call = self._calls[-1] if self._calls else None
             leaves, constants = self._leaves(output, chunk)
             if number == 0:
                 structure = map_leaves(lambda leaf: None if is_tensor(leaf) else leaf, output)
@@ -156,6 +170,7 @@ class ChunkedEncoder:
         self._trained = sorted(trained)
         if not trained:
             self._calls, self._outputs = [], []
+            self._views.clear()
         heads = self._joined(parts)
         for place in self._trained:
             self._first[place] = _Kept(heads[place])
@@ -179,7 +194,8 @@ class ChunkedEncoder:
         outputs, self._outputs = self._outputs, []
         self._compare_if_due(number)
         if not self._keeps_graph:
-            arguments, named = self._arguments(chunk)
+            arguments, named = self._arguments(number)
+            self._views.pop(number, None)
             outputs = self._calls[number].repeat(arguments, named)
             outputs, _ = self._leaves(outputs, chunk, again=True)
         with amp_off():
@@ -221,24 +237,29 @@ class ChunkedEncoder:
             self._compare()
         return self._deviation
 
-    def _arguments(self, chunk: Chunk) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, number: int) -> Arguments:
+        """For a forward of a chunk. A view of a Tensor serves both forwards."""
+        if number in self._views:
+            return self._views[number]
+        chunk = self._chunks[number]
         batch = chunk.of(self._batch)
         if self._form is None:
             self._form = form_for(self.encoder, batch)
-        return self._form(batch)
+        arguments = self._form(batch)
+        if is_tensor(self._batch) and isinstance(chunk.rows, range) and not chunk.cut:
+            self._views[number] = arguments
+        return arguments
 
-    def _call_once(self, chunk: Chunk) -> Any:
-        arguments, named = self._arguments(chunk)
+    def _call_once(self, number: int) -> Any:
+        arguments, named = self._arguments(number)
         return self.encoder(*arguments, **named)
 
-    def _first_of(self, chunk: Chunk) -> Any:
-        """The first forward of a chunk; chunks share the state that does not change."""
-        arguments, named = self._arguments(chunk)
-        name = f"the encoder of {self.name}"
-        call = Call(self.encoder, name, preserve_rng_state=True, check=False)
-        like = self._calls[-1] if self._calls else None
+    def _first_of(self, number: int, before: Call | None) -> Any:
+        """The first forward of a chunk, right after the call `before`."""
+        arguments, named = self._arguments(number)
+        call = Call(self.encoder, self._called, preserve_rng_state=True, check=False)
         self._calls.append(call)
-        return call.first(arguments, named, like=like)
+        return call.first(arguments, named, in_a_row=before or True)
 
     def _leaves(
         self, output: Any, chunk: Chunk, *, again: bool = False
@@ -246,12 +267,12 @@ class ChunkedEncoder:
         """The tensors of an output, after checks, and what else is in it, by path."""
         tensors: dict[str, paddle.Tensor] = {}
         constants: dict[str, Any] = {}
-        leaves = [("output", output)] if is_tensor(output) else named_leaves(output, "output")
-        for path, leaf in leaves:
+        for path, leaf in named_leaves(output, "output"):
             (tensors if is_tensor(leaf) else constants)[path] = leaf
         expected = len(chunk.rows)
         for path, tensor in tensors.items():
-            if not tensor.shape or tensor.shape[0] != expected:
+            shape = tensor.shape
+            if not shape or shape[0] != expected:
                 raise DataError(
                     f"the encoder of {self.name} got {expected} rows and returned {path} of shape "
                     f"{list(tensor.shape)}; the first axis of every returned tensor must be the "
@@ -298,7 +319,8 @@ class ChunkedEncoder:
             first, axes = self._first[place].tensor, self._cut[place]
             # A copy: the output may be a view, hidden[:, 0], of something large.
             head = outputs[place].detach().clone()
-            head = padded(head, axes, first.shape[axes[0]] if axes else 0)
+            if axes:
+                head = padded(head, axes, first.shape[axes[0]])
             if head.shape[1:] != first.shape[1:]:
                 raise RecomputeError(
                     f"the encoder of {self.name} returned {self._paths[place]} of shape "
@@ -339,15 +361,16 @@ def _largest_change(then: paddle.Tensor, now: paddle.Tensor) -> paddle.Tensor:
     """The largest relative change of a row; a row's largest number is 1."""
     if now.dtype in (paddle.float16, paddle.bfloat16):
         then, now = then.astype("float32"), now.astype("float32")
-    same = (now == then) | (paddle.isnan(now) & paddle.isnan(then))
-    change = paddle.where(same, paddle.zeros_like(now), (now - then).abs())
-    change, size = (one.reshape([len(now), -1]).max(axis=1) for one in (change, then.abs()))
+    if now.ndim != 2:
+        then, now = (one.reshape([len(now), -1]) for one in (then, now))
+    same = (now == then) | ((now != now) & (then != then))
+    change = paddle.where(same, paddle.zeros_like(now), (now - then).abs()).max(axis=1)
     # 0 / 0 must be 0: a row of zeros that is still zero has not changed.
-    share = change / size.clip(min=float(np.finfo(np.float32).tiny))
+    share = change / then.abs().max(axis=1).clip(min=float(np.finfo(np.float32).tiny))
     share = paddle.where(change == 0, paddle.zeros_like(share), share)
     # Infinity minus infinity is NaN: count it as infinite change.
-    share = paddle.where(paddle.isnan(share), paddle.full_like(share, math.inf), share)
-    return share.max().astype("float32")
+    share = paddle.where(share != share, paddle.full_like(share, math.inf), share).max()
+    return share if share.dtype == paddle.float32 else share.astype("float32")
 
 
 def _is_floating(tensor: paddle.Tensor) -> bool:
@@ -419,7 +442,8 @@ class _Holder:
     receive: Callable[[paddle.Tensor], None]
 
 
-Form = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Form = Callable[[Any], Arguments]
 """Gives the positional and the keyword arguments for a batch."""
 
 

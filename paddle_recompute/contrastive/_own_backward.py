@@ -9,8 +9,8 @@ import paddle
 
 from paddle_recompute._paddle.amp import AmpState, amp_off, amp_state, amp_state_of
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder
-from paddle_recompute.contrastive._chunks import Chunk, cut_to, rows_of
-from paddle_recompute.replay import Draws
+from paddle_recompute.contrastive._chunks import cut_to, rows_of
+from paddle_recompute.replay import Call, Draws
 
 
 class OwnBackward(ABC):
@@ -79,14 +79,14 @@ class ChunksWithOwnBackward(ChunkedEncoder):
         with amp_off():
             self._note(outputs, chunk)
 
-    def _call_once(self, chunk: Chunk) -> Any:
-        return self.encoder(chunk.of(self._batch, arrays=True))
+    def _call_once(self, number: int) -> Any:
+        return self.encoder(self._chunks[number].of(self._batch, arrays=True))
 
-    def _first_of(self, chunk: Chunk) -> Any:
+    def _first_of(self, number: int, before: Call | None) -> Any:
         # Its Layers, if it has any, are not in dygraph: no `Call` watches them.
         draws = Draws(of_the_host=True)
         try:
             self._states.append((draws, amp_state(), self.encoder.state()))
-            return self._call_once(chunk)
+            return self._call_once(number)
         finally:
             draws.end_first()

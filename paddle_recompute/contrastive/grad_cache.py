@@ -342,7 +342,7 @@ class GradCache:
         """
         reached: list[int] = []
         embeddings = [
-            encoder.encode(functools.partial(reached.append, place))
+            encoder.encode(functools.partial(reached.append, place), encoders[place - 1 : place])
             for place, encoder in enumerate(encoders)
         ]
         loss = self.loss(*embeddings, **loss_arguments)

@@ -60,11 +60,12 @@ class Call:
     """
 
     __slots__ = (
-        "_amp", "_draws", "_layers", "_name", "_reach", "_returned", "check", "compare_values",
-        "function", "preserve_rng_state",
+        "_amp", "_draws", "_is_pure", "_layers", "_name", "_reach", "_returned", "check",
+        "compare_values", "function", "preserve_rng_state",
     )  # fmt: skip
 
     _draws: Draws | None
+    _is_pure: bool
     _reach: Reach
     _layers: LayerState
 
@@ -89,16 +90,18 @@ class Call:
         return self._name or name_of(self.function)
 
     def first(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, like: Call | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_a_row: Call | bool = False
     ) -> Any:
         """Run the function and record its state.
 
         Args:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            like: The call of the function right before, which shares the state that its forward
-                has not changed.
+            in_a_row: The call of the function right before, whose record is used again where its
+                forward has changed nothing; True: the first one of such calls. Their second
+                forwards are taken to change nothing, either, and are not looked at afterwards.
         """
+        like = in_a_row if isinstance(in_a_row, Call) else None
         stamps, opaque = [], False
         for leaf in _nested.leaves_of((args, kwargs)):
             if isinstance(leaf, paddle.Tensor):
@@ -106,12 +109,12 @@ class Call:
             else:
                 opaque |= type(leaf) not in _PLAIN
         self._amp = amp_state()
-        if like is None or opaque or not like._reach.is_settled:
-            self._reach = Reach(self.function, (args, kwargs) if opaque else ())
+        is_reached = like is not None and like._reach.is_settled and not opaque
+        if like is not None and is_reached:
+            reach = self._reach = like._reach
         else:
-            self._reach = like._reach
-        reach = self._reach
-        is_shared = like is not None and reach is like._reach and like._layers.is_unchanged()
+            reach = self._reach = Reach(self.function, (args, kwargs) if opaque else ())
+        is_shared = like is not None and is_reached and like._is_pure
         if like is not None and is_shared:
             self._layers = like._layers
         else:
@@ -134,6 +137,7 @@ class Call:
         if not is_shared:
             self._layers.after_forward()
         reach.after_forward()
+        self._is_pure = in_a_row is not False and reach.is_settled and self._layers.is_unchanged()
         for tensor, stamp in stamps:
             if _writes.is_written_since(tensor, stamp):
                 raise RecomputeError(
@@ -161,12 +165,13 @@ class Call:
         draws = self._draws
         undo: Undo = []
         try:
-            if draws is not None:
+            if draws is not None and draws.moves:
                 undo.append(functools.partial(draws.end_again, draws.begin_again()))
             if (amp := set_amp_state(self._amp)) is not self._amp:
                 undo.append(functools.partial(set_amp_state, amp))
-            self._reach.put_back(undo)
-            self._layers.put_back(undo)
+            if not self._is_as_it_was():
+                self._reach.put_back(undo)
+                self._layers.put_back(undo)
             self._layers.refuse_new_layers(self, undo)
             undo.append(functools.partial(set_gradients, set_gradients(True)))
             outputs = self._run_again(args, kwargs)
@@ -185,6 +190,16 @@ class Call:
                     'determinism_check="none" disables this check.'
                 )
         return outputs
+
+    def _is_as_it_was(self) -> bool:
+        """Whether there is nothing to put back, neither now nor after the second forward."""
+        reach, layers = self._reach, self._layers
+        return (
+            self._is_pure
+            and not layers.has_buffers
+            and reach.is_unchanged()
+            and layers.is_unchanged()
+        )
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _depth.now += 1

@@ -98,7 +98,8 @@ class Draws:
     """
 
     __slots__ = (
-        "_first_was_alone", "_marks", "_may_seed", "_start", "_window", "of_the_host", "problem",
+        "_first_was_alone", "_marks", "_may_seed", "_start", "_window", "moves", "of_the_host",
+        "problem",
     )  # fmt: skip
 
     def __init__(self, *, of_the_host: bool, may_seed: bool = False) -> None:
@@ -112,6 +113,8 @@ class Draws:
         self._start = RngState(generator_states(), tracker_states(), None, None)
         if of_the_host:
             self.read_host()
+        self.moves = True
+        """After `end_first`: whether there is a stream that the repetition must start again."""
         self.problem: str | None = None
         """After `end_again`: why other numbers may have been drawn from Paddle's streams."""
         self._window = _Window()
@@ -132,6 +135,7 @@ class Draws:
         self._marks = _marks(self._start.generators), _marks(generator_states())
         if not self._may_seed:
             self._start = self._start.only_moved(self._marks)
+            self.moves = any(self._start)
 
     def begin_again(self) -> RngState:
         """Before the repetition; `end_again` must follow, with the result."""

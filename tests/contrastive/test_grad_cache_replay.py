@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 from typing import Any
 
@@ -109,6 +110,22 @@ def test_buffers_see_each_chunk_once() -> None:
     assert {"calls", "norm._mean", "norm._variance"} < changed, "the spectral norm changes, too"
     assert expected.keys() == found.keys()
     assert [name for name in expected if not np.array_equal(expected[name], found[name])] == []
+
+
+def test_a_buffer_that_only_the_second_forward_changes_is_put_back() -> None:
+    class Counting(Encoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seconds", paddle.zeros([1]))
+
+        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+            if is_recomputing():
+                self.seconds.set_value(self.seconds + 1)
+            return super().forward(ids)
+
+    encoder = Counting()
+    GradCache(encoder, criterion, chunk_size=SIZE).backward(texts(1), texts(2))
+    assert encoder.seconds.tolist() == [0.0]
 
 
 def test_flags_are_those_of_the_first_forward() -> None:
@@ -302,16 +319,124 @@ def test_what_one_chunk_changes_for_the_next_is_seen(what: str) -> None:
 
 
 def test_chunks_share_the_state_that_does_not_change() -> None:
-    encoder = make(1)
+    class Switching(Encoder):
+        def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+            output = super().forward(ids)
+            self.encoder.training = self.num_forwards != 3
+            return output
+
+    encoder = Switching()
     calls = [Call(encoder, "", preserve_rng_state=True, check=False) for _ in range(4)]
-    for call, like in zip(calls, [None, *calls], strict=False):
-        if call is calls[-1]:
-            encoder.eval()
-        call.first((texts(1),), {}, like=like)
+    for call, before in zip(calls, [True, *calls], strict=False):
+        call.first((texts(1),), {}, in_a_row=before)
     first, *others, last = calls
     for other in others:
         assert other._reach is first._reach and other._layers is first._layers
     assert last._layers is not first._layers
+
+
+class Adds:
+    """Something for a forward to reach: an object, a list, a variable of a closure."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+FACTOR = 1.0
+
+
+class Reaching(paddle.nn.Layer):
+    """Reads an attribute, an object, a list, a variable of a closure and a global; no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(), paddle.nn.Linear(WIDTH, WIDTH)
+        self.factor, self.adds, self.items = 1.0, Adds(1.0), [Adds(1.0)]
+        variable = 1.0
+
+        def read() -> float:
+            return variable
+
+        def write() -> None:
+            nonlocal variable
+            variable = 3.0
+
+        self.read, self.write = read, write
+        self.in_backward: Any = None
+
+    def forward(self, ids: paddle.Tensor) -> paddle.Tensor:
+        factor = self.factor * self.adds.value * self.items[0].value * self.read() * FACTOR
+        output = self.head(self.encoder(ids)) * factor
+        if self.in_backward is not None and not output.stop_gradient and is_recomputing():
+            output.register_hook(self.in_backward)
+        return output
+
+
+def _rebind_global() -> None:
+    global FACTOR
+    FACTOR = 3.0
+
+
+CHANGES = {
+    "attribute": lambda layer: setattr(layer, "factor", 3.0),
+    "object": lambda layer: setattr(layer, "adds", Adds(3.0)),
+    "attribute of an object": lambda layer: setattr(layer.adds, "value", 3.0),
+    "item of a list": lambda layer: layer.items.__setitem__(0, Adds(3.0)),
+    "variable of a closure": lambda layer: layer.write(),
+    "global": lambda layer: _rebind_global(),
+    "flag": lambda layer: layer.eval(),
+    "sublayer": lambda layer: setattr(layer, "head", paddle.nn.Linear(WIDTH, WIDTH)),
+    "parameter exchanged": lambda layer: setattr(
+        layer.head, "weight", paddle.create_parameter([WIDTH, WIDTH], "float32")
+    ),
+    "hook on a Layer": lambda layer: layer.head.register_forward_post_hook(lambda *_: _[-1] * 3),
+    "buffer registered": lambda layer: layer.head.register_buffer("scale", paddle.zeros([1])),
+}
+
+
+def content(layer: Reaching) -> tuple[Any, ...]:
+    """All that `CHANGES` change."""
+    head = layer.head
+    values = layer.factor, layer.adds.value, layer.items[0].value, layer.read(), FACTOR
+    members = id(head), id(head.weight), len(head._forward_post_hooks), len(head._buffers)
+    return *values, *members, head.training
+
+
+@pytest.mark.parametrize("when", ["in the loss", "in the backward of a chunk"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_between_the_forwards_is_seen(change: str, when: str) -> None:
+    """The second forward has what the first one had, and what was changed stays changed."""
+    global FACTOR
+    found = []
+    for is_cached in (False, True):
+        FACTOR = 1.0
+        paddle.seed(1)
+        encoder = Reaching()
+        parameters = encoder.parameters()
+        done = queue.SimpleQueue()  # what it holds is not searched
+        before = content(encoder)
+
+        def change_once(*_: Any, encoder: Any = encoder, done: Any = done) -> None:
+            if done.empty():
+                CHANGES[change](encoder)
+                done.put(content(encoder))
+
+        def loss(query: paddle.Tensor, positive: paddle.Tensor) -> paddle.Tensor:
+            value = criterion(query, positive)
+            if when == "in the loss":
+                change_once()
+            return value
+
+        if when != "in the loss":
+            encoder.in_backward = change_once
+        paddle.seed(3)
+        if is_cached:
+            GradCache(encoder, loss, chunk_size=SIZE).backward(texts(1), texts(2))
+            assert content(encoder) == done.get(block=False) != before
+        else:
+            one_shot(encoder, criterion, texts(1), texts(2), chunk_size=SIZE)
+        found.append([parameter.grad.numpy() for parameter in parameters])
+    assert same_bits(found[1], found[0])
 
 
 # ------------------------------------------------------------------------------- compiled encoders
