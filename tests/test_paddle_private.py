@@ -56,7 +56,7 @@ from paddle_recompute._paddle.gradients import (
     make_unscaling_visible,
     muted_leaf_hooks,
     on_gradient_added,
-    watch_leaf_hooks,
+    watch_hooks,
 )
 from paddle_recompute._paddle.layers import (
     BATCH_NORMS,
@@ -1092,7 +1092,7 @@ def test_tensor_register_grad_hook_is_what_register_hook_calls() -> None:
     assert has_unwatched_hooks(parameter)
     other = paddle.create_parameter([2], "float32")
     assert not has_unwatched_hooks(other)
-    watch_leaf_hooks()
+    watch_hooks()
     handle = other.register_hook(lambda gradient: gradient * 2)
     with muted_leaf_hooks([other]):
         other.sum().backward()

@@ -24,26 +24,42 @@ class _HookedLeaf:
     has_unwatched: bool = False
 
 
+Hooks = list[tuple[paddle.Tensor, int]]
+"""Tensors, and the numbers of hooks on them."""
+
+
+class _Thread(threading.local):
+    passing: Hooks | None = None
+    """What was registered since `begin_passing_hooks`."""
+
+
 _register_grad_hook = core.eager.Tensor._register_grad_hook
 _hooked: dict[int, _HookedLeaf] = {}
 _muted = threading.local()
+_thread = _Thread()
 
 
 @functools.cache
-def watch_leaf_hooks() -> None:
-    """From now on, hooks that are registered on leaves can be made to wait (`muted_leaf_hooks`).
+def watch_hooks() -> None:
+    """From now on, hooks that are registered on leaves can be made to wait (`muted_leaf_hooks`),
+    and all hooks can be made to pass (`begin_passing_hooks`).
 
-    Paddle (2.6, 3.x) runs them at the end of each backward, and has no way to list them or to hold
-    them back. ``Tensor.register_hook`` and fleet both end in ``_register_grad_hook`` of
+    Paddle (2.6, 3.x) runs those of leaves at the end of each backward, and has no way to list them
+    or to hold them back. ``Tensor.register_hook`` and fleet both end in ``_register_grad_hook`` of
     ``core.eager.Tensor``, which is wrapped, once. Can go when a backward through several graphs can
     add up before a parameter's hooks run.
     """
-    register = _register_grad_hook
 
-    @functools.wraps(register)
+    def register(tensor: paddle.Tensor, hook: Callable[[Any], Any]) -> int:
+        number = int(_register_grad_hook(tensor, hook))
+        if (passing := _thread.passing) is not None:
+            passing.append((tensor, number))
+        return number
+
+    @functools.wraps(_register_grad_hook)
     def watched(tensor: paddle.Tensor, hook: Callable[[Any], Any]) -> int:
         if tensor.stop_gradient or not tensor.is_leaf:
-            return int(register(tensor, hook))
+            return register(tensor, hook)
         key = id(tensor)
 
         def unless_muted(gradient: Any) -> Any:
@@ -51,7 +67,7 @@ def watch_leaf_hooks() -> None:
 
         leaf = _hooked_leaf(tensor)
         leaf.number, leaf.has_hooks = leaf.number + 1, True
-        return int(register(tensor, unless_muted))
+        return register(tensor, unless_muted)
 
     core.eager.Tensor._register_grad_hook = watched
 
@@ -64,7 +80,7 @@ def _hooked_leaf(tensor: paddle.Tensor) -> _HookedLeaf:
 
 
 def has_unwatched_hooks(tensor: paddle.Tensor) -> bool:
-    """Whether `tensor` has had a hook before `watch_leaf_hooks` was called, even if it is gone.
+    """Whether `tensor` has had a hook before `watch_hooks` was called, even if it is gone.
 
     Paddle numbers the hooks of a tensor from 0 on (2.6, 3.x), so the number of one more tells.
     """
@@ -77,7 +93,7 @@ def has_unwatched_hooks(tensor: paddle.Tensor) -> bool:
 
 
 def leaves_with_hooks() -> list[paddle.Tensor]:
-    """The leaves that have had a hook since `watch_leaf_hooks`, in the order of the first ones."""
+    """The leaves that have had a hook since `watch_hooks`, in the order of the first ones."""
     found = [leaf.tensor() for leaf in list(_hooked.values()) if leaf.has_hooks]
     return [one for one in found if one is not None and one.is_leaf and not one.stop_gradient]
 
@@ -91,6 +107,21 @@ def muted_leaf_hooks(tensors: list[paddle.Tensor]) -> Iterator[None]:
         yield
     finally:
         _muted.keys = before
+
+
+def begin_passing_hooks() -> Hooks | None:
+    """Let the hooks that this thread registers last until `end_passing_hooks`, which gets what this
+    returns. `watch_hooks` must have been called.
+    """
+    before, _thread.passing = _thread.passing, []
+    return before
+
+
+def end_passing_hooks(before: Hooks | None) -> None:
+    """Remove the hooks; see `begin_passing_hooks`."""
+    passing, _thread.passing = _thread.passing, before
+    for tensor, number in passing or ():
+        tensor._remove_grad_hook(number)
 
 
 GradientHook = functools.partial[Any]

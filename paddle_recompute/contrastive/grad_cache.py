@@ -10,7 +10,7 @@ from typing import Any
 import paddle
 
 from paddle_recompute._paddle.amp import amp_off
-from paddle_recompute._paddle.gradients import has_unwatched_hooks, watch_leaf_hooks
+from paddle_recompute._paddle.gradients import has_unwatched_hooks, watch_hooks
 from paddle_recompute._paddle.version import is_dygraph
 from paddle_recompute.contrastive._chunked_encoder import ChunkedEncoder, check_repetition
 from paddle_recompute.contrastive._chunks import Chunk, by_length, by_rows, num_rows_of
@@ -23,7 +23,7 @@ from paddle_recompute.grad_sync import GradientSync
 from paddle_recompute.replay import layers_of
 
 # Before any hook on a parameter is registered: later hooks can then wait for the sum.
-watch_leaf_hooks()
+watch_hooks()
 
 Encoder = Callable[..., Any]
 CHECK_EVERY = 64

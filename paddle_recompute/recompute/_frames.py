@@ -36,6 +36,11 @@ import paddle
 from paddle_recompute import _nested
 from paddle_recompute._nested import describe, dtype_name
 from paddle_recompute._paddle.backward import current_backward, is_last_backward, set_gradients
+from paddle_recompute._paddle.gradients import (
+    begin_passing_hooks,
+    end_passing_hooks,
+    watch_hooks,
+)
 from paddle_recompute._paddle.layers import is_parameter
 from paddle_recompute._paddle.saved_tensors import Look, dtype_of, look_of, looks_of, version_of
 from paddle_recompute.errors import RecomputeError
@@ -50,6 +55,8 @@ from paddle_recompute.recompute._hooks import (
 from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import REPETITION_ADVICE, Call, Stamp, is_written_since
 from paddle_recompute.replay import stamp as stamp_of
+
+watch_hooks()
 
 
 class FrameTicket(Kept):
@@ -249,9 +256,12 @@ class Frame:
             # hooks that are registered then.
             had_gradients = set_gradients(True)
             begin_recording(again)
+            # On a tensor from outside, the hook of the first forward is there already.
+            hooks = begin_passing_hooks()
             try:
                 result = part.call.repeat(args, kwargs)
             finally:
+                end_passing_hooks(hooks)
                 end_recording()
                 set_gradients(had_gradients)
             if is_linked:
@@ -463,12 +473,13 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
     The source of the tensor is the first that applies: a parameter, which is kept as it is; a
     ticket of the outer frame; an output of an earlier part; a ticket of a cheap part; `storage`.
     """
+    surrounding = outer if isinstance(outer, (Frame, _Repetition, _DiscardAll)) else None
 
     def source_of(tensor: paddle.Tensor) -> Any:
         if is_parameter(tensor):
             return tensor
-        if isinstance(outer, (Frame, _Repetition, _DiscardAll)):
-            return outer.pack(tensor)
+        if surrounding is not None:
+            return surrounding.pack(tensor)
         link = frame.link_to(tensor) if frame is not None else None
         return link or _discarded.ticket_for(tensor) or storage.keep(tensor)
 
@@ -482,6 +493,10 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
             source = source_of(leaf)
             stamp = stamp_of(leaf) if _nested.is_tensor(source) else None
             found = kept[id(leaf)] = _Input(source, leaf.stop_gradient, stamp)
+        elif surrounding is not None and not is_parameter(leaf):
+            # An argument of the outer function, and the tensor that it captured, are one tensor in
+            # its first forward and two in its second: both are to save as many.
+            surrounding.pack(leaf)
         return found
 
     return _nested.map_leaves(keep, inputs)

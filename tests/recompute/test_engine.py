@@ -311,6 +311,33 @@ def test_hooks_inside(run: Run) -> Seen:
     return {"x": x, "block": block, "calls": sorted(calls)}
 
 
+@case("hooks inside the function, on a tensor that it captures and on a parameter")
+def test_hooks_on_what_is_outside(run: Run) -> Seen:
+    """The second forward registers them again, on the same tensors."""
+    block, x = Block(), leaf(3, 4)
+    captured = x * 2
+
+    def function(x: paddle.Tensor) -> paddle.Tensor:
+        for tensor in (captured, block.linear.weight):
+            tensor.register_hook(lambda gradient: gradient * 2)
+        return block(x) * captured
+
+    run(function, x * 3).sum().backward()
+    block(x).sum().backward()  # the hook of the parameter stays, once
+    return {"x": x, "block": block}
+
+
+@case(
+    "an inner call takes an argument of the outer one and the tensor that it captures, which is it"
+)
+def test_argument_that_is_captured(run: Run) -> Seen:
+    x = leaf(3, 4)
+    y = x * 2
+    add = lambda a, b: a.exp() * b.tanh()  # noqa: E731
+    run(lambda z: run(add, z, y).exp(), y).sum().backward()
+    return {"x": x}
+
+
 @case("a hook that counts gradients of a parameter that two blocks share")
 def test_accumulation_hooks(run: Run) -> Seen:
     block, x, fired = Block(), leaf(3, 4), []
