@@ -110,8 +110,8 @@ parity: venv
 parity26: venv26
 	@.venv26/bin/python -m paddle_recompute parity --config $(CONFIG) $(ARGS)
 
-# Two processes: most tests need one core. make test PARALLEL= runs them one after the other.
-PARALLEL ?= -n 2 --dist worksteal
+# Three processes for two cores: tests of ranks wait much. make test PARALLEL= runs one after the other.
+PARALLEL ?= -n 3 --dist worksteal
 
 test: venv
 	.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
