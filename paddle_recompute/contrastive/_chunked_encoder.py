@@ -114,7 +114,6 @@ class ChunkedEncoder:
         self._num_bytes = 0  # of these
         self._deviation: paddle.Tensor | None = None
         self._form: Form | None = None
-        self._views: dict[int, Arguments] = {}  # by chunk
 
     def encode(
         self, when_reached: Callable[[], None], before: Sequence[ChunkedEncoder] = ()
@@ -170,7 +169,6 @@ class ChunkedEncoder:
         self._trained = sorted(trained)
         if not trained:
             self._calls, self._outputs = [], []
-            self._views.clear()
         heads = self._joined(parts)
         for place in self._trained:
             self._first[place] = _Kept(heads[place])
@@ -195,7 +193,6 @@ class ChunkedEncoder:
         self._compare_if_due(number)
         if not self._keeps_graph:
             arguments, named = self._arguments(number)
-            self._views.pop(number, None)
             outputs = self._calls[number].repeat(arguments, named)
             outputs, _ = self._leaves(outputs, chunk, again=True)
         with amp_off():
@@ -238,17 +235,11 @@ class ChunkedEncoder:
         return self._deviation
 
     def _arguments(self, number: int) -> Arguments:
-        """For a forward of a chunk. A view of a Tensor serves both forwards."""
-        if number in self._views:
-            return self._views[number]
-        chunk = self._chunks[number]
-        batch = chunk.of(self._batch)
+        """For a forward of a chunk: new tensors, on which the encoder may put hooks."""
+        batch = self._chunks[number].of(self._batch)
         if self._form is None:
             self._form = form_for(self.encoder, batch)
-        arguments = self._form(batch)
-        if is_tensor(self._batch) and isinstance(chunk.rows, range) and not chunk.cut:
-            self._views[number] = arguments
-        return arguments
+        return self._form(batch)
 
     def _call_once(self, number: int) -> Any:
         arguments, named = self._arguments(number)

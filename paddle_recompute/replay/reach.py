@@ -71,6 +71,10 @@ MOST_SEARCHED = 2_000
 
 _LEAVES = frozenset({int, float, str, bytes, complex, bool, type(None)})
 """The types of what holds nothing else."""
+_TO_STATISTICS = frozenset({*STATISTICS, "eval", "train", "training"})
+"""Names in code that reads the statistics of a BatchNorm, or may let its kernel read them, in eval
+mode within one forward.
+"""
 _WITHOUT_STREAMS = {"builtins", "math", "operator", "_operator", "functools"}
 _PADDLE = (paddle, paddle.nn, paddle.nn.functional, paddle.Tensor)
 _hook_dicts = operator.itemgetter("_forward_pre_hooks", "_forward_post_hooks")
@@ -107,7 +111,8 @@ class Reach:
         may_draw: Whether the call may draw from NumPy's stream or Python's. Not before it calls a
             Layer that is not among the Layers.
         may_seed: Whether it may set a stream, which then may end where it began.
-        reads_statistics: Whether code of the user may read the statistics of a BatchNorm.
+        reads_statistics: Whether code of the user may read the statistics of a BatchNorm, or let
+            its kernel do it.
         is_settled: Whether another search, right after the last forward, would find the same.
     """
 
@@ -120,7 +125,7 @@ class Reach:
         self.snapshot = search.snapshot
         self.snapshot.capture()
         self.may_draw, self.may_seed = search.may_draw, search.may_seed
-        self.reads_statistics = search.is_dynamic or not search.names.isdisjoint(STATISTICS)
+        self.reads_statistics = search.is_dynamic or not search.names.isdisjoint(_TO_STATISTICS)
         self._tensors = search.tensors
 
     def after_forward(self) -> None:

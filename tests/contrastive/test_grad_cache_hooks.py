@@ -45,6 +45,18 @@ class Counting:
         return gradient * gradient + 0.01
 
 
+def test_a_hook_on_the_input_runs_once_per_chunk() -> None:
+    linear, norms = paddle.nn.Linear(6, 5), []
+
+    def encoder(x: paddle.Tensor) -> paddle.Tensor:
+        x.stop_gradient = False
+        x.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+        return linear(x).tanh()
+
+    GradCache(encoder, criterion, chunk_size=2).backward(paddle.randn([8, 6]), paddle.randn([8, 6]))
+    assert len(norms) == 8
+
+
 @pytest.mark.parametrize("towers", [1, 2], ids=["tied", "separate"])
 @pytest.mark.parametrize("size", [1, SIZE, 24])
 def test_once_on_the_sum(towers: int, size: int) -> None:

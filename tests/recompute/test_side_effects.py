@@ -86,6 +86,24 @@ class ReadsStatisticsOfItsNorm(paddle.nn.Layer):
         return y * (x - (getattr(self.norm, self.name) if self.name else self.norm._mean))
 
 
+class EvaluatesFirst(paddle.nn.Layer):
+    """Normalizes by the statistics in eval mode, and updates them in training."""
+
+    def __init__(self, by_attribute: bool = False) -> None:
+        super().__init__()
+        self.norm, self.by_attribute = paddle.nn.BatchNorm1D(4), by_attribute
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        if self.by_attribute:
+            self.norm.training = False
+        else:
+            self.norm.eval()
+        y = self.norm(x)
+        self.norm.train()
+        self.norm(y * 3 + 1)
+        return y
+
+
 def norm_with_a_hook() -> paddle.nn.Layer:
     norm = paddle.nn.BatchNorm1D(4)
     norm.register_forward_post_hook(lambda layer, inputs, y: y * (inputs[0] - layer._variance))
@@ -104,6 +122,12 @@ READERS_OF_STATISTICS: dict[str, Any] = {
 def test_statistics_read_in_training(run: Run, who: str) -> Seen:
     block = paddle.nn.Sequential(READERS_OF_STATISTICS[who](), paddle.nn.Tanh())
     return two_calls(run, block, leaf(6, 4), again=leaf(6, 4))
+
+
+@case("a BatchNorm in eval mode and in training in one forward, by {how}", how=["eval", "training"])
+def test_eval_within_the_forward(run: Run, how: str) -> Seen:
+    """One call: the plain backward of a first one would read the statistics of the second."""
+    return step(run, EvaluatesFirst(by_attribute=how == "training"), leaf(6, 4))
 
 
 def test_global_statistics_changed_before_the_backward() -> None:
