@@ -52,6 +52,7 @@ from paddle_recompute.recompute._hooks import (
     end_recording,
     innermost,
 )
+from paddle_recompute.recompute._inputs import Input, Link, fetch
 from paddle_recompute.recompute._offload import InputStorage
 from paddle_recompute.replay import REPETITION_ADVICE, Call, Stamp, is_written_since
 from paddle_recompute.replay import stamp as stamp_of
@@ -114,9 +115,9 @@ class Frame:
         self.checksums: dict[int, int] = {}
         self.tickets: list[weakref.ref[FrameTicket]] = []
         self._failed = ""
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         """Of the tickets for outputs."""
-        self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, _Link]] = {}
+        self._outputs: dict[int, tuple[weakref.ref[Any], Stamp, Link]] = {}
         self._is_recording = self._compares_values = False
         self.is_ending = False
         self.num_awaited = 0
@@ -154,11 +155,11 @@ class Frame:
         self.parts.append(_Part(call, inputs))
         if linked:
             for leaf, tensor in enumerate(_nested.tensors_in(outputs)):
-                link = _Link(len(self.parts) - 1, leaf)
+                link = Link(len(self.parts) - 1, leaf)
                 self._outputs[id(tensor)] = (weakref.ref(tensor), stamp_of(tensor), link)
         return outputs
 
-    def link_to(self, tensor: paddle.Tensor) -> _Link | None:
+    def link_to(self, tensor: paddle.Tensor) -> Link | None:
         """The output of an earlier part that `tensor` is; None if it is none or was changed."""
         if not self.parts or id(tensor) not in self._outputs:  # no parts: its backward is over
             return None
@@ -251,7 +252,7 @@ class Frame:
         outputs: list[list[paddle.Tensor]] = []
         is_linked = bool(self._outputs)
         for part in self.parts:
-            args, kwargs = _fetch(part.inputs, outputs)
+            args, kwargs = fetch(part.inputs, outputs)
             # Enable gradients first: inside an unpack hook they are disabled, and Paddle ignores
             # hooks that are registered then.
             had_gradients = set_gradients(True)
@@ -421,54 +422,8 @@ def is_inside_a_repetition() -> bool:
 # ------------------------------------------------------------------------------------ inputs
 
 
-@dataclass(frozen=True)
-class _Link:
-    """Output tensor number `leaf` of part number `part` of the same frame."""
-
-    part: int
-    leaf: int
-
-
-class _Input:
-    """An argument tensor of a part, and how to restore it.
-
-    Not a dataclass, because `map_leaves` would look for tensors inside it.
-    """
-
-    __slots__ = ("source", "stamp", "stop_gradient")
-
-    def __init__(self, source: Any, stop_gradient: bool, stamp: Stamp | None = None) -> None:
-        self.source = source
-        self.stop_gradient = stop_gradient
-        self.stamp = stamp
-
-    def fetch(self, outputs: list[list[paddle.Tensor]]) -> paddle.Tensor:
-        source = self.source
-        if self.stamp is not None and is_written_since(source, self.stamp):
-            raise RecomputeError(
-                f"An argument ({_named(source)}) of a recomputed function was changed in place "
-                "between its forward and its backward, so the forward cannot be repeated. Run the "
-                "backward before the change, or change a copy."
-            )
-        if _nested.is_tensor(source):
-            if is_parameter(source):
-                return source
-            tensor = source
-        elif isinstance(source, _Link):
-            tensor = outputs[source.part][source.leaf]
-        elif isinstance(source, FrameTicket):
-            tensor = source.value()
-        else:
-            tensor = source.load()
-        # A new tensor object: hooks that the function registers on its argument must not be added
-        # to the real argument again.
-        tensor = tensor.detach()
-        tensor.stop_gradient = self.stop_gradient
-        return tensor
-
-
 def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, inputs: Any) -> Any:
-    """`inputs` with every tensor replaced by an `_Input` that can restore it.
+    """`inputs` with every tensor replaced by an `Input` that can restore it.
 
     The source of the tensor is the first that applies: a parameter, which is kept as it is; a
     ticket of the outer frame; an output of an earlier part; a ticket of a cheap part; `storage`.
@@ -483,7 +438,7 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
         link = frame.link_to(tensor) if frame is not None else None
         return link or _discarded.ticket_for(tensor) or storage.keep(tensor)
 
-    kept: dict[int, _Input] = {}
+    kept: dict[int, Input] = {}
 
     def keep(leaf: Any) -> Any:
         if not _nested.is_tensor(leaf):
@@ -492,7 +447,7 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
         if found is None:
             source = source_of(leaf)
             stamp = stamp_of(leaf) if _nested.is_tensor(source) else None
-            found = kept[id(leaf)] = _Input(source, leaf.stop_gradient, stamp)
+            found = kept[id(leaf)] = Input(source, leaf.stop_gradient, stamp)
         elif surrounding is not None and not is_parameter(leaf):
             # An argument of the outer function, and the tensor that it captured, are one tensor in
             # its first forward and two in its second: both are to save as many.
@@ -500,24 +455,6 @@ def _keep(frame: Frame | None, storage: InputStorage, outer: Recorder | None, in
         return found
 
     return _nested.map_leaves(keep, inputs)
-
-
-def _fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
-    fetched: dict[int, paddle.Tensor] = {}
-
-    def fetch(leaf: Any) -> Any:
-        if not isinstance(leaf, _Input):
-            return leaf
-        tensor = fetched.get(id(leaf))
-        if tensor is None:
-            tensor = fetched[id(leaf)] = leaf.fetch(outputs)
-        return tensor
-
-    return _nested.map_leaves(fetch, inputs)
-
-
-def _named(tensor: paddle.Tensor) -> str:
-    return f"parameter '{tensor.name}'" if is_parameter(tensor) else describe(tensor)
 
 
 def _checksum(tensor: paddle.Tensor) -> int:

@@ -1,0 +1,81 @@
+"""The inputs of a recomputed call, until its second forward asks for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from paddle_recompute import _nested
+from paddle_recompute._nested import describe
+from paddle_recompute._paddle.layers import is_parameter
+from paddle_recompute.errors import RecomputeError
+from paddle_recompute.recompute._hooks import Kept
+from paddle_recompute.replay import Stamp, is_written_since
+
+
+@dataclass(frozen=True)
+class Link:
+    """Output tensor number `leaf` of part number `part` of the same frame."""
+
+    part: int
+    leaf: int
+
+
+class Input:
+    """An argument tensor of a part, and how to restore it: from a tensor, a `Link`, a ticket of the
+    outer frame, or what `InputStorage.keep` returned.
+
+    Not a dataclass, because `map_leaves` would look for tensors inside it.
+    """
+
+    __slots__ = ("source", "stamp", "stop_gradient")
+
+    def __init__(self, source: Any, stop_gradient: bool, stamp: Stamp | None = None) -> None:
+        self.source = source
+        self.stop_gradient = stop_gradient
+        self.stamp = stamp
+
+    def fetch(self, outputs: list[list[paddle.Tensor]]) -> paddle.Tensor:
+        source = self.source
+        if self.stamp is not None and is_written_since(source, self.stamp):
+            raise RecomputeError(
+                f"An argument ({_named(source)}) of a recomputed function was changed in place "
+                "between its forward and its backward, so the forward cannot be repeated. Run the "
+                "backward before the change, or change a copy."
+            )
+        if _nested.is_tensor(source):
+            if is_parameter(source):
+                return source
+            tensor = source
+        elif isinstance(source, Link):
+            tensor = outputs[source.part][source.leaf]
+        elif isinstance(source, Kept):
+            tensor = source.value()
+        else:
+            tensor = source.load()
+        # A new tensor object: hooks that the function registers on its argument must not be added
+        # to the real argument again.
+        tensor = tensor.detach()
+        tensor.stop_gradient = self.stop_gradient
+        return tensor
+
+
+def fetch(inputs: Any, outputs: list[list[paddle.Tensor]]) -> Any:
+    """`inputs` with every `Input` replaced by its tensor; `outputs` are those of earlier parts."""
+    fetched: dict[int, paddle.Tensor] = {}
+
+    def tensor_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Input):
+            return leaf
+        tensor = fetched.get(id(leaf))
+        if tensor is None:
+            tensor = fetched[id(leaf)] = leaf.fetch(outputs)
+        return tensor
+
+    return _nested.map_leaves(tensor_of, inputs)
+
+
+def _named(tensor: paddle.Tensor) -> str:
+    return f"parameter '{tensor.name}'" if is_parameter(tensor) else describe(tensor)
