@@ -115,9 +115,7 @@ class ChunkedEncoder:
         self._deviation: paddle.Tensor | None = None
         self._form: Form | None = None
 
-    def encode(
-        self, when_reached: Callable[[], None], before: Sequence[ChunkedEncoder] = ()
-    ) -> Any:
+    def encode(self, when_reached: Callable[[], None], before: ChunkedEncoder | None = None) -> Any:
         """The first forward of every chunk.
 
         Args:
@@ -137,9 +135,8 @@ class ChunkedEncoder:
         trained: set[int] = set()
         undecided = True
         call: Call | None = None
-        for other in before:
-            if other.encoder is self.encoder and other._calls:
-                call = other._calls[-1]
+        if before is not None and before.encoder is self.encoder and before._calls:
+            call = before._calls[-1]
         for number, chunk in enumerate(self._chunks):
             # With a graph until each output was found to depend on a trained parameter: usually one
             # chunk, more for an encoder with a frozen or detached path. The parameters of a Layer

@@ -342,8 +342,10 @@ class GradCache:
         """
         reached: list[int] = []
         embeddings = [
-            encoder.encode(functools.partial(reached.append, place), encoders[place - 1 : place])
-            for place, encoder in enumerate(encoders)
+            encoder.encode(functools.partial(reached.append, place), before)
+            for place, (encoder, before) in enumerate(
+                zip(encoders, [None, *encoders], strict=False)
+            )
         ]
         loss = self.loss(*embeddings, **loss_arguments)
         del embeddings
