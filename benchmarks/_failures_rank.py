@@ -174,7 +174,7 @@ def run(folder: str, name: str, num_ranks: int, steps: int, limit: float, fault:
     from paddle_recompute._paddle.distributed import init_parallel_env
     from paddle_recompute.app.trainer import Trainer
     from tests.app.trainer.test_trainer import tiny
-    from tests.distributed.mortal_ranks import print_stacks_on_request
+    from tests.forked_ranks import print_stacks_on_request
 
     print_stacks_on_request()
     init_parallel_env()

@@ -13,6 +13,7 @@ imported.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import gc
 import importlib
@@ -136,6 +137,12 @@ def start(
     process.stdin.write(job)
     process.stdin.close()
     return process
+
+
+def print_stacks_on_request() -> None:
+    """After a fault of the memory, or SIGUSR1: also where the main thread is in C++ for ever."""
+    faulthandler.enable()  # in place of Paddle's handlers, which may hang (tests/conftest.py)
+    faulthandler.register(signal.SIGUSR1)
 
 
 def _serve() -> dict[str, Any] | None:

@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import functools
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -38,7 +36,7 @@ from typing import Any
 import pytest
 
 from tests.fake_device import selected
-from tests.forked_ranks import ROOT, start
+from tests.forked_ranks import ROOT, print_stacks_on_request, start
 
 PATIENCE = 5.0
 """Seconds that the other ranks have to end after one has failed."""
@@ -213,8 +211,7 @@ def _serve(folder: Path, rank: int) -> None:
     from paddle_recompute._paddle.distributed import init_parallel_env
     from paddle_recompute.distributed import barrier
 
-    faulthandler.register(signal.SIGUSR1)  # also where the main thread is in C++ for ever
-    faulthandler.enable()  # in place of Paddle's handlers, which may hang (tests/conftest.py)
+    print_stacks_on_request()
     init_parallel_env()
     for number in map(str.strip, (folder / f"jobs{rank}").open()):
         module, name, arguments = pickle.loads((folder / f"job{number}.pkl").read_bytes())

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import pickle
 import signal
@@ -25,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked_ranks import start
+from tests.forked_ranks import print_stacks_on_request, start
 from tests.ranks import free_ports, rank_environment
 
 
@@ -41,12 +40,6 @@ def be_rank(worker: Callable[..., Any], arguments: dict[str, Any]) -> None:
     paddle.seed(0)
     worker(**arguments)
     barrier()  # rank 0 hosts the store: if it left first, the others would lose it
-
-
-def print_stacks_on_request() -> None:
-    """After a fault of the memory, or SIGUSR1: also where the main thread is in C++ for ever."""
-    faulthandler.enable()  # in place of Paddle's handlers, which may hang (tests/conftest.py)
-    faulthandler.register(signal.SIGUSR1)
 
 
 def results_of(worker: Callable[..., Any], num_ranks: int = 2, **arguments: Any) -> list[Any]:
