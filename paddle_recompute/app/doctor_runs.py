@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import paddle
 
-from paddle_recompute._files import writing
+from paddle_recompute._files import write_json
 from paddle_recompute.app.config import Config, sync_arguments
 from paddle_recompute.app.trainer import (
     Chunks,
@@ -48,7 +47,7 @@ def examine(config: Config, *, say: Callable[[str], Any]) -> dict[str, Any]:
                     add(one["kind"], one["where"], f"(rank {rank}) {one['message']}")
     if is_main:
         say(str(report))
-        write_report(config.train.output_dir / "doctor.json", report.to_dict())
+        write_json(config.train.output_dir / "doctor.json", report.to_dict())
     return report.to_dict()
 
 
@@ -87,11 +86,13 @@ def doctor_config(config: Config, *, pairs: int = _MOST_PAIRS) -> DoctorReport:
     )
 
 
-def write_self_test(output: Path, *, device: str | None, say: Callable[[str], Any]) -> bool:
+def write_self_test(
+    output: Path, *, device: str | None, say: Callable[[str], Any]
+) -> dict[str, Any]:
     """Run the self-test on `device` (None: Paddle's choice) and write its result.
 
     Returns:
-        Whether all cases are right.
+        It; ``ok`` says whether all cases are right.
 
     Raises:
         OutputError: It cannot be written.
@@ -108,16 +109,5 @@ def write_self_test(output: Path, *, device: str | None, say: Callable[[str], An
         f"{sum(case['ok'] for case in cases)} of {len(cases)} cases are right on "
         f"{result['device']}, Paddle {result['paddle']}; attach {output} to a report"
     )
-    write_report(output, result)
-    return bool(result["ok"])
-
-
-def write_report(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as JSON.
-
-    Raises:
-        OutputError: It cannot be written.
-    """
-    with writing(path, "name another file or folder"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(output, result)
+    return result
